@@ -1,0 +1,6 @@
+"""Kernels: each file holds the maths, a plain-torch reference and the faces that run it."""
+
+from thresher.kernels.logprob import token_logprobs
+from thresher.kernels.loss import grpo_loss
+
+__all__ = ["grpo_loss", "token_logprobs"]

@@ -1,0 +1,36 @@
+"""Packaging: the folders at the top of the repository are the packages `thresher.<folder>`."""
+
+from setuptools import setup
+
+FOLDERS = ["kernels", "rewards", "policy", "retrieval", "engine", "engine.systems", "bench", "recipes"]
+
+setup(
+    name="thresher",
+    version="0.1.0",
+    description="GRPO for Qwen models that reason over retrieved text, from scratch on torch and Triton",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=[f"thresher.{folder}" for folder in FOLDERS],
+    package_dir={f"thresher.{folder}": folder.replace(".", "/") for folder in FOLDERS},
+    package_data={
+        "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml"],
+        "thresher.engine": ["*.html"],
+        "thresher.engine.systems": ["*.txt"],
+    },
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "numpy>=1.26",
+        "safetensors>=0.5",
+        "tokenizers>=0.20",
+        "jinja2>=3.1",
+        "rich>=13",
+        "matplotlib>=3.8",
+    ],
+    extras_require={
+        "cpu": ["faiss-cpu>=1.8"],
+        "gpu": ["faiss-gpu>=1.15"],
+        "test": ["pytest>=8", "hypothesis>=6.100", "transformers>=4.45", "ruff>=0.8", "mypy>=1.13"],
+        "bench": ["pytest-benchmark>=5", "transformers>=4.45", "trl>=1.16", "accelerate>=1.0", "datasets>=3.0"],
+    },
+    entry_points={"console_scripts": ["thresher=thresher.engine.cli:main"]},
+)
