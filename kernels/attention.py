@@ -1,0 +1,152 @@
+"""Causal attention over sequences of unequal length, in two forms that share one mathematics.
+
+    o[i] = sum_{j <= i} softmax_j(q[i] . k[j] / sqrt(D)) v[j]         (Vaswani et al. 2017, equation 1)
+
+`varlen_attention` trains: whole sequences, packed one after the other, differentiable.
+`paged_attention` generates: new rows against keys and values that lie in pages of a cache.
+
+Query heads share key/value heads in groups of R = H / K (grouped-query attention).
+Axes: T packed tokens, N sequences, Q new rows of a sequence, H query heads, K key/value heads, R = H/K, D head
+dimension, P pages of the cache, S slots of a page, L padded key length.
+
+These are the torch faces. In the paged one every sequence's key length is padded to a multiple of `KEY_STEP` and its
+rows to a multiple of `ROW_STEP`, by its own length alone, and only equals share a batched matmul: so on a CPU in
+float32 the bits of a row do not depend on what else is in the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+KEY_STEP = 64  # fewer, larger groups of equal key length; must be a multiple of the page size
+ROW_STEP = 16  # rows of an append (a prompt, a passage); a decoded token is one row and needs no padding
+SCORE_ELEMENTS = 1 << 26  # scores held at once by a paged group: 256 MiB of float32
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of x [T, ...] to places of a zero tensor [n, ...]; its backward gathers instead of adding."""
+
+    @staticmethod
+    def forward(ctx, x_T, index_T, n):
+        ctx.save_for_backward(index_T)
+        return x_T.new_zeros(n, *x_T.shape[1:]).index_copy_(0, index_T, x_T)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (index_T,) = ctx.saved_tensors
+        return grads[0].index_select(0, index_T), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The reverse: rows `index_T` of x [n, ...] (all different); its backward copies instead of adding."""
+
+    @staticmethod
+    def forward(ctx, x_n, index_T):
+        ctx.save_for_backward(index_T)
+        ctx.n = x_n.shape[0]
+        return x_n.index_select(0, index_T)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (index_T,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros(ctx.n, *grad.shape[1:]).index_copy_(0, index_T, grad), None
+
+
+class Varlen:
+    """Where each packed sequence lies; made once a forward from the sequences' lengths (in order, sum T)."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = list(lengths)
+        self.longest = max(self.lengths)
+        starts = [row * self.longest for row in range(len(self.lengths))]
+        self.index_T = torch.cat(
+            [torch.arange(start, start + n) for start, n in zip(starts, self.lengths, strict=True)]
+        ).to(device)
+        self.positions_T = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        return varlen_attention(q_THD, k_TKD, v_TKD, self)
+
+
+def varlen_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
+    """Causal attention within each packed sequence; q [T, H, D], k and v [T, K, D] -> [T, H, D], differentiable.
+
+    Sequences are padded on the right to the longest one, where causality alone keeps the padding out of every row that
+    counts; sort them by length beforehand and little is wasted.
+    """
+    n = len(layout.lengths)
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        spread = _Spread.apply(x, layout.index_T, n * layout.longest)
+        return spread.view(n, layout.longest, *x.shape[1:]).transpose(1, 2)
+
+    o_NHLD = F.scaled_dot_product_attention(
+        padded(q_THD), padded(k_TKD), padded(v_TKD), is_causal=True, enable_gqa=q_THD.shape[1] != k_TKD.shape[1]
+    )
+    return _Collect.apply(o_NHLD.transpose(1, 2).reshape(n * layout.longest, *q_THD.shape[1:]), layout.index_T)
+
+
+@dataclass(frozen=True)
+class PagedGroup:
+    """Sequences of a step whose padded shapes agree.
+
+    rows_NQ: int64, which of the step's rows are this sequence's new tokens; padding repeats the last one.
+    positions_NQ: int64, each row's position in its sequence (number of keys before it).
+    pages_NL: int64 [N, L / S], the sequence's pages in order; padding repeats any page, and is masked.
+    out_T, take_T: rows of the step's output, and which of this group's N * Q padded rows go there.
+    """
+
+    rows_NQ: torch.Tensor
+    positions_NQ: torch.Tensor
+    pages_NL: torch.Tensor
+    out_T: torch.Tensor
+    take_T: torch.Tensor
+
+
+def paged_attention(
+    q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor, groups: Sequence[PagedGroup]
+) -> torch.Tensor:
+    """New rows q [T, H, D] against cached keys and values [K, P, S, D], already holding the new rows' own -> [T, H, D].
+
+    A row at position p sees the first p + 1 keys of its own sequence, whatever the pages hold beyond them (as long as
+    it is finite).
+    """
+    out_THD = torch.zeros_like(q_THD)  # rows of no group pad the batch
+    for group in groups:
+        o_NQHD = _paged_group(q_THD, k_KPSD, v_KPSD, group)
+        out_THD[group.out_T] = o_NQHD.reshape(-1, *q_THD.shape[1:])[group.take_T]
+    return out_THD
+
+
+def _paged_group(
+    q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor, group: PagedGroup
+) -> torch.Tensor:
+    heads, dim = q_THD.shape[1:]
+    kv_heads, _, page, _ = k_KPSD.shape
+    n, rows = group.rows_NQ.shape
+    length = group.pages_NL.shape[1] * page
+    per_kv = heads // kv_heads
+    at_once = max(1, SCORE_ELEMENTS // (heads * rows * length))
+    if n > at_once:
+        parts = [
+            _paged_group(q_THD, k_KPSD, v_KPSD, PagedGroup(r, p, t, group.out_T, group.take_T))
+            for r, p, t in zip(
+                group.rows_NQ.split(at_once), group.positions_NQ.split(at_once), group.pages_NL.split(at_once), strict=True
+            )
+        ]
+        return torch.cat(parts)
+
+    flat = group.pages_NL.reshape(-1)
+    k = k_KPSD.index_select(1, flat).view(kv_heads * n, length, dim)
+    v = v_KPSD.index_select(1, flat).view(kv_heads * n, length, dim)
+    q = q_THD.index_select(0, group.rows_NQ.reshape(-1)).view(n, rows, kv_heads, per_kv, dim)
+    q = q.permute(2, 0, 3, 1, 4).reshape(kv_heads * n, per_kv * rows, dim) * dim**-0.5
+
+    scores = torch.bmm(q, k.transpose(1, 2)).view(kv_heads, n, per_kv, rows, length)
+    unseen_NQL = torch.arange(length, device=q.device) > group.positions_NQ[:, :, None]
+    scores.masked_fill_(unseen_NQL[:, None], float("-inf"))
+    o = torch.bmm(torch.softmax(scores, -1).view(kv_heads * n, per_kv * rows, length), v)
+    return o.view(kv_heads, n, per_kv, rows, dim).permute(1, 3, 0, 2, 4).reshape(n, rows, heads, dim)

@@ -1,0 +1,115 @@
+"""What the loss and the log-prob refuse, and how they say so.
+
+Shapes, dtypes and devices are known on the host and checked at once. What only the data can tell (a target
+outside the vocabulary, a NaN in a row that counts) is gathered into one flag, read together with the row
+counts in the one host sync of a call; only when it is raised is the first offending index looked for.
+Everything raises ValueError.
+
+Legend: T tokens, H hidden width, V vocabulary.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class RowCheck(NamedTuple):
+    """One kind of bad data: the rows that have it, and the words for it."""
+
+    name: str
+    bad_T: Tensor
+    values_T: Tensor | None
+    expected: str
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of logits, sums and log-probs: float64 for float64 inputs (tests), float32 for all others."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def resolve_backend(backend: str) -> str:
+    """The face that runs: "auto" and "torch" give "torch"; "triton" raises NotImplementedError for now."""
+    if backend == "triton":
+        raise NotImplementedError("backend 'triton' is not there yet; use backend='torch' or 'auto'")
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend is {backend!r}; expected 'auto', 'torch' or 'triton'")
+    return "torch"
+
+
+def check_scalar(name: str, value: float, low: float = -math.inf, strict: bool = False) -> None:
+    """Refuses a number below `low` (or equal to it, if strict), and one that is not finite."""
+    if not math.isfinite(value) or value < low or (strict and value == low):
+        bound = "" if low == -math.inf else f" {'above' if strict else 'of at least'} {low:g}"
+        raise ValueError(f"{name} is {value}; expected a finite number{bound}")
+
+
+def check_head(
+    hidden_TH: Tensor, lm_head_VH: Tensor, targets_T: Tensor, vocab_size: int | None, chunk_rows: int | None
+) -> int:
+    """Checks what the head needs, and returns the number of vocabulary columns that exist."""
+    for name, tensor in (("hidden_TH", hidden_TH), ("lm_head_VH", lm_head_VH)):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected two axes, {name[-2:]}")
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating one")
+    if lm_head_VH.dtype != hidden_TH.dtype:
+        raise ValueError(f"lm_head_VH has dtype {lm_head_VH.dtype}; expected hidden_TH's {hidden_TH.dtype}")
+    if lm_head_VH.device != hidden_TH.device:
+        raise ValueError(f"lm_head_VH is on {lm_head_VH.device}; expected hidden_TH's {hidden_TH.device}")
+    if lm_head_VH.shape[1] != hidden_TH.shape[1]:
+        raise ValueError(
+            f"lm_head_VH has width {lm_head_VH.shape[1]}; expected hidden_TH's {hidden_TH.shape[1]}"
+        )
+    check_rows("targets_T", targets_T, hidden_TH, (torch.int64, torch.int32))
+    columns = lm_head_VH.shape[0] if vocab_size is None else vocab_size
+    if not 1 <= columns <= lm_head_VH.shape[0]:
+        raise ValueError(f"vocab_size is {columns}; expected 1 to lm_head_VH's {lm_head_VH.shape[0]} rows")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
+    return columns
+
+
+def check_rows(
+    name: str, values_T: Tensor, hidden_TH: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> None:
+    """One number per row of hidden_TH, of an accepted dtype, on the same device."""
+    if values_T.shape != hidden_TH.shape[:1]:
+        raise ValueError(f"{name} has shape {tuple(values_T.shape)}; expected ({hidden_TH.shape[0]},)")
+    if values_T.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {values_T.dtype}; expected one of {', '.join(map(str, dtypes))}")
+    if values_T.device != hidden_TH.device:
+        raise ValueError(f"{name} is on {values_T.device}; expected hidden_TH's {hidden_TH.device}")
+
+
+def head_checks(hidden_TH: Tensor, targets_T: Tensor, columns: int) -> list[RowCheck]:
+    """The data checks of what the head needs. No host sync."""
+    # One sum a row finds NaN and infinity in a single pass without a temporary of [T, H]; it also refuses
+    # finite values near float32's end, whose logits would not be finite either.
+    sums_T = hidden_TH.detach().sum(1, dtype=compute_dtype(hidden_TH))
+    outside_T = (targets_T < 0) | (targets_T >= columns)
+    return [
+        RowCheck("hidden_TH", ~sums_T.isfinite(), None, "values that are finite and have a finite sum"),
+        RowCheck("targets_T", outside_T, targets_T, f"a token id from 0 to {columns - 1}"),
+    ]
+
+
+def any_bad(checks: list[RowCheck]) -> Tensor:
+    """One flag on the device, 0-d bool: does any check find a bad row? No host sync."""
+    bad_T = checks[0].bad_T
+    for check in checks[1:]:
+        bad_T = bad_T | check.bad_T
+    return bad_T.any()
+
+
+def raise_first(checks: list[RowCheck]) -> None:
+    """Raises ValueError for the first bad row of the first check that has one. Syncs."""
+    for check in checks:
+        index = check.bad_T.nonzero()
+        if len(index):
+            row = int(index[0])
+            found = "is not" if check.values_T is None else f"is {check.values_T[row].item()}, not"
+            raise ValueError(f"{check.name}[{row}] {found} {check.expected}")

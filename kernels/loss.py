@@ -1,0 +1,326 @@
+"""GRPO's loss from hidden states: LM head, log-prob, ratio, clip, KL and entropy in one pass.
+
+    z = X W^T / temperature, p = softmax(z), l_t = log p[t, y_t], r_t = exp(l_t - old_t), d_t = l_t - ref_t
+    loss = sum_t w_t (-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) + beta KL(d_t, r_t) - entropy_coef H_t)
+    dual clip c > 1, where A_t < 0: max(min(..), c A_t) in the place of min(..)
+    dloss/dl_t = w_t (beta c_KL - r_t A_t), without the second term where clipped; c_KL: the table in kl.py
+    dloss/dz_tv = dloss/dl_t ([v = y_t] - p_tv) + w_t entropy_coef p_tv (log p_tv + H_t)
+    dX = dz W / temperature, dW = dz^T X / temperature
+    GRPO: Shao et al. 2024, eq. 3; asymmetric clip: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020, eq. 5
+
+A row's coefficient is known once its log-prob is, so a chunk of rows needs its logits once: logits, dX, dW,
+three matmuls (6THV), not the four of recomputing them in backward. Gradients are made in the forward pass, in
+float32 and in place of the logits; backward only scales them. Rows of weight 0 are dropped before the head:
+nothing of theirs is read. Rows known to have no gradient go last, forward only. Same inputs, same bits.
+
+Deliberately absent: sequence-level ratios (GSPO), whose coefficients wait for a whole sequence; aggregation
+(1/|y|, token mean), which the caller folds into the weights; second derivatives; a Triton face, which will
+stand beside `_torch_pass` and share everything around it.
+
+Legend: T tokens, N rows that count (or a chunk of them), M a chunk filled up, H hidden width, V vocabulary.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from thresher.kernels.checks import (
+    RowCheck,
+    any_bad,
+    check_head,
+    check_rows,
+    compute_dtype,
+    head_checks,
+    raise_first,
+    resolve_backend,
+)
+from thresher.kernels.logprob import (
+    TokenRows,
+    blas_ready,
+    column_blocks,
+    default_chunk_rows,
+    fill_rows,
+    head_blocks,
+    mixed_matmul,
+    new_workspace,
+    reference_token_logprobs,
+    token_rows,
+)
+from thresher.kernels.objective import LossResult, LossRows, LossSettings, assemble, logit_coefficients
+
+# old log-probs, advantages, weights, reference log-probs: one number a row
+_Vectors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def reference_grpo_loss(
+    hidden_TH: Tensor,
+    lm_head_VH: Tensor,
+    targets_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    weights_T: Tensor,
+    *,
+    ref_logprobs_T: Tensor | None = None,
+    vocab_size: int | None = None,
+    **settings: Any,
+) -> LossResult:
+    """The loss in plain torch: materialises [N, V] and leaves the gradient to autograd. No checks; for tests
+    and for reading. Arguments as `grpo_loss`; float64 inputs are computed in float64."""
+    chosen = LossSettings(**settings)
+    index_N = weights_T.nonzero()[:, 0]
+    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T)
+    rows = _gather_rows(index_N, targets_T, vectors, compute_dtype(hidden_TH))
+    logprobs_N, entropy_N = reference_token_logprobs(
+        hidden_TH[index_N], lm_head_VH, rows.targets_N, temperature=chosen.temperature, vocab_size=vocab_size
+    )
+    return assemble(logprobs_N, entropy_N, rows, chosen, len(targets_T))
+
+
+def _gather_rows(index_N: Tensor, targets_T: Tensor, vectors: _Vectors, dtype: torch.dtype) -> LossRows:
+    old_N, advantages_N, weights_N, ref_N = (
+        None if values_T is None else values_T.detach().index_select(0, index_N).to(dtype)
+        for values_T in vectors
+    )
+    assert old_N is not None and advantages_N is not None and weights_N is not None
+    return LossRows(index_N, targets_T.index_select(0, index_N).long(), old_N, advantages_N, weights_N, ref_N)
+
+
+def _choose_rows(
+    hidden_TH: Tensor, targets_T: Tensor, vectors: _Vectors, columns: int, settings: LossSettings
+) -> tuple[LossRows, int]:
+    """The rows that count, those with a gradient first, and how many have one. Checks the data.
+
+    The call's one host sync is here: the flag of the checks and the two counts come over together.
+    """
+    dtype = compute_dtype(hidden_TH)
+    old_T, advantages_T, weights_T, ref_T = vectors
+    exact_weights_T = weights_T.to(dtype)
+    present_T = exact_weights_T != 0
+    checks = head_checks(hidden_TH, targets_T, columns)
+    for name, values_T in (
+        ("old_logprobs_T", old_T),
+        ("advantages_T", advantages_T),
+        ("ref_logprobs_T", ref_T),
+    ):
+        if values_T is not None:
+            checks.append(RowCheck(name, ~values_T.to(dtype).isfinite(), values_T, "a finite number"))
+    checks = [check._replace(bad_T=check.bad_T & present_T) for check in checks]
+    bad_T = ~((exact_weights_T >= 0) & exact_weights_T.isfinite())
+    checks.append(RowCheck("weights_T", bad_T, weights_T, "a finite number of at least 0"))
+
+    absent_T = ~present_T
+    idle_T = absent_T if settings.every_row_has_gradient else absent_T | (advantages_T == 0)
+    order_T = torch.sort(idle_T.to(torch.uint8) + absent_T.to(torch.uint8), stable=True).indices
+    bad, idle, absent = torch.stack((any_bad(checks).long(), idle_T.sum(), absent_T.sum())).tolist()
+    if bad:
+        raise_first(checks)
+    rows = _gather_rows(order_T[: len(targets_T) - absent], targets_T, vectors, dtype)
+    return rows, len(targets_T) - idle
+
+
+def _logit_gradient(done: TokenRows, rows: LossRows, settings: LossSettings) -> Tensor:
+    """dloss/d(hidden @ head.T) of a chunk, [N, V], in place of its probabilities."""
+    on_target_N, on_probs_N, on_plogp_N = logit_coefficients(done.logprobs_N, done.entropy_N, rows, settings)
+    dlogits_NV = done.probs_NV.mul_(on_probs_N[:, None])
+    if on_plogp_N is not None:
+        dlogits_NV.addcmul_(done.plogp_NV, on_plogp_N[:, None])
+    # One target a row: read, add, write is deterministic on every device, unlike scatter_add_.
+    targets_N1 = rows.targets_N[:, None]
+    return dlogits_NV.scatter_(1, targets_N1, dlogits_NV.gather(1, targets_N1) + on_target_N[:, None])
+
+
+def _hidden_gradient(dlogits_NV: Tensor, head_VH: Tensor) -> Tensor:
+    """dlogits @ head from float32 accumulators, [N, H] of the compute dtype."""
+    if mixed_matmul(head_VH):
+        return torch.mm(dlogits_NV.to(head_VH.dtype), head_VH, out_dtype=dlogits_NV.dtype)
+    grad_NH = dlogits_NV.new_empty(dlogits_NV.shape[0], head_VH.shape[1])
+    for block, head_BH in head_blocks(head_VH, dlogits_NV.dtype):
+        # beta 0 overwrites: the first block finds uninitialised memory
+        grad_NH.addmm_(dlogits_NV[:, block], head_BH, beta=0 if block.start == 0 else 1)
+    return grad_NH
+
+
+def _add_head_gradient(grad_VH: Tensor, dlogits_NV: Tensor, rows_NH: Tensor) -> None:
+    """grad += dlogits.T @ rows, in grad's float32."""
+    if mixed_matmul(rows_NH):
+        low_NV = dlogits_NV.to(rows_NH.dtype)
+        for block in column_blocks(grad_VH):
+            grad_VH[block].add_(torch.mm(low_NV[:, block].t(), rows_NH, out_dtype=grad_VH.dtype))
+    else:
+        grad_VH.addmm_(dlogits_NV.t(), rows_NH)
+
+
+def _torch_pass(
+    hidden_TH: Tensor,
+    head_VH: Tensor,
+    rows: LossRows,
+    with_gradient: int,
+    settings: LossSettings,
+    chunk_rows: int,
+    hidden_grad_TH: Tensor | None,
+    head_grad_VH: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(logprobs_N, entropy_N) of all rows. The first `with_gradient` of them also write their rows of
+    hidden_grad_TH and add to head_grad_VH, where these are given."""
+    count = len(rows.index_N)
+    workspace = new_workspace(head_VH, min(chunk_rows, count))
+    logprobs_N = workspace[0].new_empty(count)
+    entropy_N = torch.empty_like(logprobs_N)
+    for start in (*range(0, with_gradient, chunk_rows), *range(with_gradient, count, chunk_rows)):
+        end = min(start + chunk_rows, with_gradient if start < with_gradient else count)
+        part = rows.part(slice(start, end))
+        rows_MH = fill_rows(hidden_TH.index_select(0, part.index_N), head_VH)
+        done = token_rows(rows_MH, head_VH, part.targets_N, settings.temperature, workspace)
+        logprobs_N[start:end] = done.logprobs_N
+        entropy_N[start:end] = done.entropy_N
+        if start >= with_gradient:
+            continue
+        dlogits_NV = _logit_gradient(done, part, settings)
+        if hidden_grad_TH is not None:
+            grad_NH = _hidden_gradient(dlogits_NV, head_VH)
+            hidden_grad_TH.index_copy_(0, part.index_N, grad_NH.to(hidden_grad_TH.dtype))
+        if head_grad_VH is not None:
+            _add_head_gradient(head_grad_VH, dlogits_NV, rows_MH[: end - start])
+    return logprobs_N, entropy_N
+
+
+class _WithGradients(torch.autograd.Function):
+    """Gives a loss the gradients that were computed beside it; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        lm_head_VH: Tensor,
+        loss: Tensor,
+        hidden_grad_TH: Tensor | None,
+        head_grad_VH: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_grad_TH, head_grad_VH)
+        ctx.head_dtype = lm_head_VH.dtype
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad_TH, head_grad_VH = ctx.saved_tensors
+        return (
+            None if hidden_grad_TH is None else hidden_grad_TH * grad.to(hidden_grad_TH.dtype),
+            None if head_grad_VH is None else (head_grad_VH * grad).to(ctx.head_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _check_buffer(buffer_VH: Tensor, lm_head_VH: Tensor) -> None:
+    dtype = compute_dtype(lm_head_VH)
+    fits = buffer_VH.shape == lm_head_VH.shape and buffer_VH.device == lm_head_VH.device
+    if not fits or buffer_VH.dtype != dtype:
+        raise ValueError(
+            f"lm_head_grad_VH is {buffer_VH.dtype} {tuple(buffer_VH.shape)} on {buffer_VH.device}; "
+            f"expected {dtype} {tuple(lm_head_VH.shape)} on {lm_head_VH.device}"
+        )
+
+
+def grpo_loss(
+    hidden_TH: Tensor,
+    lm_head_VH: Tensor,
+    targets_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    weights_T: Tensor,
+    *,
+    ref_logprobs_T: Tensor | None = None,
+    temperature: float = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl_value: str = "k3",
+    kl_gradient: str | None = None,
+    beta: float = 0.0,
+    entropy_coef: float = 0.0,
+    vocab_size: int | None = None,
+    chunk_rows: int | None = None,
+    backend: str = "auto",
+    lm_head_grad_VH: Tensor | None = None,
+) -> LossResult:
+    """loss = sum_t weights_t * (-min(r A, clip(r) A) + beta * KL_t - entropy_coef * H_t), all in nats.
+
+    hidden_TH [T, H] and lm_head_VH [V, H]: same dtype (float32, bfloat16, float16, float64) and device, any
+    strides. targets_T: [T] int64 or int32. old_logprobs_T, advantages_T, weights_T, ref_logprobs_T: [T],
+    floating; no gradient goes to them. A row of weight 0 is absent: nothing else of it is read.
+    temperature: divides the logits. clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high].
+    dual_clip: c > 1, or None.
+    kl_value, kl_gradient: "k1", "k2", "k3", "k3_ratio" or "none"; the estimator whose value is in the loss,
+    and the one whose gradient is taken (None: the same one). beta > 0 needs ref_logprobs_T.
+    vocab_size: columns from there on do not exist; their rows of the head are never read and get no gradient.
+    chunk_rows: rows whose logits exist at a time; None: what fits in 256 MiB on a CPU, at most 1,024.
+    backend: "auto" and "torch" are the torch face; "triton" raises NotImplementedError until it is there.
+
+    The loss is differentiable in hidden and head, right for any upstream scale. What needs no gradient costs
+    no matmul; under `torch.no_grad()` the call is forward only. Given lm_head_grad_VH (float32 [V, H], the
+    head's own gradient buffer), dW is added to it in the call, the loss is detached, and the caller runs
+    `hidden_TH.backward(result.hidden_grad_TH)`; any scale then belongs in weights_T.
+
+    Raises ValueError naming the argument, and the first offending index: shapes, dtypes or devices that do
+    not fit, a target outside the vocabulary, a negative weight, a number that is not finite in a row that
+    counts (before anything is added to lm_head_grad_VH).
+    """
+    resolve_backend(backend)
+    settings = LossSettings(
+        temperature=temperature,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        kl_value=kl_value,
+        kl_gradient=kl_gradient,
+        beta=beta,
+        entropy_coef=entropy_coef,
+    )
+    columns = check_head(hidden_TH, lm_head_VH, targets_T, vocab_size, chunk_rows)
+    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T)
+    names = ("old_logprobs_T", "advantages_T", "weights_T", "ref_logprobs_T")
+    for name, values_T in zip(names, vectors, strict=True):
+        if values_T is not None:
+            check_rows(name, values_T, hidden_TH)
+    if beta and ref_logprobs_T is None:
+        raise ValueError(
+            f"beta is {beta} but ref_logprobs_T is None; expected reference log-probs, or beta 0"
+        )
+    if lm_head_grad_VH is not None:
+        _check_buffer(lm_head_grad_VH, lm_head_VH)
+    rows_at_once = chunk_rows or default_chunk_rows(
+        hidden_TH.device, columns, compute_dtype(hidden_TH).itemsize
+    )
+    grad_mode = torch.is_grad_enabled()
+    with torch.no_grad(), torch.autocast(hidden_TH.device.type, enabled=False):
+        rows, with_gradient = _choose_rows(hidden_TH, targets_T, vectors, columns, settings)
+        hidden_grad_TH = torch.zeros_like(hidden_TH) if grad_mode and hidden_TH.requires_grad else None
+        head_grad_VH = lm_head_grad_VH if grad_mode else None
+        if grad_mode and lm_head_VH.requires_grad and lm_head_grad_VH is None:
+            head_grad_VH = torch.zeros_like(lm_head_VH, dtype=compute_dtype(lm_head_VH))
+        if hidden_grad_TH is None and head_grad_VH is None:
+            # Without gradients to make, splitting the rows into two kinds would only cost a chunk.
+            with_gradient = 0
+        logprobs_N, entropy_N = _torch_pass(
+            hidden_TH,
+            blas_ready(lm_head_VH[:columns]),
+            rows,
+            with_gradient,
+            settings,
+            rows_at_once,
+            hidden_grad_TH,
+            None if head_grad_VH is None else head_grad_VH[:columns],
+        )
+        result = assemble(logprobs_N, entropy_N, rows, settings, len(targets_T))
+    if lm_head_grad_VH is not None:
+        return replace(result, hidden_grad_TH=hidden_grad_TH)
+    if hidden_grad_TH is None and head_grad_VH is None:
+        return result
+    return replace(
+        result, loss=_WithGradients.apply(hidden_TH, lm_head_VH, result.loss, hidden_grad_TH, head_grad_VH)
+    )

@@ -1,0 +1,161 @@
+"""What a token's log-prob is worth: ratio, clip, KL and entropy of a row, and what its gradient is made of.
+
+The maths stands at the top of loss.py; this file is its part after the vocabulary, on [N] vectors, shared by
+every face of the loss. Nothing here sees a logit, and nothing here sees a row of weight 0.
+
+Legend: N rows that count (or a chunk of them), T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thresher.kernels.checks import check_scalar
+from thresher.kernels.kl import BOUND, CHOICES, EXP_CAP, capped_exp, kl_coefficient, kl_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """The scalars of the loss, as `grpo_loss` documents them; refuses what makes no sense."""
+
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_value: str = "k3"
+    kl_gradient: str | None = None
+    beta: float = 0.0
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_scalar("temperature", self.temperature, 0.0, strict=True)
+        check_scalar("clip_low", self.clip_low, 0.0)
+        check_scalar("clip_high", self.clip_high, 0.0)
+        check_scalar("beta", self.beta, 0.0)
+        check_scalar("entropy_coef", self.entropy_coef)
+        if self.dual_clip is not None:
+            check_scalar("dual_clip", self.dual_clip, 1.0, strict=True)
+        for name, choice in (("kl_value", self.kl_value), ("kl_gradient", self.kl_gradient or self.kl_value)):
+            if choice not in CHOICES:
+                raise ValueError(f"{name} is {choice!r}; expected one of {', '.join(CHOICES)}")
+
+    @property
+    def gradient_estimator(self) -> str:
+        """The estimator whose gradient is taken; "none" when beta leaves it without effect."""
+        return (self.kl_gradient or self.kl_value) if self.beta else "none"
+
+    @property
+    def every_row_has_gradient(self) -> bool:
+        """False when a row of advantage 0 has no gradient, whatever its log-prob turns out to be."""
+        return self.gradient_estimator != "none" or self.entropy_coef != 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossRows:
+    """The rows that count, in the order they are worked on; floating vectors in the compute dtype."""
+
+    index_N: Tensor  # int64, where the row stands in the inputs
+    targets_N: Tensor  # int64
+    old_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    ref_N: Tensor | None
+
+    def part(self, rows: slice) -> "LossRows":
+        ref_N = None if self.ref_N is None else self.ref_N[rows]
+        return LossRows(
+            self.index_N[rows],
+            self.targets_N[rows],
+            self.old_N[rows],
+            self.advantages_N[rows],
+            self.weights_N[rows],
+            ref_N,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossResult:
+    """What `grpo_loss` returns. Per-token tensors are [T], detached, float32 (float64 for float64 inputs), in
+    nats; a row of weight 0 holds 0 (False) everywhere."""
+
+    loss: Tensor  # 0-d, the sum over rows
+    logprobs: Tensor
+    ratios: Tensor  # pi / pi_old, its exponent capped at 80
+    kl: dict[str, Tensor]  # by estimator: k1, k2, k3, k3_ratio; empty without reference log-probs
+    entropy: Tensor
+    clipped: Tensor  # bool: A != 0 and the clip, or dual clip, leaves the policy-gradient term no gradient
+    capped: Tensor  # 0-d int64: rows that count with log-ratio > 80, or d < -80, whose exponent was capped
+    hidden_grad_TH: Tensor | None = None  # hidden's dtype; only when the call was given lm_head_grad_VH
+
+
+def clipped_objective(
+    logprobs_N: Tensor, rows: LossRows, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ratio, objective, clipped) of each row; autograd may pass through."""
+    advantages_N = rows.advantages_N
+    ratios_N = capped_exp(logprobs_N - rows.old_N)
+    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    objective_N = torch.minimum(ratios_N * advantages_N, ratios_N.clamp(low, high) * advantages_N)
+    clipped_N = torch.where(advantages_N > 0, ratios_N > high, (ratios_N < low) & (advantages_N < 0))
+    if settings.dual_clip is not None:
+        floor_N = settings.dual_clip * advantages_N
+        negative_N = advantages_N < 0
+        objective_N = torch.where(negative_N, torch.maximum(objective_N, floor_N), objective_N)
+        clipped_N = clipped_N | (negative_N & (ratios_N > settings.dual_clip))
+    return ratios_N, objective_N, clipped_N
+
+
+def logit_coefficients(
+    logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the logits' gradient is made of, 1/temperature included, all [N]:
+    dz = on_target * [v = y] + on_probs * p + on_plogp * p log p."""
+    ratios_N, _, clipped_N = clipped_objective(logprobs_N, rows, settings)
+    on_target_N = -(ratios_N * rows.advantages_N).masked_fill_(clipped_N, 0.0)
+    if settings.gradient_estimator != "none":
+        assert rows.ref_N is not None
+        kl_N = kl_coefficient(settings.gradient_estimator, logprobs_N - rows.ref_N, ratios_N)
+        on_target_N = on_target_N + settings.beta * kl_N
+    scale_N = rows.weights_N / settings.temperature
+    # Bounded, for an infinite coefficient times a probability of 0 would be NaN.
+    on_target_N = (on_target_N * scale_N).clamp_(-BOUND, BOUND)
+    if not settings.entropy_coef:
+        return on_target_N, -on_target_N, None
+    on_plogp_N = settings.entropy_coef * scale_N
+    return on_target_N, on_plogp_N * entropy_N - on_target_N, on_plogp_N
+
+
+def assemble(
+    logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, settings: LossSettings, length: int
+) -> LossResult:
+    """Loss and metrics from log-probs and entropies of the rows that count; autograd may pass to the loss."""
+    ratios_N, objective_N, clipped_N = clipped_objective(logprobs_N, rows, settings)
+    capped_N = logprobs_N - rows.old_N > EXP_CAP
+    kl_N: dict[str, Tensor] = {}
+    if rows.ref_N is not None:
+        log_ref_ratio_N = logprobs_N - rows.ref_N
+        capped_N = capped_N | (log_ref_ratio_N < -EXP_CAP)
+        kl_N = kl_values(log_ref_ratio_N, ratios_N)
+    loss_N = -objective_N
+    if settings.beta and settings.kl_value != "none":
+        loss_N = loss_N + settings.beta * kl_N[settings.kl_value].detach()
+    estimator = settings.gradient_estimator
+    if estimator != "none" and kl_N[estimator].requires_grad:
+        # Worth 0: the value above, this one's gradient. Only the reference, which has a graph, comes here.
+        loss_N = loss_N + settings.beta * (kl_N[estimator] - kl_N[estimator].detach())
+    if settings.entropy_coef:
+        loss_N = loss_N - settings.entropy_coef * entropy_N
+
+    def spread(values_N: Tensor) -> Tensor:
+        return values_N.new_zeros(length).index_copy_(0, rows.index_N, values_N.detach())
+
+    return LossResult(
+        loss=(rows.weights_N * loss_N).sum(),
+        logprobs=spread(logprobs_N),
+        ratios=spread(ratios_N),
+        kl={name: spread(values_N) for name, values_N in kl_N.items()},
+        entropy=spread(entropy_N),
+        clipped=spread(clipped_N),
+        capped=capped_N.sum(),
+    )
