@@ -1,0 +1,324 @@
+"""The shape of a Qwen2 model, read from and written to the two JSON files of a Hugging Face model folder.
+
+`config.json` gives the shape. `generation_config.json`, where it exists, overrides the ids that end a text:
+Qwen's instruct models end a turn with `<|im_end|>`, and only the generation file lists both of their end
+tokens. Both dialects of config.json are understood: transformers 4 writes `rope_theta` and `torch_dtype`,
+transformers 5 writes `rope_parameters` and `dtype`. What is written is the older dialect, which both load.
+
+Deliberately absent: defaults for the shape (a missing key is refused, since what another library assumes
+for it changes from version to version), other architectures, RoPE scaling, sliding windows and quantised
+weights. The dtype is not kept: the reader of the weights chooses it.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.rewards.errors import UserError
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
+# Written anew from the fields, or meaningful only to the file that was read.
+_NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "hidden_act", "layer_types", *_ROPE_KEYS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and constants of one Qwen2 model; raises UserError when they contradict each other.
+
+    `extra` and `generation_extra` hold what else stood in config.json and generation_config.json, so that
+    saving a model keeps it (its usual sampling temperature, say). They take no part in the hash.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    initializer_range: float = 0.02
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    generation_extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        hidden, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        if hidden % heads:
+            raise UserError(
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; change one of them"
+            )
+        if self.head_dim * heads != hidden:
+            raise UserError(
+                f"head_dim {self.head_dim} is not hidden_size / num_attention_heads = {hidden // heads}, "
+                "the only one Qwen2 has; correct or remove it"
+            )
+        if self.head_dim % 2:
+            raise UserError(
+                f"hidden_size / num_attention_heads = {self.head_dim} is odd, but rotary embeddings "
+                "need an even head; change one of them"
+            )
+        if heads % kv_heads:
+            raise UserError(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
+                "change one of them"
+            )
+        named: list[tuple[str, int | None]] = [("eos_token_id", token) for token in self.eos_token_ids]
+        named += [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)]
+        for key, token in named:
+            if token is not None and not 0 <= token < self.vocab_size:
+                raise UserError(
+                    f"{key} {token} is outside the vocabulary of {self.vocab_size}; correct one of them"
+                )
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        """A copy with other values; head_dim follows hidden_size and num_attention_heads unless given."""
+        if "head_dim" not in changes and changes.keys() & {"hidden_size", "num_attention_heads"}:
+            hidden = changes.get("hidden_size", self.hidden_size)
+            changes["head_dim"] = hidden // changes.get("num_attention_heads", self.num_attention_heads)
+        return dataclasses.replace(self, **changes)
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """Reads config.json and, where present, generation_config.json of a model folder.
+
+    Raises UserError naming file and key for a file that is absent or malformed, a key that is missing or of
+    the wrong type, sizes that do not fit together, and every architecture or feature that is not supported.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    config = config_from_dict(read_json_object(path), str(path))
+    generation_path = folder / "generation_config.json"
+    if not generation_path.exists():
+        return config
+    generation = read_json_object(generation_path)
+    where = str(generation_path)
+    changes: dict[str, Any] = {}
+    if eos := _token_ids(generation, "eos_token_id", where):
+        changes["eos_token_ids"] = eos
+    for key in ("bos_token_id", "pad_token_id"):
+        if (token := _token_id(generation, key, where)) is not None:
+            changes[key] = token
+    # Keys with an underscore are transformers' notes to itself, void once the values above are written out.
+    changes["generation_extra"] = {
+        key: value
+        for key, value in generation.items()
+        if key not in ("eos_token_id", "bos_token_id", "pad_token_id") and not key.startswith("_")
+    }
+    return _with_location(where, lambda: dataclasses.replace(config, **changes))
+
+
+def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
+    """The config of a parsed config.json (either dialect); `where` names its origin in errors.
+
+    Without `eos_token_id` the config has no end-of-text ids: then only stop tags and limits end a turn.
+    """
+    _refuse_unsupported(d, where)
+    values: dict[str, Any] = {
+        key: _integer(d, key, where)
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        )
+    }
+    if d.get("head_dim") is None:
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    else:
+        values["head_dim"] = _integer(d, "head_dim", where)
+    values["rms_norm_eps"] = _number(d, "rms_norm_eps", where)
+    values["rope_theta"] = _rope_theta(d, where)
+    if "initializer_range" in d:
+        values["initializer_range"] = _number(d, "initializer_range", where)
+    if not isinstance(tied := _present(d, "tie_word_embeddings", where, "true or false"), bool):
+        raise _wrong(where, "tie_word_embeddings", tied, "true or false")
+    values["tie_word_embeddings"] = tied
+    values["eos_token_ids"] = _token_ids(d, "eos_token_id", where)
+    values["bos_token_id"] = _token_id(d, "bos_token_id", where)
+    values["pad_token_id"] = _token_id(d, "pad_token_id", where)
+    known = values.keys() | _NOT_KEPT | {"eos_token_id"}
+    values["extra"] = {key: value for key, value in d.items() if key not in known}
+    return _with_location(where, lambda: ModelConfig(**values))
+
+
+def write_config(config: ModelConfig, folder: str | Path) -> None:
+    """Writes config.json and generation_config.json into `folder` (made if absent), each file at once or
+    not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    eos = list(config.eos_token_ids)
+    tokens = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": config.pad_token_id,
+    }
+    shape = {
+        name: getattr(config, name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "rms_norm_eps",
+            "rope_theta",
+            "max_position_embeddings",
+            "tie_word_embeddings",
+            "initializer_range",
+        )
+    }
+    fixed = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    _write_json(folder / "config.json", {**config.extra, **shape, **tokens, **fixed})
+    present = {key: token for key, token in tokens.items() if token is not None}
+    _write_json(folder / "generation_config.json", {**config.generation_extra, **present})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    atomic_write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def _refuse_unsupported(d: dict[str, Any], where: str) -> None:
+    """Raises UserError for every feature that would silently change what the model computes."""
+    architectures = d.get("architectures")
+    if architectures is not None and (
+        not isinstance(architectures, list) or ARCHITECTURE not in architectures
+    ):
+        raise UserError(
+            f"{where}: architectures is {architectures!r}, only {ARCHITECTURE} is supported; "
+            "use a Qwen2 or Qwen2.5 model"
+        )
+    model_type = d.get("model_type", "qwen2" if architectures else None)
+    if model_type != "qwen2":
+        raise UserError(
+            f"{where}: model_type is {model_type!r}, only 'qwen2' is supported; use a Qwen2 or Qwen2.5 model"
+        )
+    layer_types = d.get("layer_types")
+    if layer_types is not None and (
+        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
+    ):
+        raise UserError(
+            f"{where}: layer_types must all be 'full_attention'; use a model without sliding windows"
+        )
+    unsupported = {
+        "hidden_act": d.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": d.get("use_sliding_window", False) not in (False, None),
+        "rope_scaling": d.get("rope_scaling") is not None,
+        "partial_rotary_factor": d.get("partial_rotary_factor") not in (None, 1.0),
+        "quantization_config": d.get("quantization_config") is not None,
+    }
+    wanted = {
+        "hidden_act": "'silu'",
+        "use_sliding_window": "false",
+        "rope_scaling": "null",
+        "partial_rotary_factor": "1.0",
+        "quantization_config": "none (weights in float32, bfloat16 or float16)",
+    }
+    for key, refused in unsupported.items():
+        if refused:
+            raise UserError(
+                f"{where}: {key} is {_short(d[key])}, only {wanted[key]} is supported; use a model without it"
+            )
+
+
+def _rope_theta(d: dict[str, Any], where: str) -> float:
+    """The RoPE base from either dialect, which must agree where both are present."""
+    parameters = d.get("rope_parameters")
+    if parameters is None:
+        return _number(d, "rope_theta", where)
+    if not isinstance(parameters, dict):
+        raise _wrong(where, "rope_parameters", parameters, "an object with rope_theta")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    others = sorted(parameters.keys() - {"rope_theta", "rope_type", "type"})
+    if parameters.get("partial_rotary_factor") in (None, 1.0):
+        others = [key for key in others if key != "partial_rotary_factor"]
+    if kind != "default" or others:
+        found = f"rope_type {kind!r}" + (f" with {', '.join(others)}" if others else "")
+        raise UserError(
+            f"{where}: rope_parameters has {found}, only the type 'default' with rope_theta is supported; "
+            "use a model without RoPE scaling"
+        )
+    theta = _number(parameters, "rope_theta", f"{where}: rope_parameters")
+    if d.get("rope_theta") is not None and _number(d, "rope_theta", where) != theta:
+        raise UserError(
+            f"{where}: rope_theta is {d['rope_theta']} but rope_parameters says {theta}; remove the wrong one"
+        )
+    return theta
+
+
+def _with_location(where: str, build: Callable[[], ModelConfig]) -> ModelConfig:
+    try:
+        return build()
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _present(d: dict[str, Any], key: str, where: str, expected: str) -> Any:
+    if key not in d:
+        raise UserError(f"{where}: key {key} is missing, expected {expected}; add it or fetch the file again")
+    return d[key]
+
+
+def _integer(d: dict[str, Any], key: str, where: str) -> int:
+    value = _present(d, key, where, "a positive integer")
+    if not _is_integer(value) or value < 1:
+        raise _wrong(where, key, value, "a positive integer")
+    return int(value)
+
+
+def _number(d: dict[str, Any], key: str, where: str) -> float:
+    value = _present(d, key, where, "a positive number")
+    if not (_is_integer(value) or isinstance(value, float)) or not 0 < value < math.inf:
+        raise _wrong(where, key, value, "a positive number")
+    return float(value)
+
+
+def _token_id(d: dict[str, Any], key: str, where: str) -> int | None:
+    value = d.get(key)
+    if value is not None and (not _is_integer(value) or value < 0):
+        raise _wrong(where, key, value, "a token id or null")
+    return value
+
+
+def _token_ids(d: dict[str, Any], key: str, where: str) -> tuple[int, ...]:
+    value = d.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(not _is_integer(token) or token < 0 for token in ids):
+        raise _wrong(where, key, value, "a token id, a list of them, or null")
+    return tuple(dict.fromkeys(ids))
+
+
+def _is_integer(value: object) -> bool:
+    # True and False are ints in Python, but never a size.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong(where: str, key: str, value: object, expected: str) -> UserError:
+    return UserError(
+        f"{where}: {key} is {_short(value)}, expected {expected}; correct the file or fetch it again"
+    )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,146 @@
+"""Files that are either whole or absent.
+
+A run may be killed at any moment, so nothing here is written in place: data goes to a temporary sibling, is
+flushed to the disk, and is renamed over its target, which the operating system does in one step. A kill
+leaves the old file and at most a temporary one whose name starts with a dot and ends in `.tmp`. Reading
+JSON lives here too, because every reader of a model folder owes the same sentence for a file that is absent
+or malformed.
+
+Deliberately absent: locks. Two writers of one file both succeed and the later one stays.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from thresher.rewards.errors import UserError
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of the file `path`. UserError when it is absent or unreadable."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path, or complete the folder") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from None
+
+
+def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
+    """The JSON object that `data` spells; UserError, naming `where`, when it is malformed or something
+    else."""
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: line {error.lineno} is not valid JSON ({error.msg}); fetch or write the file again"
+        ) from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({error}); fetch or write the file again") from None
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise UserError(f"{where}: expected a JSON object, found {kind}; fetch or write the file again")
+    return value
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`. UserError when it is absent, unreadable, malformed or not an
+    object."""
+    return parse_json_object(read_bytes(path), str(path))
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yields a temporary sibling of `path` to write to; it becomes `path` when the block ends, or vanishes
+    if it raises.
+
+    The folder must exist. For writers that insist on opening the file themselves; else use
+    `atomic_write_bytes`.
+    """
+    path = Path(path)
+    temporary = _temporary_sibling(path)
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush(path.parent)
+
+
+def atomic_write_bytes(path: str | Path, data: bytes) -> None:
+    """Writes `data` to `path` so that a reader sees the old file or the whole new one. The folder must
+    exist."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """`atomic_write_bytes` of `text` in UTF-8, line ends kept as they are."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+@contextmanager
+def staged_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yields a new empty folder beside `path`, which becomes `path` when the block ends, or vanishes if it
+    raises.
+
+    An existing `path` is refused with a UserError unless `replace`; then it is moved aside just before the
+    new folder takes its name and deleted after. A kill exactly between those two renames leaves the old
+    folder under its temporary name: a folder, unlike a file, cannot be renamed over another.
+    """
+    path = Path(path)
+    _refuse_existing(path, replace)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_sibling(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in sorted(temporary.rglob("*")):
+            _flush(file)
+        _refuse_existing(path, replace)
+        _move_into_place(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _move_into_place(temporary: Path, path: Path) -> None:
+    old = _temporary_sibling(path)
+    try:
+        os.rename(path, old)
+    except FileNotFoundError:
+        os.rename(temporary, path)
+    else:
+        try:
+            os.rename(temporary, path)
+        except BaseException:
+            os.rename(old, path)
+            raise
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+    _flush(path.parent)
+
+
+def _refuse_existing(path: Path, replace: bool) -> None:
+    if not replace and os.path.lexists(path):
+        raise UserError(f"{path}: exists already; choose another name or remove it first")
+
+
+def _temporary_sibling(path: Path) -> Path:
+    """A name in the same folder, because a rename is only atomic within one file system."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _flush(path: Path) -> None:
+    """Waits until the file's (or folder's) content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,377 @@
+"""Text to token ids and token ids to bytes, for byte-level BPE tokenizers kept in a tokenizer.json.
+
+Two encoders are built from the one file. `encode` is for text that others wrote (questions, passages,
+feedback): in it every added token, such as `<|im_end|>` or `<tool_call>`, is spelled out like any other
+text and cannot come out as its control id. The library's own switch for this covers only tokens marked
+special, which is why the second encoder is built from the JSON without its added tokens. `encode_template`
+is for our own templates and is the only door through which control ids enter a prompt.
+
+Decoding goes through a table of each token's exact bytes, because a tag's boundary or a character may lie
+inside a token: what was sampled is cut by bytes, never by text.
+
+Deliberately absent: other kinds of tokenizer (refused, as they have no exact bytes), truncation and
+padding, automatic begin or end tokens, and the clock in chat templates (`strftime_now`), which would make a
+prompt depend on the day.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes
+from thresher.rewards.errors import UserError
+
+_COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
+
+# How Qwen2 cuts text into words before BPE: contractions, letters with one leading mark, single digits, runs
+# of marks, line ends, spaces.
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _byte_letters() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, other bytes follow from U+0100
+    on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_letters()
+
+
+class Tokenizer:
+    """One tokenizer.json, with the chat template that lay beside it. Made by `load_tokenizer` or `train_bpe`.
+
+    `where` names the file in errors; `companions` holds the raw content of the files saved along with it,
+    by name.
+    """
+
+    def __init__(
+        self, tokenizer_json: bytes, where: str, companions: Mapping[str, bytes] | None = None
+    ) -> None:
+        data = parse_json_object(tokenizer_json, where)
+        self._json = tokenizer_json
+        self._companions = dict(companions or {})
+        self._where = where
+        try:
+            self.added_tokens: dict[str, int] = {
+                token["content"]: token["id"] for token in data.get("added_tokens") or []
+            }
+            _refuse_unsupported(data, where)
+            self._table = _token_table(data["model"]["vocab"], self.added_tokens, where)
+            plain = _without_added_tokens(data, self.added_tokens, where)
+        except UserError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"{where}: not a tokenizers file ({type(error).__name__}: {error}); fetch or write it again"
+            ) from None
+        self._template_encoder = _build(tokenizer_json.decode("utf-8-sig"), where)
+        self._plain_encoder = _build(json.dumps(plain, ensure_ascii=False), where)
+        for content, token_id in self.added_tokens.items():
+            if (found := self._template_encoder.token_to_id(content)) != token_id:
+                raise UserError(
+                    f"{where}: added token {content!r} says id {token_id} but encodes as {found}; "
+                    "fetch or write the file again"
+                )
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are: 0 to vocab_size - 1, each with a token. The model's head may be wider."""
+        return len(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` read as plain text: no id of an added token is ever among them."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one call to the library, which is much faster for many short ones."""
+        try:
+            encodings = self._plain_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            raise _unencodable(texts) from None
+        return [encoding.ids for encoding in encodings]
+
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of `text` with added tokens recognised. For templates only, never for text that others
+        wrote."""
+        try:
+            return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
+        except TypeError:
+            raise _unencodable([text]) from None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one token (UTF-8 of its content for an added token); ValueError for no such
+        id."""
+        if not 0 <= token_id < len(self._table):
+            raise ValueError(f"token id {token_id} is outside the tokenizer's {len(self._table)} ids")
+        return self._table[token_id]
+
+    def decode_bytes(self, token_ids: Iterable[int]) -> bytes:
+        """The bytes of the tokens, joined."""
+        return b"".join(map(self.token_bytes, token_ids))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of the tokens, control tokens included, with U+FFFD where the bytes are not UTF-8."""
+        return self.decode_bytes(token_ids).decode("utf-8", errors="replace")
+
+    def token_id(self, content: str) -> int | None:
+        """The id of the added token called `content`, else of the token that spells exactly it, else None."""
+        if content in self.added_tokens:
+            return self.added_tokens[content]
+        return self._id_of_bytes.get(content.encode("utf-8", errors="surrogatepass"))
+
+    @cached_property
+    def _id_of_bytes(self) -> dict[bytes, int]:
+        return {token: token_id for token_id, token in enumerate(self._table)}
+
+    def save(self, folder: str | Path) -> None:
+        """Writes tokenizer.json, and what was read beside it, into `folder`, byte for byte as they were
+        read."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in {"tokenizer.json": self._json, **self._companions}.items():
+            atomic_write_bytes(folder / name, content)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja source: chat_template.jinja, else tokenizer_config.json's (the one named "default")."""
+        if (source := self._companions.get("chat_template.jinja")) is not None:
+            return source.decode("utf-8")
+        template = self._settings.get("chat_template")
+        if isinstance(template, list):
+            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        return template if isinstance(template, str) else None
+
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The chat template filled with `messages` ({"role", "content"}), as Hugging Face renders it.
+
+        The result holds control tokens as text, for `encode_template`; a message that spells one becomes
+        one too, so text that others wrote must not pass through here. UserError without a template or when
+        it fails.
+        """
+        where = str(Path(self._where).parent)
+        if self.chat_template is None:
+            raise UserError(f"{where}: no chat template; add chat_template.jinja or set prompt to 'raw'")
+        names = {key: _content(value) for key, value in self._settings.items() if key.endswith("_token")}
+        names = {key: value for key, value in names.items() if isinstance(value, str)}
+        try:
+            return self._compiled_template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **names,
+            )
+        except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:
+            raise UserError(
+                f"{where}: the chat template cannot render these messages ({error}); correct one of them"
+            ) from None
+
+    @cached_property
+    def _compiled_template(self) -> jinja2.Template:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        return environment.from_string(self.chat_template or "")
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        where = str(Path(self._where).with_name("tokenizer_config.json"))
+        return parse_json_object(self._companions.get("tokenizer_config.json", b"{}"), where)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Reads a tokenizer.json, given itself or by its folder, with the chat template beside it.
+
+    Raises UserError, naming the file, when it is absent, malformed or not byte-level BPE with every byte.
+    """
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (path / "vocab.json").exists():
+        raise UserError(
+            f"{file}: no such file, and vocab.json alone is not read; convert it to tokenizer.json"
+        )
+    content = read_bytes(file)
+    beside = {name: file.with_name(name) for name in _COMPANIONS}
+    companions = {name: read_bytes(companion) for name, companion in beside.items() if companion.exists()}
+    return Tokenizer(content, str(file), companions)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Trains a byte-level BPE with Qwen2's rules for cutting words; the same texts give the same tokenizer.
+
+    `vocab_size` counts everything: the 256 bytes, the merges (pairs seen at least twice, so there may be
+    fewer tokens than asked for), and `special_tokens`, which get the last ids, in their order. Any text can
+    be encoded and decodes to its NFC form. Raises ValueError for sizes or special tokens that do not fit.
+    """
+    specials = list(special_tokens)
+    if len(set(specials)) < len(specials) or "" in specials:
+        raise ValueError(f"special tokens must be different and not empty, got {specials}")
+    if vocab_size < 256 + len(specials):
+        raise ValueError(
+            f"vocab_size {vocab_size} has no room for 256 bytes and {len(specials)} special tokens"
+        )
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.normalizer = tokenizers.normalizers.NFC()
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_QWEN_WORDS), behavior="isolated")
+    letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, letters])
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size - len(specials),
+        min_frequency=2,
+        initial_alphabet=sorted(_BYTE_OF_LETTER),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    data = json.loads(model.to_str())
+    first = len(data["model"]["vocab"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    data["added_tokens"] = [
+        {"id": first + i, "content": content, **flags} for i, content in enumerate(specials)
+    ]
+    try:
+        return Tokenizer(json.dumps(data, ensure_ascii=False, indent=1).encode(), "trained tokenizer")
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+def _refuse_unsupported(data: dict[str, Any], where: str) -> None:
+    """UserError unless the tokenizer is BPE over bytes that spells every text, deterministically, as it
+    stands."""
+    model = data["model"]
+    step = data.get("pre_tokenizer") or {}
+    steps = step["pretokenizers"] if step.get("type") == "Sequence" else [step]
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    if model.get("type", "BPE") != "BPE" or not byte_level or model.get("byte_fallback"):
+        raise UserError(
+            f"{where}: only byte-level BPE tokenizers are supported; use a tokenizer like Qwen2's"
+        )
+    reasons = {
+        "add_prefix_space puts a space before every piece": any(
+            s.get("add_prefix_space") for s in byte_level
+        ),
+        "dropout makes the encoding random": model.get("dropout"),
+        "continuing_subword_prefix changes a token's bytes": model.get("continuing_subword_prefix"),
+        "end_of_word_suffix changes a token's bytes": model.get("end_of_word_suffix"),
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise UserError(f"{where}: {reason}, which is not supported; use a tokenizer like Qwen2's")
+    if missing := [byte for letter, byte in _BYTE_OF_LETTER.items() if letter not in model["vocab"]]:
+        raise UserError(
+            f"{where}: byte {missing[0]:#04x} has no token ({len(missing)} of 256 are missing), so some "
+            "texts could not be encoded; use a tokenizer with the full byte alphabet"
+        )
+
+
+def _token_table(vocab: dict[str, int], added: dict[str, int], where: str) -> list[bytes]:
+    """The bytes of each token, by id. UserError where an id has no token or two, or a token is not made of
+    bytes."""
+    of_id: dict[int, bytes] = {}
+    for token, token_id in vocab.items():
+        if token in added:
+            continue
+        try:
+            spelled = bytes([_BYTE_OF_LETTER[letter] for letter in token])
+        except KeyError as error:
+            raise UserError(
+                f"{where}: token {token!r} holds {error.args[0]!r}, which stands for no byte; only "
+                "byte-level BPE tokenizers are supported"
+            ) from None
+        if token_id in of_id:
+            raise UserError(f"{where}: two tokens have the id {token_id}; fetch or write the file again")
+        of_id[token_id] = spelled
+    for content, token_id in added.items():
+        if vocab.get(content, token_id) != token_id:
+            raise UserError(
+                f"{where}: added token {content!r} has id {token_id} as such and {vocab[content]} in the "
+                "vocabulary; rename it or make them one"
+            )
+        if token_id in of_id:
+            raise UserError(f"{where}: two tokens have the id {token_id}; fetch or write the file again")
+        of_id[token_id] = content.encode("utf-8")
+    hole = next((token_id for token_id in range(len(of_id)) if token_id not in of_id), None)
+    if hole is not None:
+        raise UserError(
+            f"{where}: id {hole} has no token though ids go up to {max(of_id)}; use a tokenizer without gaps"
+        )
+    return [of_id[token_id] for token_id in range(len(of_id))]
+
+
+def _without_added_tokens(data: dict[str, Any], added: dict[str, int], where: str) -> dict[str, Any]:
+    """The tokenizer that knows no added token, not even one that is listed in the base vocabulary as well.
+
+    Such a token could come out of merges, or whole where the model looks words up first (`ignore_merges`),
+    so it is taken out of the vocabulary together with the merges that make it or use it.
+    """
+    model = dict(data["model"])
+    if inside := model["vocab"].keys() & added.keys():
+        if letters := sorted(inside & _BYTE_OF_LETTER.keys()):
+            raise UserError(
+                f"{where}: added token {letters[0]!r} is also the letter of a byte, so plain text could not "
+                "be told from it; use a tokenizer with other added tokens"
+            )
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [[left, right] for left, right in pairs if not inside & {left, right, left + right}]
+        model["vocab"] = {
+            token: token_id for token, token_id in model["vocab"].items() if token not in inside
+        }
+    return {**data, "model": model, "added_tokens": [], "post_processor": None}
+
+
+def _build(tokenizer_json: str, where: str) -> tokenizers.Tokenizer:
+    try:
+        built = tokenizers.Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the library raises this very class for whatever is wrong in the file
+        raise UserError(f"{where}: not a readable tokenizer ({error}); fetch or write it again") from None
+    built.no_truncation()
+    built.no_padding()
+    return built
+
+
+def _unencodable(texts: Sequence[str]) -> Exception:
+    """What to raise for texts the library refused; JSON's escapes can put half a UTF-16 pair into a
+    string."""
+    for text in texts:
+        if not isinstance(text, str):
+            return TypeError(f"expected a string to encode, got {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            return UserError(
+                f"text starting {text[:40]!r} has a lone surrogate at character {error.start}, which is "
+                "not Unicode; repair the input"
+            )
+    return TypeError("the texts to encode are not a sequence of strings")
+
+
+def _content(value: Any) -> Any:
+    """A special token's text: tokenizer_config.json gives it bare or as an object."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML and sorts keys; chat templates expect plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

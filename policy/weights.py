@@ -1,0 +1,270 @@
+"""Weights in and out, in the safetensors layouts of Hugging Face: model.safetensors, or shards with an index.
+
+Reading is strict: exactly the tensors the model has, in exactly its shapes. Everything that can be known
+without reading the weights (file lengths, names, shapes, dtypes, the index) is checked from the headers
+first, so a wrong folder is refused in milliseconds and never half loaded. Tensors are then mapped from the
+file and handed over one by one, so that peak memory is the model plus one tensor.
+
+Deliberately absent: pickled files (pytorch_model.bin), which can run code when opened, quantised dtypes,
+and renaming of tensors, which is the model's business.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from thresher.policy.files import atomic_path, atomic_write_text, parse_json_object, read_json_object
+from thresher.rewards.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_BYTES_OF_DTYPE = {"F32": 4, "BF16": 2, "F16": 2}
+_HEADER_LIMIT = 100_000_000
+_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# A tied head has no tensor of its own, but some files carry a copy of what it is tied to.
+_COPY_OF = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor as a header describes it."""
+
+    file: Path
+    shape: torch.Size
+
+
+def read_weights(
+    folder: str | Path, expected: Mapping[str, torch.Size], *, optional: Set[str] = frozenset()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Streams (name, CPU tensor in float32, bfloat16 or float16) of a model folder, in file order.
+
+    Every name of `expected` must be there in its shape, and no other, except that those in `optional` may
+    be absent. An optional name that `expected` lacks may be present but is not yielded; `lm_head.weight` is
+    then the copy of a tied head and must equal the embedding. All checks are made before this returns;
+    UserError names file and tensor. The tensors are backed by the files: copy what is to be kept or
+    changed.
+    """
+    folder = Path(folder)
+    entries = _locate(folder)
+    _check_names(folder, entries, expected, optional)
+    for name, entry in entries.items():
+        if name in expected and entry.shape != expected[name]:
+            raise UserError(
+                f"{entry.file}: tensor {name} has shape {list(entry.shape)}, the config asks for "
+                f"{list(expected[name])}; use the config.json that belongs to these weights"
+            )
+    with ExitStack() as files:
+        opened = {
+            file: files.enter_context(_open(file)) for file in {entry.file for entry in entries.values()}
+        }
+        _check_copies(entries, opened, optional)
+    return _stream({name: entry for name, entry in entries.items() if name in expected})
+
+
+def write_weights(
+    folder: str | Path, tensors: Mapping[str, torch.Tensor], *, max_shard_bytes: int = 5 * 2**30
+) -> None:
+    """Writes model.safetensors, or shards and their index where the tensors take more than `max_shard_bytes`.
+
+    Tensors keep their dtype and may be on any device. Each file appears whole or not at all, and weights
+    that were in the folder in the other layout are removed once the new ones are complete. A kill while
+    shards replace shards leaves no index, hence a folder that reads as incomplete, never a mixture; to keep
+    the old weights until the new ones are there, write into a `staged_folder`.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = _split(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        _save(shards[0], folder / SINGLE)
+        (folder / INDEX).unlink(missing_ok=True)
+        _remove_shards(folder, keep=set())
+        return
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    with ExitStack() as staged:
+        paths = [staged.enter_context(atomic_path(folder / name)) for name in names]
+        for path, shard in zip(paths, shards, strict=True):
+            _save_to(path, shard)
+        # Shards may take the names of older ones, which an old index must not be able to mix with them.
+        (folder / INDEX).unlink(missing_ok=True)
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {
+            name: file for file, shard in zip(names, shards, strict=True) for name in sorted(shard)
+        },
+    }
+    atomic_write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    (folder / SINGLE).unlink(missing_ok=True)
+    _remove_shards(folder, keep=set(names))
+
+
+def _split(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
+    """Fills shards in the given order; a tensor larger than the limit gets a shard of its own."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    with atomic_path(path) as temporary:
+        _save_to(temporary, tensors)
+
+
+def _save_to(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    save_file(on_cpu, path, metadata={"format": "pt"})
+
+
+def _remove_shards(folder: Path, keep: set[str]) -> None:
+    for file in folder.iterdir():
+        if _SHARD_NAME.fullmatch(file.name) and file.name not in keep:
+            file.unlink()
+
+
+def _locate(folder: Path) -> dict[str, _Entry]:
+    """Where each tensor of the folder lies, after checking headers and index."""
+    if (folder / SINGLE).exists():
+        return _read_header(folder / SINGLE)
+    if not (folder / INDEX).exists():
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; give the path of a model folder")
+        hint = "make or fetch the weights"
+        if any(folder.glob("pytorch_model*.bin*")):
+            hint = "there is only pytorch_model.bin, which is not read; convert it to safetensors"
+        raise UserError(f"{folder}: holds neither {SINGLE} nor {INDEX}; {hint}")
+    index = read_json_object(folder / INDEX)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UserError(
+            f"{folder / INDEX}: expected weight_map to map tensors to files; fetch the index again"
+        )
+    entries: dict[str, _Entry] = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file:
+            raise UserError(
+                f"{folder / INDEX}: weight_map names {file!r}, expected a file in the same folder"
+            )
+        if not (folder / file).exists():
+            raise UserError(f"{folder / file}: no such shard, though {INDEX} names it; fetch it again")
+        in_shard = _read_header(folder / file)
+        by_index = {name for name, shard in weight_map.items() if shard == file}
+        if missing := sorted(by_index - in_shard.keys()):
+            raise UserError(
+                f"{folder / file}: tensor {missing[0]} is missing, though {INDEX} places it there; "
+                "fetch both again"
+            )
+        if surplus := sorted(in_shard.keys() - by_index):
+            raise UserError(
+                f"{folder / file}: tensor {surplus[0]} is not placed there by {INDEX}; fetch both again"
+            )
+        entries |= in_shard
+    return entries
+
+
+def _read_header(file: Path) -> dict[str, _Entry]:
+    """The tensors of one safetensors file, in file order, once header and length are found to agree.
+
+    Layout: 8 bytes, little-endian, give the length of a JSON header; then come the tensors' bytes, at
+    offsets counted from the header's end. (github.com/huggingface/safetensors, "Format")
+    """
+    try:
+        length = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            header_length = int.from_bytes(prefix, "little")
+            if prefix == b"version ":
+                raise UserError(f"{file}: a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+            if len(prefix) < 8 or header_length > min(length - 8, _HEADER_LIMIT):
+                raise UserError(f"{file}: truncated or not safetensors ({length} bytes); fetch it again")
+            header = parse_json_object(stream.read(header_length), f"{file} (header)")
+        header.pop("__metadata__", None)
+        return _check_header(header, length - 8 - header_length, file)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check its rights") from None
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{file}: corrupt header ({type(error).__name__}: {error}); fetch it again") from None
+
+
+def _check_header(header: dict[str, Any], length: int, file: Path) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    end_of_last = 0
+    for name, info in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        begin, end = info["data_offsets"]
+        dtype, shape = info["dtype"], torch.Size(info["shape"])
+        if dtype not in _BYTES_OF_DTYPE:
+            raise UserError(
+                f"{file}: tensor {name} is {dtype}, only {', '.join(_BYTES_OF_DTYPE)} are supported; "
+                "use weights that are not quantised"
+            )
+        if begin != end_of_last or end - begin != math.prod(shape) * _BYTES_OF_DTYPE[dtype]:
+            raise UserError(
+                f"{file}: tensor {name} lies at bytes {begin} to {end}, which does not fit its shape "
+                f"{list(shape)} in {dtype} after byte {end_of_last}; fetch the file again"
+            )
+        if end > length:
+            raise UserError(
+                f"{file}: truncated inside tensor {name}, at least {end - length} bytes are missing; "
+                "fetch it again"
+            )
+        entries[name] = _Entry(file, shape)
+        end_of_last = end
+    if end_of_last != length:
+        raise UserError(f"{file}: {length - end_of_last} bytes too long for its header; fetch it again")
+    return entries
+
+
+def _check_names(
+    folder: Path, entries: Mapping[str, _Entry], expected: Mapping[str, torch.Size], optional: Set[str]
+) -> None:
+    if missing := [name for name in expected if name not in entries and name not in optional]:
+        raise UserError(
+            f"{folder}: tensor {missing[0]} is missing from the weights ({len(missing)} missing in all); "
+            "use the config.json that belongs to these weights, or fetch them again"
+        )
+    if surplus := [name for name in entries if name not in expected and name not in optional]:
+        raise UserError(
+            f"{entries[surplus[0]].file}: tensor {surplus[0]} is not part of the model "
+            f"({len(surplus)} such in all); use the config.json that belongs to these weights"
+        )
+
+
+def _check_copies(entries: Mapping[str, _Entry], opened: Mapping[Path, Any], optional: Set[str]) -> None:
+    for copy, original in _COPY_OF.items():
+        if copy not in optional or copy not in entries or original not in entries:
+            continue
+        values = [opened[entries[name].file].get_tensor(name) for name in (copy, original)]
+        if values[0].dtype != values[1].dtype or not torch.equal(*values):
+            raise UserError(
+                f"{entries[copy].file}: tensor {copy} differs from {original}, though the config ties them; "
+                "set tie_word_embeddings to false in config.json, or remove the tensor"
+            )
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: not readable as safetensors ({error}); fetch it again") from None
+
+
+def _stream(entries: Mapping[str, _Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in dict.fromkeys(entry.file for entry in entries.values()):
+        with _open(file) as weights:
+            for name, entry in entries.items():
+                if entry.file == file:
+                    yield name, weights.get_tensor(name)

@@ -1,0 +1,123 @@
+"""Chat templates render as Hugging Face renders them, from wherever the model folder keeps them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from thresher.rewards.errors import UserError
+
+CHATML = (
+    "{%- for m in messages %}\n"
+    "    {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def small() -> Tokenizer:
+    return train_bpe([], 260, ["<|im_start|>", "<|im_end|>"])
+
+
+def test_qwen_chat_template(shared_data: Path) -> None:
+    qwen = load_tokenizer(shared_data / "qwen2.5")
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who <b>is</b>\nit?"},
+        {"role": "assistant", "content": "Anna."},
+    ]
+    assert qwen.render_chat(messages) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho <b>is</b>\nit?<|im_end|>\n"
+        "<|im_start|>assistant\nAnna.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert qwen.render_chat(messages[:1], add_generation_prompt=False).endswith("Be brief.<|im_end|>\n")
+    assert qwen.encode_template("<|im_start|>assistant\n") == [151_644, 77_091, 198]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=qwen._template_encoder)
+    call = {"function": {"name": "find", "arguments": {"q": "ä<'\"", "b": 1, "a": [1.5, None]}}}
+    for chat in (
+        messages,
+        messages[1:],
+        [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}],
+        [*messages[:2], {"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}],
+    ):
+        for prompt in (True, False):
+            expected = theirs.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=prompt, chat_template=qwen.chat_template
+            )
+            assert qwen.render_chat(chat, add_generation_prompt=prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"chat_template.jinja": CHATML}, CHATML),
+        ({"tokenizer_config.json": json.dumps({"chat_template": CHATML})}, CHATML),
+        ({"tokenizer_config.json": json.dumps({"chat_template": None})}, None),
+        ({"chat_template.jinja": CHATML, "tokenizer_config.json": '{"chat_template": "other"}'}, CHATML),
+        (
+            {
+                "tokenizer_config.json": json.dumps(
+                    {
+                        "chat_template": [
+                            {"name": "rag", "template": "r"},
+                            {"name": "default", "template": CHATML},
+                        ]
+                    }
+                )
+            },
+            CHATML,
+        ),
+    ],
+)
+def test_where_the_chat_template_comes_from(
+    small: Tokenizer, tmp_path: Path, files: dict[str, str], expected: str | None
+) -> None:
+    small.save(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.chat_template == expected
+    if expected:
+        rendered = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+        assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        end = tokenizer.added_tokens["<|im_end|>"]
+        assert tokenizer.encode_template(rendered).count(end) == 1
+    else:
+        with pytest.raises(UserError, match="no chat template"):
+            tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "outcome"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", UserError("roles must alternate")),
+        ("{% for %}", UserError("cannot render")),
+        ("{{ messages[7].content.x }}", UserError("cannot render")),
+        ("{{ strftime_now('%d') }}", UserError("strftime_now")),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", UserError("cannot render")),
+        ("{{ messages.append(1) }}", UserError("cannot render")),
+        ("{{ eos_token }}{{ pad_token }}{{ model_max_length }}", "<|im_end|><pad>"),
+        ("{{ {'b': '<ä>', 'a': 1} | tojson }}", '{"b": "<ä>", "a": 1}'),
+        ("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}", "True"),
+        ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
+        ("{{ messages[0].content }}", "<b>&"),
+    ],
+)
+def test_templates_render_as_hugging_face_does(
+    small: Tokenizer, tmp_path: Path, template: str, outcome: str | UserError
+) -> None:
+    small.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    settings = {"eos_token": "<|im_end|>", "pad_token": {"content": "<pad>"}, "model_max_length": 9}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "<b>&"}]
+    if isinstance(outcome, str):
+        assert tokenizer.render_chat(messages) == outcome
+    else:
+        with pytest.raises(UserError, match=str(outcome)):
+            tokenizer.render_chat(messages)

@@ -1,0 +1,115 @@
+"""A file or folder is whole or absent, whatever interrupts its writing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from thresher.policy.files import atomic_path, atomic_write_bytes, atomic_write_text, staged_folder
+from thresher.rewards.errors import UserError
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "file.txt"
+    atomic_write_bytes(target, b"\x00old")
+    assert target.read_bytes() == b"\x00old"
+    atomic_write_text(target, "neu: ü\r\n")
+    assert target.read_bytes() == "neu: ü\r\n".encode()
+    assert names(tmp_path) == ["file.txt"]
+
+
+def test_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    atomic_write_text(tmp_path / "file", "")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "file.txt"
+    target.write_text("old")
+    with pytest.raises(RuntimeError, match="disk"), atomic_path(target) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("disk")
+    with pytest.raises(FileNotFoundError), atomic_path(target):
+        pass  # a block that writes nothing is a mistake, not an empty file
+    assert target.read_text() == "old" and names(tmp_path) == ["file.txt"]
+
+
+KILLED = """
+import os, signal
+from thresher.policy.files import {helper}
+with {helper}({target!r}) as temporary:
+    {write}
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("helper", "write"),
+    [
+        ("atomic_path", "temporary.write_text('half')"),
+        ("staged_folder", "(temporary / 'a').write_text('half')"),
+    ],
+)
+def test_a_kill_leaves_only_a_hidden_temporary(tmp_path: Path, helper: str, write: str) -> None:
+    code = KILLED.format(helper=helper, target=str(tmp_path / "target"), write=write)
+    done = subprocess.run([sys.executable, "-P", "-c", code], check=False)
+    assert done.returncode == -9
+    assert [name for name in names(tmp_path) if not (name.startswith(".") and name.endswith(".tmp"))] == []
+    # What is left does not stand in the way of the next attempt.
+    if helper == "atomic_path":
+        atomic_write_text(tmp_path / "target", "whole")
+    else:
+        with staged_folder(tmp_path / "target") as temporary:
+            (temporary / "a").write_text("whole")
+    assert "target" in names(tmp_path)
+
+
+def test_a_staged_folder_appears_at_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "runs" / "one"
+    with staged_folder(target) as temporary:
+        (temporary / "sub").mkdir()
+        (temporary / "sub" / "file").write_text("x")
+        assert not target.exists()
+    assert (target / "sub" / "file").read_text() == "x"
+    assert names(target.parent) == ["one"]
+
+
+def test_a_staged_folder_vanishes_on_failure(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "one") as temporary:
+        (temporary / "file").write_text("x")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
+def test_an_existing_target_is_refused_unless_replaced(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "one"
+    if kind == "folder":
+        target.mkdir()
+        (target / "old").write_text("old")
+    elif kind == "file":
+        target.write_text("old")
+    else:
+        os.symlink(tmp_path / "nowhere", target)
+    with pytest.raises(UserError, match="one: exists already"), staged_folder(target):
+        raise AssertionError("the block must not run")
+    assert names(tmp_path) == ["one"]
+    with staged_folder(target, replace=True) as temporary:
+        (temporary / "new").write_text("new")
+        assert os.path.lexists(target)
+    assert names(tmp_path) == ["one"] and names(target) == ["new"]
+
+
+def test_a_target_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "one"
+    with pytest.raises(UserError, match="exists already"), staged_folder(target) as temporary:
+        (temporary / "mine").write_text("x")
+        target.mkdir()
+        (target / "theirs").write_text("y")
+    assert names(tmp_path) == ["one"] and names(target) == ["theirs"]

@@ -1,0 +1,356 @@
+"""Plain text never becomes a control token, bytes are exact, every unusable tokenizer gets its sentence."""
+
+import json
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from thresher.rewards.errors import UserError
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>"]
+TEXTS = [
+    "The town of Greyford lies on the river Ash, and Anna Bellweather was born there.",
+    "<think> I should search for the town. </think><search> Anna Bellweather </search>",
+    "The answer is in the information, so the answer is Greyford. <answer> Greyford </answer>",
+] * 3
+BYTES = {bytes([byte]) for byte in range(256)}
+text_like = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+@pytest.fixture(scope="module")
+def small() -> Tokenizer:
+    return train_bpe(TEXTS, 340, SPECIALS)
+
+
+@pytest.fixture(scope="module")
+def qwen(shared_data: Path) -> Tokenizer:
+    return load_tokenizer(shared_data / "qwen2.5")
+
+
+def stored(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    tokenizer.save(folder)
+    data: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
+    return data
+
+
+def test_qwen_encodes_the_published_cases(qwen: Tokenizer, shared_data: Path) -> None:
+    texts = (shared_data / "qwen2.5/encode_cases.inp").read_text().split("\n__ggml_vocab_test__\n")
+    lines = (shared_data / "qwen2.5/encode_cases.out").read_text().split("\n")
+    expected = [[int(number) for number in line.split()] for line in lines]
+    assert len(texts) == len(expected) == 47
+    assert qwen.encode_batch(texts) == expected
+    assert [qwen.encode(text) for text in texts] == expected
+    assert [qwen.encode_template(text) for text in texts] == expected
+
+
+def test_qwen_bytes_of_every_id(qwen: Tokenizer) -> None:
+    assert len(qwen) == qwen.vocab_size == 151_665
+    tokens = [qwen.token_bytes(token_id) for token_id in range(len(qwen))]
+    assert len(set(tokens)) == len(tokens) and set(tokens) >= BYTES and b"" not in tokens
+    assert b"".join(tokens) == qwen.decode_bytes(range(len(qwen)))
+    # The library's decoder, which works on strings, agrees on each id, U+FFFD included.
+    library = qwen._template_encoder
+    theirs = library.decode_batch([[token_id] for token_id in range(len(qwen))], skip_special_tokens=False)
+    assert theirs == [token.decode(errors="replace") for token in tokens]
+    assert [qwen.decode_bytes([i]) for i in (522, 1836, 29)] == [b"</", b"search", b">"]
+
+
+def test_qwen_added_tokens_inside_a_passage_stay_text(qwen: Tokenizer) -> None:
+    assert len(qwen.added_tokens) == 22 and min(qwen.added_tokens.values()) == 151_643
+    for content, token_id in qwen.added_tokens.items():
+        passage = f"Before{content} between {content}{content}after.\n{content}"
+        ids = qwen.encode(passage)
+        assert max(ids) < 151_643, content
+        assert qwen.decode(ids) == passage
+        assert qwen.encode_template(passage).count(token_id) == 4, content
+        assert qwen.token_bytes(token_id) == content.encode() and qwen.token_id(content) == token_id
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    pieces=st.lists(st.one_of(text_like, st.sampled_from(["<|im_end|>", "<|", "|>", "im_end"])), max_size=6)
+)
+def test_qwen_roundtrip(qwen: Tokenizer, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    ids = qwen.encode(text)
+    assert all(token_id < 151_643 for token_id in ids)
+    assert qwen.decode_bytes(ids) == unicodedata.normalize("NFC", text).encode()
+
+
+def test_training_puts_special_tokens_last(small: Tokenizer) -> None:
+    first = len(small) - len(SPECIALS)
+    assert small.added_tokens == {content: first + i for i, content in enumerate(SPECIALS)}
+    assert 256 + len(SPECIALS) < len(small) <= 340
+    assert {small.token_bytes(token_id) for token_id in range(first)} >= BYTES
+    # Something was learnt: a common word of the training text is far shorter than its letters.
+    assert len(small.encode(" Greyford")) <= 3 < len(small.encode(" Zkvqjxwp"))
+
+
+def test_the_size_asked_for_is_the_size_given() -> None:
+    assert len(train_bpe(TEXTS, 256)) == 256
+    assert len(train_bpe(TEXTS, 300, SPECIALS)) == 300
+    assert len(train_bpe([], 300, ["<a>"])) == 257
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(pieces=st.lists(st.one_of(text_like, st.sampled_from([*SPECIALS, "<tool_", "<|"])), max_size=6))
+def test_small_roundtrip(small: Tokenizer, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    ids = small.encode(text)
+    assert not set(ids) & set(small.added_tokens.values())
+    assert small.decode(ids) == unicodedata.normalize("NFC", text)
+    assert small.decode_bytes(ids) == b"".join(small.token_bytes(token_id) for token_id in ids)
+
+
+@settings(derandomize=True, max_examples=200)
+@given(data=st.binary(max_size=30))
+def test_any_bytes_have_tokens(small: Tokenizer, data: bytes) -> None:
+    of_byte = {small.token_bytes(token_id): token_id for token_id in range(256)}
+    ids = [of_byte[bytes([byte])] for byte in data]
+    assert small.decode_bytes(ids) == data
+    assert small.decode(ids) == data.decode(errors="replace")
+
+
+def test_words_are_cut_as_qwen_cuts_them(small: Tokenizer, qwen: Tokenizer) -> None:
+    ours, theirs = (t._plain_encoder.pre_tokenizer for t in (small, qwen))
+    for text in [
+        "I've 12 apples",
+        "a  b\n\n c\t",
+        "<|im_end|>",
+        "x=y;\r\n",
+        " ünïcode—dash",
+        "WE'LL",
+        "  \n  ",
+    ]:
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
+
+
+def test_training_is_deterministic(small: Tokenizer, tmp_path: Path) -> None:
+    """The trainer counts in hash maps; other processes with other hash seeds must give the same file."""
+    code = (
+        "import sys; from thresher.policy.tokenizer import train_bpe\n"
+        f"train_bpe({TEXTS!r}, 340, {SPECIALS!r}).save(sys.argv[1])"
+    )
+    for run in ("a", "b"):
+        subprocess.run([sys.executable, "-P", "-c", code, tmp_path / run], check=True)
+    small.save(tmp_path / "c")
+    contents = {(tmp_path / run / "tokenizer.json").read_bytes() for run in "abc"}
+    assert len(contents) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "specials", "complaint"),
+    [
+        (255, [], "no room"),
+        (258, ["<a>", "<b>", "<c>"], "no room"),
+        (300, ["<a>", "<a>"], "different and not empty"),
+        (300, [""], "different and not empty"),
+        (300, ["a"], "added token 'a' has id 2[0-9]+ as such and 64 in the vocabulary"),
+        (400, ["answer"], "added token 'answer' has id .* in the vocabulary"),
+    ],
+)
+def test_training_refuses_what_does_not_fit(size: int, specials: list[str], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        train_bpe(["answer " * 20 + "answer\n" + "answer"], size, specials)
+
+
+def test_transformers_reads_what_we_train(small: Tokenizer, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    small.save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    for text in ["Anna's 42 <|im_end|> ünï \n\n x", "</search><answer> Greyford"]:
+        assert theirs(text, add_special_tokens=False).input_ids == small.encode_template(text)
+
+
+def test_batches_templates_and_lookups(small: Tokenizer) -> None:
+    texts = ["", "<|im_end|>", " the town", "ü" * 50, *TEXTS]
+    assert small.encode_batch(texts) == [small.encode(text) for text in texts]
+    assert small.encode_batch([]) == [] and small.encode("") == []
+    end = small.added_tokens["<|im_end|>"]
+    assert small.encode_template("a<|im_end|>b") == [*small.encode("a"), end, *small.encode("b")]
+    assert small.decode([end, end]) == "<|im_end|>" * 2
+    assert small.token_id("<|im_end|>") == end and small.token_id("no such token") is None
+    for token_id in range(len(small)):
+        token = small.token_bytes(token_id)
+        if token.isascii():
+            assert small.token_id(token.decode()) == token_id
+
+
+def test_ids_out_of_range_are_refused(small: Tokenizer) -> None:
+    for token_id in (-1, len(small), 10**9):
+        with pytest.raises(ValueError, match="outside"):
+            small.token_bytes(token_id)
+        with pytest.raises(ValueError, match="outside"):
+            small.decode([0, token_id])
+
+
+def test_cut_characters_are_replaced_in_text_and_kept_in_bytes(small: Tokenizer) -> None:
+    ids = small.encode("🦙")
+    assert len(ids) == 4
+    assert small.decode_bytes(ids[:3]) == "🦙".encode()[:3] and small.decode(ids[:3]) == "\ufffd"
+    assert small.decode(ids) == "🦙"
+
+
+@pytest.mark.parametrize("method", ["encode", "encode_template", "encode_batch"])
+def test_half_characters_are_refused(small: Tokenizer, method: str) -> None:
+    for text in (json.loads('"good \\ud83e bad"'), "x\udcffy"):
+        argument = ["fine", text] if method == "encode_batch" else text
+        with pytest.raises(UserError, match="lone surrogate"):
+            getattr(small, method)(argument)
+    with pytest.raises(TypeError, match="got bytes"):
+        getattr(small, method)([b"x"] if method == "encode_batch" else b"x")
+
+
+def test_saving_is_byte_for_byte(small: Tokenizer, tmp_path: Path) -> None:
+    data = stored(small, tmp_path / "plain")
+    odd = json.dumps(data, indent=7).encode() + b"\n\n"
+    files = {
+        "tokenizer.json": odd,
+        "chat_template.jinja": b"{{ 'x' }}\r\n",
+        "tokenizer_config.json": b'{ "eos_token":"<|im_end|>" }',
+    }
+    (tmp_path / "read").mkdir()
+    for name, content in files.items():
+        (tmp_path / "read" / name).write_bytes(content)
+    for source in (tmp_path / "read", tmp_path / "read" / "tokenizer.json", str(tmp_path / "read")):
+        load_tokenizer(source).save(tmp_path / "new" / "folder")
+        written = {path.name: path.read_bytes() for path in (tmp_path / "new" / "folder").iterdir()}
+        assert written == files
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+@pytest.mark.parametrize("merges_as_text", [False, True])
+def test_added_tokens_listed_in_the_base_vocabulary(
+    small: Tokenizer, tmp_path: Path, ignore_merges: bool, merges_as_text: bool
+) -> None:
+    """A base token promoted to an added one is what merges make of its text; plain text must avoid it."""
+    data = stored(small, tmp_path)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    # A token without spaces, because the vocabulary must spell it as the added token does.
+    word = "search"
+    promoted = small.token_id(word)
+    assert promoted is not None and small.encode(word) == [promoted]
+    data["added_tokens"].insert(0, {"id": promoted, "content": word, **flags})
+    data["model"]["ignore_merges"] = ignore_merges
+    if merges_as_text:
+        data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer) == len(small) and tokenizer.added_tokens[word] == promoted
+    for text in (word, f"{word}{word}", f"a {word}\n{word}", *TEXTS):
+        assert promoted not in tokenizer.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode_template(f"{word}|{word}").count(promoted) == 2
+
+
+def test_nothing_is_added_padded_or_cut(small: Tokenizer, tmp_path: Path) -> None:
+    data = stored(small, tmp_path)
+    end = small.added_tokens["<|im_end|>"]
+    data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    data["padding"] = {
+        "strategy": {"Fixed": 50},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": end,
+        "pad_type_id": 0,
+        "pad_token": "<|im_end|>",
+    }
+    data["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [end], "tokens": ["<|im_end|>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in TEXTS[:3]:
+        assert tokenizer.encode(text) == small.encode(text)
+        assert tokenizer.encode_template(text) == small.encode(text)
+
+
+def drop_byte(data: dict[str, Any]) -> None:
+    """Gives the token of byte 0 another spelling, which leaves no gap in the ids."""
+    vocab = data["model"]["vocab"]
+    vocab["ĀĀ"] = vocab.pop("Ā")
+
+
+def set_in(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(data: Any) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    return change
+
+
+BYTE_LEVEL = ("pre_tokenizer", "pretokenizers", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (set_in("model", "type", value="WordPiece"), "only byte-level BPE"),
+        (set_in("pre_tokenizer", value=None), "only byte-level BPE"),
+        (set_in("pre_tokenizer", value={"type": "Metaspace"}), "only byte-level BPE"),
+        (set_in("model", "byte_fallback", value=True), "only byte-level BPE"),
+        (set_in(*BYTE_LEVEL, "add_prefix_space", value=True), "add_prefix_space"),
+        (set_in("model", "dropout", value=0.1), "dropout"),
+        (set_in("model", "continuing_subword_prefix", value="##"), "continuing_subword_prefix"),
+        (set_in("model", "end_of_word_suffix", value="</w>"), "end_of_word_suffix"),
+        (drop_byte, "byte 0x00 has no token (1 of 256 are missing)"),
+        (set_in("model", "vocab", "▁the", value=340), "which stands for no byte"),
+        (set_in("model", "vocab", "zzzz", value=5), "two tokens have the id 5"),
+        (set_in("model", "vocab", "zzzz", value=10**9), "has no token"),
+        (set_in("added_tokens", 0, "id", value=7), "two tokens have the id 7"),
+        (set_in("added_tokens", 0, "id", value="7"), "not a tokenizers file"),
+        (set_in("added_tokens", 0, "content", value="e"), "added token 'e' has id 336 as such and 68"),
+        (set_in("added_tokens", value=[{"content": "e", "id": 68}]), "letter of a byte"),
+        (set_in("added_tokens", value=[{}]), "not a tokenizers file"),
+        (set_in("added_tokens", value=3), "not a tokenizers file"),
+        (set_in("model", value=None), "not a tokenizers file"),
+        (set_in("model", "vocab", value=[]), "has no token"),
+        (set_in("model", "merges", value=[["zz", "yy"]]), "not a readable tokenizer"),
+        (set_in("normalizer", value={"type": "Nonsense"}), "not a readable tokenizer"),
+    ],
+)
+def test_unusable_tokenizers(
+    small: Tokenizer, tmp_path: Path, change: Callable[[dict[str, Any]], None], complaint: str
+) -> None:
+    data = stored(small, tmp_path)
+    change(data)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(tmp_path)
+    message = str(caught.value)
+    assert complaint in message and message.startswith(str(tmp_path / "tokenizer.json")), message
+
+
+def test_absent_and_damaged_files(small: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere: no such file"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"tokenizer.json: no such file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UserError, match=r"vocab.json alone is not read"):
+        load_tokenizer(tmp_path)
+    small.save(tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_bytes()
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 3):
+        (tmp_path / "tokenizer.json").write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"tokenizer.json: .*not valid JSON"):
+            load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(whole)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config.json: line 1 is not valid JSON"):
+        _ = load_tokenizer(tmp_path).chat_template
