@@ -1,0 +1,47 @@
+"""Group-relative advantages, as GRPO takes them: each reward against the mean of its own group.
+
+    A_i = (R_i - mean(R)) / (max(std(R), std_floor) + eps)
+
+The floor on the deviation is EviOmni's: without it a group of {.49, .51} gets advantages of -1 and +1, as
+loud as a group of {0, 1}; with a floor of .1 it gets -.1 and +.1. The deviation is the population's
+(EviOmni's own example).
+
+Deliberately absent: grouping. The caller passes one group, so two copies of a prompt never merge into one.
+"""
+
+import math
+from collections.abc import Sequence
+
+from thresher.rewards.errors import UserError
+
+# Rewards are sums of a few parts, so equal ones may differ in their last bits (.1 + .2 and .3). Spreads up to
+# this (times the largest reward, where that exceeds 1) are rounding; without a floor they would be blown up
+# to advantages of +-1.
+ROUNDING = 1e-12
+
+
+def group_advantages(
+    rewards: Sequence[float], *, std_floor: float = 0.1, sample_std: bool = False, eps: float = 0.0
+) -> list[float]:
+    """Advantages of one group, in the order of its rewards; all exactly 0 where all rewards are equal.
+
+    `std_floor` 0 switches the floor off. `sample_std=True, std_floor=0, eps=1e-4` is ARENA's code (TRL's
+    form). Sums are rounded once (fsum), so the order of a group does not change a member's advantage by a
+    bit. Raises UserError for an empty group, a reward that is not finite, or a negative floor or eps.
+    """
+    if std_floor < 0 or eps < 0:
+        raise UserError(f"std_floor and eps must not be negative, got {std_floor} and {eps}")
+    rewards = [float(reward) for reward in rewards]
+    if not rewards:
+        raise UserError("a group without rewards has no advantages: give at least one reward")
+    for i, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise UserError(f"reward {i} of the group is {reward}: rewards must be finite numbers")
+    # Tested on the rewards, not on the deviation: the rounded mean of seven times .1 is not .1.
+    if max(rewards) - min(rewards) <= ROUNDING * max(1.0, *map(abs, rewards)):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    squares = math.fsum((reward - mean) ** 2 for reward in rewards)
+    std = math.sqrt(squares / (len(rewards) - (1 if sample_std else 0)))
+    scale = max(std, std_floor) + eps
+    return [(reward - mean) / scale for reward in rewards]

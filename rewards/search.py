@@ -1,0 +1,76 @@
+"""Rewards of the two search loops: Search-R1 (exact match) and Eval-RAR (exact match, .1 for evaluating).
+
+Both judge the episode up to its final answer and read nothing but POLICY pieces, so an
+`<answer>gold</answer>` in a passage or in the prompt's example earns nothing. A gold copied from a passage
+into an `<evaluate>` block does earn Eval-RAR's .1: citing what settles the question is what that reward is
+for.
+
+Deliberately absent: any penalty or bonus for format. Neither paper has one.
+"""
+
+from collections.abc import Sequence
+
+from thresher.rewards.result import RewardResult
+from thresher.rewards.tags import Block, blocks, final_answer, up_to_answer
+from thresher.rewards.text import Golds, contains_answer, exact_match, f1_score
+from thresher.rewards.transcript import Piece
+
+EVALUATION_REWARD = 0.1
+
+
+def valid_searches(pieces: Sequence[Piece]) -> list[Block]:
+    """The closed `<search>` blocks with a query in them that the policy wrote before the episode's end."""
+    return [block for block in blocks(up_to_answer(pieces), "search") if block.text]
+
+
+def search_r1_reward(pieces: Sequence[Piece], golds: Golds) -> RewardResult:
+    """Search-R1: 1 where the final answer equals any gold after normalisation, else 0.
+
+    Parts: em, f1 (a measure, not rewarded), answered (an `<answer>` was closed), searches (valid ones).
+    """
+    answer = final_answer(pieces)
+    parts = _answer_parts(pieces, golds, answer)
+    return RewardResult(float(parts["em"]), parts, answer)
+
+
+def eval_rar_reward(
+    pieces: Sequence[Piece],
+    golds: Golds,
+    *,
+    evaluation_reward: bool = True,
+    count_before_search: bool = True,
+    require_answer: bool = False,
+    substring: bool = False,
+) -> RewardResult:
+    """Eval-RAR: 1 where the final answer equals any gold; else .1 where an `<evaluate>` block holds any; else
+    0.
+
+    The paper looks in the concatenation of the blocks. Here each block is searched by itself, so that no
+    match can form across two of them. Switches: `evaluation_reward=False` is the paper's ablation (exact
+    match only); `count_before_search=False` leaves out evaluate blocks before the first valid search;
+    `require_answer` gives 0 without a closed `<answer>`, as the released code does; `substring` finds golds
+    as plain substrings (see `contains_answer`).
+
+    Parts: those of `search_r1_reward`, evaluations (closed blocks that count), evaluate_contains (a gold is
+    in one of them; a fact about the transcript, reported whatever the answer and the switch
+    `evaluation_reward`).
+    """
+    answer = final_answer(pieces)
+    parts = _answer_parts(pieces, golds, answer)
+    evaluations = blocks(up_to_answer(pieces), "evaluate")
+    if not count_before_search:
+        searches = valid_searches(pieces)
+        evaluations = [block for block in evaluations if searches and block.start >= searches[0].end]
+    contains = any(contains_answer(block.text, golds, substring=substring) for block in evaluations)
+    parts |= {"evaluations": len(evaluations), "evaluate_contains": contains}
+    earns = evaluation_reward and contains and (answer is not None or not require_answer)
+    return RewardResult(1.0 if parts["em"] else EVALUATION_REWARD if earns else 0.0, parts, answer)
+
+
+def _answer_parts(pieces: Sequence[Piece], golds: Golds, answer: str | None) -> dict[str, float | int | bool]:
+    return {
+        "em": answer is not None and exact_match(answer, golds),
+        "f1": 0.0 if answer is None else f1_score(answer, golds),
+        "answered": answer is not None,
+        "searches": len(valid_searches(pieces)),
+    }

@@ -1,0 +1,27 @@
+"""What a reward may look at: pieces of a transcript, each with its source.
+
+A piece holds raw bytes, because a tag's boundary may fall inside a token and a turn may end in the middle of a
+character. Everything that is parsed (stops, actions, answers, notes) is parsed from POLICY pieces only, so no
+passage and no prompt can fake an answer. The engine's trajectories, which hold token ids, turn into this form by
+decoding; nothing ever goes the other way.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Source(StrEnum):
+    """Who wrote a segment. The loss mask of a trajectory is `source is Source.POLICY`; there is no other mask."""
+
+    PROMPT = "prompt"
+    POLICY = "policy"
+    RETRIEVED = "retrieved"
+    FEEDBACK = "feedback"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a transcript written by one source, as UTF-8 bytes (possibly cut inside a character)."""
+
+    source: Source
+    text: bytes

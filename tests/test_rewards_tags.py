@@ -1,0 +1,268 @@
+"""Tags: what counts as written by the policy, and that nothing else can look like a tag."""
+
+import itertools
+import subprocess
+import sys
+import time
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.rewards import (
+    Piece,
+    Source,
+    UserError,
+    blocks,
+    final_answer,
+    neutralise,
+    tag_sequence,
+    tag_strings,
+)
+from thresher.rewards.tags import up_to_answer
+
+
+def prompt(text: str) -> Piece:
+    return Piece(Source.PROMPT, text.encode())
+
+
+def policy(text: str | bytes) -> Piece:
+    return Piece(Source.POLICY, text if isinstance(text, bytes) else text.encode())
+
+
+def retrieved(text: str) -> Piece:
+    return Piece(Source.RETRIEVED, text.encode())
+
+
+def feedback(text: str) -> Piece:
+    return Piece(Source.FEEDBACK, text.encode())
+
+
+ANSWERS = [
+    # what it tries, pieces, final answer
+    ("nothing", [], None),
+    ("plain", [policy("<think>x</think><answer> Paris\n</answer>")], "Paris"),
+    ("the prompt's example", [prompt("e.g. <answer>Beijing</answer>"), policy("I do not know")], None),
+    ("an answer in a passage", [policy("<search>q</search>"), retrieved("<answer>gold</answer>")], None),
+    ("an answer in feedback", [policy("x"), feedback("<answer>gold</answer>")], None),
+    ("opened by the policy, closed by a passage", [policy("<answer>gold"), retrieved("</answer>")], None),
+    ("opened by a passage, closed by the policy", [retrieved("<answer>"), policy("gold</answer>")], None),
+    ("a passage between", [policy("<answer>a"), retrieved("gold"), policy("b</answer>")], None),
+    ("a tag split by a passage", [policy("<answer>gold</ans"), retrieved("r"), policy("wer>")], None),
+    ("an empty piece between", [policy("<answer>gold</ans"), retrieved(""), policy("wer>")], None),
+    ("a tag split over two policy pieces", [policy("<ans"), policy("wer>gold</answ"), policy("er>")], "gold"),
+    ("two answers", [policy("<answer>one</answer> <answer>two</answer>")], "one"),
+    (
+        "two answers in two turns",
+        [policy("<answer>one</answer>"), feedback("!"), policy("<answer>two</answer>")],
+        "one",
+    ),
+    ("an empty answer", [policy("<answer> </answer>")], ""),
+    (
+        "an empty one first",
+        [policy("<answer> </answer>"), feedback("!"), policy("<answer>gold</answer>")],
+        "gold",
+    ),
+    ("a stray end first", [policy("x</answer>"), feedback("!"), policy("<answer>gold</answer>")], "gold"),
+    (
+        "an answer after the end",
+        [policy("<answer>one</answer>"), retrieved(""), policy("<answer>two</answer>")],
+        "one",
+    ),
+    ("nested", [policy("<answer>a<answer>gold</answer>b</answer>")], "gold"),
+    ("unclosed", [policy("<answer>gold")], None),
+    ("closed by another tag", [policy("<answer>gold</search>")], None),
+    ("inside think", [policy("<think><answer>gold</answer></think>")], "gold"),
+    ("upper case", [policy("<ANSWER>gold</ANSWER>")], None),
+    ("inner spaces", [policy("< answer>gold</answer >")], None),
+    ("an attribute", [policy("<answer id=1>gold</answer>")], None),
+    ("a doubled bracket", [policy("<<answer>>gold</answer>")], ">gold"),
+    ("other tags inside", [policy("<answer><b>gold</b></answer>")], "<b>gold</b>"),
+    ("unicode", [policy("<answer>Köln – 東京</answer>")], "Köln – 東京"),
+    ("a broken character", [policy(b"<answer>K\xc3</answer>")], "K\ufffd"),
+    ("a character over two pieces", [policy(b"<answer>K\xc3"), policy(b"\xb6ln</answer>")], "Köln"),
+    ("bytes that are no text before it", [policy(b"\xff\xfe<answer>gold</answer>")], "gold"),
+]
+
+
+@pytest.mark.parametrize(("pieces", "answer"), [c[1:] for c in ANSWERS], ids=[c[0] for c in ANSWERS])
+def test_final_answer(pieces: list[Piece], answer: str | None) -> None:
+    assert final_answer(pieces) == answer
+
+
+def test_blocks_carry_their_place_in_the_whole_transcript() -> None:
+    pieces = [
+        prompt("Frage: Köln? <search>no</search>"),
+        policy("<search> one"),
+        policy("</search>"),
+        retrieved("<search>no</search>"),
+        policy(""),
+        policy("hm <search></search><search>two</search>"),
+    ]
+    whole = b"".join(piece.text for piece in pieces)
+    found = blocks(pieces, "search")
+    assert [block.text for block in found] == ["one", "", "two"]
+    assert [block.piece for block in found] == [1, 5, 5]
+    assert [whole[b.start : b.end] for b in found] == [
+        b"<search> one</search>",
+        b"<search></search>",
+        b"<search>two</search>",
+    ]
+
+
+def test_a_close_takes_the_innermost_open_and_frees_the_rest() -> None:
+    text = "<a>1<a>2</a>3</a></a><a>4<b></a></b><a>5"
+    assert [block.text for block in blocks([policy(text)], "a")] == ["2", "4<b>"]
+    assert [block.text for block in blocks([policy(text)], "b")] == ["</a>"]
+
+
+def test_tag_sequence_reads_the_policy_in_order() -> None:
+    pieces = [
+        prompt("<think></think>"),
+        policy("<think>x</think><sea"),
+        policy("rch>q</search>"),
+        retrieved("<answer>no</answer>"),
+        policy("</think><other><answer>"),
+    ]
+    events = tag_sequence(pieces, ["think", "search", "answer"])
+    assert [("/" if e.closing else "") + e.tag for e in events] == [
+        "think",
+        "/think",
+        "search",
+        "/search",
+        "/think",
+        "answer",
+    ]
+    assert [e.piece for e in events] == [1, 1, 1, 2, 4, 4]
+    whole = b"".join(piece.text for piece in pieces)
+    for e in events:
+        assert whole[e.start : e.end].decode() == f"<{'/' if e.closing else ''}{e.tag}>"
+    assert tag_sequence(pieces, []) == []
+
+
+def test_up_to_answer_cuts_after_the_final_answer() -> None:
+    pieces = [
+        prompt("<answer>no</answer>"),
+        policy("</answer><answer></answer><answer>a</ans"),
+        policy("wer>tail"),
+        policy("more"),
+        retrieved("r"),
+    ]
+    kept = up_to_answer(pieces)
+    assert kept[:2] == pieces[:2] and kept[2:] == [policy("wer>")]
+    assert up_to_answer(pieces[:2]) == pieces[:2]
+
+
+FRAGMENTS = st.sampled_from(
+    ["<a>", "</a>", "<b>", "</b>", "<", "/", "a", ">", "</", "a>", " ", "é", "<a", "</b", "</ a>", "<A>"]
+)
+TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
+SOURCES = st.sampled_from(list(Source))
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(st.lists(st.tuples(SOURCES, TEXTS), max_size=8), st.integers(0, 40))
+def test_only_policy_bytes_matter_and_cutting_them_does_not(
+    parts: list[tuple[Source, str]], cut: int
+) -> None:
+    pieces = [Piece(source, text.encode()) for source, text in parts]
+    found = blocks(pieces, "a")
+    # Whatever the others say, as long as they say as much of it, the policy's blocks are the same.
+    silent = [p if p.source is Source.POLICY else Piece(p.source, b"." * len(p.text)) for p in pieces]
+    assert blocks(silent, "a") == found
+    # Cutting a policy piece in two changes no text and no place.
+    pieced = list(
+        itertools.chain.from_iterable(
+            (Piece(p.source, p.text[:cut]), Piece(p.source, p.text[cut:])) for p in pieces
+        )
+    )
+    assert [(b.text, b.start, b.end) for b in blocks(pieced, "a")] == [
+        (b.text, b.start, b.end) for b in found
+    ]
+    for block in found:
+        assert "</a>" not in block.text and "<a>" not in block.text
+
+
+TAGS = tag_strings("a", "b", "ab", "information")
+
+NEUTRALISED = [
+    ("plain text, 1 < 2 > 0", "plain text, 1 < 2 > 0"),
+    ("</a>", "< /a>"),
+    ("x<a>y</b>z", "x< a>y< /b>z"),
+    ("</A> < /a> </a > <c>", "</A> < /a> </a > <c>"),
+    ("<<a>>", "<< a>>"),
+    ("<a</a>>", "<a< /a>>"),
+    ("1 <", "1 < "),
+    ("ends in </informa", "ends in < /informa"),
+    ("</informal", "</informal"),
+    ("<ab", "< ab"),
+    ("<e\u0301></a>", "<é>< /a>"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), NEUTRALISED)
+def test_neutralise(text: str, expected: str) -> None:
+    assert neutralise(text, TAGS) == expected
+
+
+BARE = ["<", ">", "/", "a", "b", "<a", "</", "ab>", "</inform", "ation>", "x", "é", "A>", "< a>", " ", "\n"]
+TAG_PIECES = st.sampled_from([*BARE, "<a>", "</a>", "</ab>", "<information>"])
+HOSTILE = st.lists(TAG_PIECES, max_size=10).map("".join)
+
+
+def occurrences(text: str) -> int:
+    return sum(text.startswith(tag, i) for tag in TAGS for i in range(len(text)))
+
+
+@settings(derandomize=True, max_examples=500, deadline=None)
+@given(st.lists(HOSTILE, max_size=4), st.lists(st.sampled_from(["", *TAGS]), min_size=5, max_size=5))
+def test_no_tag_survives_alone_or_between_neighbours(texts: list[str], wrappers: list[str]) -> None:
+    outputs = [neutralise(text, TAGS) for text in texts]
+    for text, output in zip(texts, outputs, strict=True):
+        assert occurrences(output) == 0
+        assert neutralise(output, TAGS) == output
+        assert output.replace(" ", "") == text.replace(" ", "")
+        if occurrences(text) == 0 and not any(
+            tag.startswith(text[text.rfind("<") :]) for tag in TAGS if "<" in text
+        ):
+            assert output == text
+    joined = wrappers[0] + "".join(o + w for o, w in zip(outputs, wrappers[1:], strict=False))
+    used = wrappers[: len(outputs) + 1]
+    assert occurrences(joined) == sum(occurrences(w) for w in used)
+
+
+def test_the_tokenizers_normal_form_cannot_bring_a_tag_back() -> None:
+    kelvin = "<O\u212a>"
+    assert unicodedata.normalize("NFC", kelvin) == "<OK>"
+    assert neutralise(kelvin, tag_strings("OK")) == "< OK>"
+
+
+@pytest.mark.parametrize("tags", [["answer"], ["<two words>"], ["<é>"], ["<a><b>"], ["<"], [""], [7], "</a>"])
+def test_neutralise_refuses_what_is_no_tag(tags: list[str]) -> None:
+    with pytest.raises(UserError, match="between < and >"):
+        neutralise("text", tags)
+
+
+@pytest.mark.parametrize("name", ["", "<answer>", "/answer", "two words", "é", 7])
+def test_a_name_that_is_no_word_is_refused(name: str) -> None:
+    for read in (tag_strings, lambda tag: blocks([], tag), lambda tag: tag_sequence([], [tag])):
+        with pytest.raises(UserError, match="ASCII word"):
+            read(name)
+
+
+def test_hundreds_of_kilobytes_are_quick() -> None:
+    begin = time.perf_counter()
+    for text in ("<answer>" * 20_000, "</answer>" * 20_000, "<answer>x</answer>" * 20_000, "<" * 200_000):
+        pieces = [policy(text[i : i + 50]) for i in range(0, len(text), 50)]
+        blocks(pieces, "answer")
+        tag_sequence(pieces, ["answer", "search"])
+        final_answer(pieces)
+        assert occurrences(neutralise(text, TAGS)[:200]) == 0
+    assert time.perf_counter() - begin < 3.0
+
+
+def test_rewards_import_no_torch() -> None:
+    code = "import sys, thresher.rewards; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

@@ -1,0 +1,160 @@
+"""Text measures, held to a table of the cases that fool them."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.rewards import UserError, contains_answer, exact_match, f1_score, normalize_answer
+
+NORMAL_FORMS = [
+    # text, squad, arena
+    ("The  Beatles!", "beatles", "beatles"),
+    ("U.S.", "us", "u s"),
+    ("U.S.A.", "usa", "u s"),  # the lone "a" that arena's spaces leave behind is an article
+    ("snake_case name", "snakecase name", "snake case name"),
+    ("Paris/London", "parislondon", "paris london"),
+    ("twenty-one", "twentyone", "twenty one"),
+    ("a\tb\n c\u00a0d", "b c d", "b c d"),
+    ("An apple a day, the end", "apple day end", "apple day end"),
+    ("theatre anthem abacus", "theatre anthem abacus", "theatre anthem abacus"),
+    ("Vitamin A", "vitamin", "vitamin"),
+    ("the", "", ""),
+    ("", "", ""),
+    ("...", "", ""),
+    ("  \n", "", ""),
+    ("$1,000.50", "100050", "1 000 50"),
+    ("“quoted” – dash", "“quoted” – dash", "“quoted” – dash"),  # only ASCII punctuation counts
+    ("ÉCOLE", "école", "école"),
+    ("東京", "東京", "東京"),
+    ("o'Neill's", "oneills", "o neill s"),
+]
+
+
+@pytest.mark.parametrize(("text", "squad", "arena"), NORMAL_FORMS)
+def test_normal_forms(text: str, squad: str, arena: str) -> None:
+    assert normalize_answer(text) == squad
+    assert normalize_answer(text, "arena") == arena
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(st.text(alphabet=st.sampled_from("aAthen THE_.,-'\n\u00e9\u0301\u0130\u03a3“x"), max_size=30))
+def test_normalisation_is_idempotent(text: str) -> None:
+    for variant in ("squad", "arena"):
+        once = normalize_answer(text, variant)
+        assert normalize_answer(once, variant) == once
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    with pytest.raises(UserError, match="squad, arena"):
+        normalize_answer("x", "trivia")  # type: ignore[arg-type]
+
+
+MATCHES = [
+    # answer, golds, exact match, f1
+    ("Paris", "paris", True, 1.0),
+    ("The Paris.", ["London", "paris"], True, 1.0),
+    ("Paris, France", "Paris", False, 2 / 3),
+    ("Paris", [], False, 0.0),
+    ("Paris", [""], False, 0.0),
+    ("", [""], False, 0.0),
+    ("the", ["The"], False, 0.0),
+    ("...", ["the", "?"], False, 0.0),
+    ("", "Paris", False, 0.0),
+    ("yes", "yes", True, 1.0),
+    ("Yes.", "yes", True, 1.0),
+    ("yes it is", "yes", False, 0.0),
+    ("yes", "yes it is", False, 0.0),
+    ("no", "yes", False, 0.0),
+    ("noanswer", ["no answer"], False, 0.0),
+    ("no way", ["yes", "no way out"], False, 0.8),  # the best gold counts, not the last
+    ("b b b", "b b c", False, 2 / 3),  # tokens count as often as they occur
+    ("x x x x", "x", False, 0.4),
+    ("1969", ["July 1969"], False, 2 / 3),
+    ("école normale", "ECOLE normale", False, 0.5),
+    ("U.S.", "US", True, 1.0),
+    ("東京", ["Tokyo", "東京"], True, 1.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "golds", "exact", "f1"), MATCHES)
+def test_exact_match_and_f1(answer: str, golds: str | list[str], exact: bool, f1: float) -> None:
+    assert exact_match(answer, golds) is exact
+    assert f1_score(answer, golds) == pytest.approx(f1, abs=1e-12)
+
+
+def test_f1_of_yes_and_no_can_be_counted_like_any_word() -> None:
+    assert f1_score("yes it is", "yes") == 0.0
+    assert f1_score("yes it is", "yes", yes_no=False) == pytest.approx(0.5)
+
+
+def test_the_variant_reaches_every_measure() -> None:
+    assert not exact_match("New-York", "new york") and exact_match("New-York", "new york", variant="arena")
+    assert f1_score("New-York", "new york") == 0 and f1_score("New-York", "new york", variant="arena") == 1
+    assert not contains_answer("in Paris/London", "Paris")
+    assert contains_answer("in Paris/London", "Paris", variant="arena")
+
+
+CONTAINS = [
+    # text, golds, whole tokens, plain substring
+    ("I do not know", "no", False, True),
+    ("The answer is no.", "no", False, True),
+    ("yes, it is", ["yes"], False, True),
+    ("noanswer", "noanswer", False, True),
+    ("there is no way out", "no way", True, True),
+    ("the party began", "art", False, True),
+    ("a work of ART.", "art", True, True),
+    ("the Beatles sang", "The Beatles", True, True),
+    ("anything at all", "The", False, False),
+    ("anything at all", "", False, False),
+    ("anything at all", ["?!"], False, False),
+    ("anything at all", [], False, False),
+    ("", "Paris", False, False),
+    ("Born in Paris (France), 1901", ["Lyon", "Paris France"], True, True),
+    ("Paris, then France", "Paris France", False, False),
+    ("1969", "196", False, True),
+    ("New York City", "York New", False, False),
+    ("Das ist Köln heute", "köln", True, True),
+    ("東京は", "東京", False, True),  # no spaces, one token: whole-token matching cannot see inside it
+]
+
+
+@pytest.mark.parametrize(("text", "golds", "tokens", "substring"), CONTAINS)
+def test_containment(text: str, golds: str | list[str], tokens: bool, substring: bool) -> None:
+    assert contains_answer(text, golds) is tokens
+    assert contains_answer(text, golds, substring=True) is substring
+
+
+WORDS = st.lists(st.sampled_from(["no", "yes", "the", "Paris", "x", "U.S.", "-", "a"]), max_size=6).map(
+    " ".join
+)
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(WORDS, WORDS)
+def test_the_measures_agree_with_each_other(text: str, gold: str) -> None:
+    if exact_match(text, gold):
+        assert f1_score(text, gold) == 1.0
+        assert contains_answer(text, gold, substring=True)
+    assert 0.0 <= f1_score(text, gold) <= f1_score(text, gold, yes_no=False) <= 1.0
+    assert f1_score(text, gold) == f1_score(gold, text)
+    if contains_answer(text, gold):
+        assert contains_answer(text, gold, substring=True)
+        assert f1_score(text, gold, yes_no=False) > 0
+
+
+@pytest.mark.parametrize("golds", [[1969], [None], ["Paris", 7.5]])
+def test_a_gold_that_is_no_string_is_named(golds: list[str]) -> None:
+    for measure in (exact_match, f1_score, contains_answer):
+        with pytest.raises(UserError, match="write it as a string"):
+            measure("1969", golds)
+
+
+def test_a_hundred_kilobytes_are_quick() -> None:
+    text = "the cat's a_b, " * 7_000 + "Paris"
+    begin = time.perf_counter()
+    assert contains_answer(text, ["nowhere", "Paris"])
+    assert not exact_match(text, "Paris")
+    assert 0 < f1_score(text, "Paris") < 1e-3
+    assert time.perf_counter() - begin < 1.0
