@@ -1,0 +1,163 @@
+"""Records in and out of JSON files: JSONL, a JSON list, and either of them gzipped.
+
+Every reader of questions and passages stands on this file, so that a malformed line ends the same way
+everywhere: one sentence with the file, the line and what was expected. Lines are split on the line feed only
+(passages may hold U+2028), decoded one by one (so that bad UTF-8 has a line number too) and never skipped,
+except blank ones.
+
+Deliberately absent: any knowledge of what a record means (`corpus`, `questions`), and random access by
+offset.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from thresher.policy.files import atomic_path
+from thresher.rewards.errors import UserError
+
+Record = dict[str, Any]
+
+
+def iter_jsonl(path: str | Path) -> Iterator[tuple[int, Record]]:
+    """Yields (line number from 1, JSON object) for every line of `path`; blank lines are passed over.
+
+    A name that ends in `.gz` is decompressed. UserError when the file is absent, unreadable or truncated, or
+    a line is no JSON object, naming the line.
+    """
+    path = Path(path)
+    for number, line in _lines(path):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if line.strip():
+            yield number, _as_object(_parse(line.rstrip(), f"{path}:{number}"), f"{path}:{number}")
+
+
+def iter_records(path: str | Path) -> Iterator[tuple[str, Record]]:
+    """Yields (where, JSON object) for the records of `path`, be it JSONL or, by its name `.json` or
+    `.json.gz`, one JSON list of objects.
+
+    `where` is what an error message should start with: `file:line`, or `file: item 3` (from 1) of a list.
+    UserError as `iter_jsonl`.
+    """
+    path = Path(path)
+    if path.name.removesuffix(".gz").endswith(".json"):
+        content = b"".join(line for _, line in _lines(path)).removeprefix(b"\xef\xbb\xbf")
+        records = _parse(content, str(path))
+        if not isinstance(records, list):
+            raise UserError(
+                f"{path}: expected a JSON list of objects, found {_kind(records)}; convert the file"
+            )
+        for number, record in enumerate(records, 1):
+            yield f"{path}: item {number}", _as_object(record, f"{path}: item {number}")
+    else:
+        for number, record in iter_jsonl(path):
+            yield f"{path}:{number}", record
+
+
+def write_jsonl(path: str | Path, records: Iterable[Record]) -> int:
+    """Writes one JSON object per line to `path` (gzipped when the name ends in `.gz`) and returns how many.
+
+    The file appears whole or not at all, also when `records` raises half-way. UserError when the folder is
+    absent. ValueError for NaN and infinities, which are not JSON.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
+    count = 0
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        # mtime and name are left out of the gzip header, so that equal records give equal files.
+        zipped = (
+            gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
+        )
+        out = cast(IO[bytes], zipped or file)
+        for record in records:
+            line = json.dumps(record, allow_nan=False, ensure_ascii=False)
+            # Half a surrogate pair has no UTF-8; its backslash escape happens to be what JSON writes for it.
+            out.write(line.encode("utf-8", "backslashreplace") + b"\n")
+            count += 1
+        if zipped:
+            zipped.close()
+    return count
+
+
+def string_field(record: Record, key: str, where: str, *, may_be_empty: bool = False) -> str:
+    """The string under `key`, as it stands. UserError, starting with `where`, when it is absent, not a
+    string, blank (unless `may_be_empty`) or not encodable as UTF-8."""
+    if key not in record:
+        raise UserError(f'{where}: no "{key}" in this record; expected a string there')
+    return checked_string(record[key], f'{where}: "{key}"', may_be_empty=may_be_empty)
+
+
+def checked_string(value: object, where: str, *, may_be_empty: bool = False) -> str:
+    """`value` if it is a usable string, else UserError starting with `where`."""
+    if not isinstance(value, str):
+        raise UserError(f"{where} should be a string, found {_kind(value)}; mend this record")
+    if not may_be_empty and not value.strip():
+        raise UserError(f"{where} is empty; fill it in or remove this record")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{where} holds half of a surrogate pair, which is no character; mend this record"
+            ) from None
+    return value
+
+
+def id_field(record: Record, row: int, where: str) -> str:
+    """The record's "id" as a string (a number is spelled out), or `row` spelled out where there is none.
+    UserError, starting with `where`, for any other kind of id and for an empty one."""
+    value = record.get("id", row)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return checked_string(value, f'{where}: "id"')
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(cast(IO[bytes], file), 1):
+                yield number, line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(
+            f"{path}: truncated or damaged gzip data after line {number} ({error}); fetch the file again"
+        ) from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from None
+
+
+def _parse(data: bytes, where: str) -> object:
+    try:
+        return json.loads(data.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise UserError(
+            f"{where}: not valid JSON at {at} ({error.msg}); mend or remove this record"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: not valid UTF-8 at byte {error.start}; expected UTF-8, so convert the file"
+        ) from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{where}: not valid JSON ({error}); mend or remove this record") from None
+
+
+def _as_object(value: object, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a JSON object, found {_kind(value)}; mend or remove this record")
+    return value
+
+
+def _kind(value: object) -> str:
+    """How JSON calls the kind of `value`."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), "a number")

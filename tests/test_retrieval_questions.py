@@ -1,0 +1,96 @@
+"""Questions in the formats people have, and what is refused."""
+
+import json
+
+import pytest
+
+from thresher.retrieval.questions import Query, Question, read_queries, read_questions
+from thresher.rewards.errors import UserError
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("record", "question"),
+    [
+        ({"question": "q?", "answer": "a"}, Question("0", "q?", ("a",), {})),
+        ({"question": "q?", "answer": ["a", "b"]}, Question("0", "q?", ("a", "b"), {})),
+        ({"question": "q?", "answers": ["a"]}, Question("0", "q?", ("a",), {})),
+        ({"id": 0, "question": "q?", "golden_answers": ["a"]}, Question("0", "q?", ("a",), {})),
+        (
+            {"id": "x", "question": "q?", "golden_answers": ["a"], "answer": "b"},
+            Question("x", "q?", ("a",), {}),
+        ),
+        (
+            {"id": "x", "question": "q?", "answer": "a", "level": "hard", "metadata": {"hops": 2}},
+            Question("x", "q?", ("a",), {"hops": 2, "level": "hard"}),
+        ),
+        (
+            {"question": "q?", "answer": "a", "metadata": None},
+            Question("0", "q?", ("a",), {"metadata": None}),
+        ),
+    ],
+)
+def test_records_become_questions(tmp_path, record, question):
+    assert read_questions(write(tmp_path / "q.jsonl", record)) == [question]
+
+
+GOOD = {"id": "first", "question": "q?", "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"question": "q?"}, "no gold answer"),
+        ({"question": "q?", "golden_answers": []}, '"golden_answers" is an empty list'),
+        ({"question": "q?", "answer": 7}, '"answer" should be a list of strings'),
+        ({"question": "q?", "answer": ["a", 7]}, '"answer", item 2, should be a string, found a number'),
+        ({"question": "q?", "answer": ""}, '"answer", item 1, is empty'),
+        ({"answer": "a"}, 'no "question"'),
+        ({"question": " ", "answer": "a"}, '"question" is empty'),
+        ({"id": ["x"], "question": "q?", "answer": "a"}, '"id" should be a string, found a list'),
+        ({"id": "first", "question": "q?", "answer": "a"}, "the id 'first' was used before"),
+    ],
+)
+def test_a_bad_question_is_named_by_file_and_line(tmp_path, record, told):
+    path = write(tmp_path / "q.jsonl", GOOD, record)
+    with pytest.raises(UserError) as caught:
+        read_questions(path)
+    assert str(caught.value).startswith(f"{path}:2: ") and told in str(caught.value)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    path = write(tmp_path / "q.jsonl")
+    for read in (read_questions, read_queries):
+        with pytest.raises(UserError, match=r"q\.jsonl: holds no questions"):
+            read(path)
+
+
+def test_queries_need_no_answers(tmp_path):
+    path = write(
+        tmp_path / "q.jsonl", {"question": "a?"}, {"id": "b", "question": "b?", "gold_titles": ["T", "U"]}
+    )
+    assert read_queries(path) == [Query("0", "a?", ()), Query("b", "b?", ("T", "U"))]
+    with pytest.raises(UserError, match=r'q\.jsonl:1: "gold_titles" should be a list of strings'):
+        read_queries(write(path, {"question": "a?", "gold_titles": "T"}))
+
+
+def test_real_questions(shared_data):
+    hotpot = read_questions(shared_data / "hotpotqa/questions_500.jsonl")
+    assert len(hotpot) == 500 and hotpot[0].id == "5a8b57f25542995d1e6f1371" and hotpot[0].golds == ("yes",)
+    assert hotpot[0].metadata["gold_titles"] == ["Ed Wood", "Scott Derrickson"]
+    assert set(hotpot[0].metadata) == {"type", "level", "gold_titles"}
+    flashrag = read_questions(shared_data / "formats/flashrag_nq_test.jsonl")
+    assert len(flashrag) == 17 and flashrag[0].golds == ("Wilhelm Conrad Röntgen",)
+    nq = read_questions(shared_data / "nq/NQ-open.dev.jsonl")
+    assert len(nq) == 3610 and nq[3609].id == "3609"
+    assert nq[0].golds == ("14 December 1972 UTC", "December 1972")
+    oracle = read_questions(shared_data / "nq/nq-open-oracle.jsonl.gz")
+    assert (
+        len(oracle) == 2655 and oracle[0].metadata["ctxs"][0]["title"] == "List of Nobel laureates in Physics"
+    )
+    queries = read_queries(shared_data / "2wiki/gold_titles_1000.jsonl")
+    assert len(queries) == 1000 and queries[0].gold_titles == ("Lothair II", "Ermengarde of Tours")
