@@ -67,11 +67,15 @@ class Varlen:
         ).to(device)
         self.positions_T = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
-    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> torch.Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, self)
 
 
-def varlen_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
+def varlen_attention(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen
+) -> torch.Tensor:
     """Causal attention within each packed sequence; q [T, H, D], k and v [T, K, D] -> [T, H, D], differentiable.
 
     Sequences are padded on the right to the longest one, where causality alone keeps the padding out of every row that
@@ -84,9 +88,15 @@ def varlen_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tens
         return spread.view(n, layout.longest, *x.shape[1:]).transpose(1, 2)
 
     o_NHLD = F.scaled_dot_product_attention(
-        padded(q_THD), padded(k_TKD), padded(v_TKD), is_causal=True, enable_gqa=q_THD.shape[1] != k_TKD.shape[1]
+        padded(q_THD),
+        padded(k_TKD),
+        padded(v_TKD),
+        is_causal=True,
+        enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
     )
-    return _Collect.apply(o_NHLD.transpose(1, 2).reshape(n * layout.longest, *q_THD.shape[1:]), layout.index_T)
+    return _Collect.apply(
+        o_NHLD.transpose(1, 2).reshape(n * layout.longest, *q_THD.shape[1:]), layout.index_T
+    )
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,10 @@ def _paged_group(
         parts = [
             _paged_group(q_THD, k_KPSD, v_KPSD, PagedGroup(r, p, t, group.out_T, group.take_T))
             for r, p, t in zip(
-                group.rows_NQ.split(at_once), group.positions_NQ.split(at_once), group.pages_NL.split(at_once), strict=True
+                group.rows_NQ.split(at_once),
+                group.positions_NQ.split(at_once),
+                group.pages_NL.split(at_once),
+                strict=True,
             )
         ]
         return torch.cat(parts)

@@ -1,6 +1,6 @@
 """The gated part of Qwen2's MLP.
 
-    y = silu(g) * u          g, u = halves of the fused gate-and-up projection   (Shazeer 2020, SwiGLU)
+y = silu(g) * u          g, u = halves of the fused gate-and-up projection   (Shazeer 2020, SwiGLU)
 """
 
 import torch

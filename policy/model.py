@@ -153,7 +153,9 @@ def load_policy(
     views = hf_views(policy)
     # Some writers keep a copy of the tied head; it is accepted if it is one.
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name, tensor in read_weights(folder, {name: view.shape for name, view in views.items()}, optional=optional):
+    for name, tensor in read_weights(
+        folder, {name: view.shape for name, view in views.items()}, optional=optional
+    ):
         if name in views:
             views[name].copy_(tensor)
     return policy

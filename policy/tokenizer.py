@@ -24,6 +24,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
+
 from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes
 from thresher.rewards.errors import UserError
 

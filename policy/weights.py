@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
 from thresher.policy.files import atomic_path, atomic_write_text, parse_json_object, read_json_object
 from thresher.rewards.errors import UserError
 

@@ -1,0 +1,136 @@
+"""From a recipe to everything a rollout needs, loaded and checked against each other.
+
+Whatever disagrees (a tokenizer larger than the head, an index with fewer passages than a search returns, a template
+without a question) is refused here, before anything is computed or written.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from thresher.engine.episode import System, Tools, read_template
+from thresher.engine.kvcache import PagedKV
+from thresher.engine.recipe import Data, Recipe, Retrieval, load_recipe
+from thresher.engine.recipe import System as SystemSection
+from thresher.engine.render import Renderer
+from thresher.engine.rollout import Limits, Rollout
+from thresher.engine.systems import load_system
+from thresher.policy.model import Policy, load_policy
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer
+from thresher.retrieval.index import Index, load_index
+from thresher.retrieval.questions import Question, read_questions
+from thresher.rewards.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The loaded parts of a run. `vocab_size` is the tokenizer's: columns beyond it are never sampled nor trained."""
+
+    recipe: Recipe
+    tokenizer: Tokenizer
+    policy: Policy
+    system: System
+    renderer: Renderer
+    tools: Tools
+    limits: Limits
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    def rollout(self, index: Index) -> Rollout:
+        return Rollout(
+            self.policy, self.tokenizer, index, self.system, self.tools, self.renderer, self.limits,
+            shuffle=self.recipe.need(Retrieval).shuffle,
+        )  # fmt: skip
+
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache, in bytes."""
+        return PagedKV.bytes_needed(
+            self.policy.config,
+            Rollout.blocks_for(self.limits),
+            self.limits.page_size,
+            self.policy.dtype.itemsize,
+        )
+
+
+def load_parts(recipe: Recipe, model_path: str | Path | None = None) -> Parts:
+    """Policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`."""
+    section = recipe.need(SystemSection)
+    system = load_system(section.name, section.options)
+    template = system.template if section.template is None else read_template(section.template)
+    folder = Path(recipe.model.path if model_path is None else model_path)
+    tokenizer = load_tokenizer(folder)
+    policy = load_on_device(recipe, folder)
+    check_fit(policy, tokenizer, folder)
+    if recipe.model.prompt == "chat" and tokenizer.chat_template is None:
+        raise UserError(
+            f'{folder}: model.prompt is "chat", but the model has no chat template; set it to "raw"'
+        )
+    rollout = recipe.rollout
+    if rollout.max_context > policy.config.max_position_embeddings:
+        raise UserError(
+            f"rollout.max_context is {rollout.max_context}, but the model was made for "
+            f"{policy.config.max_position_embeddings} positions; lower it"
+        )
+    retrieval = recipe.need(Retrieval)
+    return Parts(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        policy=policy,
+        system=system,
+        renderer=Renderer(
+            tokenizer=tokenizer,
+            tags=system.tags,
+            k=retrieval.k,
+            chat=recipe.model.prompt == "chat",
+            max_passage_tokens=rollout.max_passage_tokens,
+            passage_format=retrieval.passage_format,
+        ),
+        tools=Tools(template, rollout.max_turns),
+        limits=Limits(
+            max_turn_tokens=rollout.max_turn_tokens,
+            max_policy_tokens=rollout.max_policy_tokens or rollout.max_context,
+            max_context=rollout.max_context,
+            max_running=rollout.max_running,
+            page_size=rollout.page_size,
+        ),
+    )
+
+
+def load_on_device(recipe: Recipe, folder: str | Path) -> Policy:
+    if recipe.model.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("model.device is cuda, but torch sees no CUDA device; set model.device=cpu")
+    return load_policy(folder, DTYPES[recipe.model.dtype], recipe.model.device)
+
+
+def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
+    """UserError if the tokenizer has ids that the head does not."""
+    if tokenizer.vocab_size > policy.config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's head only "
+            f"{policy.config.vocab_size}; use the tokenizer that belongs to the model"
+        )
+
+
+def load_retrieval(recipe: Recipe) -> Index:
+    """The recipe's index, with its k checked."""
+    section = recipe.need(Retrieval)
+    index = load_index(section.index)
+    index.check_k(section.k)
+    return index
+
+
+def load_questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
+    """Training questions (up to data.limit) and development questions (up to run.eval_questions; may be empty)."""
+    data = recipe.need(Data)
+    dev = read_questions(data.dev) if data.dev is not None else []
+    return read_questions(data.train)[: data.limit], dev[: recipe.run.eval_questions]
+
+
+def read_run_recipe(path: str | Path, overrides: list[str]) -> Recipe:
+    """A recipe whose gaps the preset of its system fills: the file and the overrides win over the preset."""
+    return load_recipe(path, overrides, preset=lambda name: load_system(name, {}).preset)

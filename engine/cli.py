@@ -1,0 +1,256 @@
+"""The command line. Every command says what it is about to do, shows progress, ends with one table and writes JSON.
+
+Exit status: 0 done; 2 the user's mistake, told in one sentence; 1 ours, with a trace; 130 interrupted.
+This file only reads arguments and prints; the work is in the modules it imports, each when its command is called.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thresher.rewards.errors import UserError
+
+Handler = Callable[[argparse.Namespace], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `thresher`; leaves by SystemExit."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status."""
+    options = build_parser().parse_args(arguments)
+    try:
+        options.handler(options)
+    except UserError as error:
+        print(f"thresher: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("thresher: interrupted; a training run goes on with --resume", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or the interpreter complains when it flushes
+        return 141
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="thresher", description="Train small open models to answer from retrieved text, with GRPO."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    init = _command(commands, "init", _init, "make a model folder with random weights")
+    init.add_argument("--config", required=True, help="a Qwen2 config.json")
+    init.add_argument("--tokenizer", help="folder with a tokenizer.json, or the file")
+    init.add_argument(
+        "--train-tokenizer",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="train one on the strings of JSONL files",
+    )
+    init.add_argument("--vocab-size", type=_count, default=1024, help="of a tokenizer that is trained")
+    init.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config"
+    )
+    init.add_argument("--seed", type=int, default=0)
+    init.add_argument("--out", required=True)
+
+    sft = _command(commands, "sft", _sft, "supervised fine-tuning on segmented transcripts")
+    _recipe_arguments(sft)
+    sft.add_argument("--out", required=True, help="model folder to write")
+
+    train = _command(commands, "train", _train, "GRPO")
+    _recipe_arguments(train)
+    train.add_argument("--out", required=True, help="run folder to write")
+    train.add_argument("--resume", action="store_true", help="go on from the run folder's last checkpoint")
+
+    evaluate = _command(commands, "eval", _eval, "answer questions and measure")
+    _recipe_arguments(evaluate)
+    evaluate.add_argument("--questions", help="JSONL; default: data.dev of the recipe")
+    evaluate.add_argument("--limit", type=_count, help="only the first so many")
+    evaluate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    evaluate.add_argument("--out", required=True, help="folder for trajectories.jsonl and metrics.json")
+
+    score = _command(commands, "score", _score, "rate transcripts with a system's reward")
+    score.add_argument("--system", required=True)
+    score.add_argument(
+        "--set", action="append", default=[], metavar="OPTION=VALUE", help="a switch of the system"
+    )
+    score.add_argument("--transcripts", required=True)
+    score.add_argument("--out", required=True)
+
+    index = commands.add_parser("index", help="build, search or check an index").add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    build = _command(index, "build", _index_build, "encode a corpus into an index folder")
+    build.add_argument("--corpus", required=True)
+    build.add_argument("--encoder", default="lexical", help="lexical: hashed, idf-weighted words")
+    build.add_argument("--embed", default="text", choices=("text", "title+text"))
+    build.add_argument("--dim", type=_count, default=2048)
+    build.add_argument("--out", required=True)
+    for name, handler, text in (
+        ("search", _index_search, "the k nearest passages of each question"),
+        ("check", _index_check, "recall and MRR against gold_titles"),
+    ):
+        action = _command(index, name, handler, text)
+        action.add_argument("--index", required=True)
+        action.add_argument("--queries", required=True)
+        action.add_argument("--k", type=_count, default=5)
+        if name == "search":
+            action.add_argument("--out", required=True)
+
+    data = commands.add_parser("data", help="make data").add_subparsers(required=True, metavar="ACTION")
+    invent = _command(
+        data, "invent", _data_invent, "an invented world: corpus, questions, warm-up transcripts"
+    )
+    invent.add_argument("--out", required=True)
+    invent.add_argument("--seed", type=int, default=0)
+    invent.add_argument(
+        "--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe"
+    )
+    invent.add_argument("--aware", type=float, help="share of warm-up transcripts that follow their question")
+
+    report = _command(commands, "report", _report, "curves and trajectories of a run, as a page and pictures")
+    report.add_argument("run", help="run folder")
+    report.add_argument("--out", help="folder to write into; default: the run folder")
+
+    demo = _command(commands, "demo", _demo, "from nothing to a model that searches, in minutes")
+    demo.add_argument("--out", default="runs/demo")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe"
+    )
+    return parser
+
+
+def _command(commands: Any, name: str, handler: Handler, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="TOML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return value
+
+
+def _load_recipe(options: argparse.Namespace) -> Any:
+    from thresher.engine.assemble import read_run_recipe
+
+    device = [] if options.device is None else [f"model.device={options.device}"]
+    return read_run_recipe(options.recipe, [*options.set, *device])
+
+
+def _init(options: argparse.Namespace) -> None:
+    from thresher.engine import console
+    from thresher.engine.initialise import initialise
+
+    figures = initialise(
+        options.config,
+        options.out,
+        tokenizer_path=options.tokenizer,
+        train_on=options.train_tokenizer,
+        vocab_size=options.vocab_size,
+        overrides=options.set,
+        seed=options.seed,
+    )
+    console.figures(f"model with random weights in {options.out}", figures)
+
+
+def _sft(options: argparse.Namespace) -> None:
+    from thresher.engine.commands import run_sft
+
+    run_sft(_load_recipe(options), options.out)
+
+
+def _train(options: argparse.Namespace) -> None:
+    from thresher.engine.commands import run_train
+
+    run_train(_load_recipe(options), options.out, options.resume)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from thresher.engine.commands import run_eval
+
+    run_eval(_load_recipe(options), options.questions, options.limit, options.temperature, options.out)
+
+
+def _score(options: argparse.Namespace) -> None:
+    from thresher.engine import console
+    from thresher.engine.recipe import parse_overrides
+    from thresher.engine.score import score_file
+
+    figures = score_file(options.system, parse_overrides(options.set), options.transcripts, options.out)
+    console.figures(f"{options.system} rewards in {options.out}", figures)
+
+
+def _index_build(options: argparse.Namespace) -> None:
+    from thresher.engine import console
+    from thresher.retrieval.commands import build
+
+    figures = build(options.corpus, options.out, options.encoder, options.embed, options.dim)
+    console.figures(f"index in {options.out}", figures)
+
+
+def _index_search(options: argparse.Namespace) -> None:
+    from thresher.engine import console
+    from thresher.retrieval.commands import search_file
+
+    figures = search_file(options.index, options.queries, options.k, options.out)
+    console.figures(f"hits in {options.out}", figures)
+
+
+def _index_check(options: argparse.Namespace) -> None:
+    from thresher.engine import console
+    from thresher.retrieval.commands import check
+
+    figures = check(options.index, options.queries, options.k)
+    console.figures(f"{options.index} against the gold titles of {options.queries}", figures)
+    print(json.dumps(figures))
+
+
+def _data_invent(options: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from thresher.engine import console
+    from thresher.engine.invent import invent_files
+    from thresher.engine.world import Size
+
+    size = Size() if options.aware is None else replace(Size(), aware=options.aware)
+    figures = invent_files(options.out, options.seed, size, options.passage_format)
+    console.figures(f"an invented world in {options.out}", figures)
+
+
+def _report(options: argparse.Namespace) -> None:
+    from thresher.engine.report import write_report
+
+    print(write_report(options.run, options.out))
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from thresher.engine.commands import run_demo
+
+    run_demo(Path(options.out), options.seed, options.set, build_parser())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`thresher init`: a model folder with random weights, from a config and a tokenizer.
+
+The config is any Qwen2 config.json, with keys overridden at will; the tokenizer is read from a folder, or trained on the
+strings of JSONL files.
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from thresher.engine.assemble import check_fit
+from thresher.policy.config import ModelConfig, config_from_dict
+from thresher.policy.files import read_json_object, staged_folder
+from thresher.policy.model import init_policy
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from thresher.retrieval.jsonl import iter_jsonl
+from thresher.rewards.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+ROUND = 16  # a trained vocabulary is padded to a multiple of this, as real models' are
+
+
+def initialise(
+    config_path: str | Path,
+    out: str | Path,
+    *,
+    tokenizer_path: str | Path | None = None,
+    train_on: Sequence[str | Path] = (),
+    vocab_size: int = 1024,
+    overrides: Sequence[str] = (),
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Write a model folder; returns its figures. Exactly one of tokenizer_path and train_on says where tokens come from."""
+    if (tokenizer_path is None) == (not train_on):
+        raise UserError(
+            "init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither"
+        )
+    table = read_json_object(Path(config_path))
+    table.update(_override(text) for text in overrides)
+    if tokenizer_path is not None:
+        tokenizer = load_tokenizer(tokenizer_path)
+    else:
+        tokenizer = train_bpe(_strings(train_on), vocab_size, [END_OF_TEXT])
+        table["vocab_size"] = -(-tokenizer.vocab_size // ROUND) * ROUND
+        table["eos_token_id"] = table["bos_token_id"] = table["pad_token_id"] = tokenizer.token_id(
+            END_OF_TEXT
+        )
+    if table.get("layer_types") is not None and "layer_types" not in {
+        text.partition("=")[0] for text in overrides
+    }:
+        table.pop("layer_types")  # written per layer, and refused if the number of layers was overridden
+    config = config_from_dict(table, str(config_path))
+    return write_model(config, tokenizer, out, seed)
+
+
+def write_model(config: ModelConfig, tokenizer: Tokenizer, out: str | Path, seed: int) -> dict[str, Any]:
+    policy = init_policy(config, seed)
+    check_fit(policy, tokenizer, out)
+    with staged_folder(out) as staged:
+        policy.save(staged)
+        tokenizer.save(staged)
+    return {
+        "parameters": policy.parameter_count(),
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "tokenizer_tokens": tokenizer.vocab_size,
+        "seed": seed,
+    }
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UserError(
+            f"--set {text}: expected key=value with a key of config.json, such as num_hidden_layers=2"
+        )
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value
+
+
+def _strings(paths: Sequence[str | Path]) -> Iterator[str]:
+    """Every string of every record, depth first: texts, titles, questions, segments."""
+    for path in paths:
+        for _, record in iter_jsonl(path):
+            yield from _leaves(record)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _leaves(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part)

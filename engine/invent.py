@@ -1,0 +1,67 @@
+"""`thresher data invent`: the invented world of world.py as files, in the formats of a real run.
+
+corpus.jsonl    {"id", "title", "text"}                     training and held-out facts
+train.jsonl     {"id", "question", "golden_answers", ..}    questions about training entities
+test.jsonl      the same about held-out entities
+warmup.jsonl    segmented transcripts for `thresher sft`
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thresher.engine.render import passage_lines
+from thresher.engine.systems.eval_rar import AFTER, BEFORE
+from thresher.engine.world import Size, World, invent, passages, questions, transcripts
+from thresher.policy.files import staged_folder
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.index import Index, build_index
+from thresher.retrieval.jsonl import write_jsonl
+from thresher.retrieval.lexical import LexicalEncoder
+from thresher.retrieval.questions import Question
+
+K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
+
+
+def invent_files(out: str | Path, seed: int, size: Size, passage_format: str) -> dict[str, Any]:
+    """Write the four files into the new folder `out`; returns how much they hold."""
+    worlds = invent(size, seed)
+    corpus = passages([worlds.train, worlds.test], seed)
+    train = questions(worlds.train, size.train_questions, size.two_hop, seed, "train")
+    test = questions(worlds.test, size.test_questions, size.two_hop, seed, "test")
+    warmup: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, world in enumerate(worlds.warmup):
+            search = _search(world, Path(scratch) / str(number), passage_format)
+            count = size.transcripts // size.warmup_worlds
+            warmup += transcripts(world, count, size, number, search, BEFORE, AFTER)
+    with staged_folder(out) as staged:
+        write_jsonl(staged / "corpus.jsonl", ({"id": p.id, "title": p.title, "text": p.text} for p in corpus))
+        for name, part in (("train", train), ("test", test)):
+            write_jsonl(staged / f"{name}.jsonl", map(_record, part))
+        write_jsonl(staged / "warmup.jsonl", warmup)
+    return {
+        "passages": len(corpus),
+        "training questions": len(train),
+        "held-out questions": len(test),
+        "warm-up transcripts": len(warmup),
+        "warm-up that follows its question": size.aware,
+    }
+
+
+def _record(question: Question) -> dict[str, Any]:
+    return {
+        "id": question.id,
+        "question": question.question,
+        "golden_answers": list(question.golds),
+        "metadata": question.metadata,
+    }
+
+
+def _search(world: World, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
+    """What a search in this world shows, as the rollout would render it."""
+    corpus = Corpus(passages([world], 0))
+    encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)
+    index: Index = build_index(corpus, encoder, folder, embed="title+text")
+    return lambda queries: [passage_lines(hits, passage_format) for hits in index.search(queries, K)]

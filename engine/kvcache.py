@@ -1,0 +1,123 @@
+"""Keys and values in pages, and one forward's view of them.
+
+A `PagedKV` holds, for each layer, [K, P, S, D]: key/value heads, pages, slots of a page, head dimension. Everything in
+it was computed from one version of the weights; `Rollout` drops the cache's contents when the weights change by starting
+from an empty pool. `PagedStep` is the `attend` argument of one forward: it writes the new rows' keys and values to their
+slots and attends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thresher.kernels.attention import KEY_STEP, ROW_STEP, PagedGroup, paged_attention
+from thresher.policy.config import ModelConfig
+
+BATCH_STEP = (
+    8  # rows of a forward are padded to this multiple, so that a CPU matmul gives each row the same bits
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Tokens of one sequence that enter the cache in this forward, at positions start .. start + len(ids) - 1."""
+
+    ids: list[int]
+    start: int
+    blocks: list[int]
+
+
+class PagedKV:
+    """The tensors. `copy` follows the block pool's copy-on-write orders."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        page_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if KEY_STEP % page_size:
+            raise ValueError(f"page size {page_size} does not divide {KEY_STEP}")
+        shape = (config.num_hidden_layers, config.num_key_value_heads, num_blocks, page_size, config.head_dim)
+        self.page_size = page_size
+        # Zeros, not empty: masked slots are multiplied by an exact 0, which NaN would survive.
+        self.k_LKPSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_LKPSD = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_needed(config: ModelConfig, num_blocks: int, page_size: int, item_size: int) -> int:
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return per_token * num_blocks * page_size * item_size
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to) each."""
+        if not copies:
+            return
+        source, target = (
+            torch.tensor(side, device=self.k_LKPSD.device) for side in zip(*copies, strict=True)
+        )
+        self.k_LKPSD[:, :, target] = self.k_LKPSD[:, :, source]
+        self.v_LKPSD[:, :, target] = self.v_LKPSD[:, :, source]
+
+
+class PagedStep:
+    """One forward's new rows, laid out: `ids_T`, `positions_T`, and, as a callable, `attend`.
+
+    Rows lie sequence after sequence and are padded to a multiple of BATCH_STEP with rows that write to block 0.
+    `last_rows` gives, for each sequence, the row of its last new token.
+    """
+
+    def __init__(self, cache: PagedKV, items: Sequence[NewRows]) -> None:
+        self.cache = cache
+        page, device = cache.page_size, cache.k_LKPSD.device
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        self.last_rows: list[int] = []
+        shapes: dict[tuple[int, int], list[tuple[int, NewRows]]] = {}
+        for item in items:
+            count, first = len(item.ids), len(ids)
+            ids.extend(item.ids)
+            positions.extend(range(item.start, item.start + count))
+            slots.extend(
+                item.blocks[at // page] * page + at % page for at in range(item.start, item.start + count)
+            )
+            self.last_rows.append(len(ids) - 1)
+            rows = 1 if count == 1 else -(-count // ROW_STEP) * ROW_STEP
+            keys = -(-(item.start + count) // KEY_STEP) * KEY_STEP
+            shapes.setdefault((rows, keys), []).append((first, item))
+        padding = -len(ids) % BATCH_STEP
+        self.ids_T = torch.tensor(ids + [0] * padding, device=device)
+        self.positions_T = torch.tensor(positions + [0] * padding, device=device)
+        self.slots_T = torch.tensor(slots + [at % page for at in range(padding)], device=device)
+        self.groups = [self._group(shape, members, device) for shape, members in shapes.items()]
+
+    def _group(
+        self, shape: tuple[int, int], members: list[tuple[int, NewRows]], device: torch.device
+    ) -> PagedGroup:
+        rows, keys = shape
+        pages = keys // self.cache.page_size
+        index, position, table, out, take = [], [], [], [], []
+        for number, (first, item) in enumerate(members):
+            count = len(item.ids)
+            padding = rows - count
+            index.append([*range(first, first + count), *[first + count - 1] * padding])
+            position.append([*range(item.start, item.start + count), *[item.start + count - 1] * padding])
+            table.append(item.blocks[:pages] + [0] * (pages - len(item.blocks)))
+            out.extend(range(first, first + count))
+            take.extend(range(number * rows, number * rows + count))
+        tensors = (
+            torch.tensor(x, dtype=torch.int64, device=device) for x in (index, position, table, out, take)
+        )
+        return PagedGroup(*tensors)
+
+    def __call__(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> torch.Tensor:
+        k_KPSD, v_KPSD = self.cache.k_LKPSD[layer], self.cache.v_LKPSD[layer]
+        k_KPSD.flatten(1, 2).index_copy_(1, self.slots_T, k_TKD.transpose(0, 1))
+        v_KPSD.flatten(1, 2).index_copy_(1, self.slots_T, v_TKD.transpose(0, 1))
+        return paged_attention(q_THD, k_KPSD, v_KPSD, self.groups)

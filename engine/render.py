@@ -1,0 +1,56 @@
+"""Text into token ids: the only place where the engine encodes anything, and never what the policy wrote.
+
+Templates may emit control tokens and tags. Questions, passages and feedback may emit neither: they are encoded as plain
+text, and every tag of the system's grammar that they hold is neutralised after rendering, so that no two pieces can join
+into one. Passages are cut to a budget of tokens, the tags around them never.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thresher.engine.episode import Feedback, Prompt, Retrieved
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.index import Hit
+from thresher.rewards.tags import neutralise
+
+_QUESTION = "\ue000question\ue000"  # stands for the question while a chat template is rendered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renderer:
+    """How one system's texts become ids.
+
+    k: passages per search. chat: wrap the prompt in the model's chat template. max_passage_tokens: budget of a search.
+    """
+
+    tokenizer: Tokenizer
+    tags: tuple[str, ...]
+    k: int
+    chat: bool
+    max_passage_tokens: int
+    passage_format: str
+
+    def prompt(self, request: Prompt) -> list[int]:
+        text = request.template.replace("{question}", _QUESTION)
+        if self.chat:
+            text = self.tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
+        before, _, after = text.partition(_QUESTION)
+        question = self.tokenizer.encode(neutralise(request.question, self.tags))
+        return self.tokenizer.encode_template(before) + question + self.tokenizer.encode_template(after)
+
+    def retrieved(self, request: Retrieved) -> list[int]:
+        text = passage_lines(request.hits, self.passage_format)
+        passages = self.tokenizer.encode(neutralise(text, self.tags))
+        encode = self.tokenizer.encode_template
+        return encode(request.before) + passages[: self.max_passage_tokens] + encode(request.after)
+
+    def feedback(self, request: Feedback) -> list[int]:
+        return self.tokenizer.encode(neutralise(request.text, self.tags))
+
+
+def passage_lines(hits: Sequence[Hit], passage_format: str) -> str:
+    """Passages as the policy sees them, one a line, before any neutralising."""
+    return "\n".join(
+        passage_format.format(number=number, title=hit.passage.title, text=hit.passage.text)
+        for number, hit in enumerate(hits, start=1)
+    )

@@ -1,0 +1,390 @@
+"""Rollout: many episodes at once, one forward at a time.
+
+Every step feeds each live sequence whatever it has not yet seen: one sampled token, or a prompt, or a passage that came
+back. All of it goes through one forward of the policy, whose new keys and values land in pages. Sequences that are due
+then sample a token; a turn that ends hands its text to the episode, whose next request is served at once, except that
+searches are gathered, so that all waiting episodes share one call of the retriever.
+
+The samples of one question fork the same pages; the prompt is prefilled once.
+
+What makes a sample repeatable, alone or in a crowd: its noise is a function of its own seed and position; the forward
+gives a row the same bits in any company (CPU, float32; see kernels/attention.py and BATCH_STEP); a long input is cut into
+chunks by its own length; a running sample is never evicted; searches join at the step in which they were asked.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+import torch.nn.functional as F
+
+from thresher.engine.blocks import BlockPool, BlockTable
+from thresher.engine.episode import (
+    Episode,
+    Feedback,
+    Generate,
+    Prompt,
+    Request,
+    Retrieved,
+    Search,
+    System,
+    Tools,
+    Turn,
+)
+from thresher.engine.kvcache import BATCH_STEP, NewRows, PagedKV, PagedStep
+from thresher.engine.render import Renderer
+from thresher.engine.scheduler import Group, Scheduler
+from thresher.engine.tags import TagMatcher
+from thresher.engine.trajectory import Segment, Trajectory
+from thresher.kernels.sampling import sample
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.index import Index
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+CHUNK = (
+    1024  # a longer input enters the cache in several forwards, cut at multiples of this from its own start
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: the whole trajectory."""
+
+    max_turn_tokens: int
+    max_policy_tokens: int
+    max_context: int
+    max_running: int
+    page_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sample to draw: jobs with the same `group` answer the same question and share its prompt."""
+
+    question: Question
+    group: int
+    sample: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the time of a rollout went, in seconds, and how much was done."""
+
+    decode: float = 0.0
+    prefill: float = 0.0
+    search: float = 0.0
+    host: float = 0.0
+    total: float = 0.0
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    shared_tokens: int = 0
+    forwards: int = 0
+    searches: int = 0
+    search_calls: int = 0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A running sample."""
+
+    job: Job
+    episode: Episode
+    trajectory: Trajectory
+    table: BlockTable
+    pending: list[int] = field(default_factory=list)  # known tokens that are not in the cache yet
+    turn: Segment | None = None  # the turn being written
+    stop: tuple[str, ...] = ()
+    matcher_state: int = 0
+    policy_tokens: int = 0
+    length: int = 0
+    hidden_H: torch.Tensor | None = None  # of the last token, once nothing is pending
+
+
+@dataclass(slots=True)
+class _Opening:
+    """What the samples of one question share: the prompt, its pages, and the hidden state of its last token."""
+
+    ids: list[int]
+    jobs: list[Job]
+    table: BlockTable = field(default_factory=BlockTable)
+    hidden_H: torch.Tensor | None = None
+
+
+class Rollout:
+    """Generates trajectories with one policy. Reusable; the cache's memory is kept, its contents are not."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        index: Index,
+        system: System,
+        tools: Tools,
+        renderer: Renderer,
+        limits: Limits,
+        shuffle: bool = False,
+    ) -> None:
+        self.policy, self.tokenizer, self.index = policy, tokenizer, index
+        self.system, self.tools, self.renderer, self.limits = system, tools, renderer, limits
+        self.shuffle = shuffle
+        self.num_blocks = self.blocks_for(limits)
+        self.cache = PagedKV(policy.config, self.num_blocks, limits.page_size, policy.dtype, policy.device)
+        self.eos_ids = frozenset(policy.config.eos_token_ids)
+        self._matchers: dict[tuple[str, ...], TagMatcher] = {}
+        self.clock = Clock()
+
+    @staticmethod
+    def blocks_for(limits: Limits) -> int:
+        """Pages of the cache: `max_running` samples of the whole context, each with a prompt of its own, and block 0."""
+        return 1 + limits.max_running * (-(-limits.max_context // limits.page_size) + 1)
+
+    @torch.no_grad()
+    def run(
+        self, jobs: Sequence[Job], temperature: float, on_progress: Callable[[int], None] | None = None
+    ) -> list[Trajectory]:
+        """Draw every job's trajectory; returned in the order of the jobs. Temperature 0 is greedy.
+
+        `on_progress` is called with the number of trajectories that have ended since the last call.
+        """
+        started = time.perf_counter()
+        self.clock = Clock()
+        self.temperature = temperature
+        self.pool = BlockPool(self.num_blocks, self.limits.page_size)
+        self.openings = self._open(jobs)
+        groups = [
+            Group(number, len(opening.ids), deque(range(len(opening.jobs))))
+            for number, opening in self.openings.items()
+        ]
+        self.scheduler = Scheduler(groups, self.pool, self.limits.max_running, self.limits.max_context)
+        self.live: list[tuple[Group, int, _Live]] = []
+        done: dict[tuple[int, int], Trajectory] = {}
+        while not self.scheduler.idle:
+            self._admit()
+            self._forward()
+            self._sample()
+            ended = [entry for entry in self.live if entry[2].trajectory.reason]
+            for group, member, live in ended:
+                self.pool.release(live.table)
+                done[live.job.group, live.job.sample] = live.trajectory
+                if self.scheduler.finish(group, member):
+                    self.pool.release(self.openings[group.number].table)
+            if ended:
+                self.live = [entry for entry in self.live if not entry[2].trajectory.reason]
+                if on_progress is not None:
+                    on_progress(len(ended))
+        clock = self.clock
+        clock.total = time.perf_counter() - started
+        clock.host = clock.total - clock.decode - clock.prefill - clock.search
+        return [done[job.group, job.sample] for job in jobs]
+
+    def _open(self, jobs: Sequence[Job]) -> dict[int, _Opening]:
+        openings: dict[int, _Opening] = {}
+        for job in jobs:
+            if job.group in openings:
+                openings[job.group].jobs.append(job)
+                continue
+            request = next(self.system.episode(job.question, self.tools))
+            if not isinstance(request, Prompt):
+                raise TypeError(f"the episode of {self.system.name} must begin with a Prompt, not {request}")
+            ids = self.renderer.prompt(request)
+            if len(ids) + 1 > self.limits.max_context:
+                raise UserError(
+                    f"question {job.question.id}: its prompt of {len(ids)} tokens leaves no room in a context of "
+                    f"{self.limits.max_context}; raise rollout.max_context or shorten the template"
+                )
+            openings[job.group] = _Opening(ids, [job])
+        return openings
+
+    def _admit(self) -> None:
+        for group, member in self.scheduler.admit():
+            opening = self.openings[group.number]
+            job = opening.jobs[member]
+            episode = self.system.episode(job.question, self.tools)
+            next(episode)  # the prompt, which the opening holds
+            trajectory = Trajectory(
+                job.question.id, job.group, job.sample, [Segment(Source.PROMPT, opening.ids)]
+            )
+            live = _Live(job, episode, trajectory, BlockTable(), length=len(opening.ids))
+            self.live.append((group, member, live))
+            self._serve([(live, None)])
+
+    def _forward(self) -> None:
+        """Feed everything that is pending: new prompts, appended passages, the tokens sampled a step ago."""
+        started = time.perf_counter()
+        page_copies: list[tuple[int, int]] = []
+        items: list[NewRows] = []
+        owners: list[_Live | _Opening] = []
+        openings = {group.number: self.openings[group.number] for group, _, _ in self.live}
+        for opening in openings.values():
+            if opening.hidden_H is None:
+                self._feed(
+                    opening, opening.table, opening.ids[opening.table.length :], items, owners, page_copies
+                )
+        for _, _, live in self.live:
+            if live.pending and live.table.blocks:
+                self._feed(live, live.table, live.pending, items, owners, page_copies)
+        decoded = sum(len(item.ids) == 1 for item in items)
+        rows = sum(len(item.ids) for item in items)
+        if items:
+            self.cache.copy(page_copies)
+            step = PagedStep(self.cache, items)
+            hidden_TH = self.policy.hidden(step.ids_T, step.positions_T, step)
+            for owner, row in zip(owners, step.last_rows, strict=True):
+                complete = (
+                    not owner.pending if isinstance(owner, _Live) else owner.table.length == len(owner.ids)
+                )
+                owner.hidden_H = hidden_TH[row] if complete else None
+            self.clock.forwards += 1
+        for group, _, live in self.live:
+            opening = self.openings[group.number]
+            if not live.table.blocks and opening.table.length == len(opening.ids):
+                live.table = self.pool.fork(opening.table)
+                live.hidden_H = opening.hidden_H
+                self.clock.shared_tokens += len(opening.ids)
+        # A forward that decodes and prefills at once is shared out by rows.
+        seconds = time.perf_counter() - started
+        self.clock.decode += seconds * decoded / max(rows, 1)
+        self.clock.prefill += seconds * (rows - decoded) / max(rows, 1)
+        self.clock.prefilled_tokens += rows - decoded
+
+    def _feed(
+        self,
+        owner: "_Live | _Opening",
+        table: BlockTable,
+        ids: list[int],
+        items: list[NewRows],
+        owners: "list[_Live | _Opening]",
+        page_copies: list[tuple[int, int]],
+    ) -> None:
+        chunk = ids[:CHUNK]
+        start = table.length
+        page_copies.extend(self.pool.extend(table, len(chunk)))
+        items.append(NewRows(chunk, start, table.blocks))
+        owners.append(owner)
+        if isinstance(owner, _Live):
+            owner.pending = ids[CHUNK:]
+
+    def _sample(self) -> None:
+        """One token for every sequence that is writing and has nothing pending; then serve the turns that ended."""
+        due = [
+            live
+            for _, _, live in self.live
+            if live.turn is not None and not live.pending and live.hidden_H is not None
+        ]
+        if not due:
+            return
+        started = time.perf_counter()
+        rows = [live.hidden_H for live in due]
+        rows.extend(rows[:1] * (-len(rows) % BATCH_STEP))
+        vocab = self.tokenizer.vocab_size
+        logits_BV = F.linear(torch.stack(rows), self.policy.head_VH[:vocab])[: len(due)].float()
+        ids_B, logprobs_B = sample(
+            logits_BV, [live.job.seed for live in due], [live.length for live in due], self.temperature
+        )
+        ids, logprobs = ids_B.tolist(), logprobs_B.tolist()
+        self.clock.decode += time.perf_counter() - started
+        self.clock.sampled_tokens += len(due)
+        ended: list[tuple[_Live, Turn | None]] = []
+        for live, token, logprob in zip(due, ids, logprobs, strict=True):
+            turn = self._take(live, token, logprob)
+            if turn is not None:
+                ended.append((live, turn))
+        self._serve(ended)
+
+    def _take(self, live: _Live, token: int, logprob: float) -> Turn | None:
+        """Put a sampled token on the trajectory; the finished turn if it ended one."""
+        segment = live.turn
+        assert segment is not None
+        segment.ids.append(token)
+        segment.logprobs.append(logprob)
+        live.pending = [token]
+        live.length += 1
+        live.policy_tokens += 1
+        matcher = self._matcher(live.stop)
+        live.matcher_state, hit = matcher.step(live.matcher_state, token)
+        if hit is not None:
+            segment.stop, segment.trailing = hit.tag, len(hit.trailing)
+        elif token not in self.eos_ids:
+            if len(segment.ids) >= self.limits.max_turn_tokens:
+                live.trajectory.reason = "turn_tokens"
+            elif live.policy_tokens >= self.limits.max_policy_tokens:
+                live.trajectory.reason = "tokens"
+            elif live.length >= self.limits.max_context:
+                live.trajectory.reason = "context"
+            if live.trajectory.reason:
+                live.episode.close()
+            return None
+        live.turn = None
+        return Turn(self.tokenizer.decode_bytes(segment.ids), segment.stop)
+
+    def _serve(self, ready: "Sequence[tuple[_Live, Turn | None]]") -> None:
+        """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once."""
+        waiting = [(live, query) for live, answer in ready for query in self._advance(live, answer)]
+        while waiting:
+            started = time.perf_counter()
+            found = self.index.search([query for _, query in waiting], self.renderer.k)
+            self.clock.search += time.perf_counter() - started
+            self.clock.searches += len(waiting)
+            self.clock.search_calls += 1
+            again = []
+            for (live, query), hits in zip(waiting, found, strict=True):
+                if self.shuffle:
+                    Random(f"{live.job.seed} {len(live.trajectory.searches)}").shuffle(hits)
+                live.trajectory.searches.append(
+                    {"query": query, "passages": [hit.passage.id for hit in hits]}
+                )
+                again.extend((live, next_query) for next_query in self._advance(live, hits))
+            waiting = again
+
+    def _advance(self, live: _Live, answer: object) -> list[str]:
+        """Send `answer` to the episode and serve what it asks for; a list of the one query it waits for, or empty."""
+        trajectory = live.trajectory
+        while True:
+            try:
+                request: Request = live.episode.send(answer)
+            except StopIteration as stop:
+                trajectory.reason = stop.value or "ended"
+                return []
+            answer = None
+            if isinstance(request, Search):
+                return [request.query]
+            if isinstance(request, Generate):
+                if live.policy_tokens >= self.limits.max_policy_tokens:
+                    trajectory.reason = "tokens"
+                elif live.length >= self.limits.max_context:
+                    trajectory.reason = "context"
+                if trajectory.reason:
+                    live.episode.close()
+                    return []
+                live.turn = Segment(Source.POLICY, [])
+                trajectory.segments.append(live.turn)
+                live.stop = request.stop
+                live.matcher_state = self._matcher(request.stop).start()
+                return []
+            if isinstance(request, Retrieved):
+                segment = Segment(Source.RETRIEVED, self.renderer.retrieved(request))
+            elif isinstance(request, Feedback):
+                segment = Segment(Source.FEEDBACK, self.renderer.feedback(request))
+            else:
+                raise TypeError(
+                    f"{self.system.name} yielded {request!r}, which is no request that may follow the prompt"
+                )
+            if live.length + len(segment.ids) >= self.limits.max_context:
+                trajectory.reason = "context"
+                live.episode.close()
+                return []
+            trajectory.segments.append(segment)
+            live.pending = live.pending + segment.ids
+            live.length += len(segment.ids)
+
+    def _matcher(self, stop: tuple[str, ...]) -> TagMatcher:
+        if stop not in self._matchers:
+            self._matchers[stop] = TagMatcher(self.tokenizer, stop)
+        return self._matchers[stop]

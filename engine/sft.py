@@ -1,0 +1,200 @@
+"""Supervised fine-tuning on segmented transcripts: the loss is -log p of every POLICY token, and of no other.
+
+A transcript is a line of JSON: {"id", "question", "segments": [{"source": "policy" | "retrieved" | "feedback" | "prompt",
+"text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the same tokens. A
+transcript without a prompt segment gets the recipe's own prompt for its question.
+
+A policy segment may list `copied`: character ranges of names that had to be copied from a passage. How many of their
+tokens come out right on held-out transcripts is the gate: reading names out of passages arrives suddenly, late on some
+seeds, and reinforcement cannot teach a policy that never does it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from thresher.engine.episode import Prompt
+from thresher.engine.grpo import make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.packing import Item, pack
+from thresher.engine.recipe import Optim, Sft
+from thresher.engine.render import Renderer
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.jsonl import iter_jsonl
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """Token ids, the positions that are trained, and those among them that were copied from a passage."""
+
+    ids: list[int]
+    rows: list[int]
+    copied: list[int]
+
+
+def read_transcripts(
+    path: str | Path, tokenizer: Tokenizer, renderer: Renderer, template: str
+) -> list[Transcript]:
+    """All transcripts of a JSONL file. UserError names the line of a malformed one."""
+    result = []
+    for number, record in iter_jsonl(path):
+        try:
+            result.append(encode_transcript(record, tokenizer, renderer, template))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path}:{number}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
+            ) from error
+    if not result:
+        raise UserError(f"{path}: holds no transcript; expected one JSON object a line")
+    return result
+
+
+def encode_transcript(
+    record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str
+) -> Transcript:
+    segments = record["segments"]
+    ids: list[int] = []
+    rows: list[int] = []
+    copied: list[int] = []
+    if segments[0]["source"] != Source.PROMPT:
+        ids = renderer.prompt(Prompt(template, record["question"]))
+    for segment in segments:
+        source = Source(segment["source"])
+        new = (
+            tokenizer.encode_template(segment["text"])
+            if source is Source.PROMPT
+            else tokenizer.encode(segment["text"])
+        )
+        start = len(ids)
+        ids.extend(new)
+        if source is Source.POLICY:
+            rows.extend(range(start, len(ids)))
+            copied.extend(start + at for at in _inside(segment, new, tokenizer))
+    return Transcript(ids, rows, copied)
+
+
+def _inside(segment: dict[str, Any], ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Which of a segment's tokens lie within its `copied` ranges (characters), by their bytes."""
+    ranges = [
+        (len(segment["text"][:start].encode()), len(segment["text"][:end].encode()))
+        for start, end in segment.get("copied", ())
+    ]
+    found, at = [], 0
+    for position, token in enumerate(ids):
+        end = at + len(tokenizer.token_bytes(token))
+        if any(low <= at and end <= high for low, high in ranges):
+            found.append(position)
+        at = end
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    steps: int
+    restarts: int
+    loss: float
+    copying: float | None  # share of held-out copied tokens predicted right, at the end
+    passed: bool
+
+
+class Trainer:
+    """Trains a policy in place on transcripts, until the gate opens or the steps are used up."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        transcripts: Sequence[Transcript],
+        sft: Sft,
+        optim: Optim,
+        vocab_size: int,
+        seed: int,
+    ) -> None:
+        self.policy, self.sft, self.optim, self.vocab_size, self.seed = policy, sft, optim, vocab_size, seed
+        held_out = max(1, round(len(transcripts) * sft.held_out)) if sft.held_out else 0
+        self.held_out, self.training = list(transcripts[:held_out]), list(transcripts[held_out:])
+        if not self.training:
+            raise UserError("sft: every transcript is held out; lower sft.held_out or give more transcripts")
+
+    def run(self, log: Callable[[dict[str, Any]], None]) -> SftResult:
+        """`log` gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured."""
+        start = {name: value.clone() for name, value in self.policy.state_dict().items()}
+        for restart in range(self.sft.max_restarts + 1):
+            if restart:
+                self.policy.load_state_dict(start)
+            result = self._attempt(restart, log)
+            if result.passed:
+                break
+        return result
+
+    def _attempt(self, restart: int, log: Callable[[dict[str, Any]], None]) -> SftResult:
+        sft = self.sft
+        optimizer = make_optimizer(self.policy, self.optim, sft.lr)
+        rng = Random(f"sft {self.seed} {restart}")
+        order: list[Transcript] = []
+        copying, loss = None, float("nan")
+        for step in range(sft.steps):
+            while len(order) < sft.batch_size:
+                order.extend(rng.sample(self.training, len(self.training)))
+            batch, order = order[: sft.batch_size], order[sft.batch_size :]
+            lr = scheduled_lr(sft.lr, sft.schedule, sft.warmup_ratio, step, sft.steps)
+            loss, tokens = self._backward(batch)
+            norm = step_optimizer(self.policy, optimizer, self.optim, lr)
+            record = {
+                "step": step + 1,
+                "restart": restart,
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": norm,
+                "tokens": tokens,
+            }
+            if sft.gate is not None and ((step + 1) % sft.gate_every == 0 or step + 1 == sft.steps):
+                copying = self.copying()
+                record["copying"] = copying
+            log(record)
+            if sft.gate is not None and copying is not None and copying >= sft.gate:
+                return SftResult(step + 1, restart, loss, copying, True)
+        return SftResult(sft.steps, restart, loss, copying, sft.gate is None)
+
+    def _backward(self, batch: Sequence[Transcript]) -> tuple[float, int]:
+        rows = sum(len(transcript.rows) for transcript in batch)
+        items = [
+            Item(ids=t.ids, rows=t.rows, old_logprobs=[0.0] * len(t.rows), advantage=1.0, weight=1.0 / rows)
+            for t in batch
+        ]
+        loss, tokens = 0.0, 0
+        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
+            hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
+            logits = F.linear(
+                hidden_TH.index_select(0, packed.rows_R), self.policy.head_VH[: self.vocab_size]
+            )
+            nll = (
+                F.cross_entropy(logits.float(), packed.targets_R, reduction="none") * packed.weights_R
+            ).sum()
+            nll.backward()
+            loss += float(nll.detach())
+            tokens += packed.tokens
+        return loss, tokens
+
+    @torch.no_grad()
+    def copying(self) -> float:
+        """Share of the held-out copied tokens that are the most likely token at their place."""
+        items = [
+            Item(ids=t.ids, rows=t.copied, old_logprobs=[0.0] * len(t.copied), advantage=0.0, weight=1.0)
+            for t in self.held_out
+        ]
+        right = total = 0
+        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
+            hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
+            best = F.linear(
+                hidden_TH.index_select(0, packed.rows_R), self.policy.head_VH[: self.vocab_size]
+            ).argmax(-1)
+            right += int((best == packed.targets_R).sum())
+            total += len(packed.rows_R)
+        return right / max(total, 1)

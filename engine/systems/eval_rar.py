@@ -1,0 +1,79 @@
+"""Eval-RAR: Search-R1's loop, in which the model must evaluate what it retrieved before it goes on.
+
+    <think>..</think> <search>query</search>  ->  <information>passages</information>
+        ->  <evaluate>what settles the question, or what is still missing</evaluate>  ->  ..  ->  <answer>..</answer>
+
+A turn ends at </search> or </answer> (the paper's Algorithm 1 prints the opening tags; the closing ones are meant). A
+turn that does neither gets a line of feedback. N turns, whatever they hold [assumed 5: four searches, then one that
+evaluates and answers].
+
+    reward = 1    if EM(answer, golds)
+             .1   else if a gold occurs in an <evaluate> block
+             0    else
+
+Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assumed], 512 questions a step, 3 passages.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from thresher.engine.episode import (
+    Episode,
+    Feedback,
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    System,
+    Tools,
+    pair_tags,
+    read_template,
+)
+from thresher.retrieval.questions import Question
+from thresher.rewards.search import eval_rar_reward
+
+BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
+INVALID = "\nThat was no valid action. Search with a query between search tags, or answer between answer tags. Try again.\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Switches of the reward: `evaluation_reward` off is the paper's ablation; the others are the points where the
+    released code and the equation disagree (see rewards/search.py)."""
+
+    evaluation_reward: bool = True
+    count_before_search: bool = True
+    require_answer: bool = False
+    substring: bool = False
+
+
+def episode(question: Question, tools: Tools) -> Episode:
+    yield Prompt(tools.template, question.question)
+    for turns_left in reversed(range(tools.max_turns)):
+        turn = yield Generate(stop=("</search>", "</answer>"))
+        if turn.stopped_at("</answer>") and turn.inside("answer"):
+            return "answered"
+        if turns_left == 0:
+            break
+        if turn.stopped_at("</search>") and (query := turn.inside("search")):
+            yield Retrieved((yield Search(query)), BEFORE, AFTER)
+        else:
+            yield Feedback(INVALID)
+    return "turns"
+
+
+def system(options: Options) -> System:
+    return System(
+        name="eval_rar",
+        tags=pair_tags("think", "search", "information", "evaluate", "answer"),
+        episode=episode,
+        reward=partial(eval_rar_reward, **asdict(options)),
+        template=read_template(Path(__file__).with_name("eval_rar.txt")),
+        preset={
+            "retrieval": {"k": 3},
+            "rollout": {"group_size": 5, "questions_per_step": 512, "max_turns": 5, "temperature": 1.0},
+            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-3},
+            "optim": {"lr": 1e-6},
+        },
+    )

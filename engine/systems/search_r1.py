@@ -1,0 +1,81 @@
+"""Search-R1 (Jin et al. 2025): think, search, read, answer; rewarded by exact match alone.
+
+    <think>..</think> <search>query</search>  ->  <information>passages</information>  ->  ..  ->  <answer>..</answer>
+
+A turn ends at </search> or </answer>. Of `max_turns` turns the last may only answer (the paper: 4 searches, then that
+one); the option `answer_after_searches` off ends the trajectory before it. A turn that neither searches nor answers
+counts as a turn and gets a line of feedback.
+
+    reward = EM(answer, golds)
+
+Preset: eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions a step in two updates of 256, lr warm-up over .285 of the
+steps (its script). Retrieved tokens are outside the loss because of their source; no second mask is kept.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from thresher.engine.episode import (
+    Episode,
+    Feedback,
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    System,
+    Tools,
+    pair_tags,
+    read_template,
+)
+from thresher.retrieval.questions import Question
+from thresher.rewards.search import search_r1_reward
+
+BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
+INVALID = "\nThat was no valid action. Search with a query between search tags, or answer between answer tags. Try again.\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """answer_after_searches: the last turn exists (else the trajectory ends when the searches are used up)."""
+
+    answer_after_searches: bool = True
+
+
+def episode(question: Question, tools: Tools, options: Options) -> Episode:
+    yield Prompt(tools.template, question.question)
+    for searches_left in reversed(range(tools.max_turns)):
+        if searches_left == 0 and not options.answer_after_searches:
+            break
+        turn = yield Generate(stop=("</search>", "</answer>"))
+        if turn.stopped_at("</answer>") and turn.inside("answer"):
+            return "answered"
+        if searches_left == 0:
+            break
+        if turn.stopped_at("</search>") and (query := turn.inside("search")):
+            yield Retrieved((yield Search(query)), BEFORE, AFTER)
+        else:
+            yield Feedback(INVALID)
+    return "turns"
+
+
+def system(options: Options) -> System:
+    return System(
+        name="search_r1",
+        tags=pair_tags("think", "search", "information", "answer"),
+        episode=partial(episode, options=options),
+        reward=search_r1_reward,
+        template=read_template(Path(__file__).with_name("search_r1.txt")),
+        preset={
+            "retrieval": {"k": 3},
+            "rollout": {"group_size": 5, "questions_per_step": 512, "max_turns": 5, "temperature": 1.0},
+            "grpo": {
+                "clip_low": 0.2,
+                "clip_high": 0.2,
+                "kl_value": "k3",
+                "beta": 1e-3,
+                "updates_per_batch": 2,
+            },
+            "optim": {"lr": 1e-6, "warmup_ratio": 0.285},
+        },
+    )

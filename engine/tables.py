@@ -1,0 +1,274 @@
+"""Frozen dataclasses from nested TOML tables and back, strictly.
+
+A field's name, type and default are its whole definition: the reader, the checks, the writer and every error
+follow from it. A bound on a number is part of its type (`Count`, `Positive`, `Annotated[float, Within(..)]`);
+rules between fields stand in `check`.
+
+Types known: int, float, bool, str, Literal of strings, tuple, dict[str, Any] (a free table), another Section,
+and each of them `| None`. Deliberately absent: unions of several types, and a way to write "nothing" in a
+file: leave the key out. Hence an optional field's default must be None.
+"""
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from thresher.rewards.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Within:
+    """The bounds of a number, used as `Annotated[float, Within(low, high)]`; both ends belong unless open."""
+
+    low: float = -sys.float_info.max
+    high: float = sys.float_info.max
+    open_low: bool = False
+    open_high: bool = False
+
+    def admits(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"{'>' if self.open_low else '>='} {self.low}" if self.low > -sys.float_info.max else ""
+        high = f"{'<' if self.open_high else '<='} {self.high}" if self.high < sys.float_info.max else ""
+        return f"{low} and {high}" if low and high else low + high
+
+
+Count = Annotated[int, Within(1)]
+Natural = Annotated[int, Within(0)]
+Positive = Annotated[float, Within(0, open_low=True)]
+NotNegative = Annotated[float, Within(0)]
+Share = Annotated[float, Within(0, 1)]
+BelowOne = Annotated[float, Within(0, 1, open_high=True)]
+
+
+class FieldError(UserError):
+    """A bad value found by a section itself, which knows the (dotted) key but not the file."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}")
+        self.key, self.problem = key, problem
+
+
+class Section:
+    """Base of frozen dataclasses whose values are converted and checked however the object is made."""
+
+    def __post_init__(self) -> None:
+        for name, hint in hints(type(self)).items():
+            object.__setattr__(self, name, _field_value(name, hint, getattr(self, name)))
+        self.check()
+
+    def check(self) -> None:
+        """Rules between fields, broken by raising FieldError; a section overrides it where it has some."""
+
+
+class Unfit(Exception):
+    """The value is not what is wanted; who catches it knows the words."""
+
+
+def from_dict(
+    cls: type[T], table: object, where: str, *, flags: Collection[str] = (), path: tuple[str, ...] = ()
+) -> T:
+    """A Section, or another dataclass, of values and further such dataclasses, from nested tables.
+
+    where: named first in every error (the file).
+    flags: dotted keys that came from the command line, `--set` being named for them instead of the file.
+    path: where `table` lies in the file.
+    Raises UserError for an unknown or missing key, a wrong type, a value out of range.
+    """
+    if not isinstance(table, Mapping):
+        raise UserError(f"{_place(where, path, flags)}: expected a section, got {shown(table)}")
+    known = hints(cls)
+    for key in table:
+        if key not in known:
+            raise UserError(f"{_place(where, (*path, key), flags)}: unknown key; {_suggestion(key, known)}")
+    values: dict[str, Any] = {}
+    for name, hint in known.items():
+        here = (*path, name)
+        if name in table:
+            nested = section_in(hint)
+            value = table[name]
+            values[name] = from_dict(nested, value, where, flags=flags, path=here) if nested else value
+        elif name in required(cls):
+            raise UserError(f"{_place(where, here, flags)}: expected {expected(hint)}, got nothing; add it")
+    try:
+        # A Section checks its values itself; any other dataclass has them checked here.
+        return cls(**{name: _field_value(name, known[name], value) for name, value in values.items()})
+    except FieldError as error:
+        raise UserError(f"{_place(where, (*path, *error.key.split('.')), flags)}: {error.problem}") from None
+
+
+def hints(cls: type) -> dict[str, Any]:
+    """Field name -> type hint, in the order of the fields."""
+    types = get_type_hints(cls, include_extras=True)
+    return {f.name: types[f.name] for f in fields(cls)}
+
+
+def required(cls: type) -> list[str]:
+    """Names of the fields without a default."""
+    return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+
+
+def section_in(hint: Any) -> type[Any] | None:
+    """The dataclass that a hint (or hint `| None`) names, if it names one."""
+    inner = _inner(hint)
+    return inner if isinstance(inner, type) and is_dataclass(inner) else None
+
+
+def _inner(hint: Any) -> Any:
+    """X of `X | None`, and any other hint as it is."""
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+    return hint
+
+
+def _field_value(name: str, hint: Any, value: Any) -> Any:
+    """The value converted, or a FieldError in words."""
+    try:
+        return _converted(hint, value)
+    except Unfit:
+        raise FieldError(name, f"expected {expected(hint)}, got {shown(value)}") from None
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    """`value` as the hint wants it, or Unfit. Only an int for a float and a list for a tuple are changed."""
+    inner = _inner(hint)
+    origin, args = get_origin(inner), get_args(inner)
+    if inner is not hint and value is None:
+        return None
+    if origin is Annotated:
+        number = _converted(args[0], value)
+        return _require(all(bound.admits(number) for bound in args[1:]), number)
+    if origin is Literal:
+        return _require(isinstance(value, str) and value in args, value)
+    if origin is tuple:
+        _require(isinstance(value, list | tuple), value)
+        items = args[:1] * len(value) if args[-1] is Ellipsis else args
+        _require(len(items) == len(value), value)
+        return tuple(_converted(item, part) for item, part in zip(items, value, strict=True))
+    if origin is dict:
+        return plain(_require(isinstance(value, dict), value))
+    if inner is str:
+        return _require(isinstance(value, str) and value != "" and _is_unicode(value), value)
+    if inner is int:
+        return _require(isinstance(value, int) and not isinstance(value, bool), value)
+    if inner is float:
+        number = _float(_require(isinstance(value, int | float) and not isinstance(value, bool), value))
+        return _require(number == number, number)
+    return _require(isinstance(value, inner), value)
+
+
+def _float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise Unfit from None
+
+
+def _require(fits: bool, value: T) -> T:
+    if not fits:
+        raise Unfit
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """False for the lone surrogates that undecodable bytes on a command line become."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def plain(value: Any) -> Any:
+    """A deep copy in strings, numbers, booleans, lists and dicts, or Unfit. A dataclass drops its None."""
+    if is_dataclass(value):
+        present = {f.name: getattr(value, f.name) for f in fields(value)}
+        return {name: plain(part) for name, part in present.items() if part is not None}
+    if isinstance(value, dict):
+        _require(all(isinstance(key, str) and _is_unicode(key) for key in value), value)
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, str):
+        return _require(_is_unicode(value), value)
+    return _require(isinstance(value, int | float) and value == value, value)
+
+
+def expected(hint: Any) -> str:
+    """What a hint wants, in words."""
+    inner = _inner(hint)
+    origin, args = get_origin(inner), get_args(inner)
+    if origin is Annotated:
+        return f"{expected(args[0])} {' and '.join(map(str, args[1:]))}"
+    if origin is Literal:
+        return " or ".join(f'"{choice}"' for choice in args)
+    if origin is tuple:
+        count = "" if args[-1] is Ellipsis else f"{len(args)} values, "
+        return f"a list of {count}each {expected(args[0])}"
+    if origin is dict:
+        return "a table of strings, numbers, booleans, lists and tables"
+    words = {str: "a string that is not empty", int: "an integer", float: "a number", bool: "true or false"}
+    return words.get(inner, "a section")
+
+
+def shown(value: Any, nothing: str = "nothing") -> str:
+    """A value for an error message: as in TOML, and short."""
+    if value is None:
+        return nothing
+    if is_dataclass(value) or (isinstance(value, Mapping) and value):
+        return "a table"
+    try:
+        text = toml_value(value)
+    except Unfit:
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _place(where: str, path: tuple[str, ...], flags: Collection[str]) -> str:
+    if ".".join(path) in flags:
+        return f"--set {'.'.join(path)}"
+    if not path:
+        return where
+    *section, key = path
+    return f"{where}: [{'.'.join(section)}] {key}" if section else f"{where}: {key}"
+
+
+def _suggestion(key: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+
+
+def to_toml(tables: dict[str, dict[str, Any]]) -> str:
+    """A TOML file of sections, one line a key; tables inside a section are written inline."""
+    blocks = [
+        "\n".join([f"[{name}]", *(f"{toml_key(key)} = {toml_value(value)}" for key, value in table.items())])
+        for name, table in tables.items()
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A value on one line of TOML, reading back to the same value and type; Unfit if TOML has none such."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):  # JSON escapes what TOML wants escaped, except DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)  # a float's shortest exact text; inf and nan are spelt as in TOML
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{toml_key(key)} = {toml_value(part)}" for key, part in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    raise Unfit
+
+
+def toml_key(key: str) -> str:
+    """A key, quoted if it must be."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)

@@ -1,0 +1,284 @@
+"""The training loop: questions -> rollout -> rewards -> advantages -> update, step after step, into a run folder.
+
+    for step in 1 .. steps:
+        questions of the step        a function of (seed, step)
+        G samples of each            noise a function of (seed, step, question, sample)
+        rewards, group advantages    systems/, rewards/advantages.py
+        update(s)                    grpo.py; the rollout's weights are these very tensors
+        metrics, trajectories, and every so often an evaluation and a checkpoint
+
+Nothing random is carried from step to step, so a checkpoint is weights, moments and a step number, and a resumed run goes
+on with the same bits on a CPU. The policy that the run started from is its reference.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from thresher.engine.assemble import Parts, load_on_device, load_parts, load_questions, load_retrieval
+from thresher.engine.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
+from thresher.engine.evaluate import Judged, evaluate, judge, summarise
+from thresher.engine.grpo import Updater, UpdateStats, advantages, make_items
+from thresher.engine.recipe import Recipe
+from thresher.engine.rollout import Job, Rollout
+from thresher.engine.runfolder import RunFolder, read_metrics
+from thresher.engine.trajectory import check_trajectory
+from thresher.policy.model import Policy
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the loop tells whoever watches it: a finished step's metrics, or an evaluation (`record["eval"]`)."""
+
+    step: int
+    steps: int
+    record: dict[str, Any]
+
+
+def seed_of(*parts: object) -> int:
+    """63 bits that depend on all parts, the same on every machine."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:
+    """The step's questions: each pass over the data is shuffled by (seed, pass) and every question comes once in it."""
+    chosen = []
+    for at in range((step - 1) * count, step * count):
+        number, position = divmod(at, len(questions))
+        chosen.append(questions[_order(len(questions), seed, number)[position]])
+    return chosen
+
+
+def train(
+    recipe: Recipe, out: str | Path, resume: bool = False, watch: Callable[[Progress], None] = lambda _: None
+) -> dict[str, Any]:
+    """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last checkpoint."""
+    started = time.perf_counter()
+    checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
+    parts = load_parts(recipe, checkpoint.path if checkpoint else None)
+    parts.policy.requires_grad_(True)
+    index = load_retrieval(recipe)
+    train_questions, dev_questions = load_questions(recipe)
+    reference = None
+    if recipe.grpo.beta > 0:
+        reference = load_on_device(recipe, recipe.model.path).requires_grad_(False)
+    with RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe) as run:
+        run.truncate_after(checkpoint.step if checkpoint else -1)
+        trainer = Trainer(parts, reference, parts.rollout(index), train_questions, dev_questions, run)
+        if checkpoint:
+            load_optimizer(checkpoint.path, trainer.updater.optimizer, parts.policy.named_parameters())
+        before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
+        trainer.run(checkpoint.step if checkpoint else 0, watch, before - started)
+        summary = trainer.summary(before + time.perf_counter() - started)
+        run.write_summary(summary)
+    return summary
+
+
+class Trainer:
+    """One run: its parts, its questions and its folder."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        reference: Policy | None,
+        rollout: Rollout,
+        train_questions: Sequence[Question],
+        dev_questions: Sequence[Question],
+        run: RunFolder,
+    ) -> None:
+        self.parts, self.recipe, self.rollout, self.run_folder = parts, parts.recipe, rollout, run
+        self.train_questions, self.dev_questions = train_questions, dev_questions
+        self.updater = Updater(
+            parts.policy,
+            reference,
+            self.recipe.optim,
+            self.recipe.grpo,
+            parts.vocab_size,
+            self.recipe.run.steps,
+        )
+
+    def run(self, done: int, watch: Callable[[Progress], None], offset: float) -> None:
+        """Steps `done` + 1 to run.steps. Seconds are counted from -`offset` on the clock of time.perf_counter."""
+        settings = self.recipe.run
+        if done == 0:
+            self._evaluate(0, watch)
+        for step in range(done + 1, settings.steps + 1):
+            record = self.step(step)
+            last = step == settings.steps
+            self.run_folder.append_metrics(record)
+            watch(Progress(step, settings.steps, record))
+            if last or (settings.eval_every and step % settings.eval_every == 0):
+                self._evaluate(step, watch)
+            if last or step % settings.save_every == 0:
+                save_checkpoint(
+                    self.run_folder.checkpoints,
+                    step,
+                    self.parts.policy,
+                    self.updater.optimizer,
+                    {"seconds": time.perf_counter() + offset},
+                    tokenizer=self.parts.tokenizer,
+                )
+                prune(self.run_folder.checkpoints, settings.keep_checkpoints)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One step, from questions to new weights; its metrics."""
+        recipe = self.recipe
+        questions = questions_of_step(
+            self.train_questions, recipe.rollout.questions_per_step, recipe.run.seed, step
+        )
+        jobs = [
+            Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
+            for group, question in enumerate(questions)
+            for sample in range(recipe.rollout.group_size)
+        ]
+        trajectories = self.rollout.run(jobs, recipe.rollout.temperature)
+        started = time.perf_counter()
+        judged = judge([job.question for job in jobs], trajectories, self.parts.system, self.parts.tokenizer)
+        self._check(judged)
+        rewards = self._rewards(judged, step)
+        advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
+        reward_seconds = time.perf_counter() - started
+        updates = self._update(judged, advantage, step)
+        if recipe.run.keep_trajectories and step % recipe.run.keep_trajectories == 0:
+            self.run_folder.write_trajectories(
+                step,
+                (
+                    {**entry.to_dict(self.parts.tokenizer), "advantage": value}
+                    for entry, value in zip(judged, advantage, strict=True)
+                ),
+            )
+        groups: dict[int, set[float]] = {}
+        for job, reward in zip(jobs, rewards, strict=True):
+            groups.setdefault(job.group, set()).add(reward)
+        flat = sum(len(values) == 1 for values in groups.values())
+        return {
+            "step": step,
+            **summarise(judged),
+            "zero_advantage_groups": flat,
+            **_update_metrics(updates),
+            "reward_seconds": reward_seconds,
+            **_rollout_metrics(self.rollout),
+        }
+
+    def _update(self, judged: Sequence[Judged], advantage: Sequence[float], step: int) -> list[UpdateStats]:
+        """One optimiser step per part of the batch; a part holds whole groups."""
+        recipe = self.recipe
+        parts = recipe.grpo.updates_per_batch
+        size = recipe.rollout.group_size
+        bounds = [round(part * recipe.rollout.questions_per_step / parts) * size for part in range(parts + 1)]
+        result = []
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            trajectories = [entry.trajectory for entry in judged[start:end]]
+            items = make_items(trajectories, advantage[start:end], recipe.grpo)
+            if not items:
+                continue  # every group of this part was without a signal, and the recipe drops those
+            stats = self.updater.update(items, step - 1, recipe.rollout.temperature)
+            if not math.isfinite(stats.grad_norm):
+                raise UserError(
+                    f"step {step}: the gradient is not finite; resume from the last checkpoint with a lower optim.lr, "
+                    'a larger grpo.std_floor, or grpo.kl_value = "k2"'
+                )
+            result.append(stats)
+        return result
+
+    def _rewards(self, judged: Sequence[Judged], step: int) -> list[float]:
+        rewards = [entry.result.reward for entry in judged]
+        if self.recipe.grpo.shuffle_rewards:
+            size = self.recipe.rollout.group_size
+            rng = Random(seed_of("shuffle", self.recipe.run.seed, step))
+            for start in range(0, len(rewards), size):
+                group = rewards[start : start + size]
+                rng.shuffle(group)
+                rewards[start : start + size] = group
+        return rewards
+
+    def _check(self, judged: Sequence[Judged]) -> None:
+        """Hold every trajectory to its invariants: a violation is a fault of ours, and training on it would hide it."""
+        for entry in judged:
+            wrong = check_trajectory(
+                entry.trajectory, self.parts.tokenizer, self.parts.system.tags, self.parts.limits.max_context
+            )
+            if wrong:
+                raise RuntimeError(
+                    f"the trajectory of question {entry.question.id} is broken: {'; '.join(wrong)}"
+                )
+
+    def _evaluate(self, step: int, watch: Callable[[Progress], None]) -> None:
+        if not self.dev_questions:
+            return
+        started = time.perf_counter()
+        judged = evaluate(self.rollout, self.dev_questions)
+        measures = summarise(judged) | {"seconds": time.perf_counter() - started}
+        self.run_folder.write_evaluation(step, (entry.to_dict(self.parts.tokenizer) for entry in judged))
+        record = {"step": step, "eval": measures}
+        self.run_folder.append_metrics(record)
+        watch(Progress(step, self.recipe.run.steps, record))
+
+    def summary(self, seconds: float) -> dict[str, Any]:
+        """First and last evaluation, and the throughput over all steps, from the run's own metrics."""
+        records = read_metrics(self.run_folder.metrics_file)
+        evals = [record["eval"] for record in records if "eval" in record]
+        steps = [record for record in records if "eval" not in record]
+
+        def rate(tokens: str, time_key: str) -> float | None:
+            spent = sum(record[time_key] for record in steps)
+            return sum(record[tokens] for record in steps) / spent if spent else None
+
+        first, last = (evals[0], evals[-1]) if evals else ({}, {})
+        return {
+            "em_before": first.get("em"),
+            "em_after": last.get("em"),
+            "f1_before": first.get("f1"),
+            "f1_after": last.get("f1"),
+            "questions": last.get("questions", 0),
+            "seconds": seconds,
+            "rollout_tokens_per_s": rate("sampled_tokens", "rollout_seconds"),
+            "train_tokens_per_s": rate("train_tokens", "update_seconds"),
+            "seed": self.recipe.run.seed,
+            "steps": self.recipe.run.steps,
+        }
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, number: int) -> list[int]:
+    order = list(range(count))
+    Random(seed_of("questions", seed, number)).shuffle(order)
+    return order
+
+
+def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
+    if not updates:
+        return {"train_tokens": 0, "loss_tokens": 0, "update_seconds": 0.0}
+    rows = sum(stats.rows for stats in updates)
+    sums: dict[str, float] = {}
+    for stats in updates:
+        for name, value in stats.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return {
+        "loss": sum(stats.loss for stats in updates) / len(updates),
+        "grad_norm": max(stats.grad_norm for stats in updates),
+        "lr": updates[-1].lr,
+        **{name: value / rows for name, value in sums.items()},
+        "logprob_gap_max": max(stats.largest_gap for stats in updates),
+        "capped": sum(stats.capped for stats in updates),
+        "train_tokens": sum(stats.tokens for stats in updates),
+        "loss_tokens": rows,
+        "update_seconds": sum(stats.seconds for stats in updates),
+    }
+
+
+def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:
+    clock = asdict(rollout.clock)
+    return {
+        "rollout_seconds": clock.pop("total"),
+        **{f"{name}_seconds": clock.pop(name) for name in ("decode", "prefill", "search", "host")},
+        **clock,
+    }

@@ -1,0 +1,136 @@
+"""A trajectory: what was said, by whom, in tokens.
+
+A trajectory is a list of segments, each a run of token ids with one source. Text is decoded from tokens and never
+encoded back, so what was sampled is exactly what is trained on. Everything else that the engine needs to know (the loss
+mask, the stops, the actions, the answer) follows from the segments; there is no second record to keep in step.
+
+`check_trajectory` states what must hold of every one of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from thresher.policy.tokenizer import Tokenizer
+from thresher.rewards.transcript import Piece, Source
+
+
+@dataclass(slots=True)
+class Segment:
+    """Token ids from one source. `logprobs` holds, for POLICY only, each id's log-probability when it was sampled.
+
+    `stop` is the tag that ended a POLICY turn (None if it ended otherwise), `trailing` the number of bytes that the last
+    token holds after that tag: the token is kept whole, the turn's text ends before them.
+    """
+
+    source: Source
+    ids: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    stop: str | None = None
+    trailing: int = 0
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One sampled answer to one question.
+
+    reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
+    """
+
+    question_id: str
+    group: int
+    sample: int
+    segments: list[Segment] = field(default_factory=list)
+    reason: str = ""
+    searches: list[dict[str, Any]] = field(default_factory=list)
+
+    def ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.ids]
+
+    def __len__(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments)
+
+    def policy_rows(self) -> list[int]:
+        """Positions of the tokens that the policy sampled: the loss mask, as a list of indices."""
+        rows, at = [], 0
+        for segment in self.segments:
+            if segment.source is Source.POLICY:
+                rows.extend(range(at, at + len(segment.ids)))
+            at += len(segment.ids)
+        return rows
+
+    def policy_logprobs(self) -> list[float]:
+        return [value for segment in self.segments for value in segment.logprobs]
+
+    def count(self, source: Source) -> int:
+        return sum(len(segment.ids) for segment in self.segments if segment.source is source)
+
+    def pieces(self, tokenizer: Tokenizer) -> list[Piece]:
+        """The form that rewards read: bytes with their sources."""
+        return [Piece(segment.source, tokenizer.decode_bytes(segment.ids)) for segment in self.segments]
+
+    def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """For the run folder: the text of every segment beside the exact ids."""
+        return {
+            "id": self.question_id,
+            "group": self.group,
+            "sample": self.sample,
+            "reason": self.reason,
+            "searches": self.searches,
+            "segments": [
+                {"source": str(segment.source), "text": tokenizer.decode(segment.ids), "ids": segment.ids}
+                for segment in self.segments
+            ],
+        }
+
+
+def turns(trajectory: Trajectory) -> Iterator[Segment]:
+    """The policy's turns, in order."""
+    return (segment for segment in trajectory.segments if segment.source is Source.POLICY)
+
+
+def check_trajectory(
+    trajectory: Trajectory, tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int
+) -> list[str]:
+    """What is wrong with a trajectory, one sentence each; an empty list means that every invariant holds.
+
+    1. It begins with one PROMPT, fits the context, and every id belongs to the tokenizer.
+    2. Every sampled id, and no other, has a log-probability, which is at most 0.
+    3. A turn that stopped at a tag holds that tag once, `trailing` bytes before its end.
+    4. No RETRIEVED or FEEDBACK segment holds a control token.
+    5. Inside a RETRIEVED segment no tag occurs but the one pair that wraps it; inside FEEDBACK none occurs.
+    """
+    wrong: list[str] = []
+    segments = trajectory.segments
+    if [segment.source for segment in segments].count(Source.PROMPT) != 1 or segments[
+        0
+    ].source is not Source.PROMPT:
+        wrong.append("it does not begin with one prompt")
+    if len(trajectory) > max_context:
+        wrong.append(f"{len(trajectory)} tokens exceed the context of {max_context}")
+    control = set(tokenizer.added_tokens.values())
+    for number, segment in enumerate(segments):
+        name = f"segment {number} ({segment.source})"
+        if not all(0 <= token < tokenizer.vocab_size for token in segment.ids):
+            wrong.append(f"{name} holds an id outside the tokenizer")
+            continue
+        if len(segment.logprobs) != (len(segment.ids) if segment.source is Source.POLICY else 0):
+            wrong.append(f"{name} has {len(segment.logprobs)} log-probs for {len(segment.ids)} ids")
+        if any(not value <= 1e-6 for value in segment.logprobs):
+            wrong.append(f"{name} has a log-prob above 0")
+        text = tokenizer.decode_bytes(segment.ids)
+        if segment.stop is not None:
+            stop = segment.stop.encode()
+            end = len(text) - segment.trailing
+            if text.find(stop) != end - len(stop) or segment.trailing >= len(
+                tokenizer.token_bytes(segment.ids[-1])
+            ):
+                wrong.append(f"{name} did not end at its first {segment.stop}")
+        if segment.source in (Source.RETRIEVED, Source.FEEDBACK):
+            if control.intersection(segment.ids):
+                wrong.append(f"{name} holds a control token")
+            allowed = 1 if segment.source is Source.RETRIEVED else 0
+            counts = {tag: text.count(tag.encode()) for tag in tags}
+            if any(count > allowed for count in counts.values()) or sum(counts.values()) > 2 * allowed:
+                wrong.append(f"{name} holds tags of its own: {counts}")
+    return wrong
