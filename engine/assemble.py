@@ -67,9 +67,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None) -> Parts:
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
     if recipe.model.prompt == "chat" and tokenizer.chat_template is None:
-        raise UserError(
-            f'{folder}: model.prompt is "chat", but the model has no chat template; set it to "raw"'
-        )
+        raise UserError(f'{folder}: model.prompt is "chat", but the model has no chat template; set it to "raw"')
     rollout = recipe.rollout
     if rollout.max_context > policy.config.max_position_embeddings:
         raise UserError(

@@ -23,9 +23,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, page_size: int) -> None:
         if num_blocks < 2 or page_size < 1:
-            raise ValueError(
-                f"a pool needs at least 2 blocks of at least 1 slot, got {num_blocks} of {page_size}"
-            )
+            raise ValueError(f"a pool needs at least 2 blocks of at least 1 slot, got {num_blocks} of {page_size}")
         self.page_size = page_size
         self.num_blocks = num_blocks
         self._owners = [0] * num_blocks

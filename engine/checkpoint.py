@@ -110,9 +110,7 @@ def load_optimizer(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     saved, tensors = _read_tensors(file)
     if different := set(saved).symmetric_difference(names):
-        raise UserError(
-            f"{file}: belongs to another model (only one of them has {min(different)}); give its own"
-        )
+        raise UserError(f"{file}: belongs to another model (only one of them has {min(different)}); give its own")
     index_of = {name: index for index, name in enumerate(names)}
     states: dict[int, dict[str, torch.Tensor]] = {}
     for tensor_name, value in tensors.items():
@@ -165,9 +163,7 @@ def _read(path: Path) -> Checkpoint:
     content = read_json_object(path / STATE)
     step, state = content.get("step"), content.get("state")
     if not isinstance(step, int) or step != step_of(path.name) or not isinstance(state, dict):
-        raise UserError(
-            f"{path / STATE}: expected the state of {path.name}, got that of step {step}; delete it"
-        )
+        raise UserError(f"{path / STATE}: expected the state of {path.name}, got that of step {step}; delete it")
     for file in sorted({path / OPTIMIZER, *path.glob("*.safetensors")}):
         _open(file)
     return Checkpoint(path, step, state)
@@ -194,24 +190,18 @@ def _read_tensors(file: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
     with _open(file) as opened:
         metadata = opened.metadata() or {}
         if "parameters" not in metadata:
-            raise UserError(
-                f"{file}: it names no parameters, as an optimizer's state does; use another checkpoint"
-            )
+            raise UserError(f"{file}: it names no parameters, as an optimizer's state does; use another checkpoint")
         names = opened.keys()
         return json.loads(metadata["parameters"]), {name: opened.get_tensor(name) for name in names}
 
 
-def _names(
-    optimizer: torch.optim.Optimizer, named_params: Iterable[tuple[str, torch.nn.Parameter]]
-) -> list[str]:
+def _names(optimizer: torch.optim.Optimizer, named_params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
     """The names of the optimizer's parameters, in its own order."""
     name_of = {id(param): name for name, param in named_params}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unknown = sum(id(param) not in name_of for param in params)
     if unknown:
-        raise ValueError(
-            f"the optimizer holds {unknown} of {len(params)} parameters that the policy does not name"
-        )
+        raise ValueError(f"the optimizer holds {unknown} of {len(params)} parameters that the policy does not name")
     return [name_of[id(param)] for param in params]
 
 

@@ -34,9 +34,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print("thresher: interrupted; a training run goes on with --resume", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or the interpreter complains when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         return 141
     return 0
 
@@ -58,9 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="train one on the strings of JSONL files",
     )
     init.add_argument("--vocab-size", type=_count, default=1024, help="of a tokenizer that is trained")
-    init.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config"
-    )
+    init.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
     init.add_argument("--seed", type=int, default=0)
     init.add_argument("--out", required=True)
 
@@ -82,9 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     score = _command(commands, "score", _score, "rate transcripts with a system's reward")
     score.add_argument("--system", required=True)
-    score.add_argument(
-        "--set", action="append", default=[], metavar="OPTION=VALUE", help="a switch of the system"
-    )
+    score.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="a switch of the system")
     score.add_argument("--transcripts", required=True)
     score.add_argument("--out", required=True)
 
@@ -109,14 +103,10 @@ def build_parser() -> argparse.ArgumentParser:
             action.add_argument("--out", required=True)
 
     data = commands.add_parser("data", help="make data").add_subparsers(required=True, metavar="ACTION")
-    invent = _command(
-        data, "invent", _data_invent, "an invented world: corpus, questions, warm-up transcripts"
-    )
+    invent = _command(data, "invent", _data_invent, "an invented world: corpus, questions, warm-up transcripts")
     invent.add_argument("--out", required=True)
     invent.add_argument("--seed", type=int, default=0)
-    invent.add_argument(
-        "--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe"
-    )
+    invent.add_argument("--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe")
     invent.add_argument("--aware", type=float, help="share of warm-up transcripts that follow their question")
 
     report = _command(commands, "report", _report, "curves and trajectories of a run, as a page and pictures")
@@ -126,9 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = _command(commands, "demo", _demo, "from nothing to a model that searches, in minutes")
     demo.add_argument("--out", default="runs/demo")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe"
-    )
+    demo.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
     return parser
 
 
@@ -140,9 +128,7 @@ def _command(commands: Any, name: str, handler: Handler, text: str) -> argparse.
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="TOML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
 
 

@@ -21,7 +21,8 @@ from thresher.rewards.errors import UserError
 
 
 def run_sft(recipe: Recipe, out: str | Path) -> None:
-    """Fine-tune `model.path` on `sft.transcripts`; `out` becomes a model folder with metrics.jsonl and sft.json beside."""
+    """Fine-tune `model.path` on `sft.transcripts`; `out` becomes a model folder with metrics.jsonl and sft.json
+    beside."""
     sft = recipe.need(Sft)
     if Path(out).exists():
         raise UserError(f"{out}: exists already; choose another folder for the model")
@@ -40,9 +41,7 @@ def run_sft(recipe: Recipe, out: str | Path) -> None:
         def log(record: dict[str, Any]) -> None:
             records.append(record)
             copying = next((r["copying"] for r in reversed(records) if "copying" in r), None)
-            text = f"loss {record['loss']:.3f}" + (
-                f"  names copied right {copying:.0%}" if copying is not None else ""
-            )
+            text = f"loss {record['loss']:.3f}" + (f"  names copied right {copying:.0%}" if copying is not None else "")
             line.to(record["step"], text)
 
         result = trainer.run(log)
@@ -64,7 +63,7 @@ def run_sft(recipe: Recipe, out: str | Path) -> None:
     if not result.passed:
         console.console.print(
             f"The gate was not reached: {result.copying:.0%} of the names were copied right, {sft.gate:.0%} wanted. "
-            "The model is written all the same; expect GRPO to learn little from it. More sft.steps or another run.seed may help."
+            "The model is written all the same; expect GRPO to learn little from it. Try more sft.steps or another run.seed."
         )
 
 
@@ -83,9 +82,7 @@ def run_train(recipe: Recipe, out: str | Path, resume: bool) -> None:
             if "eval" in record:
                 greedy.append(record["eval"]["em"])
                 if progress.step == 0:
-                    line.to(
-                        0, f"before: EM {greedy[-1]:.3f} (greedy, {record['eval']['questions']} questions)"
-                    )
+                    line.to(0, f"before: EM {greedy[-1]:.3f} (greedy, {record['eval']['questions']} questions)")
                 return
             text = f"reward {record['reward']:.3f}  EM {record['em']:.3f}"
             text += f"  greedy {greedy[-1]:.3f}" if greedy else ""
@@ -120,11 +117,7 @@ def run_eval(
     broken = [
         (entry.question.id, wrong)
         for entry in judged
-        if (
-            wrong := check_trajectory(
-                entry.trajectory, parts.tokenizer, parts.system.tags, parts.limits.max_context
-            )
-        )
+        if (wrong := check_trajectory(entry.trajectory, parts.tokenizer, parts.system.tags, parts.limits.max_context))
     ]
     if broken:
         raise RuntimeError(f"{len(broken)} trajectories are broken, the first: {broken[0]}")

@@ -2,8 +2,8 @@
 
     data invent -> init -> index build -> sft -> train -> report
 
-Every stage is a command that can be typed by hand; the demo prints it, runs it in this process, and writes all of it into
-one folder. What is special to the demo is in recipes/demo and nowhere else.
+Every stage is a command that can be typed by hand; the demo prints it, runs it in this process, and writes all of it
+into one folder. What is special to the demo is in recipes/demo and nowhere else.
 """
 
 import json
@@ -32,21 +32,12 @@ def stages(out: Path, seed: int, overrides: list[str]) -> list[list[str]]:
     ]
     recipe = [str(recipes / "recipe.toml"), *(part for text in sets for part in ("--set", text))]
     trained_on = [str(data / name) for name in ("corpus.jsonl", "train.jsonl", "warmup.jsonl")]
+    make_model = ["init", "--config", str(recipes / "config.json"), "--train-tokenizer", *trained_on]
+    make_index = ["index", "build", "--corpus", str(data / "corpus.jsonl"), "--encoder", "lexical"]
     return [
         ["data", "invent", "--out", str(data), "--seed", str(seed)],
-        ["init", "--config", str(recipes / "config.json"), "--train-tokenizer", *trained_on]
-        + ["--vocab-size", "800", "--seed", str(seed), "--out", str(model)],
-        [
-            "index",
-            "build",
-            "--corpus",
-            str(data / "corpus.jsonl"),
-            "--encoder",
-            "lexical",
-            "--embed",
-            "title+text",
-        ]
-        + ["--dim", "2048", "--out", str(out / "index")],
+        [*make_model, "--vocab-size", "800", "--seed", str(seed), "--out", str(model)],
+        [*make_index, "--embed", "title+text", "--dim", "2048", "--out", str(out / "index")],
         ["sft", *recipe, "--set", f"model.path={model}", "--out", str(warm)],
         ["train", *recipe, "--set", f"model.path={warm}", "--out", str(out / "grpo")],
         ["report", str(out / "grpo"), "--out", str(out)],

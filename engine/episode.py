@@ -37,7 +37,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Let the policy write one turn; `stop` lists the closing tags at which it ends (the end of text always ends it)."""
+    """Let the policy write one turn; `stop` lists the closing tags at which it ends (the end of text always ends
+    it)."""
 
     stop: tuple[str, ...]
 
@@ -117,11 +118,7 @@ def read_template(path: str | Path) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: the prompt template cannot be read ({error}); name a UTF-8 text file"
-        ) from error
+        raise UserError(f"{path}: the prompt template cannot be read ({error}); name a UTF-8 text file") from error
     if text.count("{question}") != 1:
-        raise UserError(
-            f"{path}: a prompt template needs {{question}} exactly once, found {text.count('{question}')}"
-        )
+        raise UserError(f"{path}: a prompt template needs {{question}} exactly once, found {text.count('{question}')}")
     return text

@@ -68,9 +68,7 @@ def summarise(judged: Sequence[Judged]) -> dict[str, Any]:
         "reward": mean([entry.result.reward for entry in judged]),
         "em": mean([float(entry.result.parts["em"]) for entry in judged]),
         "f1": mean([float(entry.result.parts["f1"]) for entry in judged]),
-        "contains": mean(
-            [float(contains_answer(entry.result.answer or "", entry.question.golds)) for entry in judged]
-        ),
+        "contains": mean([float(contains_answer(entry.result.answer or "", entry.question.golds)) for entry in judged]),
         "answered": mean([float(entry.result.answer is not None) for entry in judged]),
         "searches": mean([len(entry.trajectory.searches) for entry in judged]),
         "response_tokens": mean([entry.trajectory.count(Source.POLICY) for entry in judged]),

@@ -51,9 +51,7 @@ def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: Grpo) -> l
         members.setdefault(group, []).append(number)
     result = [0.0] * len(rewards)
     for numbers in members.values():
-        values = group_advantages(
-            [rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std
-        )
+        values = group_advantages([rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std)
         for n, value in zip(numbers, values, strict=True):
             result[n] = value
     return result
@@ -103,9 +101,7 @@ class Updater:
         stats = UpdateStats()
         for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device):
             self._backward(batch, temperature, stats)
-        stats.lr = scheduled_lr(
-            self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps
-        )
+        stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
         stats.grad_norm = step_optimizer(self.policy, self.optimizer, self.optim, stats.lr)
         stats.seconds = time.perf_counter() - started
         return stats

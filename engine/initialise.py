@@ -1,7 +1,7 @@
 """`thresher init`: a model folder with random weights, from a config and a tokenizer.
 
-The config is any Qwen2 config.json, with keys overridden at will; the tokenizer is read from a folder, or trained on the
-strings of JSONL files.
+The config is any Qwen2 config.json, with keys overridden at will; the tokenizer is read from a folder, or trained on
+the strings of JSONL files.
 """
 
 import tomllib
@@ -31,11 +31,10 @@ def initialise(
     overrides: Sequence[str] = (),
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Write a model folder; returns its figures. Exactly one of tokenizer_path and train_on says where tokens come from."""
+    """Write a model folder; returns its figures. Exactly one of tokenizer_path and train_on says where tokens come
+    from."""
     if (tokenizer_path is None) == (not train_on):
-        raise UserError(
-            "init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither"
-        )
+        raise UserError("init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither")
     table = read_json_object(Path(config_path))
     table.update(_override(text) for text in overrides)
     if tokenizer_path is not None:
@@ -43,12 +42,8 @@ def initialise(
     else:
         tokenizer = train_bpe(_strings(train_on), vocab_size, [END_OF_TEXT])
         table["vocab_size"] = -(-tokenizer.vocab_size // ROUND) * ROUND
-        table["eos_token_id"] = table["bos_token_id"] = table["pad_token_id"] = tokenizer.token_id(
-            END_OF_TEXT
-        )
-    if table.get("layer_types") is not None and "layer_types" not in {
-        text.partition("=")[0] for text in overrides
-    }:
+        table["eos_token_id"] = table["bos_token_id"] = table["pad_token_id"] = tokenizer.token_id(END_OF_TEXT)
+    if table.get("layer_types") is not None and "layer_types" not in {text.partition("=")[0] for text in overrides}:
         table.pop("layer_types")  # written per layer, and refused if the number of layers was overridden
     config = config_from_dict(table, str(config_path))
     return write_model(config, tokenizer, out, seed)
@@ -73,9 +68,7 @@ def write_model(config: ModelConfig, tokenizer: Tokenizer, out: str | Path, seed
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise UserError(
-            f"--set {text}: expected key=value with a key of config.json, such as num_hidden_layers=2"
-        )
+        raise UserError(f"--set {text}: expected key=value with a key of config.json, such as num_hidden_layers=2")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,9 +1,9 @@
 """Keys and values in pages, and one forward's view of them.
 
 A `PagedKV` holds, for each layer, [K, P, S, D]: key/value heads, pages, slots of a page, head dimension. Everything in
-it was computed from one version of the weights; `Rollout` drops the cache's contents when the weights change by starting
-from an empty pool. `PagedStep` is the `attend` argument of one forward: it writes the new rows' keys and values to their
-slots and attends.
+it was computed from one version of the weights; `Rollout` drops the cache's contents when the weights change by
+starting from an empty pool. `PagedStep` is the `attend` argument of one forward: it writes the new rows' keys and
+values to their slots and attends.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,7 @@ import torch
 from thresher.kernels.attention import KEY_STEP, ROW_STEP, PagedGroup, paged_attention
 from thresher.policy.config import ModelConfig
 
-BATCH_STEP = (
-    8  # rows of a forward are padded to this multiple, so that a CPU matmul gives each row the same bits
-)
+BATCH_STEP = 8  # rows of a forward are padded to this multiple, so that a CPU matmul gives each row the same bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,7 @@ class PagedKV:
         """Copy whole blocks, (from, to) each."""
         if not copies:
             return
-        source, target = (
-            torch.tensor(side, device=self.k_LKPSD.device) for side in zip(*copies, strict=True)
-        )
+        source, target = (torch.tensor(side, device=self.k_LKPSD.device) for side in zip(*copies, strict=True))
         self.k_LKPSD[:, :, target] = self.k_LKPSD[:, :, source]
         self.v_LKPSD[:, :, target] = self.v_LKPSD[:, :, source]
 
@@ -82,9 +78,7 @@ class PagedStep:
             count, first = len(item.ids), len(ids)
             ids.extend(item.ids)
             positions.extend(range(item.start, item.start + count))
-            slots.extend(
-                item.blocks[at // page] * page + at % page for at in range(item.start, item.start + count)
-            )
+            slots.extend(item.blocks[at // page] * page + at % page for at in range(item.start, item.start + count))
             self.last_rows.append(len(ids) - 1)
             rows = 1 if count == 1 else -(-count // ROW_STEP) * ROW_STEP
             keys = -(-(item.start + count) // KEY_STEP) * KEY_STEP
@@ -95,9 +89,7 @@ class PagedStep:
         self.slots_T = torch.tensor(slots + [at % page for at in range(padding)], device=device)
         self.groups = [self._group(shape, members, device) for shape, members in shapes.items()]
 
-    def _group(
-        self, shape: tuple[int, int], members: list[tuple[int, NewRows]], device: torch.device
-    ) -> PagedGroup:
+    def _group(self, shape: tuple[int, int], members: list[tuple[int, NewRows]], device: torch.device) -> PagedGroup:
         rows, keys = shape
         pages = keys // self.cache.page_size
         index, position, table, out, take = [], [], [], [], []
@@ -109,14 +101,10 @@ class PagedStep:
             table.append(item.blocks[:pages] + [0] * (pages - len(item.blocks)))
             out.extend(range(first, first + count))
             take.extend(range(number * rows, number * rows + count))
-        tensors = (
-            torch.tensor(x, dtype=torch.int64, device=device) for x in (index, position, table, out, take)
-        )
+        tensors = (torch.tensor(x, dtype=torch.int64, device=device) for x in (index, position, table, out, take))
         return PagedGroup(*tensors)
 
-    def __call__(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         k_KPSD, v_KPSD = self.cache.k_LKPSD[layer], self.cache.v_LKPSD[layer]
         k_KPSD.flatten(1, 2).index_copy_(1, self.slots_T, k_TKD.transpose(0, 1))
         v_KPSD.flatten(1, 2).index_copy_(1, self.slots_T, v_TKD.transpose(0, 1))

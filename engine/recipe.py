@@ -182,9 +182,7 @@ class Sft(Section):
 
 
 # What a resumed run may change: how long it goes on, what it keeps, and the machine it runs on.
-MAY_CHANGE = frozenset(
-    {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
-)
+MAY_CHANGE = frozenset({"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +214,7 @@ class Recipe(Section):
         section = getattr(self, name)
         if not isinstance(section, kind):
             keys = " and ".join(required(kind))
-            raise UserError(
-                f"the recipe has no section [{name}], which this command needs; add it with {keys}"
-            )
+            raise UserError(f"the recipe has no section [{name}], which this command needs; add it with {keys}")
         return section
 
     def to_dict(self) -> dict[str, Any]:
@@ -279,9 +275,7 @@ def load_recipe(
     try:
         tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML"
-        ) from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected a recipe in TOML, but {error}; mend the file") from None
     flags = {_override(tables, text) for text in overrides}
@@ -313,9 +307,7 @@ def _override(table: dict[str, Any], text: str) -> str:
     for parent in path[:-1]:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            raise UserError(
-                f"--set {text}: {parent} is not a table in the recipe; expected section.key=value"
-            )
+            raise UserError(f"--set {text}: {parent} is not a table in the recipe; expected section.key=value")
     table[path[-1]] = _override_value(written.strip())
     return ".".join(path)
 

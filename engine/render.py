@@ -1,8 +1,8 @@
 """Text into token ids: the only place where the engine encodes anything, and never what the policy wrote.
 
 Templates may emit control tokens and tags. Questions, passages and feedback may emit neither: they are encoded as plain
-text, and every tag of the system's grammar that they hold is neutralised after rendering, so that no two pieces can join
-into one. Passages are cut to a budget of tokens, the tags around them never.
+text, and every tag of the system's grammar that they hold is neutralised after rendering, so that no two pieces can
+join into one. Passages are cut to a budget of tokens, the tags around them never.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,2 @@
-def write_report(run, out): return "todo"
+def write_report(run, out):
+    return "todo"

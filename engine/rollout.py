@@ -8,8 +8,8 @@ searches are gathered, so that all waiting episodes share one call of the retrie
 The samples of one question fork the same pages; the prompt is prefilled once.
 
 What makes a sample repeatable, alone or in a crowd: its noise is a function of its own seed and position; the forward
-gives a row the same bits in any company (CPU, float32; see kernels/attention.py and BATCH_STEP); a long input is cut into
-chunks by its own length; a running sample is never evicted; searches join at the step in which they were asked.
+gives a row the same bits in any company (CPU, float32; see kernels/attention.py and BATCH_STEP); a long input is cut
+into chunks by its own length; a running sample is never evicted; searches join at the step in which they were asked.
 """
 
 import time
@@ -47,9 +47,7 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
-CHUNK = (
-    1024  # a longer input enters the cache in several forwards, cut at multiples of this from its own start
-)
+CHUNK = 1024  # a longer input enters the cache in several forwards, cut at multiples of this from its own start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +140,8 @@ class Rollout:
 
     @staticmethod
     def blocks_for(limits: Limits) -> int:
-        """Pages of the cache: `max_running` samples of the whole context, each with a prompt of its own, and block 0."""
+        """Pages of the cache: `max_running` samples of the whole context, each with a prompt of its own, and block
+        0."""
         return 1 + limits.max_running * (-(-limits.max_context // limits.page_size) + 1)
 
     @torch.no_grad()
@@ -208,9 +207,7 @@ class Rollout:
             job = opening.jobs[member]
             episode = self.system.episode(job.question, self.tools)
             next(episode)  # the prompt, which the opening holds
-            trajectory = Trajectory(
-                job.question.id, job.group, job.sample, [Segment(Source.PROMPT, opening.ids)]
-            )
+            trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, opening.ids)])
             live = _Live(job, episode, trajectory, BlockTable(), length=len(opening.ids))
             self.live.append((group, member, live))
             self._serve([(live, None)])
@@ -224,9 +221,7 @@ class Rollout:
         openings = {group.number: self.openings[group.number] for group, _, _ in self.live}
         for opening in openings.values():
             if opening.hidden_H is None:
-                self._feed(
-                    opening, opening.table, opening.ids[opening.table.length :], items, owners, page_copies
-                )
+                self._feed(opening, opening.table, opening.ids[opening.table.length :], items, owners, page_copies)
         for _, _, live in self.live:
             if live.pending and live.table.blocks:
                 self._feed(live, live.table, live.pending, items, owners, page_copies)
@@ -237,9 +232,7 @@ class Rollout:
             step = PagedStep(self.cache, items)
             hidden_TH = self.policy.hidden(step.ids_T, step.positions_T, step)
             for owner, row in zip(owners, step.last_rows, strict=True):
-                complete = (
-                    not owner.pending if isinstance(owner, _Live) else owner.table.length == len(owner.ids)
-                )
+                complete = not owner.pending if isinstance(owner, _Live) else owner.table.length == len(owner.ids)
                 owner.hidden_H = hidden_TH[row] if complete else None
             self.clock.forwards += 1
         for group, _, live in self.live:
@@ -274,9 +267,7 @@ class Rollout:
     def _sample(self) -> None:
         """One token for every sequence that is writing and has nothing pending; then serve the turns that ended."""
         due = [
-            live
-            for _, _, live in self.live
-            if live.turn is not None and not live.pending and live.hidden_H is not None
+            live for _, _, live in self.live if live.turn is not None and not live.pending and live.hidden_H is not None
         ]
         if not due:
             return
@@ -337,9 +328,7 @@ class Rollout:
             for (live, query), hits in zip(waiting, found, strict=True):
                 if self.shuffle:
                     Random(f"{live.job.seed} {len(live.trajectory.searches)}").shuffle(hits)
-                live.trajectory.searches.append(
-                    {"query": query, "passages": [hit.passage.id for hit in hits]}
-                )
+                live.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
                 again.extend((live, next_query) for next_query in self._advance(live, hits))
             waiting = again
 

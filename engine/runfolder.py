@@ -82,9 +82,7 @@ class RunFolder:
             if lock is not None:
                 os.close(lock)
             if isinstance(error, OSError):
-                raise UserError(
-                    f"{path}: cannot make the run folder ({error.strerror}); choose another"
-                ) from None
+                raise UserError(f"{path}: cannot make the run folder ({error.strerror}); choose another") from None
             raise
         return cls(path, lock)
 
@@ -98,9 +96,7 @@ class RunFolder:
         """
         path = Path(path)
         if not (path / "recipe.toml").is_file():
-            problem = (
-                "is not a run folder (it has no recipe.toml)" if os.path.lexists(path) else "does not exist"
-            )
+            problem = "is not a run folder (it has no recipe.toml)" if os.path.lexists(path) else "does not exist"
             raise UserError(f"{path}: the run folder {problem}; name one to resume, or start a new run")
         lock = _lock(path)
         try:
@@ -199,9 +195,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate([*lines, tail] if _record(tail) else lines, 1):
         record = _record(line)
         if record is None:
-            raise UserError(
-                f'{path}: line {number}: expected a JSON object with a "step"; mend or delete the line'
-            )
+            raise UserError(f'{path}: line {number}: expected a JSON object with a "step"; mend or delete the line')
         records.append(record)
     return records
 
@@ -245,9 +239,7 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another"
         os.close(descriptor)
-        raise UserError(
-            f"{folder}: process {holder} is writing to this run folder; wait for it to end"
-        ) from None
+        raise UserError(f"{folder}: process {holder} is writing to this run folder; wait for it to end") from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             os.close(descriptor)

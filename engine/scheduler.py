@@ -1,9 +1,9 @@
 """Who may run: pure bookkeeping, no tensors.
 
 Questions wait in order. A question's group is let in when its prompt and at least one of its samples fit; its other
-samples follow as room appears. Room is promised by the worst case (a sample may grow to the whole context), so a running
-sample is never evicted and its result never depends on who else is running. That wastes some memory; in exchange there
-is nothing to preempt, recompute or deadlock.
+samples follow as room appears. Room is promised by the worst case (a sample may grow to the whole context), so a
+running sample is never evicted and its result never depends on who else is running. That wastes some memory; in
+exchange there is nothing to preempt, recompute or deadlock.
 
 Invariant: the blocks promised never exceed the pool, and no more than `max_running` samples run.
 """

@@ -1,7 +1,7 @@
 """`thresher score`: rate transcripts that anyone wrote, with a system's own reward.
 
-in:  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"}, ..]}
-out: {"id", "reward", "parts": {..}, "answer"}
+in:  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"},
+..]} out: {"id", "reward", "parts": {..}, "answer"}
 
 Only text is needed: the reward reads the bytes of the policy's segments and nothing else.
 """
@@ -16,9 +16,7 @@ from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 
-def score_file(
-    system_name: str, options: dict[str, Any], transcripts: str | Path, out: str | Path
-) -> dict[str, Any]:
+def score_file(system_name: str, options: dict[str, Any], transcripts: str | Path, out: str | Path) -> dict[str, Any]:
     """Rate every line of `transcripts` into `out`, in order; returns the count and the mean reward."""
     system = load_system(system_name, options)
     rewards: list[float] = []
@@ -55,7 +53,8 @@ def read_pieces(record: dict[str, Any], where: str) -> list[Piece]:
         source = segment.get("source") if isinstance(segment, dict) else None
         if source not in list(Source) or not isinstance(segment.get("text"), str):
             raise UserError(
-                f"{where}: segment {number}: expected a text and a source of {', '.join(Source)}, got {str(segment)[:80]}"
+                f"{where}: segment {number}: expected a text and a source of {', '.join(Source)}; "
+                f"got {str(segment)[:80]}"
             )
         pieces.append(Piece(Source(source), segment["text"].encode("utf-8", "surrogatepass")))
     return pieces

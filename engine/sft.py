@@ -1,8 +1,8 @@
 """Supervised fine-tuning on segmented transcripts: the loss is -log p of every POLICY token, and of no other.
 
-A transcript is a line of JSON: {"id", "question", "segments": [{"source": "policy" | "retrieved" | "feedback" | "prompt",
-"text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the same tokens. A
-transcript without a prompt segment gets the recipe's own prompt for its question.
+A transcript is a line of JSON: {"id", "question", "segments": [{"source": "policy" | "retrieved" | "feedback" |
+"prompt", "text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the
+same tokens. A transcript without a prompt segment gets the recipe's own prompt for its question.
 
 A policy segment may list `copied`: character ranges of names that had to be copied from a passage. How many of their
 tokens come out right on held-out transcripts is the gate: reading names out of passages arrives suddenly, late on some
@@ -39,9 +39,7 @@ class Transcript:
     copied: list[int]
 
 
-def read_transcripts(
-    path: str | Path, tokenizer: Tokenizer, renderer: Renderer, template: str
-) -> list[Transcript]:
+def read_transcripts(path: str | Path, tokenizer: Tokenizer, renderer: Renderer, template: str) -> list[Transcript]:
     """All transcripts of a JSONL file. UserError names the line of a malformed one."""
     result = []
     for number, record in iter_jsonl(path):
@@ -56,9 +54,7 @@ def read_transcripts(
     return result
 
 
-def encode_transcript(
-    record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str
-) -> Transcript:
+def encode_transcript(record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str) -> Transcript:
     segments = record["segments"]
     ids: list[int] = []
     rows: list[int] = []
@@ -68,9 +64,7 @@ def encode_transcript(
     for segment in segments:
         source = Source(segment["source"])
         new = (
-            tokenizer.encode_template(segment["text"])
-            if source is Source.PROMPT
-            else tokenizer.encode(segment["text"])
+            tokenizer.encode_template(segment["text"]) if source is Source.PROMPT else tokenizer.encode(segment["text"])
         )
         start = len(ids)
         ids.extend(new)
@@ -171,12 +165,8 @@ class Trainer:
         loss, tokens = 0.0, 0
         for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
-            logits = F.linear(
-                hidden_TH.index_select(0, packed.rows_R), self.policy.head_VH[: self.vocab_size]
-            )
-            nll = (
-                F.cross_entropy(logits.float(), packed.targets_R, reduction="none") * packed.weights_R
-            ).sum()
+            logits = F.linear(hidden_TH.index_select(0, packed.rows_R), self.policy.head_VH[: self.vocab_size])
+            nll = (F.cross_entropy(logits.float(), packed.targets_R, reduction="none") * packed.weights_R).sum()
             nll.backward()
             loss += float(nll.detach())
             tokens += packed.tokens
@@ -192,9 +182,7 @@ class Trainer:
         right = total = 0
         for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
-            best = F.linear(
-                hidden_TH.index_select(0, packed.rows_R), self.policy.head_VH[: self.vocab_size]
-            ).argmax(-1)
+            best = F.linear(hidden_TH.index_select(0, packed.rows_R), self.policy.head_VH[: self.vocab_size]).argmax(-1)
             right += int((best == packed.targets_R).sum())
             total += len(packed.rows_R)
         return right / max(total, 1)

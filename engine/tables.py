@@ -75,9 +75,7 @@ class Unfit(Exception):
     """The value is not what is wanted; who catches it knows the words."""
 
 
-def from_dict(
-    cls: type[T], table: object, where: str, *, flags: Collection[str] = (), path: tuple[str, ...] = ()
-) -> T:
+def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str] = (), path: tuple[str, ...] = ()) -> T:
     """A Section, or another dataclass, of values and further such dataclasses, from nested tables.
 
     where: named first in every error (the file).

@@ -116,19 +116,13 @@ class TagMatcher:
     def _tabulate(self, tokens: "_Tokens", delta_SB: Ints, ends_S: Ints) -> None:
         """Fills the tables: all tokens from the root, then each state's exceptions to that."""
         all_V = np.arange(self.vocab_size)
-        root_next_V, root_tag_V, root_end_V = tokens.run(
-            np.full(self.vocab_size, ROOT), all_V, delta_SB, ends_S
-        )
+        root_next_V, root_tag_V, root_end_V = tokens.run(np.full(self.vocab_size, ROOT), all_V, delta_SB, ends_S)
         states_P, tokens_P = tokens.unlike_root(delta_SB)
         next_P, tag_P, end_P = tokens.run(states_P, tokens_P, delta_SB, ends_S)
         differs_P = (
-            (next_P != root_next_V[tokens_P])
-            | (tag_P != root_tag_V[tokens_P])
-            | (end_P != root_end_V[tokens_P])
+            (next_P != root_next_V[tokens_P]) | (tag_P != root_tag_V[tokens_P]) | (end_P != root_end_V[tokens_P])
         )
-        states_P, tokens_P, next_P, tag_P, end_P = (
-            x[differs_P] for x in (states_P, tokens_P, next_P, tag_P, end_P)
-        )
+        states_P, tokens_P, next_P, tag_P, end_P = (x[differs_P] for x in (states_P, tokens_P, next_P, tag_P, end_P))
 
         own_column_V = (root_next_V != ROOT) | (root_tag_V >= 0)
         own_column_V[tokens_P] = True

@@ -7,10 +7,11 @@
         update(s)                    grpo.py; the rollout's weights are these very tensors
         metrics, trajectories, and every so often an evaluation and a checkpoint
 
-Nothing random is carried from step to step, so a checkpoint is weights, moments and a step number, and a resumed run goes
-on with the same bits on a CPU. The policy that the run started from is its reference.
+Nothing random is carried from step to step, so a checkpoint is weights, moments and a step number, and a resumed run
+goes on with the same bits on a CPU. The policy that the run started from is its reference.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -60,7 +61,8 @@ def questions_of_step(questions: Sequence[Question], count: int, seed: int, step
 def train(
     recipe: Recipe, out: str | Path, resume: bool = False, watch: Callable[[Progress], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last checkpoint."""
+    """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last
+    checkpoint."""
     started = time.perf_counter()
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
     parts = load_parts(recipe, checkpoint.path if checkpoint else None)
@@ -131,9 +133,7 @@ class Trainer:
     def step(self, step: int) -> dict[str, Any]:
         """One step, from questions to new weights; its metrics."""
         recipe = self.recipe
-        questions = questions_of_step(
-            self.train_questions, recipe.rollout.questions_per_step, recipe.run.seed, step
-        )
+        questions = questions_of_step(self.train_questions, recipe.rollout.questions_per_step, recipe.run.seed, step)
         jobs = [
             Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
             for group, question in enumerate(questions)
@@ -175,7 +175,7 @@ class Trainer:
         size = recipe.rollout.group_size
         bounds = [round(part * recipe.rollout.questions_per_step / parts) * size for part in range(parts + 1)]
         result = []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             trajectories = [entry.trajectory for entry in judged[start:end]]
             items = make_items(trajectories, advantage[start:end], recipe.grpo)
             if not items:
@@ -207,9 +207,7 @@ class Trainer:
                 entry.trajectory, self.parts.tokenizer, self.parts.system.tags, self.parts.limits.max_context
             )
             if wrong:
-                raise RuntimeError(
-                    f"the trajectory of question {entry.question.id} is broken: {'; '.join(wrong)}"
-                )
+                raise RuntimeError(f"the trajectory of question {entry.question.id} is broken: {'; '.join(wrong)}")
 
     def _evaluate(self, step: int, watch: Callable[[Progress], None]) -> None:
         if not self.dev_questions:

@@ -19,8 +19,8 @@ from thresher.rewards.transcript import Piece, Source
 class Segment:
     """Token ids from one source. `logprobs` holds, for POLICY only, each id's log-probability when it was sampled.
 
-    `stop` is the tag that ended a POLICY turn (None if it ended otherwise), `trailing` the number of bytes that the last
-    token holds after that tag: the token is kept whole, the turn's text ends before them.
+    `stop` is the tag that ended a POLICY turn (None if it ended otherwise), `trailing` the number of bytes that the
+    last token holds after that tag: the token is kept whole, the turn's text ends before them.
     """
 
     source: Source
@@ -102,9 +102,7 @@ def check_trajectory(
     """
     wrong: list[str] = []
     segments = trajectory.segments
-    if [segment.source for segment in segments].count(Source.PROMPT) != 1 or segments[
-        0
-    ].source is not Source.PROMPT:
+    if [segment.source for segment in segments].count(Source.PROMPT) != 1 or segments[0].source is not Source.PROMPT:
         wrong.append("it does not begin with one prompt")
     if len(trajectory) > max_context:
         wrong.append(f"{len(trajectory)} tokens exceed the context of {max_context}")
@@ -122,9 +120,7 @@ def check_trajectory(
         if segment.stop is not None:
             stop = segment.stop.encode()
             end = len(text) - segment.trailing
-            if text.find(stop) != end - len(stop) or segment.trailing >= len(
-                tokenizer.token_bytes(segment.ids[-1])
-            ):
+            if text.find(stop) != end - len(stop) or segment.trailing >= len(tokenizer.token_bytes(segment.ids[-1])):
                 wrong.append(f"{name} did not end at its first {segment.stop}")
         if segment.source in (Source.RETRIEVED, Source.FEEDBACK):
             if control.intersection(segment.ids):

@@ -45,7 +45,7 @@ class Size:
     two_hop: float = 0.67  # share of two-hop questions
     warmup_worlds: int = 16
     transcripts: int = 6400  # over all warm-up worlds
-    aware: float = 0.15
+    aware: float = 0.2
 
     @property
     def entities(self) -> dict[str, int]:
@@ -98,17 +98,17 @@ def invent(size: Size, seed: int) -> Worlds:
     counts = {kind: count - held_out[kind] for kind, count in size.entities.items()}
     if sum(counts.values()) > len(names):
         raise ValueError(f"{size.pieces} first and second words make too few names for {size.entities}")
-    train, *warmup = (
-        _world(rng.sample(names, len(names)), counts, rng) for _ in range(1 + size.warmup_worlds)
-    )
+    train, *warmup = (_world(rng.sample(names, len(names)), counts, rng) for _ in range(1 + size.warmup_worlds))
     return Worlds(train, test, warmup)
 
 
 def passages(worlds: Sequence[World], seed: int) -> list[Passage]:
-    """Every fact of both worlds as a passage titled by its subject, in an order that tells nothing."""
+    """Every fact of both worlds as a passage titled by its subject and relation, in an order that tells nothing."""
     facts = [fact for world in worlds for fact in world.facts.values()]
     random.Random(f"order {seed}").shuffle(facts)
-    return [Passage(str(number), fact.subject, fact.sentence) for number, fact in enumerate(facts)]
+    return [
+        Passage(str(number), f"{fact.subject}, {fact.relation}", fact.sentence) for number, fact in enumerate(facts)
+    ]
 
 
 def questions(world: World, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:
@@ -159,9 +159,7 @@ def transcripts(
     for _ in range(count):
         asked = _walk(world, rng.choice(subjects), 1 + (rng.random() < size.two_hop), rng)
         blind = rng.random() >= size.aware
-        plans.append(
-            (asked, _walk(world, asked[0].subject, rng.randint(1, MAX_HOPS), rng) if blind else asked)
-        )
+        plans.append((asked, _walk(world, asked[0].subject, rng.randint(1, MAX_HOPS), rng) if blind else asked))
     found = iter(search([fact.query for _, path in plans for fact in path]))
     return [
         {
@@ -209,8 +207,36 @@ def _world(names: Sequence[str], counts: dict[str, int], rng: random.Random) -> 
 
 def _words(rng: random.Random, count: int, syllables: int) -> list[str]:
     """Distinct pronounceable words: one closed syllable, or an open one before it."""
-    onsets = ["b", "br", "c", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "qu", "r", "s", "st", "t", "tr", "v", "w", "z"]
-    vowels, codas = ["a", "e", "i", "o", "u", "ae", "ei", "ou"], ["l", "m", "n", "r", "s", "th", "nd", "rk", "lm", "st", "v", "sk"]
+    onsets = [
+        "b",
+        "br",
+        "c",
+        "d",
+        "dr",
+        "f",
+        "g",
+        "gr",
+        "h",
+        "j",
+        "k",
+        "l",
+        "m",
+        "n",
+        "p",
+        "qu",
+        "r",
+        "s",
+        "st",
+        "t",
+        "tr",
+        "v",
+        "w",
+        "z",
+    ]
+    vowels, codas = (
+        ["a", "e", "i", "o", "u", "ae", "ei", "ou"],
+        ["l", "m", "n", "r", "s", "th", "nd", "rk", "lm", "st", "v", "sk"],
+    )
     words: set[str] = set()
     while len(words) < count:
         parts = [rng.choice(onsets) + rng.choice(vowels) for _ in range(syllables)]

@@ -67,15 +67,11 @@ class Varlen:
         ).to(device)
         self.positions_T = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
-    def __call__(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, self)
 
 
-def varlen_attention(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen
-) -> torch.Tensor:
+def varlen_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
     """Causal attention within each packed sequence; q [T, H, D], k and v [T, K, D] -> [T, H, D], differentiable.
 
     Sequences are padded on the right to the longest one, where causality alone keeps the padding out of every row that
@@ -94,9 +90,7 @@ def varlen_attention(
         is_causal=True,
         enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
     )
-    return _Collect.apply(
-        o_NHLD.transpose(1, 2).reshape(n * layout.longest, *q_THD.shape[1:]), layout.index_T
-    )
+    return _Collect.apply(o_NHLD.transpose(1, 2).reshape(n * layout.longest, *q_THD.shape[1:]), layout.index_T)
 
 
 @dataclass(frozen=True)
@@ -131,9 +125,7 @@ def paged_attention(
     return out_THD
 
 
-def _paged_group(
-    q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor, group: PagedGroup
-) -> torch.Tensor:
+def _paged_group(q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor, group: PagedGroup) -> torch.Tensor:
     heads, dim = q_THD.shape[1:]
     kv_heads, _, page, _ = k_KPSD.shape
     n, rows = group.rows_NQ.shape

@@ -61,9 +61,7 @@ def check_head(
     if lm_head_VH.device != hidden_TH.device:
         raise ValueError(f"lm_head_VH is on {lm_head_VH.device}; expected hidden_TH's {hidden_TH.device}")
     if lm_head_VH.shape[1] != hidden_TH.shape[1]:
-        raise ValueError(
-            f"lm_head_VH has width {lm_head_VH.shape[1]}; expected hidden_TH's {hidden_TH.shape[1]}"
-        )
+        raise ValueError(f"lm_head_VH has width {lm_head_VH.shape[1]}; expected hidden_TH's {hidden_TH.shape[1]}")
     check_rows("targets_T", targets_T, hidden_TH, (torch.int64, torch.int32))
     columns = lm_head_VH.shape[0] if vocab_size is None else vocab_size
     if not 1 <= columns <= lm_head_VH.shape[0]:
@@ -73,9 +71,7 @@ def check_head(
     return columns
 
 
-def check_rows(
-    name: str, values_T: Tensor, hidden_TH: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS
-) -> None:
+def check_rows(name: str, values_T: Tensor, hidden_TH: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
     """One number per row of hidden_TH, of an accepted dtype, on the same device."""
     if values_T.shape != hidden_TH.shape[:1]:
         raise ValueError(f"{name} has shape {tuple(values_T.shape)}; expected ({hidden_TH.shape[0]},)")

@@ -81,8 +81,7 @@ def reference_grpo_loss(
 
 def _gather_rows(index_N: Tensor, targets_T: Tensor, vectors: _Vectors, dtype: torch.dtype) -> LossRows:
     old_N, advantages_N, weights_N, ref_N = (
-        None if values_T is None else values_T.detach().index_select(0, index_N).to(dtype)
-        for values_T in vectors
+        None if values_T is None else values_T.detach().index_select(0, index_N).to(dtype) for values_T in vectors
     )
     assert old_N is not None and advantages_N is not None and weights_N is not None
     return LossRows(index_N, targets_T.index_select(0, index_N).long(), old_N, advantages_N, weights_N, ref_N)
@@ -288,14 +287,10 @@ def grpo_loss(
         if values_T is not None:
             check_rows(name, values_T, hidden_TH)
     if beta and ref_logprobs_T is None:
-        raise ValueError(
-            f"beta is {beta} but ref_logprobs_T is None; expected reference log-probs, or beta 0"
-        )
+        raise ValueError(f"beta is {beta} but ref_logprobs_T is None; expected reference log-probs, or beta 0")
     if lm_head_grad_VH is not None:
         _check_buffer(lm_head_grad_VH, lm_head_VH)
-    rows_at_once = chunk_rows or default_chunk_rows(
-        hidden_TH.device, columns, compute_dtype(hidden_TH).itemsize
-    )
+    rows_at_once = chunk_rows or default_chunk_rows(hidden_TH.device, columns, compute_dtype(hidden_TH).itemsize)
     grad_mode = torch.is_grad_enabled()
     with torch.no_grad(), torch.autocast(hidden_TH.device.type, enabled=False):
         rows, with_gradient = _choose_rows(hidden_TH, targets_T, vectors, columns, settings)
@@ -321,6 +316,4 @@ def grpo_loss(
         return replace(result, hidden_grad_TH=hidden_grad_TH)
     if hidden_grad_TH is None and head_grad_VH is None:
         return result
-    return replace(
-        result, loss=_WithGradients.apply(hidden_TH, lm_head_VH, result.loss, hidden_grad_TH, head_grad_VH)
-    )
+    return replace(result, loss=_WithGradients.apply(hidden_TH, lm_head_VH, result.loss, hidden_grad_TH, head_grad_VH))

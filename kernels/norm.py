@@ -9,7 +9,8 @@ import torch
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise each row of `x_TH` [T, H] (float32 or bfloat16) by its root mean square; returns [T, H] in x's dtype."""
+    """Normalise each row of `x_TH` [T, H] (float32 or bfloat16) by its root mean square; returns [T, H] in x's
+    dtype."""
     if x_TH.dtype == torch.float32:
         return torch.nn.functional.rms_norm(x_TH, weight_H.shape, weight_H, eps)
     x = x_TH.float()

@@ -89,9 +89,7 @@ class LossResult:
     hidden_grad_TH: Tensor | None = None  # hidden's dtype; only when the call was given lm_head_grad_VH
 
 
-def clipped_objective(
-    logprobs_N: Tensor, rows: LossRows, settings: LossSettings
-) -> tuple[Tensor, Tensor, Tensor]:
+def clipped_objective(logprobs_N: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
     """(ratio, objective, clipped) of each row; autograd may pass through."""
     advantages_N = rows.advantages_N
     ratios_N = capped_exp(logprobs_N - rows.old_N)
@@ -126,9 +124,7 @@ def logit_coefficients(
     return on_target_N, on_plogp_N * entropy_N - on_target_N, on_plogp_N
 
 
-def assemble(
-    logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, settings: LossSettings, length: int
-) -> LossResult:
+def assemble(logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, settings: LossSettings, length: int) -> LossResult:
     """Loss and metrics from log-probs and entropies of the rows that count; autograd may pass to the loss."""
     ratios_N, objective_N, clipped_N = clipped_objective(logprobs_N, rows, settings)
     capped_N = logprobs_N - rows.old_N > EXP_CAP

@@ -10,7 +10,8 @@ import torch
 
 
 def rope_table(positions_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> torch.Tensor:
-    """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared by the layers."""
+    """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared
+    by the layers."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
     angle = positions_T.float()[:, None] / theta**exponent
     return torch.stack([angle.cos(), angle.sin()])[:, :, None, :].to(dtype)

@@ -23,25 +23,20 @@ def _signed(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-def uniform_noise(
-    seeds: list[int], positions: list[int], vocab_size: int, device: torch.device | str
-) -> torch.Tensor:
-    """u [B, V] float32 in (0, 1), 23 bits each (24 and the half would round to 1), from each row's seed and position (Python ints) and the token id."""
+def uniform_noise(seeds: list[int], positions: list[int], vocab_size: int, device: torch.device | str) -> torch.Tensor:
+    """u [B, V] float32 in (0, 1), 23 bits each (24 and the half would round to 1), from each row's seed and
+    position (Python ints) and the token id."""
     keys = [
         _mix(_mix(seed & (1 << 64) - 1) ^ (position + 1) * 0x9E3779B97F4A7C15)
         for seed, position in zip(seeds, positions, strict=True)
     ]
     low = torch.tensor([_signed(key & _MASK) for key in keys], dtype=torch.int32, device=device)[:, None]
-    high = torch.tensor([_signed(key >> 32 & _MASK) for key in keys], dtype=torch.int32, device=device)[
-        :, None
-    ]
+    high = torch.tensor([_signed(key >> 32 & _MASK) for key in keys], dtype=torch.int32, device=device)[:, None]
     token_V = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed(0x9E3779B1)
     x = low ^ token_V
     # 32-bit multiply and xor-shift rounds in wrapping int32; `>>` keeps the sign there, hence the masks.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = x.bitwise_xor_(x.bitwise_right_shift(shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(
-            _signed(factor)
-        )
+        x = x.bitwise_xor_(x.bitwise_right_shift(shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(_signed(factor))
         x = x.add_(high)
     x = x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF))
     return x.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)

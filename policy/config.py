@@ -71,16 +71,13 @@ class ModelConfig:
             )
         if heads % kv_heads:
             raise UserError(
-                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
-                "change one of them"
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; change one of them"
             )
         named: list[tuple[str, int | None]] = [("eos_token_id", token) for token in self.eos_token_ids]
         named += [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)]
         for key, token in named:
             if token is not None and not 0 <= token < self.vocab_size:
-                raise UserError(
-                    f"{key} {token} is outside the vocabulary of {self.vocab_size}; correct one of them"
-                )
+                raise UserError(f"{key} {token} is outside the vocabulary of {self.vocab_size}; correct one of them")
 
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with other values; head_dim follows hidden_size and num_attention_heads unless given."""
@@ -201,9 +198,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _refuse_unsupported(d: dict[str, Any], where: str) -> None:
     """Raises UserError for every feature that would silently change what the model computes."""
     architectures = d.get("architectures")
-    if architectures is not None and (
-        not isinstance(architectures, list) or ARCHITECTURE not in architectures
-    ):
+    if architectures is not None and (not isinstance(architectures, list) or ARCHITECTURE not in architectures):
         raise UserError(
             f"{where}: architectures is {architectures!r}, only {ARCHITECTURE} is supported; "
             "use a Qwen2 or Qwen2.5 model"
@@ -217,9 +212,7 @@ def _refuse_unsupported(d: dict[str, Any], where: str) -> None:
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
     ):
-        raise UserError(
-            f"{where}: layer_types must all be 'full_attention'; use a model without sliding windows"
-        )
+        raise UserError(f"{where}: layer_types must all be 'full_attention'; use a model without sliding windows")
     unsupported = {
         "hidden_act": d.get("hidden_act", "silu") != "silu",
         "use_sliding_window": d.get("use_sliding_window", False) not in (False, None),
@@ -314,9 +307,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _wrong(where: str, key: str, value: object, expected: str) -> UserError:
-    return UserError(
-        f"{where}: {key} is {_short(value)}, expected {expected}; correct the file or fetch it again"
-    )
+    return UserError(f"{where}: {key} is {_short(value)}, expected {expected}; correct the file or fetch it again")
 
 
 def _short(value: object) -> str:

@@ -70,9 +70,7 @@ class Policy(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.untied_head_VH = (
-            None
-            if config.tie_word_embeddings
-            else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+            None if config.tie_word_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         )
 
     @property
@@ -138,9 +136,7 @@ def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
     return views
 
 
-def load_policy(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Policy:
+def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Policy:
     """Read a Qwen2 or Qwen2.5 model from a folder of config.json and safetensors (one file, or shards with an index).
 
     Names and shapes must match the config exactly; anything else is a UserError that names the file and the tensor.
@@ -153,9 +149,7 @@ def load_policy(
     views = hf_views(policy)
     # Some writers keep a copy of the tied head; it is accepted if it is one.
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name, tensor in read_weights(
-        folder, {name: view.shape for name, view in views.items()}, optional=optional
-    ):
+    for name, tensor in read_weights(folder, {name: view.shape for name, view in views.items()}, optional=optional):
         if name in views:
             views[name].copy_(tensor)
     return policy

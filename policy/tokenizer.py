@@ -56,9 +56,7 @@ class Tokenizer:
     by name.
     """
 
-    def __init__(
-        self, tokenizer_json: bytes, where: str, companions: Mapping[str, bytes] | None = None
-    ) -> None:
+    def __init__(self, tokenizer_json: bytes, where: str, companions: Mapping[str, bytes] | None = None) -> None:
         data = parse_json_object(tokenizer_json, where)
         self._json = tokenizer_json
         self._companions = dict(companions or {})
@@ -204,9 +202,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and not file.exists() and (path / "vocab.json").exists():
-        raise UserError(
-            f"{file}: no such file, and vocab.json alone is not read; convert it to tokenizer.json"
-        )
+        raise UserError(f"{file}: no such file, and vocab.json alone is not read; convert it to tokenizer.json")
     content = read_bytes(file)
     beside = {name: file.with_name(name) for name in _COMPANIONS}
     companions = {name: read_bytes(companion) for name, companion in beside.items() if companion.exists()}
@@ -224,9 +220,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     if len(set(specials)) < len(specials) or "" in specials:
         raise ValueError(f"special tokens must be different and not empty, got {specials}")
     if vocab_size < 256 + len(specials):
-        raise ValueError(
-            f"vocab_size {vocab_size} has no room for 256 bytes and {len(specials)} special tokens"
-        )
+        raise ValueError(f"vocab_size {vocab_size} has no room for 256 bytes and {len(specials)} special tokens")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.normalizer = tokenizers.normalizers.NFC()
     words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_QWEN_WORDS), behavior="isolated")
@@ -243,9 +237,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     data = json.loads(model.to_str())
     first = len(data["model"]["vocab"])
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    data["added_tokens"] = [
-        {"id": first + i, "content": content, **flags} for i, content in enumerate(specials)
-    ]
+    data["added_tokens"] = [{"id": first + i, "content": content, **flags} for i, content in enumerate(specials)]
     try:
         return Tokenizer(json.dumps(data, ensure_ascii=False, indent=1).encode(), "trained tokenizer")
     except UserError as error:
@@ -260,13 +252,9 @@ def _refuse_unsupported(data: dict[str, Any], where: str) -> None:
     steps = step["pretokenizers"] if step.get("type") == "Sequence" else [step]
     byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
     if model.get("type", "BPE") != "BPE" or not byte_level or model.get("byte_fallback"):
-        raise UserError(
-            f"{where}: only byte-level BPE tokenizers are supported; use a tokenizer like Qwen2's"
-        )
+        raise UserError(f"{where}: only byte-level BPE tokenizers are supported; use a tokenizer like Qwen2's")
     reasons = {
-        "add_prefix_space puts a space before every piece": any(
-            s.get("add_prefix_space") for s in byte_level
-        ),
+        "add_prefix_space puts a space before every piece": any(s.get("add_prefix_space") for s in byte_level),
         "dropout makes the encoding random": model.get("dropout"),
         "continuing_subword_prefix changes a token's bytes": model.get("continuing_subword_prefix"),
         "end_of_word_suffix changes a token's bytes": model.get("end_of_word_suffix"),
@@ -330,9 +318,7 @@ def _without_added_tokens(data: dict[str, Any], added: dict[str, int], where: st
             )
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         model["merges"] = [[left, right] for left, right in pairs if not inside & {left, right, left + right}]
-        model["vocab"] = {
-            token: token_id for token, token_id in model["vocab"].items() if token not in inside
-        }
+        model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if token not in inside}
     return {**data, "model": model, "added_tokens": [], "post_processor": None}
 
 
@@ -367,9 +353,7 @@ def _content(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False
-) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
     """Jinja's own filter escapes HTML and sorts keys; chat templates expect plain JSON."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 

@@ -63,16 +63,12 @@ def read_weights(
                 f"{list(expected[name])}; use the config.json that belongs to these weights"
             )
     with ExitStack() as files:
-        opened = {
-            file: files.enter_context(_open(file)) for file in {entry.file for entry in entries.values()}
-        }
+        opened = {file: files.enter_context(_open(file)) for file in {entry.file for entry in entries.values()}}
         _check_copies(entries, opened, optional)
     return _stream({name: entry for name, entry in entries.items() if name in expected})
 
 
-def write_weights(
-    folder: str | Path, tensors: Mapping[str, torch.Tensor], *, max_shard_bytes: int = 5 * 2**30
-) -> None:
+def write_weights(folder: str | Path, tensors: Mapping[str, torch.Tensor], *, max_shard_bytes: int = 5 * 2**30) -> None:
     """Writes model.safetensors, or shards and their index where the tensors take more than `max_shard_bytes`.
 
     Tensors keep their dtype and may be on any device. Each file appears whole or not at all, and weights
@@ -97,9 +93,7 @@ def write_weights(
         (folder / INDEX).unlink(missing_ok=True)
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {
-            name: file for file, shard in zip(names, shards, strict=True) for name in sorted(shard)
-        },
+        "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in sorted(shard)},
     }
     atomic_write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     (folder / SINGLE).unlink(missing_ok=True)
@@ -149,28 +143,21 @@ def _locate(folder: Path) -> dict[str, _Entry]:
     index = read_json_object(folder / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise UserError(
-            f"{folder / INDEX}: expected weight_map to map tensors to files; fetch the index again"
-        )
+        raise UserError(f"{folder / INDEX}: expected weight_map to map tensors to files; fetch the index again")
     entries: dict[str, _Entry] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
-            raise UserError(
-                f"{folder / INDEX}: weight_map names {file!r}, expected a file in the same folder"
-            )
+            raise UserError(f"{folder / INDEX}: weight_map names {file!r}, expected a file in the same folder")
         if not (folder / file).exists():
             raise UserError(f"{folder / file}: no such shard, though {INDEX} names it; fetch it again")
         in_shard = _read_header(folder / file)
         by_index = {name for name, shard in weight_map.items() if shard == file}
         if missing := sorted(by_index - in_shard.keys()):
             raise UserError(
-                f"{folder / file}: tensor {missing[0]} is missing, though {INDEX} places it there; "
-                "fetch both again"
+                f"{folder / file}: tensor {missing[0]} is missing, though {INDEX} places it there; fetch both again"
             )
         if surplus := sorted(in_shard.keys() - by_index):
-            raise UserError(
-                f"{folder / file}: tensor {surplus[0]} is not placed there by {INDEX}; fetch both again"
-            )
+            raise UserError(f"{folder / file}: tensor {surplus[0]} is not placed there by {INDEX}; fetch both again")
         entries |= in_shard
     return entries
 
@@ -219,8 +206,7 @@ def _check_header(header: dict[str, Any], length: int, file: Path) -> dict[str, 
             )
         if end > length:
             raise UserError(
-                f"{file}: truncated inside tensor {name}, at least {end - length} bytes are missing; "
-                "fetch it again"
+                f"{file}: truncated inside tensor {name}, at least {end - length} bytes are missing; fetch it again"
             )
         entries[name] = _Entry(file, shape)
         end_of_last = end

@@ -34,9 +34,7 @@ def build(
     """
     started = time.perf_counter()
     if encoder_name != LexicalEncoder.name:
-        raise UserError(
-            f"encoder is {encoder_name!r}; expected {LexicalEncoder.name!r}, the only one there is so far"
-        )
+        raise UserError(f"encoder is {encoder_name!r}; expected {LexicalEncoder.name!r}, the only one there is so far")
     check_embed(embed)
     corpus = read_corpus(corpus_path)
     encoder = LexicalEncoder.fit((embedded_text(passage, embed) for passage in corpus), dim)
@@ -53,9 +51,7 @@ def build(
     }
 
 
-def search_file(
-    index_dir: str | Path, queries_path: str | Path, k: int, out_path: str | Path
-) -> dict[str, Any]:
+def search_file(index_dir: str | Path, queries_path: str | Path, k: int, out_path: str | Path) -> dict[str, Any]:
     """Searches every {"id", "question"} of `queries_path` and writes {"id", "hits": [{"id", "title",
     "score"}]} per line to `out_path`, in the same order.
 
@@ -94,9 +90,7 @@ def check(index_dir: str | Path, queries_path: str | Path, k: int) -> dict[str, 
     queries = read_queries(queries_path)
     for query in queries:
         if not query.gold_titles:
-            raise UserError(
-                f'{queries_path}: the query {query.id!r} has no "gold_titles"; add them or remove it'
-            )
+            raise UserError(f'{queries_path}: the query {query.id!r} has no "gold_titles"; add them or remove it')
     depth = min(len(index), max(k, MRR_DEPTH))
     recall = full = reciprocal = 0.0
     for query, hits in zip(queries, _search_all(index, queries, depth), strict=True):

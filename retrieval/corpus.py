@@ -92,8 +92,7 @@ def read_corpus(path: str | Path) -> Corpus:
         passage = _parse_passage(record, row, where)
         if passage.id in place_of:
             raise UserError(
-                f"{where}: the id {passage.id!r} was used before, at {place_of[passage.id]}; "
-                "give every passage its own"
+                f"{where}: the id {passage.id!r} was used before, at {place_of[passage.id]}; give every passage its own"
             )
         place_of[passage.id] = where
         passages.append(passage)
@@ -117,9 +116,7 @@ def _parse_passage(record: Record, row: int, where: str) -> Passage:
     if "contents" in record:
         title, text = _split_contents(string_field(record, "contents", where))
         if not text.strip():
-            raise UserError(
-                f'{where}: "contents" is a title without text; expected "Title", a line feed and the text'
-            )
+            raise UserError(f'{where}: "contents" is a title without text; expected "Title", a line feed and the text')
     elif "text" in record or "title" in record:
         title = string_field(record, "title", where, may_be_empty=True)
         text = string_field(record, "text", where)

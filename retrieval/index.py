@@ -140,9 +140,7 @@ class Index:
             return found
         query_QD = self.encoder.encode_queries([queries[number] for number in asked])
         if query_QD.shape != (len(asked), self.dim) or not np.isfinite(query_QD).all():
-            raise ValueError(
-                f"{self.encoder.name}: expected finite [{len(asked)}, {self.dim}], got {query_QD.shape}"
-            )
+            raise ValueError(f"{self.encoder.name}: expected finite [{len(asked)}, {self.dim}], got {query_QD.shape}")
         query_QD = np.ascontiguousarray(query_QD, np.float32)
         score_QF, row_QF = self._faiss.search(query_QD, min(len(self), k + MARGIN))
         for number, query_D, score_F, row_F in zip(asked, query_QD, score_QF, row_QF, strict=True):
@@ -256,16 +254,12 @@ def load_index(folder: str | Path, corpus: Corpus | None = None, encoder: Encode
 def _read_vectors(path: Path, manifest: Manifest) -> Any:
     size = path.stat().st_size if path.is_file() else 0
     if size != manifest.vectors_bytes:
-        raise UserError(
-            f"{path}: expected {manifest.vectors_bytes} bytes, found {size}; build the index again"
-        )
+        raise UserError(f"{path}: expected {manifest.vectors_bytes} bytes, found {size}; build the index again")
     try:
         vectors = faiss.read_index(os.fspath(path))
     except RuntimeError:
         raise UserError(f"{path}: FAISS cannot read it; build the index again") from None
     shape, expected = (vectors.ntotal, vectors.d), (manifest.passages, manifest.dim)
     if shape != expected or not isinstance(vectors, faiss.IndexFlatIP):
-        raise UserError(
-            f"{path}: holds {shape[0]} x {shape[1]} vectors, expected {expected}; build the index again"
-        )
+        raise UserError(f"{path}: holds {shape[0]} x {shape[1]} vectors, expected {expected}; build the index again")
     return vectors

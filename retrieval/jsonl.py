@@ -48,9 +48,7 @@ def iter_records(path: str | Path) -> Iterator[tuple[str, Record]]:
         content = b"".join(line for _, line in _lines(path)).removeprefix(b"\xef\xbb\xbf")
         records = _parse(content, str(path))
         if not isinstance(records, list):
-            raise UserError(
-                f"{path}: expected a JSON list of objects, found {_kind(records)}; convert the file"
-            )
+            raise UserError(f"{path}: expected a JSON list of objects, found {_kind(records)}; convert the file")
         for number, record in enumerate(records, 1):
             yield f"{path}: item {number}", _as_object(record, f"{path}: item {number}")
     else:
@@ -70,9 +68,7 @@ def write_jsonl(path: str | Path, records: Iterable[Record]) -> int:
     count = 0
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         # mtime and name are left out of the gzip header, so that equal records give equal files.
-        zipped = (
-            gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
-        )
+        zipped = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
         out = cast(IO[bytes], zipped or file)
         for record in records:
             line = json.dumps(record, allow_nan=False, ensure_ascii=False)
@@ -138,9 +134,7 @@ def _parse(data: bytes, where: str) -> object:
         return json.loads(data.decode("utf-8"))
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UserError(
-            f"{where}: not valid JSON at {at} ({error.msg}); mend or remove this record"
-        ) from None
+        raise UserError(f"{where}: not valid JSON at {at} ({error.msg}); mend or remove this record") from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not valid UTF-8 at byte {error.start}; expected UTF-8, so convert the file"

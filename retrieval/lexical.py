@@ -3,7 +3,9 @@
 A text's vector is the sum over its distinct words w of  tf'(w) * idf(w) * h(w), divided by its L2 norm.
   words  lower-cased runs of letters and digits of any script
   tf'    tf * (K + 1) / (tf + K), K = 1.2: BM25's saturation, and 1 for a word that occurs once
-  idf    log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages, as in BM25; largest for n = 0
+  idf    log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages, as in BM25; a word in no passage is left
+  out:
+         it matches nothing, and hashed it would only add noise
   h(w)   the word's direction: +1 or -1 at four of the dim places, one in each quarter, out of one BLAKE2b
 The signs make collisions cancel on average instead of always adding; four places instead of one thin them
 out further (the block construction of Kane and Nelson 2014, Sparser Johnson-Lindenstrauss transforms).
@@ -100,16 +102,16 @@ class LexicalEncoder:
         return hashlib.sha256(json.dumps(settings).encode("ascii")).hexdigest()
 
     def idf(self, word: str) -> float:
-        """log(1 + (N - n + .5) / (n + .5)), the weight of a word that n of the N passages hold."""
+        """log(1 + (N - n + .5) / (n + .5)), the weight of a word that n of the N passages hold; 0 for n = 0."""
         n = self._counts.get(word, 0)
-        return math.log1p((self._passages - n + 0.5) / (n + 0.5))
+        return math.log1p((self._passages - n + 0.5) / (n + 0.5)) if n else 0.0
 
     def encode_queries(self, queries: list[str]) -> Vectors:
-        """float32 [len(queries), dim], rows of norm 1; a query without a word is a zero row."""
+        """float32 [len(queries), dim], rows of norm 1; a query without a known word is a zero row."""
         return self._encode(queries)
 
     def encode_passages(self, passages: list[str]) -> Vectors:
-        """float32 [len(passages), dim], rows of norm 1; a passage without a word is a zero row."""
+        """float32 [len(passages), dim], rows of norm 1; a passage without a known word is a zero row."""
         return self._encode(passages)
 
     def _encode(self, texts: list[str]) -> Vectors:
@@ -127,6 +129,8 @@ class LexicalEncoder:
             # Sorted, so that texts with the same words have the same sums to the last bit, whatever the word
             # order.
             for word, frequency in sorted(Counter(words(text)).items()):
+                if word not in self._counts:
+                    continue
                 entry = self._known.get(word) or self._entry(word)
                 rows.append(row)
                 frequencies.append(frequency)
@@ -152,7 +156,5 @@ class LexicalEncoder:
             low, high = quarter * self.dim // PLACES, (quarter + 1) * self.dim // PLACES
             places.append(low + (number >> 1) % (high - low))
             values.append(idf if number & 1 else -idf)
-        entry = tuple(places), tuple(values)
-        if word in self._counts:
-            self._known[word] = entry
+        entry = self._known[word] = tuple(places), tuple(values)
         return entry

@@ -48,14 +48,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder}: no such folder; build the index first (thresher index build)")
     path = folder / FILE
     if not path.is_file():
-        raise UserError(
-            f"{folder}: holds no {FILE}, so it is no finished index; remove it and build it again"
-        )
+        raise UserError(f"{folder}: holds no {FILE}, so it is no finished index; remove it and build it again")
     record = read_json_object(path)
     if record.get("format") != FORMAT:
         raise UserError(
-            f'{path}: "format" is {record.get("format")!r}, expected {FORMAT}; build the index again with '
-            "this version"
+            f'{path}: "format" is {record.get("format")!r}, expected {FORMAT}; build the index again with this version'
         )
     for field in fields(Manifest):
         value = record.get(field.name)
@@ -84,9 +81,7 @@ def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None) -> Corp
         place = next((place for place in places if place.is_file()), None)
         if place is None:
             told = f"no longer at {places[-1]}" if places else "was never a file"
-            raise UserError(
-                f"{folder}: the corpus of this index is {told}; put it there, or build the index again"
-            )
+            raise UserError(f"{folder}: the corpus of this index is {told}; put it there, or build the index again")
         corpus = read_corpus(place)
     if corpus.sha256 != manifest.corpus_sha256:
         raise UserError(

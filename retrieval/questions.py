@@ -51,8 +51,7 @@ def read_questions(path: str | Path) -> list[Question]:
         extra = {
             key: value
             for key, value in record.items()
-            if key not in {"id", "question", *GOLD_KEYS}
-            and not (key == "metadata" and isinstance(value, dict))
+            if key not in {"id", "question", *GOLD_KEYS} and not (key == "metadata" and isinstance(value, dict))
         }
         questions.append(
             Question(
@@ -84,9 +83,7 @@ def _records(path: str | Path) -> Iterator[tuple[str, str, Record]]:
     for row, (where, record) in enumerate(iter_records(path)):
         id_ = id_field(record, row, where)
         if id_ in place_of:
-            raise UserError(
-                f"{where}: the id {id_!r} was used before, at {place_of[id_]}; give every question its own"
-            )
+            raise UserError(f"{where}: the id {id_!r} was used before, at {place_of[id_]}; give every question its own")
         place_of[id_] = where
         yield where, id_, record
     if not place_of:
@@ -101,9 +98,7 @@ def _golds(record: Record, where: str) -> tuple[str, ...]:
             if not golds:
                 raise UserError(f'{where}: "{key}" is an empty list; expected at least one gold answer')
             return golds
-    raise UserError(
-        f'{where}: no gold answer; expected "golden_answers" (a list) or "answer" in every record'
-    )
+    raise UserError(f'{where}: no gold answer; expected "golden_answers" (a list) or "answer" in every record')
 
 
 def _strings(value: object, where: str) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""The one exception that means "the user can mend this": the command line prints its sentence and exits with status 2."""
+"""The one exception that means "the user can mend this": the command line prints its sentence and exits with
+status 2."""
 
 
 class UserError(ValueError):

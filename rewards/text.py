@@ -61,9 +61,7 @@ def f1_score(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "s
     side is yes, no or noanswer.
     """
     answer = normalize_answer(s, variant)
-    return max(
-        (_f1(answer, normalize_answer(gold, variant), yes_no) for gold in as_golds(golds)), default=0.0
-    )
+    return max((_f1(answer, normalize_answer(gold, variant), yes_no) for gold in as_golds(golds)), default=0.0)
 
 
 def contains_answer(text: str, golds: Golds, *, substring: bool = False, variant: Variant = "squad") -> bool:

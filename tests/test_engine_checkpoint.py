@@ -76,9 +76,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"fused": True}, {"amsgrad": True}], ids=["plain", "fused", "amsgrad"]
-)
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"amsgrad": True}], ids=["plain", "fused", "amsgrad"])
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
     straight = Tiny()
     train(straight, adamw(straight, **settings), range(6))
@@ -98,9 +96,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, settings: dict[str,
         strict=True,
     ):
         assert torch.equal(a, b) and mine.keys() == theirs.keys()
-        assert all(
-            torch.equal(mine[key], theirs[key]) and mine[key].dtype == theirs[key].dtype for key in mine
-        )
+        assert all(torch.equal(mine[key], theirs[key]) and mine[key].dtype == theirs[key].dtype for key in mine)
     train(second, resumed, range(3, 6))
     for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -133,9 +129,7 @@ def test_the_optimizers_own_settings_stay(tmp_path: Path) -> None:
     load_optimizer(path, optimizer, policy.named_parameters())
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.7, (0.5, 0.6), 0.3)
-    assert torch.equal(
-        optimizer.state[policy.layer.bias]["exp_avg"], load_file(path / OPTIMIZER)["layer.bias.exp_avg"]
-    )
+    assert torch.equal(optimizer.state[policy.layer.bias]["exp_avg"], load_file(path / OPTIMIZER)["layer.bias.exp_avg"])
 
 
 def test_an_optimizer_that_never_stepped(tmp_path: Path) -> None:
@@ -191,9 +185,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, damage: s
 
 
 @pytest.mark.parametrize("moment", ["model", "tokenizer", "optimizer", "state"])
-def test_a_save_that_fails_leaves_the_one_before(
-    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Tiny()
     optimizer = adamw(policy)
     save_checkpoint(tmp_path, 1, policy, optimizer, {"n": 1})
@@ -221,9 +213,7 @@ def test_mistakes_of_the_caller(tmp_path: Path) -> None:
     policy = Tiny()
     with pytest.raises(TypeError):
         save_checkpoint(tmp_path, 1, policy, adamw(policy), {"x": object()})
-    with pytest.raises(
-        ValueError, match="the optimizer holds 4 of 4 parameters that the policy does not name"
-    ):
+    with pytest.raises(ValueError, match="the optimizer holds 4 of 4 parameters that the policy does not name"):
         save_checkpoint(tmp_path, 1, Tiny(), adamw(policy), {})
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         prune(tmp_path, 0)
@@ -241,9 +231,7 @@ def refused(path: Path, policy: nn.Module) -> str:
 
 def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    assert "layer.weight.exp_avg is torch.float32 [2, 3], expected torch.float32 [2, 4]" in refused(
-        path, Tiny(width=4)
-    )
+    assert "layer.weight.exp_avg is torch.float32 [2, 3], expected torch.float32 [2, 4]" in refused(path, Tiny(width=4))
     assert "expected torch.bfloat16" in refused(path, Tiny().to(torch.bfloat16))
     more = Tiny()
     more.register_parameter("more", nn.Parameter(torch.zeros(1)))

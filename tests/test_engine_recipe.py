@@ -256,16 +256,14 @@ def test_bounds(write: Any, key: str, good: list[str], bad: list[str]) -> None:
 def test_rules_between_fields(write: Any) -> None:
     path = write(SMALLEST + '[sft]\ntranscripts = "t"\nheld_out = 0.0\n')
     assert refusal(path, "grpo.aggregation=constant") == (
-        'r.toml: [grpo] aggregation_constant: expected a number > 0 with aggregation = "constant",'
-        " got nothing"
+        'r.toml: [grpo] aggregation_constant: expected a number > 0 with aggregation = "constant", got nothing'
     )
     assert (
         refusal(path, "grpo.aggregation_constant=5")
         == '--set grpo.aggregation_constant: expected no value with aggregation = "trajectory", got 5.0'
     )
     assert refusal(path, "grpo.updates_per_batch=3", "rollout.questions_per_step=2") == (
-        "--set grpo.updates_per_batch: expected at most rollout.questions_per_step = 2, for a group is not"
-        " split, got 3"
+        "--set grpo.updates_per_batch: expected at most rollout.questions_per_step = 2, for a group is not split, got 3"
     )
     assert "[sft] held_out: expected a number > 0 where there is a gate" in refusal(path, "sft.gate=0.5")
 
@@ -305,9 +303,7 @@ def test_overrides(write: Any, override: str, section: str, key: str, value: Any
 
 
 def test_overrides_reach_into_options_and_the_last_one_counts(write: Any) -> None:
-    recipe = load_recipe(
-        write(FULL), ["system.options.new=1", "system.options.new=[2]", "system.name=search_r1"]
-    )
+    recipe = load_recipe(write(FULL), ["system.options.new=1", "system.options.new=[2]", "system.name=search_r1"])
     system = recipe.need(System)
     assert system.name == "search_r1"
     assert system.options["new"] == [2] and system.options["partial_credit"] is False
@@ -333,9 +329,7 @@ def test_overrides_refused(write: Any, override: str, message: str) -> None:
 
 
 def test_unreadable_files(tmp_path: Path, write: Any) -> None:
-    assert refusal(tmp_path / "absent.toml").startswith(
-        "absent.toml: cannot be read (No such file or directory)"
-    )
+    assert refusal(tmp_path / "absent.toml").startswith("absent.toml: cannot be read (No such file or directory)")
     assert "cannot be read (Is a directory)" in refusal(tmp_path)
     path = write(SMALLEST)
     path.write_bytes(b"\xff\xfe")

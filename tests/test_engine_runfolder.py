@@ -54,9 +54,7 @@ def test_create_leaves_nothing_when_it_fails(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Recipe, "write", fail)
-    assert "cannot make the run folder (No space left on device)" in refusal(
-        RunFolder.create, tmp_path / "run", RECIPE
-    )
+    assert "cannot make the run folder (No space left on device)" in refusal(RunFolder.create, tmp_path / "run", RECIPE)
     assert tree(tmp_path) == []
 
 
@@ -84,9 +82,7 @@ def test_resume_refuses_another_recipe_and_changes_nothing(tmp_path: Path) -> No
         f"{path}: the run folder belongs to another recipe (grpo.beta is 0.001, not 0.5); resume with its own"
         " recipe.toml, or choose another folder"
     )
-    foreign = Recipe(
-        model=Model(path="x", prompt="chat", dtype="bfloat16"), run=Run(seed=1), grpo=Grpo(beta=0.5)
-    )
+    foreign = Recipe(model=Model(path="x", prompt="chat", dtype="bfloat16"), run=Run(seed=1), grpo=Grpo(beta=0.5))
     assert "not 0.5 and 1 more)" not in refusal(RunFolder.resume, path, foreign)
     assert " and 2 more)" in refusal(RunFolder.resume, path, foreign)
     assert (path / "recipe.toml").read_bytes() == stored

@@ -84,9 +84,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tags", "hits"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
-)
+@pytest.mark.parametrize(("tokens", "tags", "hits"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_by_hand(tokens: list[bytes], tags: list[str], hits: dict[int, tuple[str, bytes]]) -> None:
     expected = {place: (tag.encode(), trailing) for place, (tag, trailing) in hits.items()}
     assert stepped(TagMatcher(Toy(tokens), tags), list(range(len(tokens)))) == expected

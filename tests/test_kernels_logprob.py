@@ -82,9 +82,7 @@ def test_bits_are_those_of_the_loss(dtype: torch.dtype, chunk_rows: int | None) 
     logprobs, entropy = token_logprobs(hidden, head, targets, **options)
     # a third of the rows has no advantage and is worked on last
     advantages = torch.arange(130.0) % 3
-    result = grpo_loss(
-        hidden.requires_grad_(), head, targets, logprobs, advantages, torch.ones(130), **options
-    )
+    result = grpo_loss(hidden.requires_grad_(), head, targets, logprobs, advantages, torch.ones(130), **options)
     assert torch.equal(result.logprobs, logprobs) and torch.equal(result.entropy, entropy)
     assert torch.equal(result.ratios, torch.ones_like(logprobs))
 

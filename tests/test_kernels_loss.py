@@ -43,9 +43,7 @@ class Case:
         return (self.hidden, self.head, self.targets, self.old, self.advantages, self.weights)
 
 
-def make_case(
-    T: int, H: int = 16, V: int = 50, seed: int = 0, scale: float = 0.5, spread: float = 0.4
-) -> Case:
+def make_case(T: int, H: int = 16, V: int = 50, seed: int = 0, scale: float = 0.5, spread: float = 0.4) -> Case:
     """Random float64 inputs: old and reference log-probs around the true ones; of the advantages and of the
     weights a fifth is zero."""
     noise = torch.Generator().manual_seed(seed)
@@ -58,14 +56,10 @@ def make_case(
     logp = torch.log_softmax(hidden @ head.t(), 1).gather(1, targets[:, None])[:, 0]
     advantages = torch.where(torch.rand(T, generator=noise) < 0.2, 0.0, normal(T))
     weights = torch.where(torch.rand(T, generator=noise) < 0.2, 0.0, normal(T).abs())
-    return Case(
-        hidden, head, targets, logp + spread * normal(T), advantages, weights, logp + spread * normal(T)
-    )
+    return Case(hidden, head, targets, logp + spread * normal(T), advantages, weights, logp + spread * normal(T))
 
 
-def brute(
-    case: Case, upstream: float = 1.0, dtype: torch.dtype = torch.float64, **options: Any
-) -> dict[str, Any]:
+def brute(case: Case, upstream: float = 1.0, dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Any]:
     """The loss, written out again in the given dtype with autograd through log_softmax, and its gradients."""
     o = {"temperature": 1.0, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "kl_value": "k3"}
     o |= {"kl_gradient": None, "beta": 0.0, "entropy_coef": 0.0, "vocab_size": None} | options
@@ -106,9 +100,7 @@ def brute(
 def run(case: Case, upstream: float = 1.0, with_ref: bool = True, **options: Any) -> dict[str, Any]:
     """grpo_loss on fresh leaves, with its gradients, in the form of `brute`."""
     hidden, head = (t.detach().clone().requires_grad_() for t in (case.hidden, case.head))
-    result = grpo_loss(
-        hidden, head, *case.arguments[2:], ref_logprobs_T=case.ref if with_ref else None, **options
-    )
+    result = grpo_loss(hidden, head, *case.arguments[2:], ref_logprobs_T=case.ref if with_ref else None, **options)
     (result.loss * upstream).backward()
     found = {
         "loss": result.loss.detach(),
@@ -262,9 +254,7 @@ def test_float32_error_is_at_most_twice_torchs(T: int, H: int, V: int, scale: fl
         assert (case.hidden @ case.head.t()).abs().max() > 8e3
     options: dict[str, Any] = {"beta": 0.1, "kl_value": "k2", "entropy_coef": 0.01, "temperature": 0.9}
     # the log-probs above are those of temperature 1; at .9 the ratios spread further, at scale 300 very far
-    case = replace(
-        case, old=(base := brute(case, **options)["logprobs"]).float() + 0.1, ref=base.float() - 0.1
-    )
+    case = replace(case, old=(base := brute(case, **options)["logprobs"]).float() + 0.1, ref=base.float() - 0.1)
     truth = brute(case, **options)
     torchs, ours = brute(case, dtype=torch.float32, **options), run(case, chunk_rows=48, **options)
     for name in ("logprobs", "entropy", "hidden_grad", "head_grad", "loss"):
@@ -276,9 +266,7 @@ def test_float32_error_is_at_most_twice_torchs(T: int, H: int, V: int, scale: fl
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_inputs_keep_float32_log_probs(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_precision_inputs_keep_float32_log_probs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # blocks of 64 columns, so that the head is brought to float32 in several pieces, the last one ragged
     monkeypatch.setattr(logprob_module, "BLOCK_BYTES", 64 * 4 * 96)
     case = make_case(100, H=96, V=601, seed=1)
@@ -287,10 +275,7 @@ def test_low_precision_inputs_keep_float32_log_probs(
     torchs = brute(case, dtype=torch.float32, beta=0.1, entropy_coef=0.01)
     case = replace(case, old=case.old.float(), advantages=case.advantages.float(), ref=case.ref.float())
     ours = run(case, chunk_rows=33, beta=0.1, entropy_coef=0.01)
-    assert (
-        ours["logprobs"].dtype == torch.float32
-        and ours["hidden_grad"].dtype == ours["head_grad"].dtype == dtype
-    )
+    assert ours["logprobs"].dtype == torch.float32 and ours["hidden_grad"].dtype == ours["head_grad"].dtype == dtype
     for name in ("logprobs", "entropy"):
         allowed = (torchs[name].double() - truth[name]).abs().max()
         assert (ours[name].double() - truth[name]).abs().max() <= min(2 * allowed, 1e-3), name
@@ -304,9 +289,7 @@ def test_the_path_of_mixed_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA path for bfloat16, on a CPU, with the matmul it relies on stood in for."""
     real_mm = torch.mm
 
-    def mixed(
-        a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def mixed(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         if out_dtype is not None:
             assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
             a, b = a.float(), b.float()
@@ -345,16 +328,12 @@ def test_masked_rows_are_absent_whatever_they_hold(poison: float) -> None:
     options: dict[str, Any] = {"beta": 0.2, "kl_value": "k3", "entropy_coef": 0.1, "chunk_rows": 24}
     clean = run(case, **options)
     filled = {
-        name: torch.where(
-            masked if getattr(case, name).dim() == 1 else masked[:, None], poison, getattr(case, name)
-        )
+        name: torch.where(masked if getattr(case, name).dim() == 1 else masked[:, None], poison, getattr(case, name))
         for name in ("hidden", "old", "advantages", "ref")
     }
     poisoned = run(replace(case, targets=torch.where(masked, -100, case.targets), **filled), **options)
     assert_same_bits(poisoned, clean)
-    assert (poisoned["hidden_grad"][masked] == 0).all() and (poisoned["hidden_grad"][~masked] != 0).any(
-        1
-    ).all()
+    assert (poisoned["hidden_grad"][masked] == 0).all() and (poisoned["hidden_grad"][~masked] != 0).any(1).all()
     for name in ("logprobs", "ratios", "entropy", *ESTIMATORS):
         assert (poisoned[name][masked] == 0).all(), name
     assert not poisoned["result"].clipped[masked].any()
@@ -566,9 +545,7 @@ def test_work_is_done_only_where_a_gradient_is_wanted() -> None:
     case = replace(make_case(64).to(torch.float32), weights=torch.ones(64))
     case = replace(case, advantages=torch.where(case.advantages == 0, 1.0, case.advantages))
 
-    def matmuls(
-        hidden_grad: bool, head_grad: bool, grad: bool = True, **options: Any
-    ) -> tuple[int, LossResult]:
+    def matmuls(hidden_grad: bool, head_grad: bool, grad: bool = True, **options: Any) -> tuple[int, LossResult]:
         hidden, head = (
             case.hidden.clone().requires_grad_(hidden_grad),
             case.head.clone().requires_grad_(head_grad),
@@ -630,11 +607,7 @@ def test_metrics_without_reference_and_without_grad() -> None:
         *trained.kl.values(),
     ):
         assert not values.requires_grad
-    assert (
-        trained.loss.requires_grad
-        and trained.clipped.dtype == torch.bool
-        and trained.capped.dtype == torch.int64
-    )
+    assert trained.loss.requires_grad and trained.clipped.dtype == torch.bool and trained.capped.dtype == torch.int64
     assert torch.equal(trained.loss.detach(), result.loss)
 
 
@@ -706,9 +679,7 @@ def test_bad_data_names_argument_and_first_index(name: str, bad: float, words: s
     case = replace(case, **{name: set_row(set_row(getattr(case, name), 7, bad), 20, bad)})
     buffer = torch.zeros_like(case.head)
     with pytest.raises(ValueError, match=words):
-        grpo_loss(
-            case.hidden.requires_grad_(), *case.arguments[1:], ref_logprobs_T=case.ref, lm_head_grad_VH=buffer
-        )
+        grpo_loss(case.hidden.requires_grad_(), *case.arguments[1:], ref_logprobs_T=case.ref, lm_head_grad_VH=buffer)
     assert (buffer == 0).all()
 
 

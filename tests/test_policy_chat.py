@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from thresher.rewards.errors import UserError
 

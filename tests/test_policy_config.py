@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from thresher.policy.config import ModelConfig, config_from_dict, read_config, write_config
 from thresher.rewards.errors import UserError
 
@@ -161,18 +162,14 @@ def test_what_is_written_is_read_back_and_keeps_what_it_does_not_know(tmp_path: 
 def test_the_generation_file_wins_for_end_tokens(
     tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]
 ) -> None:
-    assert (
-        read_config(store(tmp_path, changed(eos_token_id=in_config), in_generation)).eos_token_ids == expected
-    )
+    assert read_config(store(tmp_path, changed(eos_token_id=in_config), in_generation)).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(
     ("name", "heads", "kv_heads", "layers", "tied"),
     [("0.5B", 14, 2, 24, True), ("1.5B", 12, 2, 28, True), ("3B", 16, 2, 36, True), ("7B", 28, 4, 28, False)],
 )
-def test_published_configs(
-    shared_data: Path, name: str, heads: int, kv_heads: int, layers: int, tied: bool
-) -> None:
+def test_published_configs(shared_data: Path, name: str, heads: int, kv_heads: int, layers: int, tied: bool) -> None:
     path = shared_data / "qwen2.5" / f"Qwen2.5-{name}-Instruct.config.json"
     config = config_from_dict(json.loads(path.read_text()), str(path))
     assert (config.num_attention_heads, config.num_key_value_heads) == (heads, kv_heads)

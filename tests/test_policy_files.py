@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from thresher.policy.files import atomic_path, atomic_write_bytes, atomic_write_text, staged_folder
 from thresher.rewards.errors import UserError
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from thresher.rewards.errors import UserError
 
@@ -74,9 +75,7 @@ def test_qwen_added_tokens_inside_a_passage_stay_text(qwen: Tokenizer) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(
-    pieces=st.lists(st.one_of(text_like, st.sampled_from(["<|im_end|>", "<|", "|>", "im_end"])), max_size=6)
-)
+@given(pieces=st.lists(st.one_of(text_like, st.sampled_from(["<|im_end|>", "<|", "|>", "im_end"])), max_size=6))
 def test_qwen_roundtrip(qwen: Tokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)
     ids = qwen.encode(text)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from thresher.policy.weights import INDEX, SINGLE, read_weights, write_weights
 from thresher.rewards.errors import UserError
 
@@ -163,9 +164,7 @@ def test_transformers_reads_ours_and_we_read_its(tmp_path: Path) -> None:
         config.save_pretrained(tmp_path / str(limit))
         write_weights(tmp_path / str(limit), state, max_shard_bytes=limit)
         again = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / str(limit))
-        assert all(
-            torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items() if name != HEAD
-        )
+        assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items() if name != HEAD)
         assert torch.equal(again.lm_head.weight, state[EMBED])
 
 
@@ -280,9 +279,7 @@ def test_corrupt_headers(tmp_path: Path, header: Any, complaint: str | None) -> 
 
 
 def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
-    (tmp_path / SINGLE).write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 988097824\n"
-    )
+    (tmp_path / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 988097824\n")
     assert "Git LFS pointer" in refusal(tmp_path, {})
 
 

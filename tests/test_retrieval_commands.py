@@ -120,9 +120,7 @@ def test_check_by_hand(folder):
 
 
 def test_check_needs_gold_titles(folder):
-    queries = write(
-        folder / "q.jsonl", {"id": "a", "question": "owl", "gold_titles": ["Old"]}, {"question": "hen"}
-    )
+    queries = write(folder / "q.jsonl", {"id": "a", "question": "owl", "gold_titles": ["Old"]}, {"question": "hen"})
     with pytest.raises(UserError, match=r"q\.jsonl: the query '1' has no \"gold_titles\""):
         check(folder / "ix", queries, 1)
 

@@ -86,9 +86,7 @@ def test_the_hash_is_over_the_content_not_the_file(tmp_path):
     plain = write(tmp_path / "c.jsonl", *records)
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     (tmp_path / "c.json").write_text(json.dumps(records, indent=2))
-    wiki = write(
-        tmp_path / "w.jsonl", *({"id": r["id"], "contents": f'"{r["title"]}"\n{r["text"]}'} for r in records)
-    )
+    wiki = write(tmp_path / "w.jsonl", *({"id": r["id"], "contents": f'"{r["title"]}"\n{r["text"]}'} for r in records))
     read = [read_corpus(path) for path in (plain, tmp_path / "c.jsonl.gz", tmp_path / "c.json", wiki)]
     assert len({corpus.sha256 for corpus in read}) == 1 and len(read[0].sha256) == 64
     assert read[0].path == plain

@@ -206,9 +206,7 @@ def test_a_query_of_a_hundred_kilobytes(tmp_path):
     assert len(corpus[7].text) * 1500 > 50_000 and hits[0].row == 7
 
 
-@pytest.mark.parametrize(
-    ("k", "told"), [(0, "at least 1"), (-3, "k is -3"), (5, "holds 4 passages; lower k")]
-)
+@pytest.mark.parametrize(("k", "told"), [(0, "at least 1"), (-3, "k is -3"), (5, "holds 4 passages; lower k")])
 def test_k_out_of_range(k, told):
     index = index_of(np.eye(4))
     for call in (index.check_k, lambda k: index.search(["1 0 0 0"], k)):

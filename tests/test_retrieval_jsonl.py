@@ -11,9 +11,7 @@ from thresher.rewards.errors import UserError
 
 def test_lines_are_numbered_as_an_editor_does_and_blank_ones_passed_over(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(
-        b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "x\xe2\x80\xa8y"}'
-    )  # BOM, CRLF, U+2028, no last line feed
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "x\xe2\x80\xa8y"}')  # BOM, CRLF, U+2028, no last line feed
     assert list(iter_jsonl(path)) == [(1, {"a": 1}), (4, {"a": "x\u2028y"})]
 
 

@@ -45,20 +45,20 @@ def test_idf_by_hand(encoder):
     assert encoder.idf("red") == pytest.approx(math.log(1 + 1.5 / 3.5))
     assert encoder.idf("fox") == encoder.idf("hen") == encoder.idf("old") == pytest.approx(math.log(2))
     assert encoder.idf("blue") == pytest.approx(math.log(1 + 3.5 / 1.5))
-    assert encoder.idf("cat") == pytest.approx(math.log(1 + 4.5 / 0.5)) == pytest.approx(2.302585)
-    assert encoder.idf("cat") > encoder.idf("blue") > encoder.idf("hen") > encoder.idf("red") > 0
+    assert encoder.idf("cat") == 0
+    assert encoder.idf("blue") > encoder.idf("hen") > encoder.idf("red") > 0
 
 
 def test_words_do_not_meet(encoder):
-    vectors = encoder.encode_queries(["red", "fox", "hen", "blue", "old", "cat"])
-    np.testing.assert_allclose(vectors @ vectors.T, np.eye(6), atol=1e-6)
+    vectors = encoder.encode_queries(["red", "fox", "hen", "blue", "old"])
+    np.testing.assert_allclose(vectors @ vectors.T, np.eye(5), atol=1e-6)
     assert (np.count_nonzero(vectors, axis=1) == 4).all()  # four places a word
     np.testing.assert_allclose(np.abs(vectors[vectors != 0]), 0.5, rtol=1e-6)
     assert {-0.5, 0.5} == set(vectors[vectors != 0].round(3).tolist())  # of both signs
 
 
 def test_scores_by_hand(encoder):
-    red, two, blue, cat = (encoder.idf(word) for word in ("red", "fox", "blue", "cat"))
+    red, two, blue = (encoder.idf(word) for word in ("red", "fox", "blue"))
     passages = encoder.encode_passages(TEXTS)
     fox, twice_fox, red_cat = encoder.encode_queries(["fox", "Fox FOX!", "red cat"]) @ passages.T
     expected = [two / math.hypot(red, two), 0, 0, two / math.sqrt(red**2 + 2 * two**2)]
@@ -66,14 +66,13 @@ def test_scores_by_hand(encoder):
     np.testing.assert_allclose(twice_fox, expected, atol=1e-6)  # a query of one word, however often
     thrice = 3 * 2.2 / (3 + 1.2)  # saturated: 1.571 for three times, 1.375 for twice
     hens = 2 * 2.2 / (2 + 1.2)
-    share = red / math.hypot(red, cat)
     np.testing.assert_allclose(
         red_cat,
         [
-            share * red / math.hypot(red, two),
-            share * thrice * red / math.hypot(thrice * red, two),
+            red / math.hypot(red, two),
+            thrice * red / math.hypot(thrice * red, two),
             0,
-            share * red / math.sqrt(red**2 + 2 * two**2),
+            red / math.sqrt(red**2 + 2 * two**2),
         ],
         atol=1e-6,
     )
@@ -84,7 +83,7 @@ def test_scores_by_hand(encoder):
 def test_shape_dtype_and_norm(encoder):
     vectors = encoder.encode_passages([*TEXTS, "", "?!", "unseen words only"])
     assert vectors.shape == (7, WIDE) and vectors.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 1, 1, 1, 0, 0, 1], atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 1, 1, 1, 0, 0, 0], atol=1e-6)
     assert encoder.encode_queries([]).shape == (0, WIDE)
     assert not encoder.encode_queries(["", "?!"]).any()
 
@@ -98,9 +97,7 @@ def test_word_order_and_case_leave_no_trace(encoder):
 
 def test_alone_and_in_a_crowd_to_the_last_bit():
     rng = random.Random(0)
-    texts = [
-        " ".join(f"w{rng.randrange(400)}" for _ in range(rng.randrange(40))) for _ in range(2 * CHUNK + 5)
-    ]
+    texts = [" ".join(f"w{rng.randrange(400)}" for _ in range(rng.randrange(40))) for _ in range(2 * CHUNK + 5)]
     encoder = LexicalEncoder.fit(texts, 512)
     crowd = encoder.encode_passages(texts)
     for row in (0, 1, 17, CHUNK - 1, CHUNK, 2 * CHUNK + 4):

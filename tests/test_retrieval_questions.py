@@ -70,9 +70,7 @@ def test_an_empty_file_is_refused(tmp_path):
 
 
 def test_queries_need_no_answers(tmp_path):
-    path = write(
-        tmp_path / "q.jsonl", {"question": "a?"}, {"id": "b", "question": "b?", "gold_titles": ["T", "U"]}
-    )
+    path = write(tmp_path / "q.jsonl", {"question": "a?"}, {"id": "b", "question": "b?", "gold_titles": ["T", "U"]})
     assert read_queries(path) == [Query("0", "a?", ()), Query("b", "b?", ("T", "U"))]
     with pytest.raises(UserError, match=r'q\.jsonl:1: "gold_titles" should be a list of strings'):
         read_queries(write(path, {"question": "a?", "gold_titles": "T"}))
@@ -89,8 +87,6 @@ def test_real_questions(shared_data):
     assert len(nq) == 3610 and nq[3609].id == "3609"
     assert nq[0].golds == ("14 December 1972 UTC", "December 1972")
     oracle = read_questions(shared_data / "nq/nq-open-oracle.jsonl.gz")
-    assert (
-        len(oracle) == 2655 and oracle[0].metadata["ctxs"][0]["title"] == "List of Nobel laureates in Physics"
-    )
+    assert len(oracle) == 2655 and oracle[0].metadata["ctxs"][0]["title"] == "List of Nobel laureates in Physics"
     queries = read_queries(shared_data / "2wiki/gold_titles_1000.jsonl")
     assert len(queries) == 1000 and queries[0].gold_titles == ("Lothair II", "Ermengarde of Tours")

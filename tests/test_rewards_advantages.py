@@ -40,9 +40,7 @@ ALL_EQUAL = [[0.1] * 7, [0.1] * 3, [1 / 3] * 11, [13.0], [0.0], [0.7] * 10, [-2.
 
 
 @pytest.mark.parametrize("rewards", ALL_EQUAL)
-@pytest.mark.parametrize(
-    "options", [{}, {"std_floor": 0.0}, {"std_floor": 0.0, "sample_std": True, "eps": 1e-4}]
-)
+@pytest.mark.parametrize("options", [{}, {"std_floor": 0.0}, {"std_floor": 0.0, "sample_std": True, "eps": 1e-4}])
 def test_equal_rewards_give_exactly_zero(rewards: list[float], options: dict) -> None:
     assert group_advantages(rewards, **options) == [0.0] * len(rewards)
 

@@ -184,9 +184,7 @@ def test_the_shape_of_the_papers_case_study() -> None:
     gets 0; the evaluating loop names what is missing, searches again and gets 1; its evaluate blocks hold no
     gold, so with a wrong answer they would have earned 0."""
     gold = ["12 May 1921"]
-    passage = (
-        'r:<information>Doc 1(Title: "Ada Brandt") Ada Brandt (born 12 May 1921) is a painter.</information>'
-    )
+    passage = 'r:<information>Doc 1(Title: "Ada Brandt") Ada Brandt (born 12 May 1921) is a painter.</information>'
     plain = transcript(
         "q:When was the painter of Blue Harbour born?",
         "p:<search>Blue Harbour painter</search>",

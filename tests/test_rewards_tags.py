@@ -163,9 +163,7 @@ SOURCES = st.sampled_from(list(Source))
 
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(st.lists(st.tuples(SOURCES, TEXTS), max_size=8), st.integers(0, 40))
-def test_only_policy_bytes_matter_and_cutting_them_does_not(
-    parts: list[tuple[Source, str]], cut: int
-) -> None:
+def test_only_policy_bytes_matter_and_cutting_them_does_not(parts: list[tuple[Source, str]], cut: int) -> None:
     pieces = [Piece(source, text.encode()) for source, text in parts]
     found = blocks(pieces, "a")
     # Whatever the others say, as long as they say as much of it, the policy's blocks are the same.
@@ -173,13 +171,9 @@ def test_only_policy_bytes_matter_and_cutting_them_does_not(
     assert blocks(silent, "a") == found
     # Cutting a policy piece in two changes no text and no place.
     pieced = list(
-        itertools.chain.from_iterable(
-            (Piece(p.source, p.text[:cut]), Piece(p.source, p.text[cut:])) for p in pieces
-        )
+        itertools.chain.from_iterable((Piece(p.source, p.text[:cut]), Piece(p.source, p.text[cut:])) for p in pieces)
     )
-    assert [(b.text, b.start, b.end) for b in blocks(pieced, "a")] == [
-        (b.text, b.start, b.end) for b in found
-    ]
+    assert [(b.text, b.start, b.end) for b in blocks(pieced, "a")] == [(b.text, b.start, b.end) for b in found]
     for block in found:
         assert "</a>" not in block.text and "<a>" not in block.text
 
@@ -224,9 +218,7 @@ def test_no_tag_survives_alone_or_between_neighbours(texts: list[str], wrappers:
         assert occurrences(output) == 0
         assert neutralise(output, TAGS) == output
         assert output.replace(" ", "") == text.replace(" ", "")
-        if occurrences(text) == 0 and not any(
-            tag.startswith(text[text.rfind("<") :]) for tag in TAGS if "<" in text
-        ):
+        if occurrences(text) == 0 and not any(tag.startswith(text[text.rfind("<") :]) for tag in TAGS if "<" in text):
             assert output == text
     joined = wrappers[0] + "".join(o + w for o, w in zip(outputs, wrappers[1:], strict=False))
     used = wrappers[: len(outputs) + 1]

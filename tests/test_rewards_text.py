@@ -126,9 +126,7 @@ def test_containment(text: str, golds: str | list[str], tokens: bool, substring:
     assert contains_answer(text, golds, substring=True) is substring
 
 
-WORDS = st.lists(st.sampled_from(["no", "yes", "the", "Paris", "x", "U.S.", "-", "a"]), max_size=6).map(
-    " ".join
-)
+WORDS = st.lists(st.sampled_from(["no", "yes", "the", "Paris", "x", "U.S.", "-", "a"]), max_size=6).map(" ".join)
 
 
 @settings(derandomize=True, max_examples=300, deadline=None)

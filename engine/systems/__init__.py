@@ -1,4 +1,5 @@
-"""One file per paper. A system module has `Options` (a frozen dataclass of its switches) and `system(options) -> System`."""
+"""One file per paper. A system module has `Options` (a frozen dataclass of its switches) and `system(options) ->
+System`."""
 
 from collections.abc import Mapping
 from importlib import import_module

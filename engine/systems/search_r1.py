@@ -32,7 +32,9 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.search import search_r1_reward
 
 BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
-INVALID = "\nThat was no valid action. Search with a query between search tags, or answer between answer tags. Try again.\n"
+INVALID = (
+    "\nThat was no valid action. Search with a query between search tags, or answer between answer tags. Try again.\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
