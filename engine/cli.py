@@ -113,6 +113,12 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run", help="run folder")
     report.add_argument("--out", help="folder to write into; default: the run folder")
 
+    bench = commands.add_parser("bench", help="measure, beside peers").add_subparsers(required=True, metavar="WHAT")
+    step = _command(bench, "step", _bench_step, "one GRPO step of the demo's model, beside TRL where it is installed")
+    step.add_argument("--steps", type=_count, default=5)
+    step.add_argument("--peer", choices=("trl", "none"), default="trl")
+    step.add_argument("--out", help="JSON lines to append to")
+
     demo = _command(commands, "demo", _demo, "from nothing to a model that searches, in minutes")
     demo.add_argument("--out", default="runs/demo")
     demo.add_argument("--seed", type=int, default=0)
@@ -230,6 +236,12 @@ def _report(options: argparse.Namespace) -> None:
     from thresher.engine.report import write_report
 
     print(write_report(options.run, options.out))
+
+
+def _bench_step(options: argparse.Namespace) -> None:
+    from thresher.bench.step import run_step_bench
+
+    run_step_bench(options.steps, options.out, options.peer)
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -17,6 +17,20 @@ from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
 
+NOTES = """\
+People, places and works are invented, and the entities of the held-out questions occur in no training question and no \
+warm-up transcript: nothing that is memorised helps, an answer has to be found and copied.
+
+The warm-up teaches the form and not the task. Four of five of its transcripts are blind: whatever their question asks, \
+they follow relations drawn at random for one to three searches. One in five follows its question. What to search for, \
+and when to stop, is left to GRPO, whose reward sees the answer alone (and, at a tenth, the evaluate block).
+
+Passages are shown in the order of their score, and a query that names the right subject and relation finds the right \
+passage first. So the policy has to ask the right thing and to copy, but hardly to choose among passages: a model of this \
+size did not learn that within minutes (docs/log.md).
+"""
+
+
 def stages(out: Path, seed: int, overrides: list[str]) -> list[list[str]]:
     """The commands of the demo, as argument lists of `thresher`."""
     recipes = Path(str(files("thresher.recipes"))) / "demo"
@@ -52,6 +66,8 @@ def demo(
         raise UserError(f"{out}: the run folder exists already; choose another with --out, or delete it")
     started = time.perf_counter()
     for arguments in stages(out, seed, overrides):
+        if arguments[0] == "report":
+            atomic_write_text(out / "notes.md", NOTES)
         say(f"$ thresher {shlex.join(arguments)}")
         run(arguments)
     summary = json.loads((out / "grpo" / "summary.json").read_text(encoding="utf-8"))

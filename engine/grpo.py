@@ -80,20 +80,25 @@ def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], g
 
 
 class Updater:
-    """The optimiser and its schedule around one policy. `reference` may be None where beta is 0."""
+    """The optimiser and its schedule around one policy. `reference` may be None where beta is 0.
+
+    `master` holds the weights that are trained, always float32: the policy itself where it computes in float32, else a
+    model of its own, from which the policy is refreshed after every step (at lr 1e-6 a bfloat16 weight would not move).
+    """
 
     def __init__(
         self,
         policy: Policy,
+        master: Policy,
         reference: Policy | None,
         optim: Optim,
         grpo: Grpo,
         vocab_size: int,
         total_steps: int,
     ) -> None:
-        self.policy, self.reference, self.optim, self.grpo = policy, reference, optim, grpo
+        self.policy, self.master, self.reference, self.optim, self.grpo = policy, master, reference, optim, grpo
         self.vocab_size, self.total_steps = vocab_size, total_steps
-        self.optimizer = make_optimizer(policy, optim, optim.lr)
+        self.optimizer = make_optimizer(master, optim, optim.lr)
 
     def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
         """One optimiser step on all items; `step` counts from 0 and sets the learning rate. Returns what happened."""
@@ -102,9 +107,23 @@ class Updater:
         for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device):
             self._backward(batch, temperature, stats)
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
-        stats.grad_norm = step_optimizer(self.policy, self.optimizer, self.optim, stats.lr)
+        stats.grad_norm = self._step(stats.lr)
         stats.seconds = time.perf_counter() - started
         return stats
+
+    def _step(self, lr: float) -> float:
+        """Step the trained weights on the policy's gradients; returns their norm before clipping."""
+        if self.master is self.policy:
+            return step_optimizer(self.master, self.optimizer, self.optim, lr)
+        pairs = list(zip(self.policy.parameters(), self.master.parameters(), strict=True))
+        for parameter, trained in pairs:
+            trained.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        norm = step_optimizer(self.master, self.optimizer, self.optim, lr)
+        with torch.no_grad():
+            for parameter, trained in pairs:
+                parameter.copy_(trained)
+        return norm
 
     def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> None:
         reference_logprobs = None

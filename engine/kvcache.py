@@ -92,7 +92,11 @@ class PagedStep:
     def _group(self, shape: tuple[int, int], members: list[tuple[int, NewRows]], device: torch.device) -> PagedGroup:
         rows, keys = shape
         pages = keys // self.cache.page_size
-        index, position, table, out, take = [], [], [], [], []
+        index: list[list[int]] = []
+        position: list[list[int]] = []
+        table: list[list[int]] = []
+        out: list[int] = []
+        take: list[int] = []
         for number, (first, item) in enumerate(members):
             count = len(item.ids)
             padding = rows - count

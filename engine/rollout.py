@@ -272,7 +272,7 @@ class Rollout:
         if not due:
             return
         started = time.perf_counter()
-        rows = [live.hidden_H for live in due]
+        rows = [live.hidden_H for live in due if live.hidden_H is not None]  # all of them, said to the type checker
         rows.extend(rows[:1] * (-len(rows) % BATCH_STEP))
         vocab = self.tokenizer.vocab_size
         logits_BV = F.linear(torch.stack(rows), self.policy.head_VH[:vocab])[: len(due)].float()
@@ -324,7 +324,7 @@ class Rollout:
             self.clock.search += time.perf_counter() - started
             self.clock.searches += len(waiting)
             self.clock.search_calls += 1
-            again = []
+            again: list[tuple[_Live, str]] = []
             for (live, query), hits in zip(waiting, found, strict=True):
                 if self.shuffle:
                     Random(f"{live.job.seed} {len(live.trajectory.searches)}").shuffle(hits)

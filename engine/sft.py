@@ -23,6 +23,7 @@ from thresher.engine.grpo import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import Item, pack
 from thresher.engine.recipe import Optim, Sft
 from thresher.engine.render import Renderer
+from thresher.kernels import grpo_loss
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.jsonl import iter_jsonl
@@ -165,10 +166,18 @@ class Trainer:
         loss, tokens = 0.0, 0
         for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
-            logits = F.linear(hidden_TH.index_select(0, packed.rows_R), self.policy.head_VH[: self.vocab_size])
-            nll = (F.cross_entropy(logits.float(), packed.targets_R, reduction="none") * packed.weights_R).sum()
-            nll.backward()
-            loss += float(nll.detach())
+            # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.
+            result = grpo_loss(
+                hidden_TH.index_select(0, packed.rows_R),
+                self.policy.head_VH,
+                packed.targets_R,
+                None,
+                packed.advantages_R,
+                packed.weights_R,
+                vocab_size=self.vocab_size,
+            )
+            result.loss.backward()
+            loss -= float((packed.weights_R * result.logprobs).sum())
             tokens += packed.tokens
         return loss, tokens
 

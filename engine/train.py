@@ -22,6 +22,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from thresher.engine.assemble import Parts, load_on_device, load_parts, load_questions, load_retrieval
 from thresher.engine.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
 from thresher.engine.evaluate import Judged, evaluate, judge, summarise
@@ -30,7 +32,7 @@ from thresher.engine.recipe import Recipe
 from thresher.engine.rollout import Job, Rollout
 from thresher.engine.runfolder import RunFolder, read_metrics
 from thresher.engine.trajectory import check_trajectory
-from thresher.policy.model import Policy
+from thresher.policy.model import Policy, load_policy
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -65,7 +67,9 @@ def train(
     checkpoint."""
     started = time.perf_counter()
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
-    parts = load_parts(recipe, checkpoint.path if checkpoint else None)
+    model = checkpoint.path if checkpoint else Path(recipe.model.path)
+    parts = load_parts(recipe, model)
+    master = parts.policy if parts.policy.dtype == torch.float32 else load_policy(model, device=recipe.model.device)
     parts.policy.requires_grad_(True)
     index = load_retrieval(recipe)
     train_questions, dev_questions = load_questions(recipe)
@@ -74,9 +78,9 @@ def train(
         reference = load_on_device(recipe, recipe.model.path).requires_grad_(False)
     with RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe) as run:
         run.truncate_after(checkpoint.step if checkpoint else -1)
-        trainer = Trainer(parts, reference, parts.rollout(index), train_questions, dev_questions, run)
+        trainer = Trainer(parts, master, reference, parts.rollout(index), train_questions, dev_questions, run)
         if checkpoint:
-            load_optimizer(checkpoint.path, trainer.updater.optimizer, parts.policy.named_parameters())
+            load_optimizer(checkpoint.path, trainer.updater.optimizer, master.named_parameters())
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         trainer.run(checkpoint.step if checkpoint else 0, watch, before - started)
         summary = trainer.summary(before + time.perf_counter() - started)
@@ -90,6 +94,7 @@ class Trainer:
     def __init__(
         self,
         parts: Parts,
+        master: Policy,
         reference: Policy | None,
         rollout: Rollout,
         train_questions: Sequence[Question],
@@ -123,7 +128,7 @@ class Trainer:
                 save_checkpoint(
                     self.run_folder.checkpoints,
                     step,
-                    self.parts.policy,
+                    self.updater.master,
                     self.updater.optimizer,
                     {"seconds": time.perf_counter() + offset},
                     tokenizer=self.parts.tokenizer,

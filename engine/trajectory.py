@@ -52,7 +52,8 @@ class Trajectory:
 
     def policy_rows(self) -> list[int]:
         """Positions of the tokens that the policy sampled: the loss mask, as a list of indices."""
-        rows, at = [], 0
+        rows: list[int] = []
+        at = 0
         for segment in self.segments:
             if segment.source is Source.POLICY:
                 rows.extend(range(at, at + len(segment.ids)))

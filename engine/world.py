@@ -173,7 +173,8 @@ def transcripts(
 
 def _segments(path: Sequence[Fact], found: Sequence[str], before: str, after: str) -> list[dict[str, Any]]:
     segments: list[dict[str, Any]] = []
-    text, copied = "", []
+    text = ""
+    copied: list[list[int]] = []
     for hop, (fact, passages_text) in enumerate(zip(path, found, strict=True)):
         text += f"<think> {'First' if hop == 0 else 'Then'} the {fact.relation} </think><search> {fact.query} </search>"
         segments.append({"source": "policy", "text": text, "copied": copied})

@@ -16,6 +16,7 @@ float32 the bits of a row do not depend on what else is in the batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +30,12 @@ class _Spread(torch.autograd.Function):
     """Rows of x [T, ...] to places of a zero tensor [n, ...]; its backward gathers instead of adding."""
 
     @staticmethod
-    def forward(ctx, x_T, index_T, n):
+    def forward(ctx: Any, x_T: torch.Tensor, index_T: torch.Tensor, n: int) -> torch.Tensor:
         ctx.save_for_backward(index_T)
         return x_T.new_zeros(n, *x_T.shape[1:]).index_copy_(0, index_T, x_T)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (index_T,) = ctx.saved_tensors
         return grads[0].index_select(0, index_T), None, None
 
@@ -43,13 +44,13 @@ class _Collect(torch.autograd.Function):
     """The reverse: rows `index_T` of x [n, ...] (all different); its backward copies instead of adding."""
 
     @staticmethod
-    def forward(ctx, x_n, index_T):
+    def forward(ctx: Any, x_n: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index_T)
         ctx.n = x_n.shape[0]
         return x_n.index_select(0, index_T)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index_T,) = ctx.saved_tensors
         grad = grads[0]
         return grad.new_zeros(ctx.n, *grad.shape[1:]).index_copy_(0, index_T, grad), None
@@ -80,7 +81,7 @@ def varlen_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tens
     n = len(layout.lengths)
 
     def padded(x: torch.Tensor) -> torch.Tensor:
-        spread = _Spread.apply(x, layout.index_T, n * layout.longest)
+        spread: torch.Tensor = _Spread.apply(x, layout.index_T, n * layout.longest)
         return spread.view(n, layout.longest, *x.shape[1:]).transpose(1, 2)
 
     o_NHLD = F.scaled_dot_product_attention(
@@ -90,7 +91,9 @@ def varlen_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tens
         is_causal=True,
         enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
     )
-    return _Collect.apply(o_NHLD.transpose(1, 2).reshape(n * layout.longest, *q_THD.shape[1:]), layout.index_T)
+    rows = o_NHLD.transpose(1, 2).reshape(n * layout.longest, *q_THD.shape[1:])
+    out_THD: torch.Tensor = _Collect.apply(rows, layout.index_T)
+    return out_THD
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,14 @@ from thresher.kernels.logprob import (
 from thresher.kernels.objective import LossResult, LossRows, LossSettings, assemble, logit_coefficients
 
 # old log-probs, advantages, weights, reference log-probs: one number a row
-_Vectors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+_Vectors = tuple[Tensor | None, Tensor, Tensor, Tensor | None]
 
 
 def reference_grpo_loss(
     hidden_TH: Tensor,
     lm_head_VH: Tensor,
     targets_T: Tensor,
-    old_logprobs_T: Tensor,
+    old_logprobs_T: Tensor | None,
     advantages_T: Tensor,
     weights_T: Tensor,
     *,
@@ -83,7 +83,7 @@ def _gather_rows(index_N: Tensor, targets_T: Tensor, vectors: _Vectors, dtype: t
     old_N, advantages_N, weights_N, ref_N = (
         None if values_T is None else values_T.detach().index_select(0, index_N).to(dtype) for values_T in vectors
     )
-    assert old_N is not None and advantages_N is not None and weights_N is not None
+    assert advantages_N is not None and weights_N is not None
     return LossRows(index_N, targets_T.index_select(0, index_N).long(), old_N, advantages_N, weights_N, ref_N)
 
 
@@ -229,7 +229,7 @@ def grpo_loss(
     hidden_TH: Tensor,
     lm_head_VH: Tensor,
     targets_T: Tensor,
-    old_logprobs_T: Tensor,
+    old_logprobs_T: Tensor | None,
     advantages_T: Tensor,
     weights_T: Tensor,
     *,
@@ -252,6 +252,8 @@ def grpo_loss(
     hidden_TH [T, H] and lm_head_VH [V, H]: same dtype (float32, bfloat16, float16, float64) and device, any
     strides. targets_T: [T] int64 or int32. old_logprobs_T, advantages_T, weights_T, ref_logprobs_T: [T],
     floating; no gradient goes to them. A row of weight 0 is absent: nothing else of it is read.
+    old_logprobs_T None: the policy is its own old policy, every ratio is 1 and the gradient that of -A log pi; with
+    advantages of 1 it is the gradient of supervised fine-tuning, whose loss is then -(weights * logprobs).sum().
     temperature: divides the logits. clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high].
     dual_clip: c > 1, or None.
     kl_value, kl_gradient: "k1", "k2", "k3", "k3_ratio" or "none"; the estimator whose value is in the loss,

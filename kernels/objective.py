@@ -57,17 +57,18 @@ class LossRows:
 
     index_N: Tensor  # int64, where the row stands in the inputs
     targets_N: Tensor  # int64
-    old_N: Tensor
+    old_N: Tensor | None  # None: the log-probs of this very forward, so that every ratio is 1
     advantages_N: Tensor
     weights_N: Tensor
     ref_N: Tensor | None
 
     def part(self, rows: slice) -> "LossRows":
+        old_N = None if self.old_N is None else self.old_N[rows]
         ref_N = None if self.ref_N is None else self.ref_N[rows]
         return LossRows(
             self.index_N[rows],
             self.targets_N[rows],
-            self.old_N[rows],
+            old_N,
             self.advantages_N[rows],
             self.weights_N[rows],
             ref_N,
@@ -89,10 +90,15 @@ class LossResult:
     hidden_grad_TH: Tensor | None = None  # hidden's dtype; only when the call was given lm_head_grad_VH
 
 
+def log_ratios(logprobs_N: Tensor, rows: LossRows) -> Tensor:
+    """log(pi / pi_old) of each row; autograd passes to pi alone."""
+    return logprobs_N - (logprobs_N.detach() if rows.old_N is None else rows.old_N)
+
+
 def clipped_objective(logprobs_N: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
     """(ratio, objective, clipped) of each row; autograd may pass through."""
     advantages_N = rows.advantages_N
-    ratios_N = capped_exp(logprobs_N - rows.old_N)
+    ratios_N = capped_exp(log_ratios(logprobs_N, rows))
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
     objective_N = torch.minimum(ratios_N * advantages_N, ratios_N.clamp(low, high) * advantages_N)
     clipped_N = torch.where(advantages_N > 0, ratios_N > high, (ratios_N < low) & (advantages_N < 0))
@@ -127,7 +133,7 @@ def logit_coefficients(
 def assemble(logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, settings: LossSettings, length: int) -> LossResult:
     """Loss and metrics from log-probs and entropies of the rows that count; autograd may pass to the loss."""
     ratios_N, objective_N, clipped_N = clipped_objective(logprobs_N, rows, settings)
-    capped_N = logprobs_N - rows.old_N > EXP_CAP
+    capped_N = log_ratios(logprobs_N, rows) > EXP_CAP
     kl_N: dict[str, Tensor] = {}
     if rows.ref_N is not None:
         log_ref_ratio_N = logprobs_N - rows.ref_N

@@ -112,7 +112,7 @@ class Index:
         """The `k` passages of highest score for each query, best first, equal scores by ascending row.
 
         All queries go to FAISS in one call, and none changes another's result. A query that is blank, or for
-        which the encoder returns a zero vector (no word in it), has no hits. UserError for k < 1 and for
+        which the encoder returns a zero vector (no word that a passage holds), has no hits. UserError for k < 1 and for
         k > len(self).
         """
         self.check_k(k)

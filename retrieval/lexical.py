@@ -3,9 +3,8 @@
 A text's vector is the sum over its distinct words w of  tf'(w) * idf(w) * h(w), divided by its L2 norm.
   words  lower-cased runs of letters and digits of any script
   tf'    tf * (K + 1) / (tf + K), K = 1.2: BM25's saturation, and 1 for a word that occurs once
-  idf    log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages, as in BM25; a word in no passage is left
-  out:
-         it matches nothing, and hashed it would only add noise
+  idf    log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages, as in BM25
+         a word in no passage is left out: it matches nothing, and hashed it would only add noise
   h(w)   the word's direction: +1 or -1 at four of the dim places, one in each quarter, out of one BLAKE2b
 The signs make collisions cancel on average instead of always adding; four places instead of one thin them
 out further (the block construction of Kane and Nelson 2014, Sparser Johnson-Lindenstrauss transforms).

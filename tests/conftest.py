@@ -1,11 +1,42 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests: the real data's folder, and a tiny world that a rollout can run in.
 
+The tiny policy has random weights, but tags are likely under it (their rows of the head are enlarged), so that what it
+babbles opens, searches, closes and answers at all sorts of places.
+"""
+
+import json
 import os
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from thresher.engine.assemble import check_fit
+from thresher.engine.episode import System, Tools
+from thresher.engine.render import Renderer
+from thresher.engine.rollout import Limits, Rollout
+from thresher.engine.systems import load_system
+from thresher.policy.config import ModelConfig
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer, train_bpe
+from thresher.retrieval.corpus import read_corpus
+from thresher.retrieval.index import Index, build_index
+from thresher.retrieval.lexical import LexicalEncoder
+from thresher.retrieval.questions import Question
 
 ROOT = Path(__file__).resolve().parent.parent
+END_OF_TEXT = "<|endoftext|>"
+TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "evaluate", "answer") for slash in ("", "/")]
+NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
+RELATIONS = ["birthplace", "teacher", "spouse", "mayor", "rival"]
+FACTS = [
+    (name, relation, NAMES[(number * 3 + offset * 5 + 1) % len(NAMES)])
+    for number, name in enumerate(NAMES)
+    for offset, relation in enumerate(RELATIONS)
+]
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +47,150 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data not found at {folder}; set THRESHER_DATA to the folder that holds it")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Tokenizer:
+    """A BPE of about 340 tokens over the tiny world, with three control tokens. Most tags are several tokens."""
+    texts = [f"{subject} has {relation} {object_}." for subject, relation, object_ in FACTS]
+    texts += [f"<search>{relation} of {name}</search><answer>{name}</answer>" for name, relation, _ in FACTS[::4]]
+    texts += ["<think>What is it?</think> <information>Doc 1</information> <evaluate>missing</evaluate>"] * 3
+    return train_bpe(texts, 380, [END_OF_TEXT, "<|im_start|>", "<|im_end|>"])
+
+
+def tiny_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:
+    """Two layers, width 32, two query heads a key/value head; the head is 13 columns wider than the tokenizer."""
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size + 13,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=300.0,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        eos_token_ids=(tokenizer.added_tokens[END_OF_TEXT],),
+    )
+    return config.replace(**changes)
+
+
+def following(tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Pairs of ids in which the second often follows the first: the pieces of a tag, and a tag after a word."""
+    spelled = [tokenizer.encode(tag) for tag in TAGS]
+    pairs = {pair for ids in spelled for pair in pairwise(ids)}
+    openings = [ids[0] for ids in spelled]
+    words = [ids[-1] for ids in map(tokenizer.encode, [*NAMES, *RELATIONS])]
+    pairs |= {(word, openings[number % len(openings)]) for number, word in enumerate(words)}
+    return sorted(pairs)
+
+
+@pytest.fixture
+def make_tiny_policy(tiny_tokenizer: Tokenizer) -> Callable[..., Policy]:
+    """make(seed=0, **changes of the config) -> Policy: fresh random weights under which tags are likely."""
+
+    def make(seed: int = 0, **changes: Any) -> Policy:
+        policy = init_policy(tiny_config(tiny_tokenizer, **changes), seed)
+        with torch.no_grad():
+            embed_VH = policy.embed_VH / policy.embed_VH.norm(dim=1, keepdim=True)
+            for before, after in following(tiny_tokenizer):
+                policy.head_VH[after] += 2.0 * embed_VH[before]
+        check_fit(policy, tiny_tokenizer, "tiny")
+        return policy.requires_grad_(False)
+        check_fit(policy, tiny_tokenizer, "tiny")
+        return policy.requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture
+def tiny_policy(make_tiny_policy: Callable[..., Policy]) -> Policy:
+    """A fresh one for every test, which may train it; gradients are off until asked for."""
+    return make_tiny_policy()
+
+
+@pytest.fixture(scope="session")
+def tiny_index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index on disk; its corpus is corpus.jsonl beside the folder."""
+    folder = tmp_path_factory.mktemp("tiny")
+    records = [
+        {"id": f"p{number}", "title": subject, "text": f"{subject} has {relation} {object_}."}
+        for number, (subject, relation, object_) in enumerate(FACTS)
+    ]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    corpus = read_corpus(folder / "corpus.jsonl")
+    build_index(corpus, LexicalEncoder.fit([passage.text for passage in corpus], 64), folder / "index")
+    return folder / "index"
+
+
+@pytest.fixture
+def tiny_index(tiny_index_folder: Path) -> Index:
+    """Fresh for every test: its counts of calls start at 0."""
+    from thresher.retrieval.index import load_index
+
+    return load_index(tiny_index_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_questions() -> list[Question]:
+    """Forty questions of unequal length, each with its answer."""
+    return [
+        Question(f"q{number}", f"What is the {relation} of {subject}{', please' * (number % 4)}?", (object_,))
+        for number, (subject, relation, object_) in enumerate(FACTS)
+    ]
+
+
+@pytest.fixture
+def tiny_model_folder(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    """Policy and tokenizer saved together, as `load_policy` and `load_tokenizer` read them."""
+    folder = tmp_path / "tiny-model"
+    tiny_policy.save(folder)
+    tiny_tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_rollout(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_index: Index) -> Callable[..., Rollout]:
+    """make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens, shuffle,
+    **limits) -> Rollout; everything has a default. `system` is a name or a System."""
+
+    def make(
+        system: str | System = "eval_rar",
+        *,
+        policy: Policy | None = None,
+        index: Any = None,
+        tokenizer: Tokenizer | None = None,
+        template: str = "Answer with <search> or <answer>.\n\nQuestion: {question}\n",
+        max_turns: int = 4,
+        k: int = 2,
+        chat: bool = False,
+        max_passage_tokens: int = 40,
+        shuffle: bool = False,
+        **limits: int,
+    ) -> Rollout:
+        system = load_system(system, {}) if isinstance(system, str) else system
+        tokenizer = tokenizer or tiny_tokenizer
+        renderer = Renderer(
+            tokenizer=tokenizer,
+            tags=system.tags,
+            k=k,
+            chat=chat,
+            max_passage_tokens=max_passage_tokens,
+            passage_format='Doc {number}(Title: "{title}") {text}',
+        )
+        sizes = {"max_turn_tokens": 48, "max_policy_tokens": 160, "max_context": 360, "max_running": 64, **limits}
+        return Rollout(
+            policy or tiny_policy,
+            tokenizer,
+            tiny_index if index is None else index,
+            system,
+            Tools(template, max_turns),
+            renderer,
+            Limits(**sizes),
+            shuffle=shuffle,
+        )
+
+    return make

@@ -759,3 +759,23 @@ def test_forward_bits_are_those_of_token_logprobs() -> None:
     logprobs, entropy = token_logprobs(case.hidden, case.head, case.targets, temperature=0.9, chunk_rows=64)
     assert torch.equal(result.logprobs[present], logprobs[present])
     assert torch.equal(result.entropy[present], entropy[present])
+
+
+def test_without_old_logprobs_the_policy_is_its_own_old_policy():
+    torch.manual_seed(3)
+    hidden, head = torch.randn(9, 6, dtype=torch.float64, requires_grad=True), torch.randn(11, 6, dtype=torch.float64)
+    targets, advantages, weights = torch.randint(11, (9,)), torch.randn(9).double(), torch.rand(9).double()
+    weights[2] = 0
+    own, _ = token_logprobs(hidden, head, targets)
+    given = grpo_loss(hidden, head, targets, own, advantages, weights)
+    (expected,) = torch.autograd.grad(given.loss, hidden)
+    implied = grpo_loss(hidden, head, targets, None, advantages, weights)
+    (actual,) = torch.autograd.grad(implied.loss, hidden)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    assert implied.loss == given.loss and (implied.ratios[weights > 0] == 1).all()
+    # With advantages of 1 it is the gradient of the cross-entropy.
+    loss = grpo_loss(hidden, head, targets, None, torch.ones(9).double(), weights).loss
+    (sft,) = torch.autograd.grad(loss, hidden)
+    nll = (torch.nn.functional.cross_entropy(hidden @ head.T, targets, reduction="none") * weights).sum()
+    (brute,) = torch.autograd.grad(nll, hidden)
+    torch.testing.assert_close(sft, brute, rtol=1e-10, atol=1e-14)

@@ -189,7 +189,7 @@ def test_the_cache_forgets_the_oldest_and_skips_the_long(monkeypatch):
     assert index.encoder.calls == [1] * 6
 
 
-@pytest.mark.parametrize("query", ["", "  \n", "?!", "0 0"])
+@pytest.mark.parametrize("query", ["", "  \n", "?!", "unheard words", "0 0"])
 def test_a_query_with_nothing_in_it_has_no_hits(tmp_path, query):
     index = index_of(np.eye(2)) if query == "0 0" else build_lexical(lexical_corpus(), tmp_path / "ix")
     other = "1 0" if query == "0 0" else "w1"
@@ -225,7 +225,7 @@ def test_an_encoder_that_returns_nonsense_is_not_believed():
 def test_built_loaded_and_described(tmp_path):
     corpus = lexical_corpus(2500)
     seen: list[int] = []
-    encoder = LexicalEncoder.fit((passage.text for passage in corpus), 64)
+    encoder = LexicalEncoder.fit((embedded_text(passage, "title+text") for passage in corpus), 64)
     built = build_index(corpus, encoder, tmp_path / "ix", "title+text", seen.append)
     assert seen == [1024, 2048, 2500]
     manifest = json.loads((tmp_path / "ix/manifest.json").read_text())

@@ -107,7 +107,7 @@ def test_alone_and_in_a_crowd_to_the_last_bit():
 
 
 def test_the_hash_is_the_same_on_every_machine():
-    vector = LexicalEncoder(64, 1, {}).encode_queries(["fox"])[0]
+    vector = LexicalEncoder(64, 1, {"fox": 1}).encode_queries(["fox"])[0]
     assert [(int(place), float(vector[place])) for place in np.flatnonzero(vector)] == [
         (7, 0.5),
         (18, 0.5),
@@ -118,7 +118,8 @@ def test_the_hash_is_the_same_on_every_machine():
 
 @pytest.mark.parametrize("dim", [16, 17, 63, 1000])
 def test_any_dimension_from_sixteen(dim):
-    vectors = LexicalEncoder.fit(TEXTS, dim).encode_passages([f"w{n}" for n in range(4 * dim)])
+    some = [f"w{n}" for n in range(4 * dim)]
+    vectors = LexicalEncoder.fit(some, dim).encode_passages(some)
     assert (np.count_nonzero(vectors, axis=1) == 4).all()  # a word's four places never coincide
     # 16 words a place on average: all places are used, evenly enough (a Poisson count has a deviation of 4).
     counts = np.count_nonzero(vectors, axis=0)
@@ -172,6 +173,32 @@ def test_the_fingerprint_sees_what_shapes_the_vectors(encoder):
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_any_text_gives_a_unit_or_a_zero_vector(texts, query):
     encoder = LexicalEncoder.fit(texts, 32)
+    known = {word for text in texts for word in words(text)}
     for text, vector in zip([query, *texts], encoder.encode_queries([query, *texts]), strict=True):
         norm = float(np.linalg.norm(vector))
-        assert norm == pytest.approx(1, abs=1e-5) if words(text) else norm == 0
+        assert norm == pytest.approx(1, abs=1e-5) if known.intersection(words(text)) else norm == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("red cat", "red"),
+        ("cat red dog cat", "red"),
+        ("unheard hen of a fox cat", "hen fox"),
+        ("reds FOX foxes", "fox"),
+        ("cat dog", ""),
+        ("redfox", ""),
+    ],
+)
+def test_words_that_no_passage_holds_leave_no_trace(encoder, text, known):
+    for encode in (encoder.encode_queries, encoder.encode_passages):
+        assert (encode([text]) == encode([known])).all()
+    assert encoder.encode_queries([text]).any() == bool(known)
+
+
+def test_unheard_words_change_no_bit_of_their_neighbours(encoder):
+    # Rows of a chunk share one sum: an empty row between them must not shift it.
+    some = ["cat", "red fox", "dog", "", "blue hen", "cat"]
+    rows = encoder.encode_queries(some)
+    assert (rows[[1, 4]] == encoder.encode_queries([some[1], some[4]])).all()
+    assert not rows[[0, 2, 3, 5]].any()

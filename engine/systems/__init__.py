@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from thresher.engine.episode import System
-from thresher.engine.recipe import from_dict
+from thresher.engine.tables import from_dict
 from thresher.rewards.errors import UserError
 
 NAMES = ("eval_rar", "search_r1")
@@ -17,4 +17,5 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
     if name not in NAMES:
         raise UserError(f"system {name!r} is unknown; choose one of {', '.join(NAMES)}")
     module = import_module(f"thresher.engine.systems.{name}")
-    return module.system(from_dict(module.Options, dict(options), "[system.options]"))
+    made: System = module.system(from_dict(module.Options, dict(options), "[system.options]"))
+    return made
