@@ -13,7 +13,7 @@ setup(
     packages=[f"thresher.{folder}" for folder in FOLDERS],
     package_dir={f"thresher.{folder}": folder.replace(".", "/") for folder in FOLDERS},
     package_data={
-        "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt"],
+        "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
         "thresher.engine": ["*.html"],
         "thresher.engine.systems": ["*.txt"],
     },

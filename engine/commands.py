@@ -11,7 +11,6 @@ from thresher.engine.assemble import load_parts, load_questions, load_retrieval
 from thresher.engine.demo import demo
 from thresher.engine.evaluate import evaluate, summarise
 from thresher.engine.recipe import Recipe, Sft
-from thresher.engine.report import print_trajectories
 from thresher.engine.sft import Trainer, read_transcripts
 from thresher.engine.train import Progress, train
 from thresher.engine.trajectory import check_trajectory
@@ -64,7 +63,7 @@ def run_sft(recipe: Recipe, out: str | Path) -> None:
     if not result.passed:
         console.console.print(
             f"The gate was not reached: {result.copying:.0%} of the names were copied right, {sft.gate:.0%} wanted. "
-            "The model is written all the same; expect GRPO to learn little from it. Try more sft.steps or a new run.seed."
+            "The model is written all the same; GRPO may learn little from it. Try more sft.steps or another run.seed."
         )
 
 
@@ -138,6 +137,8 @@ def run_demo(out: Path, seed: int, overrides: list[str], parser: argparse.Argume
 
     demo(out, seed, overrides, run, lambda text: console.console.print(f"[bold]{text}[/bold]"))
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    from thresher.engine.report import print_trajectories  # matplotlib takes a second that other commands need not wait
+
     print_trajectories(out / "grpo")
     rows = [
         ("EM", summary["em_before"], summary["em_after"]),

@@ -16,37 +16,24 @@ from pathlib import Path
 from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
-
-NOTES = """\
-People, places and works are invented, and the entities of the held-out questions occur in no training question and no \
-warm-up transcript: nothing that is memorised helps, an answer has to be found and copied.
-
-The warm-up teaches the form and not the task. Four of five of its transcripts are blind: whatever their question asks, \
-they follow relations drawn at random for one to three searches. One in five follows its question. What to search for, \
-and when to stop, is left to GRPO, whose reward sees the answer alone (and, at a tenth, the evaluate block).
-
-Passages are shown in the order of their score, and a query that names the right subject and relation finds the right \
-passage first. So the policy has to ask the right thing and to copy, but hardly to choose among passages: a model of this \
-size did not learn that within minutes (docs/log.md).
-"""
+RECIPES = Path(str(files("thresher.recipes"))) / "demo"
 
 
 def stages(out: Path, seed: int, overrides: list[str]) -> list[list[str]]:
     """The commands of the demo, as argument lists of `thresher`."""
-    recipes = Path(str(files("thresher.recipes"))) / "demo"
     data, model, warm = out / "data", out / "init", out / "warmup"
     sets = [
         f"data.train={data / 'train.jsonl'}",
         f"data.dev={data / 'test.jsonl'}",
         f"retrieval.index={out / 'index'}",
         f"sft.transcripts={data / 'warmup.jsonl'}",
-        f"system.template={recipes / 'prompt.txt'}",
+        f"system.template={RECIPES / 'prompt.txt'}",
         f"run.seed={seed}",
         *overrides,
     ]
-    recipe = [str(recipes / "recipe.toml"), *(part for text in sets for part in ("--set", text))]
+    recipe = [str(RECIPES / "recipe.toml"), *(part for text in sets for part in ("--set", text))]
     trained_on = [str(data / name) for name in ("corpus.jsonl", "train.jsonl", "warmup.jsonl")]
-    make_model = ["init", "--config", str(recipes / "config.json"), "--train-tokenizer", *trained_on]
+    make_model = ["init", "--config", str(RECIPES / "config.json"), "--train-tokenizer", *trained_on]
     make_index = ["index", "build", "--corpus", str(data / "corpus.jsonl"), "--encoder", "lexical"]
     return [
         ["data", "invent", "--out", str(data), "--seed", str(seed)],
@@ -67,7 +54,7 @@ def demo(
     started = time.perf_counter()
     for arguments in stages(out, seed, overrides):
         if arguments[0] == "report":
-            atomic_write_text(out / "notes.md", NOTES)
+            atomic_write_text(out / "notes.md", (RECIPES / "notes.md").read_text(encoding="utf-8"))
         say(f"$ thresher {shlex.join(arguments)}")
         run(arguments)
     summary = json.loads((out / "grpo" / "summary.json").read_text(encoding="utf-8"))

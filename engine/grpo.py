@@ -117,8 +117,10 @@ class Updater:
             return step_optimizer(self.master, self.optimizer, self.optim, lr)
         pairs = list(zip(self.policy.parameters(), self.master.parameters(), strict=True))
         for parameter, trained in pairs:
-            trained.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
+            if parameter.grad is not None:
+                grad = parameter.grad.float()
+                trained.grad = grad if trained.grad is None else trained.grad.add_(grad)
+                parameter.grad = None
         norm = step_optimizer(self.master, self.optimizer, self.optim, lr)
         with torch.no_grad():
             for parameter, trained in pairs:
@@ -138,9 +140,14 @@ class Updater:
                     vocab_size=self.vocab_size,
                 )
         hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
+        hidden_RH = hidden_TH.index_select(0, batch.rows_R)
+        # The head's gradient goes straight into the trained weights' own buffer, which saves a second one of [V, H].
+        head_VH = self.master.head_VH
+        if head_VH.grad is None:
+            head_VH.grad = torch.zeros_like(head_VH)
         grpo = self.grpo
         result = grpo_loss(
-            hidden_TH.index_select(0, batch.rows_R),
+            hidden_RH,
             self.policy.head_VH,
             batch.targets_R,
             batch.old_logprobs_R,
@@ -156,12 +163,13 @@ class Updater:
             beta=grpo.beta if self.reference is not None else 0.0,
             entropy_coef=grpo.entropy_coef,
             vocab_size=self.vocab_size,
+            lm_head_grad_VH=head_VH.grad,
         )
-        result.loss.backward()
+        hidden_RH.backward(result.hidden_grad_TH)
         gap_R = (result.logprobs - batch.old_logprobs_R).abs()
         stats.tokens += batch.tokens
         stats.rows += len(batch.rows_R)
-        stats.loss += float(result.loss.detach())
+        stats.loss += float(result.loss)
         stats.capped += int(result.capped)
         stats.largest_gap = max(stats.largest_gap, float(gap_R.max()))
         stats.add(entropy=result.entropy, clipped=result.clipped, ratio=result.ratios, logprob_gap=gap_R)

@@ -1,2 +1,456 @@
-def write_report(run, out):
-    return "todo"
+"""`thresher report`: a run folder as one page that a person can read, with its curves as pictures beside it.
+
+    report.html           what came of it, the curves, trajectories before and after, the recipe
+    plots/NAME.png        one picture a chart (engine/plots.py), and overview.png for a README
+
+The page needs no network and no script. It is made from the run folder's files alone, so it can be written again at any
+time, also while the run goes on or after it was killed: what is not there yet is left out, and the page says so. Text
+that was sampled or retrieved is shown escaped, control characters and all. What the page cannot know (what the data
+is, what a figure does not prove) stands in an optional notes.md, paragraphs apart by blank lines.
+
+Deliberately absent: any figure that is not in the run's files, and comparisons between runs.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from rich.padding import Padding
+from rich.text import Text
+
+from thresher.engine.console import console
+from thresher.engine.console import shown as shown_number
+from thresher.engine.plots import charts_of, draw, draw_overview, smoothing
+from thresher.engine.recipe import Recipe, load_recipe
+from thresher.engine.runfolder import RunFolder, read_metrics, step_of
+from thresher.engine.systems import load_system
+from thresher.policy.config import read_config
+from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.policy.model import Policy
+from thresher.retrieval.jsonl import iter_jsonl
+from thresher.retrieval.manifest import read_manifest
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+Record = Mapping[str, Any]
+
+MEASURES = (  # key of an evaluation, its name, and whether it is a share
+    ("em", "Exact match", True),
+    ("f1", "F1", True),
+    ("contains", "Answer contains a gold answer", True),
+    ("answered", "Gave an answer", True),
+    ("reward", "Reward", False),
+    ("searches", "Searches", False),
+    ("response_tokens", "Tokens written", False),
+)
+BLOCK_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
+PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the rest
+OVERVIEW = ("reward", "em")
+# A sampled text may hold anything: control characters become their pictures, what would reorder or break the page
+# (bidirectional overrides, lone surrogates) becomes a replacement character.
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_VISIBLE |= {code: 0xFFFD for code in (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_VISIBLE |= {code: 0xFFFD for code in range(0xD800, 0xE000)}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stretch of text to colour: a tag itself, or what stands in the block it opened ("" outside of all)."""
+
+    text: str
+    is_tag: bool
+    block: str
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A segment to show: who wrote it, and its lines; each block of the policy's begins a line of its own."""
+
+    source: str
+    lines: list[list[Chunk]]
+
+
+def write_report(run: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of a run folder into the folder `out` (default: the run folder); returns report.html's path.
+
+    UserError if `run` is no run folder, if a file in it is malformed, or if `out` cannot be written.
+    """
+    run, recipe = _open_run(run)
+    out = Path(out) if out is not None else run.path
+    records = read_metrics(run.metrics_file)
+    optional = read_json_object(run.summary_file) if run.summary_file.exists() else None
+    charts = charts_of(
+        records,
+        kl_value=recipe.grpo.kl_value,
+        beta=recipe.grpo.beta,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        groups=recipe.rollout.questions_per_step,
+    )
+    steps = [record for record in records if "eval" not in record]
+    evals = [(record["step"], record["eval"] or {}) for record in records if "eval" in record]
+    page = _template().render(
+        name=str(run.path),
+        recipe=recipe,
+        toml=recipe.to_toml(),
+        summary=optional,
+        last_step=steps[-1]["step"] if steps else 0,
+        tiles=_tiles(optional or {}, evals),
+        notes=_notes(out, run.path),
+        measures=_measures(evals),
+        evals=evals,
+        interval=_interval(evals[-1][1]) if evals else "",
+        facts=_facts(run, recipe),
+        time=_time_sentence(steps, evals, optional),
+        charts=charts,
+        overview=[chart for chart in charts if chart.name in OVERVIEW],
+        window=smoothing(len(steps)),
+        examples=_examples(run, recipe, 3, PAGE_CHARS),
+        blocks=BLOCK_COLORS,
+    )
+    try:
+        (out / "plots").mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            draw(chart, out / "plots" / f"{chart.name}.png")
+        if overview := [chart for chart in charts if chart.name in OVERVIEW]:
+            draw_overview(overview, out / "plots" / "overview.png")
+        atomic_write_text(out / "report.html", page)
+    except OSError as error:
+        raise UserError(f"{out}: cannot write the report ({error.strerror}); choose another folder") from None
+    return out / "report.html"
+
+
+def print_trajectories(run: str | Path, count: int = 2) -> None:
+    """Print up to `count` trajectories of the last evaluation: tags in colour, passages dim, feedback yellow."""
+    folder, recipe = _open_run(run)
+    for example in _examples(folder, recipe, count, TERMINAL_CHARS):
+        view = example["views"][-1]
+        console.print(Text.assemble("\n", ("Question ", "bold"), example["question"]))
+        gold = " | ".join(example["golds"])
+        verdict = ("right", "green") if view["right"] else ("wrong", "red")
+        about = f", {view['searches']}, reward {view['reward']}; expected: {gold}"
+        console.print(Text.assemble(verdict, (about, "dim")))
+        for passage in view["passages"]:
+            for line in passage.lines:
+                console.print(Padding(_terminal_line(passage.source, line), (0, 0, 0, 2)))
+
+
+def _terminal_line(source: str, line: Sequence[Chunk]) -> Text:
+    base = {Source.RETRIEVED: "dim", Source.FEEDBACK: "yellow"}.get(Source(source), "")
+    text = Text()
+    for chunk in line:
+        color = BLOCK_COLORS.get(chunk.block, "bright_black") if chunk.is_tag else ""
+        text.append(chunk.text, f"{base} {color}".strip())
+    text.rstrip()
+    return text
+
+
+def _open_run(path: str | Path) -> tuple[RunFolder, Recipe]:
+    run = RunFolder(Path(path))
+    if not run.recipe_file.is_file():
+        problem = "is not a run folder (it has no recipe.toml)" if run.path.exists() else "does not exist"
+        raise UserError(f"{path}: the run folder {problem}; name one that `thresher train` wrote")
+    return run, load_recipe(run.recipe_file)
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": shown_number, "duration": _duration}
+    return environment.from_string(files("thresher.engine").joinpath("report.html").read_text(encoding="utf-8"))
+
+
+def _notes(*folders: Path) -> list[str]:
+    """The paragraphs of the first notes.md there is."""
+    for folder in folders:
+        if (folder / "notes.md").is_file():
+            text = (folder / "notes.md").read_text(encoding="utf-8", errors="replace")
+            return [paragraph.strip() for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
+    return []
+
+
+# Figures
+
+
+def _tiles(summary: Record, evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str]]:
+    """(name, figure, what it was before) for the head of the page."""
+    tiles = []
+    for key, name in (("em", "exact match"), ("f1", "F1")):
+        values = [measures.get(key) for _, measures in (evals[:1] + evals[-1:])]
+        if values and values[-1] is not None:
+            before = "" if len(evals) < 2 or values[0] is None else f"from {values[0]:.1%}"
+            tiles.append((f"{name}, held out", f"{values[-1]:.1%}", before))
+    for key, name in (("rollout_tokens_per_s", "rollout"), ("train_tokens_per_s", "update")):
+        if (value := summary.get(key)) is not None:
+            tiles.append((name, f"{value:,.0f}", "tokens/s"))
+    if (seconds := summary.get("seconds")) is not None:
+        tiles.append(("in all", _duration(seconds), f"{summary['steps']} steps" if "steps" in summary else ""))
+    return tiles
+
+
+def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, str]]:
+    """(name, before, after, change) of each measure that the last evaluation has; before and change may be ""."""
+    if not evals:
+        return []
+    first, last = evals[0][1], evals[-1][1]
+    rows = []
+    for key, name, share in MEASURES:
+        old, new = (first.get(key) if len(evals) > 1 else None), last.get(key)
+        if new is None:
+            continue
+        if share:
+            change = "" if old is None else f"{100 * (new - old):+.1f} points"
+            rows.append((name, "" if old is None else f"{old:.1%}", f"{new:.1%}", change))
+        else:
+            change = "" if old is None else f"{new - old:+.2f}"
+            rows.append((name, "" if old is None else f"{old:.2f}", f"{new:.2f}", change))
+    return rows
+
+
+def _interval(measures: Record) -> str:
+    """Wilson's 95% interval for exact match, in words: what so many questions can tell."""
+    share, count = measures.get("em"), measures.get("questions")
+    if share is None or not count:
+        return ""
+    z = 1.96
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return f"{max(middle - half, 0):.1%} to {min(middle + half, 1):.1%}"
+
+
+def _time_sentence(steps: Sequence[Record], evals: Sequence[tuple[int, Record]], summary: Record | None) -> str:
+    """Where the time went, the largest part first."""
+    parts = {
+        name: sum(record.get(f"{key}_seconds") or 0.0 for record in steps)
+        for key, name in (
+            ("update", "the update"),
+            ("decode", "decoding"),
+            ("prefill", "prefill"),
+            ("search", "searching"),
+            ("host", "Python around the rollout"),
+            ("reward", "rewards"),
+        )
+    }
+    parts["evaluations"] = sum(measures.get("seconds") or 0.0 for _, measures in evals)
+    known = sum(parts.values())
+    total = max((summary or {}).get("seconds") or 0.0, known)
+    if not total:
+        return ""
+    parts["loading, checkpoints and files"] = total - known
+    shares = [(seconds / total, name) for name, seconds in parts.items()]
+    listed = ", ".join(f"{share:.0%} {name}" for share, name in sorted(shares, reverse=True) if share >= 0.005)
+    return f"Of {_duration(total)}: {listed}."
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+# What ran
+
+
+def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
+    """(name, value) of what a reader must know of the run. What lies outside the run folder may be gone by now."""
+    rollout, grpo, optim = recipe.rollout, recipe.grpo, recipe.optim
+    model = _model(run, recipe)
+    facts = [("Model", f"{model}; {recipe.model.dtype} on {recipe.model.device}" if model else recipe.model.path)]
+    if warmup := _warmup(Path(recipe.model.path) / "sft.json"):
+        facts.append(("Warm-up", warmup))
+    if recipe.system:
+        options = "".join(f", {key} = {value}" for key, value in recipe.system.options.items())
+        facts.append(("System", recipe.system.name + options))
+    if recipe.data:
+        facts.append(("Questions", f"{recipe.data.train} (training), {recipe.data.dev or 'none'} (held out)"))
+    if recipe.retrieval:
+        facts.append(("Retrieval", _retrieval(recipe.retrieval)))
+    kl = f"KL {grpo.beta:g} × {grpo.kl_value}" if grpo.beta > 0 else "no KL"
+    facts += [
+        (
+            "Step",
+            f"{rollout.questions_per_step} questions × {rollout.group_size} samples at temperature"
+            f" {rollout.temperature:g}, at most {rollout.max_turns} turns and {rollout.max_context:,} tokens each",
+        ),
+        (
+            "Objective",
+            f"GRPO, ratio clipped to [{1 - grpo.clip_low:g}, {1 + grpo.clip_high:g}], {kl}, mean per"
+            f" {grpo.aggregation}; AdamW at {optim.lr:g} ({optim.schedule}), {grpo.updates_per_batch} update"
+            f"{'s' if grpo.updates_per_batch > 1 else ''} per batch",
+        ),
+        ("Seed", str(recipe.run.seed)),
+    ]
+    return facts
+
+
+def _model(run: RunFolder, recipe: Recipe) -> str:
+    """The model in words, from the newest checkpoint or else from where the run started; "" if both are gone."""
+    checkpoints = sorted((p for p in run.checkpoints.glob("step_*") if step_of(p.name) is not None), reverse=True)
+    for folder in (*checkpoints, Path(recipe.model.path)):
+        try:
+            config = read_config(folder)
+        except UserError:
+            continue
+        with torch.device("meta"):
+            count = Policy(config).parameter_count()
+        return (
+            f"Qwen2, {count:,} parameters: {config.num_hidden_layers} layers of width {config.hidden_size},"
+            f" {config.num_attention_heads} heads over {config.num_key_value_heads} of keys and values, MLP"
+            f" {config.intermediate_size:,}, vocabulary {config.vocab_size:,},"
+            f" {'tied' if config.tie_word_embeddings else 'untied'} head"
+        )
+    return ""
+
+
+def _warmup(path: Path) -> str:
+    """What `thresher sft` wrote beside its model, in words."""
+    try:
+        record = read_json_object(path)
+    except UserError:
+        return ""
+    text = f"{record.get('steps')} steps of supervised fine-tuning"
+    if record.get("restarts"):
+        text += f" after {record['restarts']} restarts"
+    copied, gate = record.get("names copied right"), record.get("gate")
+    if isinstance(copied, float):
+        text += f"; {copied:.1%} of the held-out copied tokens right"
+    if isinstance(gate, float):
+        text += f" (gate {gate:.0%}, {'passed' if record.get('passed') else 'NOT passed'})"
+    return text
+
+
+def _retrieval(retrieval: Any) -> str:
+    order = "in an order drawn at random" if retrieval.shuffle else "best first"
+    shown = f"{retrieval.k} passages a search, {order}"
+    try:
+        manifest = read_manifest(Path(retrieval.index))
+    except UserError:
+        return f"{retrieval.index}; {shown}"
+    return f"{manifest.passages:,} passages, {manifest.encoder} encoder, {manifest.dim:,} dimensions; {shown}"
+
+
+# Trajectories
+
+
+def _examples(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[dict[str, Any]]:
+    """Up to `count` telling trajectories of the last evaluation, each beside the first evaluation's on that question.
+
+    A run without evaluations shows what it last sampled.
+    """
+    evaluations = _step_files(run.evaluations)
+    paths = evaluations or _step_files(run.trajectories)[-1:]
+    if not paths:
+        return []
+    system = recipe.system
+    tags = load_system(system.name, system.options).tags if system else ()
+    before_path, last_path = (paths[0] if len(paths) > 1 else None), paths[-1]
+    before = {record.get("id"): record for record in _trajectories(before_path)} if before_path else {}
+    examples = []
+    for record in telling(list(_trajectories(last_path)), {key for key, old in before.items() if is_right(old)}, count):
+        kind = "greedy" if evaluations else "sampled in training"
+        shown = [(before[record.get("id")], before_path)] if record.get("id") in before else []
+        shown.append((record, last_path))
+        examples.append(
+            {
+                "question": visible(str(record.get("question", ""))),
+                "golds": [visible(str(gold)) for gold in record.get("golden_answers") or []],
+                "views": [
+                    {"label": f"step {step_of(path.stem) or 0}, {kind}", **_view(part, tags, limit)}
+                    for part, path in shown
+                    if path
+                ],
+            }
+        )
+    return examples
+
+
+def telling(records: Sequence[Record], right_before: set[Any], count: int) -> list[Record]:
+    """Records to show: right with several searches, right with one, wrong; then others, until there are `count`.
+
+    Of each sort the first that was not right before, or else the first; no question twice.
+    """
+
+    def searches(record: Record) -> int:
+        return len(record.get("searches") or [])
+
+    sorts = [
+        [record for record in records if is_right(record) and searches(record) > 1],
+        [record for record in records if is_right(record) and searches(record) == 1],
+        [record for record in records if not is_right(record)],
+        *([list(records)] * count),
+    ]
+    chosen: dict[Any, Record] = {}
+    for candidates in sorts:
+        new = [record for record in candidates if record.get("id") not in chosen]
+        if new and len(chosen) < count:
+            record = next((r for r in new if r.get("id") not in right_before), new[0])
+            chosen[record.get("id")] = record
+    return list(chosen.values())
+
+
+def is_right(record: Record) -> bool:
+    return bool((record.get("parts") or {}).get("em"))
+
+
+def _view(record: Record, tags: Sequence[str], limit: int) -> dict[str, Any]:
+    segments = record.get("segments") or []
+    searches, reward, answer = len(record.get("searches") or []), record.get("reward"), record.get("answer")
+    return {
+        "right": is_right(record),
+        "reward": shown_number(reward),
+        "answer": None if answer is None else visible(str(answer)),
+        "reason": visible(str(record.get("reason", ""))),
+        "searches": f"{searches} search{'' if searches == 1 else 'es'}",
+        "prompt": "".join(visible(s.get("text", "")) for s in segments if s.get("source") == Source.PROMPT),
+        "passages": passages_of(segments, tags, limit),
+    }
+
+
+def passages_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> list[Passage]:
+    """Segments after the prompt, cut into chunks to colour; a segment of more than `limit` characters is shortened.
+
+    A block is what follows an opening tag until any closing one, as a reader sees it; rewards parse for themselves.
+    """
+    pattern = re.compile(f"({'|'.join(map(re.escape, tags)) or '(?!)'})")
+    block, passages = "", []
+    for segment in segments:
+        source, text = segment.get("source", ""), visible(str(segment.get("text", ""))).strip("\n")
+        if source not in list(Source) or source == Source.PROMPT or not text:
+            continue
+        if len(text) > limit:
+            text = f"{text[:limit]} … ({len(text) - limit:,} characters more)"
+        lines: list[list[Chunk]] = [[]]
+        for part in filter(None, pattern.split(text)):
+            name = part.strip("</>") if part in tags else ""
+            opens = bool(name) and not part.startswith("</")
+            if opens and source == Source.POLICY and any(chunk.text.strip() for chunk in lines[-1]):
+                lines.append([])
+            lines[-1].append(Chunk(part, bool(name), name or block))
+            if name:
+                block = name if opens else ""
+        passages.append(Passage(source, lines))
+    return passages
+
+
+def visible(text: str) -> str:
+    """The text with nothing in it that could act on a terminal or a page."""
+    return text.translate(_VISIBLE)
+
+
+def _step_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step_*.jsonl") if step_of(path.stem) is not None)
+
+
+def _trajectories(path: Path) -> Iterator[dict[str, Any]]:
+    """The trajectories of a file, without their token ids, which are most of it and not shown."""
+    for _, record in iter_jsonl(path):
+        for segment in record.get("segments") or []:
+            segment.pop("ids", None)
+        yield record

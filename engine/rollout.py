@@ -14,7 +14,7 @@ into chunks by its own length; a running sample is never evicted; searches join 
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -45,6 +45,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.index import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
+from thresher.rewards.tags import neutralise
 from thresher.rewards.transcript import Source
 
 CHUNK = 1024  # a longer input enters the cache in several forwards, cut at multiples of this from its own start
@@ -84,7 +85,7 @@ class Clock:
     prefilled_tokens: int = 0
     shared_tokens: int = 0
     forwards: int = 0
-    searches: int = 0
+    search_queries: int = 0
     search_calls: int = 0
 
 
@@ -113,6 +114,24 @@ class _Opening:
     jobs: list[Job]
     table: BlockTable = field(default_factory=BlockTable)
     hidden_H: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Feed:
+    """What enters the cache in one forward, and whose it is."""
+
+    pool: BlockPool
+    items: list[NewRows] = field(default_factory=list)
+    owners: list[_Live | _Opening] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, owner: _Live | _Opening, table: BlockTable, ids: list[int]) -> list[int]:
+        """Feed the first chunk of `ids`, making room for it; returns the rest, for the next forward."""
+        chunk, start = ids[:CHUNK], table.length
+        self.page_copies.extend(self.pool.extend(table, len(chunk)))
+        self.items.append(NewRows(chunk, start, table.blocks))
+        self.owners.append(owner)
+        return ids[CHUNK:]
 
 
 class Rollout:
@@ -152,17 +171,63 @@ class Rollout:
 
         `on_progress` is called with the number of trajectories that have ended since the last call.
         """
-        started = time.perf_counter()
         self.clock = Clock()
-        self.temperature = temperature
-        self.pool = BlockPool(self.num_blocks, self.limits.page_size)
+        started = time.perf_counter()
+        done = _Run(self, jobs, temperature).finish(on_progress)
+        self.clock.total = time.perf_counter() - started
+        self.clock.host = self.clock.total - self.clock.decode - self.clock.prefill - self.clock.search
+        return [done[job.group, job.sample] for job in jobs]
+
+    def prompt(self, question: Question) -> list[int]:
+        """The ids of a question's prompt. UserError if they leave no room in the context."""
+        ids = self.renderer.prompt(self._request(question))
+        if len(ids) + 1 > self.limits.max_context:
+            raise UserError(
+                f"question {question.id}: its prompt of {len(ids)} tokens leaves no room in a context of "
+                f"{self.limits.max_context}; raise rollout.max_context or shorten the template"
+            )
+        return ids
+
+    def check_prompts(self, questions: Iterable[Question]) -> None:
+        """`prompt` of all questions, before a run begins: of those alone that might not fit, a token being at least
+        one byte."""
+        around: dict[str, int] = {}  # the tokens of a template without a question
+        for question in questions:
+            request = self._request(question)
+            if request.template not in around:
+                around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
+            longest = len(neutralise(request.question, self.system.tags).encode("utf-8", "surrogatepass"))
+            if around[request.template] + longest + 1 > self.limits.max_context:
+                self.prompt(question)
+
+    def _request(self, question: Question) -> Prompt:
+        request = next(self.system.episode(question, self.tools))
+        if not isinstance(request, Prompt):
+            raise TypeError(f"the episode of {self.system.name} must begin with a Prompt, not {request}")
+        return request
+
+    def matcher(self, stop: tuple[str, ...]) -> TagMatcher:
+        if stop not in self._matchers:
+            self._matchers[stop] = TagMatcher(self.tokenizer, stop)
+        return self._matchers[stop]
+
+
+class _Run:
+    """One call of `Rollout.run`: who is waiting, who is running, and the pages they own."""
+
+    def __init__(self, engine: Rollout, jobs: Sequence[Job], temperature: float) -> None:
+        self.engine, self.temperature, self.clock = engine, temperature, engine.clock
+        self.pool = BlockPool(engine.num_blocks, engine.limits.page_size)
         self.openings = self._open(jobs)
         groups = [
             Group(number, len(opening.ids), deque(range(len(opening.jobs))))
             for number, opening in self.openings.items()
         ]
-        self.scheduler = Scheduler(groups, self.pool, self.limits.max_running, self.limits.max_context)
+        self.scheduler = Scheduler(groups, self.pool, engine.limits.max_running, engine.limits.max_context)
         self.live: list[tuple[Group, int, _Live]] = []
+
+    def finish(self, on_progress: Callable[[int], None] | None) -> dict[tuple[int, int], Trajectory]:
+        """Step until every job has ended; (group, sample) -> trajectory."""
         done: dict[tuple[int, int], Trajectory] = {}
         while not self.scheduler.idle:
             self._admit()
@@ -178,10 +243,7 @@ class Rollout:
                 self.live = [entry for entry in self.live if not entry[2].trajectory.reason]
                 if on_progress is not None:
                     on_progress(len(ended))
-        clock = self.clock
-        clock.total = time.perf_counter() - started
-        clock.host = clock.total - clock.decode - clock.prefill - clock.search
-        return [done[job.group, job.sample] for job in jobs]
+        return done
 
     def _open(self, jobs: Sequence[Job]) -> dict[int, _Opening]:
         openings: dict[int, _Opening] = {}
@@ -189,23 +251,14 @@ class Rollout:
             if job.group in openings:
                 openings[job.group].jobs.append(job)
                 continue
-            request = next(self.system.episode(job.question, self.tools))
-            if not isinstance(request, Prompt):
-                raise TypeError(f"the episode of {self.system.name} must begin with a Prompt, not {request}")
-            ids = self.renderer.prompt(request)
-            if len(ids) + 1 > self.limits.max_context:
-                raise UserError(
-                    f"question {job.question.id}: its prompt of {len(ids)} tokens leaves no room in a context of "
-                    f"{self.limits.max_context}; raise rollout.max_context or shorten the template"
-                )
-            openings[job.group] = _Opening(ids, [job])
+            openings[job.group] = _Opening(self.engine.prompt(job.question), [job])
         return openings
 
     def _admit(self) -> None:
         for group, member in self.scheduler.admit():
             opening = self.openings[group.number]
             job = opening.jobs[member]
-            episode = self.system.episode(job.question, self.tools)
+            episode = self.engine.system.episode(job.question, self.engine.tools)
             next(episode)  # the prompt, which the opening holds
             trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, opening.ids)])
             live = _Live(job, episode, trajectory, BlockTable(), length=len(opening.ids))
@@ -215,23 +268,20 @@ class Rollout:
     def _forward(self) -> None:
         """Feed everything that is pending: new prompts, appended passages, the tokens sampled a step ago."""
         started = time.perf_counter()
-        page_copies: list[tuple[int, int]] = []
-        items: list[NewRows] = []
-        owners: list[_Live | _Opening] = []
-        openings = {group.number: self.openings[group.number] for group, _, _ in self.live}
-        for opening in openings.values():
+        feed = _Feed(self.pool)
+        for opening in {group.number: self.openings[group.number] for group, _, _ in self.live}.values():
             if opening.hidden_H is None:
-                self._feed(opening, opening.table, opening.ids[opening.table.length :], items, owners, page_copies)
+                feed.add(opening, opening.table, opening.ids[opening.table.length :])
         for _, _, live in self.live:
             if live.pending and live.table.blocks:
-                self._feed(live, live.table, live.pending, items, owners, page_copies)
-        decoded = sum(len(item.ids) == 1 for item in items)
-        rows = sum(len(item.ids) for item in items)
-        if items:
-            self.cache.copy(page_copies)
-            step = PagedStep(self.cache, items)
-            hidden_TH = self.policy.hidden(step.ids_T, step.positions_T, step)
-            for owner, row in zip(owners, step.last_rows, strict=True):
+                live.pending = feed.add(live, live.table, live.pending)
+        decoded = sum(len(item.ids) == 1 for item in feed.items)
+        rows = sum(len(item.ids) for item in feed.items)
+        if feed.items:
+            self.engine.cache.copy(feed.page_copies)
+            step = PagedStep(self.engine.cache, feed.items)
+            hidden_TH = self.engine.policy.hidden(step.ids_T, step.positions_T, step)
+            for owner, row in zip(feed.owners, step.last_rows, strict=True):
                 complete = not owner.pending if isinstance(owner, _Live) else owner.table.length == len(owner.ids)
                 owner.hidden_H = hidden_TH[row] if complete else None
             self.clock.forwards += 1
@@ -247,23 +297,6 @@ class Rollout:
         self.clock.prefill += seconds * (rows - decoded) / max(rows, 1)
         self.clock.prefilled_tokens += rows - decoded
 
-    def _feed(
-        self,
-        owner: "_Live | _Opening",
-        table: BlockTable,
-        ids: list[int],
-        items: list[NewRows],
-        owners: "list[_Live | _Opening]",
-        page_copies: list[tuple[int, int]],
-    ) -> None:
-        chunk = ids[:CHUNK]
-        start = table.length
-        page_copies.extend(self.pool.extend(table, len(chunk)))
-        items.append(NewRows(chunk, start, table.blocks))
-        owners.append(owner)
-        if isinstance(owner, _Live):
-            owner.pending = ids[CHUNK:]
-
     def _sample(self) -> None:
         """One token for every sequence that is writing and has nothing pending; then serve the turns that ended."""
         due = [
@@ -274,8 +307,8 @@ class Rollout:
         started = time.perf_counter()
         rows = [live.hidden_H for live in due if live.hidden_H is not None]  # all of them, said to the type checker
         rows.extend(rows[:1] * (-len(rows) % BATCH_STEP))
-        vocab = self.tokenizer.vocab_size
-        logits_BV = F.linear(torch.stack(rows), self.policy.head_VH[:vocab])[: len(due)].float()
+        vocab = self.engine.tokenizer.vocab_size
+        logits_BV = F.linear(torch.stack(rows), self.engine.policy.head_VH[:vocab])[: len(due)].float()
         ids_B, logprobs_B = sample(
             logits_BV, [live.job.seed for live in due], [live.length for live in due], self.temperature
         )
@@ -298,35 +331,35 @@ class Rollout:
         live.pending = [token]
         live.length += 1
         live.policy_tokens += 1
-        matcher = self._matcher(live.stop)
+        matcher = self.engine.matcher(live.stop)
         live.matcher_state, hit = matcher.step(live.matcher_state, token)
         if hit is not None:
             segment.stop, segment.trailing = hit.tag, len(hit.trailing)
-        elif token not in self.eos_ids:
-            if len(segment.ids) >= self.limits.max_turn_tokens:
+        elif token not in self.engine.eos_ids:
+            if len(segment.ids) >= self.engine.limits.max_turn_tokens:
                 live.trajectory.reason = "turn_tokens"
-            elif live.policy_tokens >= self.limits.max_policy_tokens:
+            elif live.policy_tokens >= self.engine.limits.max_policy_tokens:
                 live.trajectory.reason = "tokens"
-            elif live.length >= self.limits.max_context:
+            elif live.length >= self.engine.limits.max_context:
                 live.trajectory.reason = "context"
             if live.trajectory.reason:
                 live.episode.close()
             return None
         live.turn = None
-        return Turn(self.tokenizer.decode_bytes(segment.ids), segment.stop)
+        return Turn(self.engine.tokenizer.decode_bytes(segment.ids), segment.stop)
 
     def _serve(self, ready: "Sequence[tuple[_Live, Turn | None]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once."""
         waiting = [(live, query) for live, answer in ready for query in self._advance(live, answer)]
         while waiting:
             started = time.perf_counter()
-            found = self.index.search([query for _, query in waiting], self.renderer.k)
+            found = self.engine.index.search([query for _, query in waiting], self.engine.renderer.k)
             self.clock.search += time.perf_counter() - started
-            self.clock.searches += len(waiting)
+            self.clock.search_queries += len(waiting)
             self.clock.search_calls += 1
             again: list[tuple[_Live, str]] = []
             for (live, query), hits in zip(waiting, found, strict=True):
-                if self.shuffle:
+                if self.engine.shuffle:
                     Random(f"{live.job.seed} {len(live.trajectory.searches)}").shuffle(hits)
                 live.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
                 again.extend((live, next_query) for next_query in self._advance(live, hits))
@@ -345,9 +378,9 @@ class Rollout:
             if isinstance(request, Search):
                 return [request.query]
             if isinstance(request, Generate):
-                if live.policy_tokens >= self.limits.max_policy_tokens:
+                if live.policy_tokens >= self.engine.limits.max_policy_tokens:
                     trajectory.reason = "tokens"
-                elif live.length >= self.limits.max_context:
+                elif live.length >= self.engine.limits.max_context:
                     trajectory.reason = "context"
                 if trajectory.reason:
                     live.episode.close()
@@ -355,25 +388,20 @@ class Rollout:
                 live.turn = Segment(Source.POLICY, [])
                 trajectory.segments.append(live.turn)
                 live.stop = request.stop
-                live.matcher_state = self._matcher(request.stop).start()
+                live.matcher_state = self.engine.matcher(request.stop).start()
                 return []
             if isinstance(request, Retrieved):
-                segment = Segment(Source.RETRIEVED, self.renderer.retrieved(request))
+                segment = Segment(Source.RETRIEVED, self.engine.renderer.retrieved(request))
             elif isinstance(request, Feedback):
-                segment = Segment(Source.FEEDBACK, self.renderer.feedback(request))
+                segment = Segment(Source.FEEDBACK, self.engine.renderer.feedback(request))
             else:
                 raise TypeError(
-                    f"{self.system.name} yielded {request!r}, which is no request that may follow the prompt"
+                    f"{self.engine.system.name} yielded {request!r}, which is no request that may follow the prompt"
                 )
-            if live.length + len(segment.ids) >= self.limits.max_context:
+            if live.length + len(segment.ids) >= self.engine.limits.max_context:
                 trajectory.reason = "context"
                 live.episode.close()
                 return []
             trajectory.segments.append(segment)
             live.pending = live.pending + segment.ids
             live.length += len(segment.ids)
-
-    def _matcher(self, stop: tuple[str, ...]) -> TagMatcher:
-        if stop not in self._matchers:
-            self._matchers[stop] = TagMatcher(self.tokenizer, stop)
-        return self._matchers[stop]

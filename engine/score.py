@@ -1,7 +1,7 @@
 """`thresher score`: rate transcripts that anyone wrote, with a system's own reward.
 
-in:  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"},
-..]} out: {"id", "reward", "parts": {..}, "answer"}
+in   {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"}, ..]}
+out  {"id", "reward", "parts": {..}, "answer"}
 
 Only text is needed: the reward reads the bytes of the policy's segments and nothing else.
 """
@@ -33,11 +33,10 @@ def score_file(system_name: str, options: dict[str, Any], transcripts: str | Pat
                 "parts": result.parts,
                 "answer": result.answer,
             }
+        if not rewards:  # raised here, before anything takes the name of `out`
+            raise UserError(f"{transcripts}: holds no transcript; expected one JSON object a line")
 
     write_jsonl(out, rated())
-    if not rewards:
-        Path(out).unlink()
-        raise UserError(f"{transcripts}: holds no transcript; expected one JSON object a line")
     return {"transcripts": len(rewards), "reward": sum(rewards) / len(rewards)}
 
 

@@ -46,7 +46,7 @@ def read_transcripts(path: str | Path, tokenizer: Tokenizer, renderer: Renderer,
     for number, record in iter_jsonl(path):
         try:
             result.append(encode_transcript(record, tokenizer, renderer, template))
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}:{number}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
             ) from error
@@ -56,6 +56,7 @@ def read_transcripts(path: str | Path, tokenizer: Tokenizer, renderer: Renderer,
 
 
 def encode_transcript(record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str) -> Transcript:
+    """One transcript's tokens. LookupError, TypeError or ValueError for one that is malformed or trains nothing."""
     segments = record["segments"]
     ids: list[int] = []
     rows: list[int] = []
@@ -72,6 +73,8 @@ def encode_transcript(record: dict[str, Any], tokenizer: Tokenizer, renderer: Re
         if source is Source.POLICY:
             rows.extend(range(start, len(ids)))
             copied.extend(start + at for at in _inside(segment, new, tokenizer))
+    if not rows or rows[0] == 0:
+        raise ValueError("no text of a policy segment" if not rows else "nothing before the first policy segment")
     return Transcript(ids, rows, copied)
 
 

@@ -73,12 +73,14 @@ def train(
     parts.policy.requires_grad_(True)
     index = load_retrieval(recipe)
     train_questions, dev_questions = load_questions(recipe)
+    rollout = parts.rollout(index)
+    rollout.check_prompts(itertools.chain(train_questions, dev_questions))
     reference = None
     if recipe.grpo.beta > 0:
         reference = load_on_device(recipe, recipe.model.path).requires_grad_(False)
     with RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe) as run:
         run.truncate_after(checkpoint.step if checkpoint else -1)
-        trainer = Trainer(parts, master, reference, parts.rollout(index), train_questions, dev_questions, run)
+        trainer = Trainer(parts, master, reference, rollout, train_questions, dev_questions, run)
         if checkpoint:
             load_optimizer(checkpoint.path, trainer.updater.optimizer, master.named_parameters())
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
@@ -105,6 +107,7 @@ class Trainer:
         self.train_questions, self.dev_questions = train_questions, dev_questions
         self.updater = Updater(
             parts.policy,
+            master,
             reference,
             self.recipe.optim,
             self.recipe.grpo,
@@ -147,7 +150,7 @@ class Trainer:
         trajectories = self.rollout.run(jobs, recipe.rollout.temperature)
         started = time.perf_counter()
         judged = judge([job.question for job in jobs], trajectories, self.parts.system, self.parts.tokenizer)
-        self._check(judged)
+        self._check(judged, step)
         rewards = self._rewards(judged, step)
         advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
         reward_seconds = time.perf_counter() - started
@@ -187,10 +190,7 @@ class Trainer:
                 continue  # every group of this part was without a signal, and the recipe drops those
             stats = self.updater.update(items, step - 1, recipe.rollout.temperature)
             if not math.isfinite(stats.grad_norm):
-                raise UserError(
-                    f"step {step}: the gradient is not finite; resume from the last checkpoint with a lower optim.lr, "
-                    'a larger grpo.std_floor, or grpo.kl_value = "k2"'
-                )
+                raise _diverged(step, "gradient")
             result.append(stats)
         return result
 
@@ -205,9 +205,11 @@ class Trainer:
                 rewards[start : start + size] = group
         return rewards
 
-    def _check(self, judged: Sequence[Judged]) -> None:
+    def _check(self, judged: Sequence[Judged], step: int) -> None:
         """Hold every trajectory to its invariants: a violation is a fault of ours, and training on it would hide it."""
         for entry in judged:
+            if not all(map(math.isfinite, entry.trajectory.policy_logprobs())):
+                raise _diverged(step, "policy")
             wrong = check_trajectory(
                 entry.trajectory, self.parts.tokenizer, self.parts.system.tags, self.parts.limits.max_context
             )
@@ -248,6 +250,13 @@ class Trainer:
             "seed": self.recipe.run.seed,
             "steps": self.recipe.run.steps,
         }
+
+
+def _diverged(step: int, what: str) -> UserError:
+    return UserError(
+        f"step {step}: the {what} is not finite; start again with a lower optim.lr, a larger grpo.std_floor, or "
+        'grpo.kl_value = "k2"'
+    )
 
 
 @lru_cache(maxsize=4)

@@ -91,13 +91,13 @@ def invent(size: Size, seed: int) -> Worlds:
     rng = random.Random(f"world {seed}")
     firsts, seconds = _words(rng, size.pieces, 1), _words(rng, size.pieces, 2)
     names = [f"{first} {second}" for first in firsts for second in seconds]
+    if sum(size.entities.values()) > len(names):
+        raise ValueError(f"{size.pieces} first and second words make too few names for {size.entities}")
     held_out = {kind: round(count * size.held_out) for kind, count in size.entities.items()}
     rng.shuffle(names)
     test = _world(names, held_out, rng)
     names = names[sum(held_out.values()) :]
     counts = {kind: count - held_out[kind] for kind, count in size.entities.items()}
-    if sum(counts.values()) > len(names):
-        raise ValueError(f"{size.pieces} first and second words make too few names for {size.entities}")
     train, *warmup = (_world(rng.sample(names, len(names)), counts, rng) for _ in range(1 + size.warmup_worlds))
     return Worlds(train, test, warmup)
 

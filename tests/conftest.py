@@ -1,35 +1,36 @@
 """Fixtures shared by all tests: the real data's folder, and a tiny world that a rollout can run in.
 
-The tiny policy has random weights, but tags are likely under it (their rows of the head are enlarged), so that what it
-babbles opens, searches, closes and answers at all sorts of places.
+The tiny policy was taught for a second or two how a transcript looks, so that what it babbles searches, answers and
+breaks off at all sorts of places.
 """
+
+from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
-from itertools import pairwise
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from thresher.engine.assemble import check_fit
-from thresher.engine.episode import System, Tools
-from thresher.engine.render import Renderer
-from thresher.engine.rollout import Limits, Rollout
-from thresher.engine.systems import load_system
-from thresher.policy.config import ModelConfig
-from thresher.policy.model import Policy, init_policy
-from thresher.policy.tokenizer import Tokenizer, train_bpe
-from thresher.retrieval.corpus import read_corpus
-from thresher.retrieval.index import Index, build_index
-from thresher.retrieval.lexical import LexicalEncoder
-from thresher.retrieval.questions import Question
+# Imported where they are used, so that the tests of a folder need no more than that folder does.
+if TYPE_CHECKING:
+    from thresher.engine.episode import System
+    from thresher.engine.rollout import Rollout
+    from thresher.policy.config import ModelConfig
+    from thresher.policy.model import Policy
+    from thresher.policy.tokenizer import Tokenizer
+    from thresher.retrieval.index import Index
+    from thresher.retrieval.questions import Question
 
 ROOT = Path(__file__).resolve().parent.parent
 END_OF_TEXT = "<|endoftext|>"
-TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "evaluate", "answer") for slash in ("", "/")]
+TEACHING_STEPS = 80
+TEMPLATE = "<search> or <answer>: {question}\n"
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
 RELATIONS = ["birthplace", "teacher", "spouse", "mayor", "rival"]
 FACTS = [
@@ -51,7 +52,9 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Tokenizer:
-    """A BPE of about 340 tokens over the tiny world, with three control tokens. Most tags are several tokens."""
+    """A BPE of 380 tokens over the tiny world, with three control tokens. Most tags are several tokens."""
+    from thresher.policy.tokenizer import train_bpe
+
     texts = [f"{subject} has {relation} {object_}." for subject, relation, object_ in FACTS]
     texts += [f"<search>{relation} of {name}</search><answer>{name}</answer>" for name, relation, _ in FACTS[::4]]
     texts += ["<think>What is it?</think> <information>Doc 1</information> <evaluate>missing</evaluate>"] * 3
@@ -60,6 +63,8 @@ def tiny_tokenizer() -> Tokenizer:
 
 def tiny_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:
     """Two layers, width 32, two query heads a key/value head; the head is 13 columns wider than the tokenizer."""
+    from thresher.policy.config import ModelConfig
+
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size + 13,
         hidden_size=32,
@@ -71,37 +76,54 @@ def tiny_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:
         rms_norm_eps=1e-6,
         rope_theta=300.0,
         max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
         eos_token_ids=(tokenizer.added_tokens[END_OF_TEXT],),
     )
     return config.replace(**changes)
 
 
-def following(tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """Pairs of ids in which the second often follows the first: the pieces of a tag, and a tag after a word."""
-    spelled = [tokenizer.encode(tag) for tag in TAGS]
-    pairs = {pair for ids in spelled for pair in pairwise(ids)}
-    openings = [ids[0] for ids in spelled]
-    words = [ids[-1] for ids in map(tokenizer.encode, [*NAMES, *RELATIONS])]
-    pairs |= {(word, openings[number % len(openings)]) for number, word in enumerate(words)}
-    return sorted(pairs)
+@lru_cache(maxsize=8)
+def taught(tokenizer: Tokenizer, config: ModelConfig, seed: int) -> Policy:
+    """A policy that has seen some transcripts: it writes tags, but not always, nor the right ones."""
+    import torch
+
+    from thresher.kernels.attention import Varlen
+    from thresher.policy.model import init_policy
+
+    policy = init_policy(config, seed)
+    optimizer = torch.optim.Adam(policy.parameters(), 0.015)
+    draw = Random(seed)
+    for _ in range(TEACHING_STEPS):
+        ids = [tokenizer.encode_template(transcript(draw)) for _ in range(8)]
+        layout = Varlen([len(row) - 1 for row in ids])
+        inputs_T = torch.tensor([token for row in ids for token in row[:-1]])
+        targets_T = torch.tensor([token for row in ids for token in row[1:]])
+        hidden_TH = policy.hidden(inputs_T, layout.positions_T, layout)
+        torch.nn.functional.cross_entropy(hidden_TH @ policy.head_VH.T, targets_T).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return policy.requires_grad_(False)
 
 
-@pytest.fixture
+def transcript(draw: Random) -> str:
+    """A prompt and some turns: searches, empty ones, answers, text without a tag, the end of text."""
+    (name, relation, answer), (other, _, _) = draw.choice(FACTS), draw.choice(FACTS)
+    text = TEMPLATE.replace("{question}", f"What is the {relation} of {name}?")
+    for _ in range(draw.randrange(4)):
+        thought = draw.choice(("", f"<think>{other}</think>"))
+        query = draw.choice((name, other, relation, relation, ""))
+        action = draw.choice((f"<search>{query}</search>", f"<search>{query}</search>", END_OF_TEXT))
+        text += f"{thought}{action}\n{name} has {relation} {answer}.\n"
+    return text + draw.choice((f"<answer>{answer}</answer>", f"<evaluate>{answer}</evaluate>{END_OF_TEXT}"))
+
+
+@pytest.fixture(scope="session")
 def make_tiny_policy(tiny_tokenizer: Tokenizer) -> Callable[..., Policy]:
-    """make(seed=0, **changes of the config) -> Policy: fresh random weights under which tags are likely."""
+    """make(seed=0, **changes of the config) -> Policy: a copy of one that was taught a little."""
 
     def make(seed: int = 0, **changes: Any) -> Policy:
-        policy = init_policy(tiny_config(tiny_tokenizer, **changes), seed)
-        with torch.no_grad():
-            embed_VH = policy.embed_VH / policy.embed_VH.norm(dim=1, keepdim=True)
-            for before, after in following(tiny_tokenizer):
-                policy.head_VH[after] += 2.0 * embed_VH[before]
-        check_fit(policy, tiny_tokenizer, "tiny")
-        return policy.requires_grad_(False)
-        check_fit(policy, tiny_tokenizer, "tiny")
-        return policy.requires_grad_(False)
+        return deepcopy(taught(tiny_tokenizer, tiny_config(tiny_tokenizer, **changes), seed))
 
     return make
 
@@ -115,6 +137,10 @@ def tiny_policy(make_tiny_policy: Callable[..., Policy]) -> Policy:
 @pytest.fixture(scope="session")
 def tiny_index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index on disk; its corpus is corpus.jsonl beside the folder."""
+    from thresher.retrieval.corpus import read_corpus
+    from thresher.retrieval.index import build_index
+    from thresher.retrieval.lexical import LexicalEncoder
+
     folder = tmp_path_factory.mktemp("tiny")
     records = [
         {"id": f"p{number}", "title": subject, "text": f"{subject} has {relation} {object_}."}
@@ -137,6 +163,8 @@ def tiny_index(tiny_index_folder: Path) -> Index:
 @pytest.fixture(scope="session")
 def tiny_questions() -> list[Question]:
     """Forty questions of unequal length, each with its answer."""
+    from thresher.retrieval.questions import Question
+
     return [
         Question(f"q{number}", f"What is the {relation} of {subject}{', please' * (number % 4)}?", (object_,))
         for number, (subject, relation, object_) in enumerate(FACTS)
@@ -156,6 +184,10 @@ def tiny_model_folder(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tmp_path: 
 def tiny_rollout(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_index: Index) -> Callable[..., Rollout]:
     """make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens, shuffle,
     **limits) -> Rollout; everything has a default. `system` is a name or a System."""
+    from thresher.engine.episode import Tools
+    from thresher.engine.render import Renderer
+    from thresher.engine.rollout import Limits, Rollout
+    from thresher.engine.systems import load_system
 
     def make(
         system: str | System = "eval_rar",
@@ -163,7 +195,7 @@ def tiny_rollout(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_index: Ind
         policy: Policy | None = None,
         index: Any = None,
         tokenizer: Tokenizer | None = None,
-        template: str = "Answer with <search> or <answer>.\n\nQuestion: {question}\n",
+        template: str = TEMPLATE,
         max_turns: int = 4,
         k: int = 2,
         chat: bool = False,

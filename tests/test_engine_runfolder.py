@@ -32,7 +32,7 @@ def refusal(call: Any, *args: Any) -> str:
 
 def test_create_makes_a_whole_folder_and_its_parents(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "runs" / "a", RECIPE) as run:
-        assert tree(run.path) == [".lock", "checkpoints", "plots", "recipe.toml", "trajectories"]
+        assert tree(run.path) == [".lock", "checkpoints", "evaluations", "plots", "recipe.toml", "trajectories"]
         assert load_recipe(run.recipe_file) == RECIPE
         assert tree(tmp_path / "runs")[0] == "a"  # nothing else beside it
 

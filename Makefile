@@ -1,0 +1,129 @@
+# From a clone to a trained model, and to a tested one. Every target makes the environment it needs.
+#
+#   make demo        train a small model to search, from nothing      (SEED=1, OUT=runs/other)
+#   make test        formatter, linter, type checker, tests
+#   make lint        all of that but the tests
+#   make bench       one GRPO step beside TRL's, in an environment of its own
+#   make gpu-check   the kernels on a CUDA device, in the Python that is already there
+#   make .venv       only the environment                             (PYTHON=python3.12)
+#   make clean       remove environments and caches; runs/ stays
+
+PYTHON ?= python3
+SEED ?= 0
+OUT ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.SUFFIXES:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BENCH := .venv-bench
+# `python -c` and `python -m` would put the checkout first on the path, where `kernels` is a folder of ours.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+# An environment is finished once its stamp is written, which is last, and holds the checkout's path: a set-up that was
+# interrupted, or an environment that was moved or copied here, is made anew; a finished one is only brought up to date.
+define NEEDS_PYTHON
+import sys
+python, version = sys.argv[1], "%d.%d" % sys.version_info[:2]
+if version not in ("3.11", "3.12"):
+    sys.exit("%s is Python %s, and Thresher needs 3.11 or 3.12: install one, then run make PYTHON=python3.12" % (python, version))
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("%s cannot make environments: on Debian, apt install python%s-venv, then run make again" % (python, version))
+endef
+export NEEDS_PYTHON
+
+define SET_UP
+if [ "$$(cat $@ 2>/dev/null)" = "$(CURDIR)" ] && $(@D)/bin/python -c '' 2>/dev/null; then
+    echo "Bringing $(@D) up to date"
+else
+    command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not found: install Python 3.11 or 3.12, or run make PYTHON=/path/to/python" >&2; exit 1; }
+    "$(PYTHON)" -c "$$NEEDS_PYTHON" "$(PYTHON)"
+    echo "Making $(@D) (a few minutes, most of them torch's download)"
+    rm -f $@
+    "$(PYTHON)" -m venv --clear $(@D)
+fi
+rm -f $@
+pip="$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt"
+$$pip setuptools
+$$pip --no-build-isolation --editable ".[$(1)]"
+echo "$(CURDIR)" >$@
+endef
+
+.PHONY: .venv .venv-bench
+.venv: $(VENV)/.finished
+.venv-bench: $(BENCH)/.finished
+
+$(VENV)/.finished: setup.py constraints.txt
+	@$(call SET_UP,cpu$(,)test)
+$(BENCH)/.finished: setup.py constraints.txt
+	@$(call SET_UP,cpu$(,)test$(,)bench)
+, := ,
+
+.PHONY: FORCE
+ifneq ($(shell cat $(VENV)/.finished 2>/dev/null),$(CURDIR))
+$(VENV)/.finished: FORCE
+endif
+ifneq ($(shell cat $(BENCH)/.finished 2>/dev/null),$(CURDIR))
+$(BENCH)/.finished: FORCE
+endif
+
+# A second demo gets a folder of its own: runs/demo, runs/demo-2, ..
+.PHONY: demo
+demo: .venv
+	@out="$(OUT)"
+	if [ -z "$$out" ]; then
+	    out=runs/demo
+	    for ((n = 2; ; n++)); do [ -e "$$out" ] || break; out="runs/demo-$$n"; done
+	fi
+	exec $(VENV)/bin/thresher demo --out "$$out" --seed $(SEED)
+
+# mypy does not know setup.py's mapping of folders to packages; links in a folder that git ignores spell it out.
+FOLDERS := kernels rewards policy retrieval engine bench recipes
+.PHONY: lint
+lint: .venv
+	@mkdir -p .typecheck/thresher
+	for folder in $(FOLDERS); do ln -sfn "../../$$folder" ".typecheck/thresher/$$folder"; done
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+.PHONY: test
+test: lint
+	@$(VENV)/bin/pytest
+
+.PHONY: bench
+bench: .venv-bench
+	@$(BENCH)/bin/thresher bench step --out bench/results/step.jsonl
+
+# Installs nothing but links to this checkout: torch and the rest are what the machine has. Needs no data folder.
+PEERS := liger_kernel trl cut_cross_entropy faiss xformers
+define NEEDS_CUDA
+import sys
+from importlib.util import find_spec
+import torch
+if not torch.cuda.is_available():
+    sys.exit("gpu-check: torch %s of %s sees no CUDA device; run this where there is one" % (torch.__version__, sys.executable))
+print("torch %s on %s" % (torch.__version__, torch.cuda.get_device_name()))
+missing = [name for name in sys.argv[1:] if find_spec(name) is None]
+print("peers that are missing here, and so not compared with: %s" % (", ".join(missing) or "none"))
+endef
+export NEEDS_CUDA
+.PHONY: gpu-check
+gpu-check:
+	@"$(PYTHON)" -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
+	"$(PYTHON)" -c "$$NEEDS_CUDA" $(PEERS)
+	"$(PYTHON)" -m pytest tests/test_kernels_*.py
+
+.PHONY: clean
+clean:
+	rm -rf $(VENV) $(BENCH) .typecheck build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

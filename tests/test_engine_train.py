@@ -1,0 +1,471 @@
+"""The training loop: a killed run goes on with the same bits, and what it writes down is what happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from thresher.engine import sft as sft_module
+from thresher.engine.assemble import load_parts, load_questions, load_retrieval
+from thresher.engine.evaluate import evaluate, summarise
+from thresher.engine.recipe import Optim, Recipe, Sft, from_dict
+from thresher.engine.render import Renderer
+from thresher.engine.sft import encode_transcript
+from thresher.engine.train import Progress, questions_of_step, seed_of, train
+from thresher.policy.config import ModelConfig
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+
+NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
+STEPS, GROUPS, SAMPLES, DEV = 4, 3, 4, 5
+TIMINGS = {"rollout_tokens_per_s", "train_tokens_per_s"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums depend on the number of threads, and a subprocess below must have as many."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def drilled(tokenizer: Tokenizer, template: str) -> Policy:
+    """A small policy that knows the form of an episode and nothing else: it answers with any of the eight names."""
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size + 4,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=300.0,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_ids=tuple(tokenizer.encode_template("<|endoftext|>")),
+    )
+    renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=9, passage_format="{text}")
+    draw, transcripts = Random(0), []
+    for _ in range(200):
+        one, other, third = (draw.choice(NAMES) for _ in range(3))
+        answer = {"source": "policy", "text": f"<evaluate>{other}</evaluate><answer>{one}</answer>"}
+        search = [
+            {"source": "policy", "text": f"<search>spouse of {other}</search>"},
+            {"source": "retrieved", "text": f"\n\n<information>{other} has spouse {third}.</information>\n\n"},
+        ]
+        record = {"question": f"What is the mayor of {third}?", "segments": [*search * draw.randrange(2), answer]}
+        transcripts.append(encode_transcript(record, tokenizer, renderer, template))
+    policy = init_policy(config, 0).requires_grad_(True)
+    sft = Sft(transcripts="none", steps=70, batch_size=16, lr=2e-2, schedule="linear", held_out=0.0)
+    drill = sft_module.Trainer(policy, transcripts, sft, Optim(), tokenizer.vocab_size, 0)
+    assert drill.run(lambda record: None).loss < 1
+    return policy
+
+
+@pytest.fixture(scope="module")
+def base(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_tokenizer: Tokenizer,
+    tiny_index_folder: Path,
+    tiny_questions: list[Question],
+) -> dict[str, dict[str, Any]]:
+    """The recipe of a run of four steps, as tables; its model, questions and template lie on the disk.
+
+    Half of the names are right, whatever the question, so that rewards differ within a group.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "prompt.txt").write_text("Question: {question}\n")
+    drilled(tiny_tokenizer, "Question: {question}\n").save(folder / "model")
+    tiny_tokenizer.save(folder / "model")
+    for name, part in (("train", tiny_questions[DEV:]), ("dev", tiny_questions[:DEV])):
+        records = [{"id": q.id, "question": q.question, "golden_answers": NAMES[::2]} for q in part]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "train.jsonl"), "dev": str(folder / "dev.jsonl")},
+        "retrieval": {"index": str(tiny_index_folder), "k": 2, "passage_format": "{text}"},
+        "system": {"name": "eval_rar", "template": str(folder / "prompt.txt")},
+        "rollout": {
+            "group_size": SAMPLES,
+            "questions_per_step": GROUPS,
+            "max_turns": 3,
+            "max_turn_tokens": 40,
+            "max_policy_tokens": 80,
+            "max_context": 240,
+            "max_passage_tokens": 40,
+            "max_running": 8,
+        },
+        "grpo": {"kl_value": "k2", "beta": 0.02},
+        "optim": {"lr": 1e-3, "warmup_ratio": 0.25, "micro_batch_tokens": 400},
+        "run": {"steps": STEPS, "seed": 3, "eval_every": 2, "save_every": 2},
+    }
+
+
+@pytest.fixture(scope="module")
+def make_recipe(base: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
+    """make(grpo={..}, ..) -> Recipe: the base with some keys changed."""
+
+    def make(**changes: dict[str, Any]) -> Recipe:
+        return from_dict(Recipe, {name: base.get(name, {}) | changes.get(name, {}) for name in base}, "test")
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, make_recipe: Callable[..., Recipe]) -> Path:
+    """The run that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(make_recipe(), out)
+    return out
+
+
+class Killed(BaseException):
+    """Stands for a kill: no handler of the product catches it."""
+
+
+def die_after(step: int) -> Callable[[Progress], None]:
+    def watch(progress: Progress) -> None:
+        if progress.step == step:
+            raise Killed
+
+    return watch
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: untimed(value) if isinstance(value, dict) else value
+        for key, value in record.items()
+        if not key.endswith("seconds") and key not in TIMINGS
+    }
+
+
+def what_happened(run: Path) -> dict[str, Any]:
+    """All that a run wrote, but for what the clock says."""
+    files = [*run.glob("trajectories/*"), *run.glob("evaluations/*"), *run.glob("checkpoints/*/*.*")]
+    return {
+        "metrics": [untimed(record) for record in metrics(run)],
+        "summary": untimed(json.loads((run / "summary.json").read_text())),
+        "recipe": (run / "recipe.toml").read_bytes(),
+        **{str(path.relative_to(run)): path.read_bytes() for path in files if path.name != "state.json"},
+    }
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    first, second = what_happened(one), what_happened(other)
+    assert first.keys() == second.keys()
+    assert [key for key in first if first[key] != second[key]] == []
+
+
+def sampled(run: Path, step: int) -> list[dict[str, Any]]:
+    path = run / "trajectories" / f"step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_learns_something_and_writes_everything_down(whole: Path, base: dict[str, Any]) -> None:
+    names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file())
+    files = ("config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "state.json")
+    assert names == [
+        ".lock",
+        *(f"checkpoints/step_{step:06d}/{file}" for step in (2, 4) for file in (*files, "tokenizer.json")),
+        *(f"evaluations/step_{step:06d}.jsonl" for step in (0, 2, 4)),
+        "metrics.jsonl",
+        "recipe.toml",
+        "summary.json",
+        *(f"trajectories/step_{step:06d}.jsonl" for step in (1, 2, 3, 4)),
+    ]
+    records = metrics(whole)
+    assert [(record["step"], "eval" in record) for record in records] == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, False),
+        (4, False),
+        (4, True),
+    ]
+    start = load_file(Path(base["model"]["path"]) / "model.safetensors")
+    end = load_file(whole / "checkpoints" / "step_000004" / "model.safetensors")
+    assert not torch.equal(start["model.embed_tokens.weight"], end["model.embed_tokens.weight"])
+
+
+def test_the_metrics_of_a_step_are_those_of_its_trajectories(whole: Path) -> None:
+    for record in (record for record in metrics(whole) if "eval" not in record):
+        entries = sampled(whole, record["step"])
+        assert len(entries) == record["questions"] == GROUPS * SAMPLES
+        said = [segment for entry in entries for segment in entry["segments"] if segment["source"] == "policy"]
+        tokens = sum(len(segment["ids"]) for segment in said)
+        assert record["loss_tokens"] == record["sampled_tokens"] == tokens
+        assert record["response_tokens"] == pytest.approx(tokens / len(entries))
+        assert record["reward"] == pytest.approx(sum(entry["reward"] for entry in entries) / len(entries))
+        assert record["em"] == pytest.approx(sum(entry["parts"]["em"] for entry in entries) / len(entries))
+        searches = sum(len(entry["searches"]) for entry in entries)
+        assert record["searches"] == pytest.approx(searches / len(entries))
+        assert sum(record["reasons"].values()) == len(entries)
+        rewards = [{entry["reward"] for entry in entries if entry["group"] == group} for group in range(GROUPS)]
+        assert record["zero_advantage_groups"] == sum(len(values) == 1 for values in rewards)
+        assert record["lr"] == 1e-3
+        assert 0 < record["grad_norm"] < 1e3
+    assert any(record.get("zero_advantage_groups", GROUPS) < GROUPS for record in metrics(whole))
+
+
+def test_the_first_update_is_on_policy_and_at_its_reference(whole: Path) -> None:
+    first, second = (record for record in metrics(whole) if "eval" not in record and record["step"] <= 2)
+    for record in (first, second):
+        assert record["logprob_gap_max"] < 1e-4 and record["logprob_gap"] < 1e-5
+        assert record["ratio"] == pytest.approx(1, abs=1e-5) and record["clipped"] == 0 and record["capped"] == 0
+    assert first["kl_k1"] == first["kl_k2"] == first["kl_k3"] == 0
+    assert second["kl_k2"] > 0 and second["kl_k3"] > 0
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_its_step(
+    whole: Path, make_recipe: Callable[..., Recipe], tiny_questions: list[Question], step: int
+) -> None:
+    written = [json.loads(line) for line in (whole / f"evaluations/step_{step:06d}.jsonl").read_text().splitlines()]
+    assert [entry["id"] for entry in written] == [question.id for question in tiny_questions[:DEV]]
+    recipe = make_recipe()
+    parts = load_parts(recipe, whole / f"checkpoints/step_{step:06d}" if step else None)
+    judged = evaluate(parts.rollout(load_retrieval(recipe)), load_questions(recipe)[1])
+    assert [entry.to_dict(parts.tokenizer) for entry in judged] == written
+    (record,) = (record["eval"] for record in metrics(whole) if record["step"] == step and "eval" in record)
+    assert untimed(record) == untimed(summarise(judged))
+
+
+def test_the_summary_has_these_keys(whole: Path) -> None:
+    summary = json.loads((whole / "summary.json").read_text())
+    assert list(summary) == [
+        "em_before",
+        "em_after",
+        "f1_before",
+        "f1_after",
+        "questions",
+        "seconds",
+        "rollout_tokens_per_s",
+        "train_tokens_per_s",
+        "seed",
+        "steps",
+    ]
+    evaluations = [record["eval"] for record in metrics(whole) if "eval" in record]
+    steps = [record for record in metrics(whole) if "eval" not in record]
+    assert (summary["em_before"], summary["em_after"]) == (evaluations[0]["em"], evaluations[-1]["em"])
+    assert (summary["f1_before"], summary["f1_after"]) == (evaluations[0]["f1"], evaluations[-1]["f1"])
+    assert (summary["questions"], summary["seed"], summary["steps"]) == (DEV, 3, STEPS)
+    spent = sum(record["rollout_seconds"] for record in steps)
+    assert summary["rollout_tokens_per_s"] == pytest.approx(sum(r["sampled_tokens"] for r in steps) / spent)
+    spent = sum(record["update_seconds"] for record in steps)
+    assert summary["train_tokens_per_s"] == pytest.approx(sum(r["train_tokens"] for r in steps) / spent)
+    assert summary["seconds"] > spent
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, step: int
+) -> None:
+    """Killed in step 1 there is no checkpoint yet; in step 3 the records of that step have to be forgotten."""
+    out = tmp_path / "run"
+    with pytest.raises(Killed):
+        train(make_recipe(), out, watch=die_after(step))
+    assert metrics(out)[-1]["step"] == step and not (out / "summary.json").exists()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rewa')  # and a line was cut short
+    returned = train(make_recipe(), out, resume=True)
+    assert_same_run(whole, out)
+    assert json.loads((out / "summary.json").read_text()) == returned
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from thresher.engine import checkpoint, grpo
+from thresher.engine.recipe import load_recipe
+from thresher.engine.train import train
+
+torch.set_num_threads(1)
+where, recipe, out = sys.argv[1:]
+module, name = {"update": (grpo, "grpo_loss"), "save": (checkpoint, "save_file")}[where]
+wanted, calls, steps = getattr(module, name), 0, 0
+
+def counted(progress):
+    global steps
+    steps = max(steps, progress.step)
+
+def fatal(*arguments, **options):
+    global calls
+    calls += steps >= (2 if where == "update" else 4)
+    if calls == 2 or (calls and where == "save"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wanted(*arguments, **options)
+
+setattr(module, name, fatal)
+train(load_recipe(recipe), out, watch=counted)
+"""
+
+
+@pytest.mark.parametrize("where", ["update", "save"])
+def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, where: str) -> None:
+    """In the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
+    recipe, out = make_recipe(), tmp_path / "run"
+    recipe.write(tmp_path / "recipe.toml")
+    command = [sys.executable, "-P", "-c", KILLED, where, str(tmp_path / "recipe.toml"), str(out)]
+    killed = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert metrics(out)[-1]["step"] == (2 if where == "update" else 4)
+    assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_000002"]
+    assert len(list((out / "checkpoints").glob(".*.tmp"))) == (where == "save")
+    train(recipe, out, resume=True)
+    assert_same_run(whole, out)
+    assert not list(out.rglob(".*.tmp"))
+
+
+def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path
+) -> None:
+    out = tmp_path / "run"
+    constant = {"optim": {"warmup_ratio": 0.0}}
+    train(make_recipe(run={"steps": 2}, **constant), out)
+    train(make_recipe(**constant), out, resume=True)
+    before = what_happened(out)
+    train(make_recipe(**constant), out, resume=True)
+    assert what_happened(out) == before
+    # One warm-up step of four reaches the full rate at once, so this is the whole run but for its recipe.
+    expected = what_happened(whole)
+    assert [key for key in expected if expected[key] != before[key]] == ["recipe"]
+
+
+def test_a_folder_that_exists_or_is_anothers_is_refused(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path
+) -> None:
+    before = what_happened(whole)
+    with pytest.raises(UserError, match="the run folder exists already"):
+        train(make_recipe(), whole)
+    with pytest.raises(UserError, match=r"belongs to another recipe \(grpo.beta is 0.02, not 0.5\)"):
+        train(make_recipe(grpo={"beta": 0.5}), whole, resume=True)
+    with pytest.raises(UserError, match="the run folder does not exist"):
+        train(make_recipe(), tmp_path / "none", resume=True)
+    assert what_happened(whole) == before and list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_there_is_a_folder(
+    tmp_path: Path, make_recipe: Callable[..., Recipe]
+) -> None:
+    lines = [{"id": "short", "question": "Who?", "golden_answers": ["Anna"]}]
+    lines.append({"id": "long", "question": "Who knows " * 200 + "?", "golden_answers": ["Anna"]})
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("train", "dev"):
+        recipe = make_recipe(data={name: str(tmp_path / "questions.jsonl")})
+        with pytest.raises(UserError, match=r"question long: its prompt of .* a context of 240"):
+            train(recipe, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
+
+
+def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+    out = tmp_path / "run"
+    recipe = make_recipe(
+        system={"name": "search_r1"}, grpo={"updates_per_batch": 2, "entropy_coef": 0.1}, run={"steps": 1}
+    )
+    train(recipe, out)
+    (record,) = (record for record in metrics(out) if "eval" not in record)
+    entries = sampled(out, 1)
+    assert set(entries[0]["parts"]) == {"em", "f1", "answered", "searches"}
+    said = sum(len(s["ids"]) for entry in entries for s in entry["segments"] if s["source"] == "policy")
+    assert record["loss_tokens"] == said  # whole groups, each of them in one of the updates
+    optimizer = load_file(out / "checkpoints" / "step_000001" / "optimizer.safetensors")
+    assert {float(value) for name, value in optimizer.items() if name.endswith(".step")} == {2.0}
+    assert record["logprob_gap_max"] > 1e-4  # the second update's policy is not the one that sampled
+
+
+def test_shuffled_rewards_stay_in_their_group(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+    shuffled, plain = tmp_path / "shuffled", tmp_path / "plain"
+    one_step = {"run": {"steps": 1}, "rollout": {"group_size": 8}}
+    train(make_recipe(grpo={"shuffle_rewards": True}, **one_step), shuffled)
+    train(make_recipe(**one_step), plain)
+    entries, honest = sampled(shuffled, 1), sampled(plain, 1)
+    moved = 0
+    for group in range(GROUPS):
+        here = [entry for entry in entries if entry["group"] == group]
+        there = [entry for entry in honest if entry["group"] == group]
+        assert [entry["segments"] for entry in here] == [entry["segments"] for entry in there]
+        assert [entry["reward"] for entry in here] == [entry["reward"] for entry in there]  # as they were earned
+        given, earned = ([entry["advantage"] for entry in part] for part in (here, there))
+        assert sorted(given) == sorted(earned)
+        moved += given != earned
+    assert moved
+
+
+def test_without_a_signal_nothing_is_updated_if_so_asked(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], base: dict[str, Any]
+) -> None:
+    line = {"id": "1", "question": "What is the spouse of Mia Noor?", "golden_answers": ["no one can say this"]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(line) + "\n")
+    data = {"train": str(tmp_path / "questions.jsonl"), "dev": str(tmp_path / "questions.jsonl")}
+    recipe = make_recipe(data=data, grpo={"drop_zero_advantage": True}, run={"steps": 1})
+    summary = train(recipe, tmp_path / "run")
+    (record,) = (record for record in metrics(tmp_path / "run") if "eval" not in record)
+    assert record["zero_advantage_groups"] == GROUPS  # three times the same question is three groups
+    assert (record["train_tokens"], record["loss_tokens"]) == (0, 0) and "loss" not in record
+    assert summary["train_tokens_per_s"] is None
+    start = load_file(Path(base["model"]["path"]) / "model.safetensors")
+    end = load_file(tmp_path / "run" / "checkpoints" / "step_000001" / "model.safetensors")
+    assert all(torch.equal(start[name], end[name]) for name in start)
+
+
+@pytest.mark.parametrize(
+    ("optim", "what"),
+    [({"lr": 1e3}, "gradient"), ({"lr": 1e38, "max_grad_norm": float("inf")}, "policy")],
+)
+def test_a_run_that_diverges_ends_in_a_sentence(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], optim: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UserError, match=f"step 2: the {what} is not finite; start again with a lower optim.lr"):
+        train(make_recipe(optim=optim), tmp_path / "run")
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [0, 1]
+
+
+def test_bfloat16_trains_float32_weights_and_resumes(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+    smaller = {"questions_per_step": 1, "group_size": 2}
+    run = {"steps": 2, "save_every": 1, "eval_questions": 1}
+    recipe = make_recipe(model={"dtype": "bfloat16"}, optim={"lr": 1e-5}, rollout=smaller, run=run)
+    train(recipe, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(recipe, tmp_path / "killed", watch=die_after(2))
+    train(recipe, tmp_path / "killed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    weights = load_file(tmp_path / "killed" / "checkpoints" / "step_000002" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    embedding = weights["model.embed_tokens.weight"]
+    assert not torch.equal(embedding, embedding.bfloat16().float())
+
+
+def test_questions_of_a_step_come_once_in_every_pass() -> None:
+    questions = [Question(str(number), "?", ("a",)) for number in range(10)]
+    asked = [q.id for step in range(1, 11) for q in questions_of_step(questions, 4, 7, step)]
+    passes = [asked[at : at + 10] for at in range(0, 40, 10)]
+    assert all(sorted(part) == sorted(q.id for q in questions) for part in passes)
+    assert len({tuple(part) for part in passes}) == 4  # each in an order of its own
+    again = [q.id for q in questions_of_step(questions, 4, 7, 3)]
+    assert again == asked[8:12] != [q.id for q in questions_of_step(questions, 4, 8, 3)]
+    assert [q.id for q in questions_of_step(questions[:2], 5, 0, 1)].count("0") in (2, 3)
+
+
+def test_seeds_are_the_same_on_every_machine() -> None:
+    assert seed_of(0, 1, 2, 3) == 3252311618909706447
+    assert len({seed_of(*parts) for parts in ((1, 2), (2, 1), (12,), ("1", 2), (1, 2, 0))}) == 5
+    assert all(0 <= seed_of(number) < 2**63 for number in range(100))
