@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     _recipe_arguments(evaluate)
     evaluate.add_argument("--questions", help="JSONL; default: data.dev of the recipe")
     evaluate.add_argument("--limit", type=_count, help="only the first so many")
-    evaluate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    evaluate.add_argument("--temperature", type=_temperature, default=0.0, help="0 (the default) is greedy")
     evaluate.add_argument("--out", required=True, help="folder for trajectories.jsonl and metrics.json")
 
     score = _command(commands, "score", _score, "rate transcripts with a system's reward")
@@ -107,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     invent.add_argument("--out", required=True)
     invent.add_argument("--seed", type=int, default=0)
     invent.add_argument("--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe")
-    invent.add_argument("--aware", type=float, help="share of warm-up transcripts that follow their question")
+    invent.add_argument("--aware", type=_share, help="share of warm-up transcripts that follow their question")
 
     report = _command(commands, "report", _report, "curves and trajectories of a run, as a page and pictures")
     report.add_argument("run", help="run folder")
@@ -142,6 +142,20 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text}")
     return value
 
 

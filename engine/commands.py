@@ -135,18 +135,18 @@ def run_demo(out: Path, seed: int, overrides: list[str], parser: argparse.Argume
         options = parser.parse_args(arguments)
         options.handler(options)
 
-    demo(out, seed, overrides, run, lambda text: console.console.print(f"[bold]{text}[/bold]"))
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    demo(
+        out, seed, overrides, run, lambda text: console.console.print(text, style="bold", markup=False, soft_wrap=True)
+    )
     from thresher.engine.report import print_trajectories  # matplotlib takes a second that other commands need not wait
 
     print_trajectories(out / "grpo")
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     rows = [
         ("EM", summary["em_before"], summary["em_after"]),
         ("F1", summary["f1_before"], summary["f1_after"]),
     ]
     console.table(
-        f"{summary['questions']} held-out questions, greedy, seed {seed}",
-        ("", "after warm-up", "after GRPO"),
-        rows,
+        f"{summary['questions']} held-out questions, greedy, seed {seed}", ("", "after warm-up", "after GRPO"), rows
     )
     console.console.print(f"{summary['seconds']:.0f} s in all. Look at {out / 'report.html'}")

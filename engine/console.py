@@ -38,7 +38,7 @@ class Line:
     """The line of one command. `to(done, text)` moves it."""
 
     def __init__(self, bars: Progress, label: str, total: int) -> None:
-        self._bars, self._label, self._total = bars, label, total
+        self._bars, self._label, self._total = bars, label, max(total, 1)
         self._task = bars.add_task(label, total=total, text="")
         self._printed = 0
 

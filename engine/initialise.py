@@ -18,6 +18,7 @@ from thresher.retrieval.jsonl import iter_jsonl
 from thresher.rewards.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+SMALLEST = 257  # 256 bytes and the end of text
 ROUND = 16  # a trained vocabulary is padded to a multiple of this, as real models' are
 
 
@@ -40,6 +41,10 @@ def initialise(
     if tokenizer_path is not None:
         tokenizer = load_tokenizer(tokenizer_path)
     else:
+        if vocab_size < SMALLEST:
+            raise UserError(
+                f"init: --vocab-size is {vocab_size}; expected at least {SMALLEST}, for there are 256 bytes"
+            )
         tokenizer = train_bpe(_strings(train_on), vocab_size, [END_OF_TEXT])
         table["vocab_size"] = -(-tokenizer.vocab_size // ROUND) * ROUND
         table["eos_token_id"] = table["bos_token_id"] = table["pad_token_id"] = tokenizer.token_id(END_OF_TEXT)

@@ -30,13 +30,12 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str) ->
     corpus = passages([worlds.train, worlds.test], seed)
     train = questions(worlds.train, size.train_questions, size.two_hop, seed, "train")
     test = questions(worlds.test, size.test_questions, size.two_hop, seed, "test")
-    warmup: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with staged_folder(out) as staged, tempfile.TemporaryDirectory() as scratch:
+        warmup: list[dict[str, Any]] = []
         for number, world in enumerate(worlds.warmup):
             search = _search(world, Path(scratch) / str(number), passage_format)
             count = size.transcripts // size.warmup_worlds
             warmup += transcripts(world, count, size, number, search, BEFORE, AFTER)
-    with staged_folder(out) as staged:
         write_jsonl(staged / "corpus.jsonl", ({"id": p.id, "title": p.title, "text": p.text} for p in corpus))
         for name, part in (("train", train), ("test", test)):
             write_jsonl(staged / f"{name}.jsonl", map(_record, part))

@@ -13,6 +13,7 @@ import torch
 
 from thresher.kernels.attention import KEY_STEP, ROW_STEP, PagedGroup, paged_attention
 from thresher.policy.config import ModelConfig
+from thresher.rewards.errors import UserError
 
 BATCH_STEP = 8  # rows of a forward are padded to this multiple, so that a CPU matmul gives each row the same bits
 
@@ -38,7 +39,7 @@ class PagedKV:
         device: torch.device | str = "cpu",
     ) -> None:
         if KEY_STEP % page_size:
-            raise ValueError(f"page size {page_size} does not divide {KEY_STEP}")
+            raise UserError(f"rollout.page_size is {page_size}; expected a divisor of {KEY_STEP}, such as 16")
         shape = (config.num_hidden_layers, config.num_key_value_heads, num_blocks, page_size, config.head_dim)
         self.page_size = page_size
         # Zeros, not empty: masked slots are multiplied by an exact 0, which NaN would survive.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.index import Hit
+from thresher.rewards.errors import UserError
 from thresher.rewards.tags import neutralise
 
 _QUESTION = "\ue000question\ue000"  # stands for the question while a chat template is rendered
@@ -29,6 +30,15 @@ class Renderer:
     chat: bool
     max_passage_tokens: int
     passage_format: str
+
+    def __post_init__(self) -> None:
+        try:
+            self.passage_format.format(number=1, title="", text="")
+        except (LookupError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"retrieval.passage_format {self.passage_format!r} cannot be filled ({type(error).__name__}: {error}); "
+                "use {number}, {title} and {text}, and write a bare brace twice"
+            ) from None
 
     def prompt(self, request: Prompt) -> list[int]:
         text = request.template.replace("{question}", _QUESTION)

@@ -13,8 +13,7 @@ Deliberately absent: any figure that is not in the run's files, and comparisons 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,13 @@ from rich.text import Text
 
 from thresher.engine.console import console
 from thresher.engine.console import shown as shown_number
+from thresher.engine.excerpts import Chunk, examples_of
 from thresher.engine.plots import charts_of, draw, draw_overview, smoothing
-from thresher.engine.recipe import Recipe, load_recipe
+from thresher.engine.recipe import Recipe, Retrieval, load_recipe
 from thresher.engine.runfolder import RunFolder, read_metrics, step_of
-from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.policy.model import Policy
-from thresher.retrieval.jsonl import iter_jsonl
 from thresher.retrieval.manifest import read_manifest
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
@@ -52,28 +50,6 @@ MEASURES = (  # key of an evaluation, its name, and whether it is a share
 BLOCK_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
 PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the rest
 OVERVIEW = ("reward", "em")
-# A sampled text may hold anything: control characters become their pictures, what would reorder or break the page
-# (bidirectional overrides, lone surrogates) becomes a replacement character.
-_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_VISIBLE |= {code: 0xFFFD for code in (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-_VISIBLE |= {code: 0xFFFD for code in range(0xD800, 0xE000)}
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A stretch of text to colour: a tag itself, or what stands in the block it opened ("" outside of all)."""
-
-    text: str
-    is_tag: bool
-    block: str
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A segment to show: who wrote it, and its lines; each block of the policy's begins a line of its own."""
-
-    source: str
-    lines: list[list[Chunk]]
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:
@@ -81,10 +57,10 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 
     UserError if `run` is no run folder, if a file in it is malformed, or if `out` cannot be written.
     """
-    run, recipe = _open_run(run)
-    out = Path(out) if out is not None else run.path
-    records = read_metrics(run.metrics_file)
-    optional = read_json_object(run.summary_file) if run.summary_file.exists() else None
+    folder, recipe = _open_run(run)
+    out = Path(out) if out is not None else folder.path
+    records = read_metrics(folder.metrics_file)
+    summary = read_json_object(folder.summary_file) if folder.summary_file.exists() else None
     charts = charts_of(
         records,
         kl_value=recipe.grpo.kl_value,
@@ -95,22 +71,22 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     steps = [record for record in records if "eval" not in record]
     evals = [(record["step"], record["eval"] or {}) for record in records if "eval" in record]
     page = _template().render(
-        name=str(run.path),
+        name=str(folder.path),
         recipe=recipe,
         toml=recipe.to_toml(),
-        summary=optional,
+        summary=summary,
         last_step=steps[-1]["step"] if steps else 0,
-        tiles=_tiles(optional or {}, evals),
-        notes=_notes(out, run.path),
+        tiles=_tiles(summary or {}, evals),
+        notes=_notes(out, folder.path),
         measures=_measures(evals),
         evals=evals,
         interval=_interval(evals[-1][1]) if evals else "",
-        facts=_facts(run, recipe),
-        time=_time_sentence(steps, evals, optional),
+        facts=_facts(folder, recipe),
+        time=_time_sentence(steps, evals, summary),
         charts=charts,
         overview=[chart for chart in charts if chart.name in OVERVIEW],
         window=smoothing(len(steps)),
-        examples=_examples(run, recipe, 3, PAGE_CHARS),
+        examples=examples_of(folder, recipe, 3, PAGE_CHARS),
         blocks=BLOCK_COLORS,
     )
     try:
@@ -128,20 +104,20 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 def print_trajectories(run: str | Path, count: int = 2) -> None:
     """Print up to `count` trajectories of the last evaluation: tags in colour, passages dim, feedback yellow."""
     folder, recipe = _open_run(run)
-    for example in _examples(folder, recipe, count, TERMINAL_CHARS):
-        view = example["views"][-1]
-        console.print(Text.assemble("\n", ("Question ", "bold"), example["question"]))
-        gold = " | ".join(example["golds"])
-        verdict = ("right", "green") if view["right"] else ("wrong", "red")
-        about = f", {view['searches']}, reward {view['reward']}; expected: {gold}"
+    for example in examples_of(folder, recipe, count, TERMINAL_CHARS):
+        telling = example.tellings[-1]
+        console.print(Text.assemble("\n", (example.question, "bold")))
+        verdict = ("right", "green") if telling.right else ("wrong", "red")
+        searches = f"{telling.searches} search{'' if telling.searches == 1 else 'es'}"
+        about = f", {searches}, reward {shown_number(telling.reward)}; expected: {' | '.join(example.golds)}"
         console.print(Text.assemble(verdict, (about, "dim")))
-        for passage in view["passages"]:
-            for line in passage.lines:
-                console.print(Padding(_terminal_line(passage.source, line), (0, 0, 0, 2)))
+        for part in telling.parts:
+            for line in part.lines:
+                console.print(Padding(_terminal_line(part.source, line), (0, 0, 0, 2)))
 
 
-def _terminal_line(source: str, line: Sequence[Chunk]) -> Text:
-    base = {Source.RETRIEVED: "dim", Source.FEEDBACK: "yellow"}.get(Source(source), "")
+def _terminal_line(source: Source, line: Sequence[Chunk]) -> Text:
+    base = {Source.RETRIEVED: "dim", Source.FEEDBACK: "yellow"}.get(source, "")
     text = Text()
     for chunk in line:
         color = BLOCK_COLORS.get(chunk.block, "bright_black") if chunk.is_tag else ""
@@ -326,7 +302,7 @@ def _warmup(path: Path) -> str:
     return text
 
 
-def _retrieval(retrieval: Any) -> str:
+def _retrieval(retrieval: Retrieval) -> str:
     order = "in an order drawn at random" if retrieval.shuffle else "best first"
     shown = f"{retrieval.k} passages a search, {order}"
     try:
@@ -334,123 +310,3 @@ def _retrieval(retrieval: Any) -> str:
     except UserError:
         return f"{retrieval.index}; {shown}"
     return f"{manifest.passages:,} passages, {manifest.encoder} encoder, {manifest.dim:,} dimensions; {shown}"
-
-
-# Trajectories
-
-
-def _examples(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[dict[str, Any]]:
-    """Up to `count` telling trajectories of the last evaluation, each beside the first evaluation's on that question.
-
-    A run without evaluations shows what it last sampled.
-    """
-    evaluations = _step_files(run.evaluations)
-    paths = evaluations or _step_files(run.trajectories)[-1:]
-    if not paths:
-        return []
-    system = recipe.system
-    tags = load_system(system.name, system.options).tags if system else ()
-    before_path, last_path = (paths[0] if len(paths) > 1 else None), paths[-1]
-    before = {record.get("id"): record for record in _trajectories(before_path)} if before_path else {}
-    examples = []
-    for record in telling(list(_trajectories(last_path)), {key for key, old in before.items() if is_right(old)}, count):
-        kind = "greedy" if evaluations else "sampled in training"
-        shown = [(before[record.get("id")], before_path)] if record.get("id") in before else []
-        shown.append((record, last_path))
-        examples.append(
-            {
-                "question": visible(str(record.get("question", ""))),
-                "golds": [visible(str(gold)) for gold in record.get("golden_answers") or []],
-                "views": [
-                    {"label": f"step {step_of(path.stem) or 0}, {kind}", **_view(part, tags, limit)}
-                    for part, path in shown
-                    if path
-                ],
-            }
-        )
-    return examples
-
-
-def telling(records: Sequence[Record], right_before: set[Any], count: int) -> list[Record]:
-    """Records to show: right with several searches, right with one, wrong; then others, until there are `count`.
-
-    Of each sort the first that was not right before, or else the first; no question twice.
-    """
-
-    def searches(record: Record) -> int:
-        return len(record.get("searches") or [])
-
-    sorts = [
-        [record for record in records if is_right(record) and searches(record) > 1],
-        [record for record in records if is_right(record) and searches(record) == 1],
-        [record for record in records if not is_right(record)],
-        *([list(records)] * count),
-    ]
-    chosen: dict[Any, Record] = {}
-    for candidates in sorts:
-        new = [record for record in candidates if record.get("id") not in chosen]
-        if new and len(chosen) < count:
-            record = next((r for r in new if r.get("id") not in right_before), new[0])
-            chosen[record.get("id")] = record
-    return list(chosen.values())
-
-
-def is_right(record: Record) -> bool:
-    return bool((record.get("parts") or {}).get("em"))
-
-
-def _view(record: Record, tags: Sequence[str], limit: int) -> dict[str, Any]:
-    segments = record.get("segments") or []
-    searches, reward, answer = len(record.get("searches") or []), record.get("reward"), record.get("answer")
-    return {
-        "right": is_right(record),
-        "reward": shown_number(reward),
-        "answer": None if answer is None else visible(str(answer)),
-        "reason": visible(str(record.get("reason", ""))),
-        "searches": f"{searches} search{'' if searches == 1 else 'es'}",
-        "prompt": "".join(visible(s.get("text", "")) for s in segments if s.get("source") == Source.PROMPT),
-        "passages": passages_of(segments, tags, limit),
-    }
-
-
-def passages_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> list[Passage]:
-    """Segments after the prompt, cut into chunks to colour; a segment of more than `limit` characters is shortened.
-
-    A block is what follows an opening tag until any closing one, as a reader sees it; rewards parse for themselves.
-    """
-    pattern = re.compile(f"({'|'.join(map(re.escape, tags)) or '(?!)'})")
-    block, passages = "", []
-    for segment in segments:
-        source, text = segment.get("source", ""), visible(str(segment.get("text", ""))).strip("\n")
-        if source not in list(Source) or source == Source.PROMPT or not text:
-            continue
-        if len(text) > limit:
-            text = f"{text[:limit]} … ({len(text) - limit:,} characters more)"
-        lines: list[list[Chunk]] = [[]]
-        for part in filter(None, pattern.split(text)):
-            name = part.strip("</>") if part in tags else ""
-            opens = bool(name) and not part.startswith("</")
-            if opens and source == Source.POLICY and any(chunk.text.strip() for chunk in lines[-1]):
-                lines.append([])
-            lines[-1].append(Chunk(part, bool(name), name or block))
-            if name:
-                block = name if opens else ""
-        passages.append(Passage(source, lines))
-    return passages
-
-
-def visible(text: str) -> str:
-    """The text with nothing in it that could act on a terminal or a page."""
-    return text.translate(_VISIBLE)
-
-
-def _step_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*.jsonl") if step_of(path.stem) is not None)
-
-
-def _trajectories(path: Path) -> Iterator[dict[str, Any]]:
-    """The trajectories of a file, without their token ids, which are most of it and not shown."""
-    for _, record in iter_jsonl(path):
-        for segment in record.get("segments") or []:
-            segment.pop("ids", None)
-        yield record

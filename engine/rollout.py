@@ -255,6 +255,7 @@ class _Run:
         return openings
 
     def _admit(self) -> None:
+        admitted: list[_Live] = []
         for group, member in self.scheduler.admit():
             opening = self.openings[group.number]
             job = opening.jobs[member]
@@ -263,7 +264,8 @@ class _Run:
             trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, opening.ids)])
             live = _Live(job, episode, trajectory, BlockTable(), length=len(opening.ids))
             self.live.append((group, member, live))
-            self._serve([(live, None)])
+            admitted.append(live)
+        self._serve([(live, None) for live in admitted])
 
     def _forward(self) -> None:
         """Feed everything that is pending: new prompts, appended passages, the tokens sampled a step ago."""

@@ -1,7 +1,7 @@
 """`thresher score`: rate transcripts that anyone wrote, with a system's own reward.
 
-in   {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"}, ..]}
-out  {"id", "reward", "parts": {..}, "answer"}
+in  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"}, ..]}
+out {"id", "reward", "parts": {..}, "answer"}
 
 Only text is needed: the reward reads the bytes of the policy's segments and nothing else.
 """

@@ -15,6 +15,7 @@ Everything is a function of the seed.
 """
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +152,8 @@ def transcripts(
     """Warm-up transcripts in one world, as `thresher sft` reads them (the prompt is the recipe's).
 
     `search` gives, for each query, the passages that a search shows, as text; `before` and `after` are the tags around
-    them. A policy segment's `copied` lists the character ranges of names that had to be copied from a passage.
+    them. A policy segment's `copied` lists the character ranges of names, all of which stand in the question or in a
+    passage.
     """
     rng = random.Random(f"transcripts {seed}")
     subjects = list(world.kinds)
@@ -172,18 +174,26 @@ def transcripts(
 
 
 def _segments(path: Sequence[Fact], found: Sequence[str], before: str, after: str) -> list[dict[str, Any]]:
+    """One transcript's segments; in the policy's, [a name] stands for a name that was copied from above."""
     segments: list[dict[str, Any]] = []
-    text = ""
-    copied: list[list[int]] = []
+    turn = ""
     for hop, (fact, passages_text) in enumerate(zip(path, found, strict=True)):
-        text += f"<think> {'First' if hop == 0 else 'Then'} the {fact.relation} </think><search> {fact.query} </search>"
-        segments.append({"source": "policy", "text": text, "copied": copied})
+        turn += f"<think> {'First' if hop == 0 else 'Then'} the {fact.relation} </think>"
+        turn += f"<search> {fact.relation} of[ {fact.subject}] </search>"
+        segments.append(_policy(turn))
         segments += [{"source": "retrieved", "text": part} for part in (before, passages_text, after)]
-        text = f"<evaluate> {fact.sentence} </evaluate>"
-        at = text.rindex(f" {fact.object}.")  # the space before a name belongs to its first token
-        copied = [[at, at + 1 + len(fact.object)]]
-    text += f"<answer> {path[-1].object} </answer>"
-    return [*segments, {"source": "policy", "text": text, "copied": copied}]
+        turn = f"<evaluate>[ {fact.subject}] has {fact.relation}[ {fact.object}]. </evaluate>"
+    return [*segments, _policy(f"{turn}<answer>[ {path[-1].object}] </answer>")]
+
+
+def _policy(marked: str) -> dict[str, Any]:
+    """A policy segment whose `copied` ranges are the bracketed stretches; the brackets themselves are dropped."""
+    text, copied = "", []
+    for number, part in enumerate(re.split(r"[\[\]]", marked)):
+        if number % 2:  # the space before a name belongs to its first token
+            copied.append([len(text), len(text) + len(part)])
+        text += part
+    return {"source": "policy", "text": text, "copied": copied}
 
 
 def _walk(world: World, entity: str, hops: int, rng: random.Random) -> list[Fact]:

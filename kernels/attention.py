@@ -11,7 +11,8 @@ dimension, P pages of the cache, S slots of a page, L padded key length.
 
 These are the torch faces. In the paged one every sequence's key length is padded to a multiple of `KEY_STEP` and its
 rows to a multiple of `ROW_STEP`, by its own length alone, and only equals share a batched matmul: so on a CPU in
-float32 the bits of a row do not depend on what else is in the batch.
+float32 the bits of a row do not depend on what else is in the batch. (Where D is a multiple of 4, as in every real
+model; else the matrices of a batch lie at addresses that MKL treats differently.)
 """
 
 from collections.abc import Sequence
@@ -147,14 +148,20 @@ def _paged_group(q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor
         ]
         return torch.cat(parts)
 
-    flat = group.pages_NL.reshape(-1)
+    rows_NQ, positions_NQ, pages_NL = group.rows_NQ, group.positions_NQ, group.pages_NL
+    if n * kv_heads == 1:
+        # torch hands a lone matrix to another routine than a batch, with other last bits: give it a twin.
+        rows_NQ, positions_NQ, pages_NL = (x.expand(2, -1) for x in (rows_NQ, positions_NQ, pages_NL))
+        n = 2
+    flat = pages_NL.reshape(-1)
     k = k_KPSD.index_select(1, flat).view(kv_heads * n, length, dim)
     v = v_KPSD.index_select(1, flat).view(kv_heads * n, length, dim)
-    q = q_THD.index_select(0, group.rows_NQ.reshape(-1)).view(n, rows, kv_heads, per_kv, dim)
+    q = q_THD.index_select(0, rows_NQ.reshape(-1)).view(n, rows, kv_heads, per_kv, dim)
     q = q.permute(2, 0, 3, 1, 4).reshape(kv_heads * n, per_kv * rows, dim) * dim**-0.5
 
     scores = torch.bmm(q, k.transpose(1, 2)).view(kv_heads, n, per_kv, rows, length)
-    unseen_NQL = torch.arange(length, device=q.device) > group.positions_NQ[:, :, None]
+    unseen_NQL = torch.arange(length, device=q.device) > positions_NQ[:, :, None]
     scores.masked_fill_(unseen_NQL[:, None], float("-inf"))
     o = torch.bmm(torch.softmax(scores, -1).view(kv_heads * n, per_kv * rows, length), v)
-    return o.view(kv_heads, n, per_kv, rows, dim).permute(1, 3, 0, 2, 4).reshape(n, rows, heads, dim)
+    o_NQHD = o.view(kv_heads, n, per_kv, rows, dim).permute(1, 3, 0, 2, 4).reshape(n, rows, heads, dim)
+    return o_NQHD[: len(group.rows_NQ)]

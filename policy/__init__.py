@@ -2,7 +2,7 @@
 
     from thresher.policy import load_policy, load_tokenizer
 
-The names below are imported when they are asked for: torch takes seconds, and `policy.files` is used by what needs none.
+The names below are imported when they are asked for: torch takes seconds that `policy.files` need not wait for.
 """
 
 from importlib import import_module

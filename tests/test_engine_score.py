@@ -46,7 +46,7 @@ def score(tmp_path: Path, system: str, *records: Any, options: dict[str, Any] | 
 @pytest.mark.parametrize(
     ("segments", "eval_rar", "search_r1", "answer"),
     [
-        ([RIGHT], 1.0, 1.0, " Paris "),
+        ([RIGHT], 1.0, 1.0, "Paris"),
         ([CITED], 0.1, 0.0, "Rome"),
         ([segment("policy", "<evaluate>Paris</evaluate>")], 0.1, 0.0, None),
         ([segment("policy", "<answer>Rome</answer>")], 0.0, 0.0, "Rome"),
@@ -71,7 +71,7 @@ def test_both_systems(
         (entry,) = score(tmp_path, system, transcript(*segments))
         assert list(entry) == ["id", "reward", "parts", "answer"]
         assert entry["reward"] == expected
-        assert entry["answer"] == answer or (answer is not None and entry["answer"] == answer.strip())
+        assert entry["answer"] == answer
         assert entry["parts"]["em"] == (expected == 1) and entry["parts"]["answered"] == (answer is not None)
 
 

@@ -205,14 +205,14 @@ def test_transcripts_search_copy_and_answer(files: Path) -> None:
         ):
             assert (before, after) == ("\n\n<information>", "</information>\n\n")
             assert len(text.split("\n")) == K
-            (start, end), *_ = telling["copied"]
+            _, (start, end), *_ = telling["copied"]
             name = telling["text"][start:end]
             assert re.fullmatch(rf" {NAME}", name)
             # What is copied stands in the passage that the query asked for.
             (query,) = re.findall(r"<search> (.*?) </search>", asking["text"])
             relation, subject = query.split(" of ")
             assert f" {subject} has {relation}{name}." in text.split("\n")
-        start, end = policy[-1]["copied"][0]
+        start, end = policy[-1]["copied"][-1]
         assert policy[-1]["text"].endswith(f"<answer>{policy[-1]['text'][start:end]} </answer>")
         pieces = [Piece(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
         answer = eval_rar_reward(pieces, ["x"]).answer

@@ -1,0 +1,97 @@
+"""Norm, rotation and gate against their formulas in float64 and against transformers' own modules."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from thresher.kernels.mlp import UNCUT, silu_gate
+from thresher.kernels.norm import rms_norm
+from thresher.kernels.rope import rope_table, rotate
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """With three, torch cuts long loops at odd places, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 33), (3, 896)])
+def test_rms_norm(rows: int, width: int, scale: float) -> None:
+    x_TH, weight_H = randn(rows, width) * scale, 1 + 0.5 * randn(width, seed=1)
+    x, w = x_TH.double(), weight_H.double()
+    expected = w * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(rms_norm(x_TH, weight_H, 1e-6).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rms_norm_in_bfloat16_rounds_where_qwen2_does() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen2.modeling_qwen2")
+    x_TH, weight_H = randn(64, 96, dtype=torch.bfloat16), (1 + randn(96, seed=1)).bfloat16()
+    theirs = modeling.Qwen2RMSNorm(96, eps=1e-6)
+    theirs.weight.data = weight_H
+    assert torch.equal(rms_norm(x_TH, weight_H, 1e-6), theirs(x_TH))
+
+
+def test_rms_norm_of_zeros_is_zero() -> None:
+    assert torch.equal(rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("theta", [300.0, 1e4, 1e6])
+@pytest.mark.parametrize("dim", [2, 10, 64])
+def test_rotation_by_the_formula(dim: int, theta: float) -> None:
+    """Pair i, made of the i-th elements of both halves, is a complex number turned by position * theta^(-2i/D)."""
+    positions_T = torch.tensor([0, 1, 17, 400, 2047])
+    x_THD = randn(5, 3, dim)
+    turned_THD = rotate(x_THD, rope_table(positions_T, dim, theta, torch.float32))
+    half = dim // 2
+    pairs = torch.complex(x_THD[..., :half].double(), x_THD[..., half:].double())
+    angle = positions_T.double()[:, None] * theta ** (-2 * torch.arange(half).double() / dim)
+    expected = pairs * torch.exp(1j * angle)[:, None]
+    # Angles are made in float32: at position 2047 their own rounding is 6e-5 or so.
+    torch.testing.assert_close(turned_THD[..., :half].double(), expected.real, rtol=0, atol=5e-4)
+    torch.testing.assert_close(turned_THD[..., half:].double(), expected.imag, rtol=0, atol=5e-4)
+    assert torch.equal(turned_THD[0], x_THD[0]), "position 0 is not turned"
+
+
+def test_scores_depend_on_the_distance_only() -> None:
+    q, k = randn(1, 1, 16), randn(1, 1, 16, seed=1)
+
+    def score(at: int, of: int) -> float:
+        turned = [rotate(x, rope_table(torch.tensor([p]), 16, 1e4, torch.float32)) for x, p in ((q, at), (k, of))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(5, 2) == pytest.approx(score(105, 102), abs=1e-4)
+    assert abs(score(5, 2) - score(6, 2)) > 1e-2
+
+
+def test_rope_table_rounds_after_the_cosine() -> None:
+    table = rope_table(torch.arange(3000), 32, 1e4, torch.bfloat16)
+    exact = rope_table(torch.arange(3000), 32, 1e4, torch.float32)
+    assert table.shape == (2, 3000, 1, 16) and table.dtype == torch.bfloat16
+    assert torch.equal(table, exact.bfloat16())
+
+
+def test_silu_gate_by_the_formula_and_its_gradient() -> None:
+    x_T2I = torch.cat([randn(4, 14) * 3, torch.tensor([[-200.0, 200.0] * 7])])
+    g, u = x_T2I.double().chunk(2, -1)
+    torch.testing.assert_close(silu_gate(x_T2I).double(), g * torch.sigmoid(g) * u, rtol=1e-6, atol=1e-6)
+    assert torch.autograd.gradcheck(silu_gate, x_T2I[:4].double().requires_grad_())
+
+
+def test_a_long_gate_gives_each_row_its_own_bits(three_threads: None) -> None:
+    """Regression: torch cut 200 rows of 488 among three threads inside a row, which moved last bits."""
+    for inner in (48, 488, 4864, UNCUT + 8):
+        x_T2I = randn(max(24, 4 * UNCUT // inner), 2 * inner) * 3
+        with torch.no_grad():
+            together = silu_gate(x_T2I)
+            for rows in range(8, len(x_T2I), 8 if inner > 400 else 300):
+                assert torch.equal(silu_gate(x_T2I[:rows].clone()), together[:rows]), (inner, rows)
+        torch.testing.assert_close(silu_gate(x_T2I), together, rtol=1e-6, atol=1e-6)

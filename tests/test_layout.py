@@ -1,0 +1,165 @@
+"""The house: imports go one way, light modules stay light, names do not collide, and no file grows out of hand."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# A folder may import from those of a lower rank and from itself; of two on one rank neither from the other.
+RANK = {"kernels": 0, "rewards": 0, "policy": 1, "retrieval": 2, "engine": 3, "bench": 4, "recipes": 0}
+LONGEST = 420
+LAZY = "engine/cli.py"  # imports bench, where a command needs it
+
+
+def modules() -> list[Path]:
+    return sorted(path for folder in RANK for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(source: str) -> Iterator[tuple[str, bool]]:
+    """(full name of an imported module or of a name in it, whether it is imported inside a function)."""
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, "imports are absolute here"
+                yield from ((f"{child.module}.{alias.name}", lazy) for alias in child.names)
+            else:
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from visit(child, lazy or inside)
+
+    return visit(ast.parse(source), False)
+
+
+def broken(path: str, source: str) -> list[str]:
+    """What a file imports that it must not."""
+    here = path.partition("/")[0]
+    wrong = []
+    for name, lazy in imports(source):
+        top, _, rest = name.partition(".")
+        if top in RANK:
+            wrong.append(f"{path}: {name} without thresher in front")
+        if top != "thresher" or not rest:
+            continue
+        there = rest.partition(".")[0]
+        allowed = there == here or RANK[there] < RANK[here] or (path == LAZY and there == "bench" and lazy)
+        if not allowed:
+            wrong.append(f"{path}: {name}{' (inside a function)' if lazy else ''}")
+    return wrong
+
+
+def test_imports_go_one_way() -> None:
+    found = modules()
+    assert len(found) > 40
+    assert [wrong for path in found for wrong in broken(str(path.relative_to(ROOT)), path.read_text("utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "wrong"),
+    [
+        ("kernels/a.py", "from thresher.policy import x", 1),
+        ("kernels/a.py", "def f():\n    import thresher.rewards.text", 1),
+        ("rewards/a.py", "from thresher.kernels import loss", 1),
+        ("policy/a.py", "if True:\n    from thresher.retrieval.index import Index", 1),
+        ("retrieval/a.py", "from thresher import engine", 1),
+        ("engine/train.py", "def f():\n    from thresher.bench.step import run", 1),
+        ("engine/cli.py", "from thresher.bench.step import run", 1),
+        ("engine/a.py", "import kernels", 1),
+        ("engine/cli.py", "def f():\n    from thresher.bench.step import run", 0),
+        (
+            "engine/a.py",
+            "from thresher.policy import x\nfrom thresher.engine.b import y\nimport thresher.kernels.loss",
+            0,
+        ),
+        ("bench/a.py", "from thresher.engine.train import train", 0),
+    ],
+)
+def test_the_test_of_imports_can_tell(path: str, source: str, wrong: int) -> None:
+    assert len(broken(path, source)) == wrong
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["rewards", "engine.blocks", "engine.scheduler", "engine.tags", "engine.recipe", "engine.runfolder", "engine.cli"],
+)
+def test_what_needs_no_torch_loads_none(module: str) -> None:
+    check = f"import sys, thresher.{module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", check], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("module", ["engine.cli", "policy", "retrieval", "rewards"])
+def test_what_loads_on_any_machine_imports_nothing_optional(module: str) -> None:
+    """`thresher --help` and the file formats need neither transformers nor trl, not even where they are installed."""
+    check = f"import sys, thresher.{module}; sys.exit(bool({{'transformers', 'trl', 'datasets'}} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-P", "-c", check], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name", ["kernels", "engine", "policy", "rewards"])
+def test_a_plain_name_is_not_our_folder(name: str) -> None:
+    """Other packages probe for plain names (transformers for `kernels`) and must not find ours. `pytest` keeps the
+    current folder out of the path; `python -m pytest` would not, but for PYTHONSAFEPATH=1."""
+    found = importlib.util.find_spec(name)
+    places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
+    assert not [place for place in places if place and Path(place).resolve().is_relative_to(ROOT / name)]
+    ours = importlib.util.find_spec(f"thresher.{name}")
+    assert ours is not None and ours.origin is not None
+
+
+def test_every_folder_is_a_package_and_no_test_is() -> None:
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in RANK)
+    assert not (ROOT / "tests" / "__init__.py").exists()
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))  # importlib's import mode needs no more than that
+
+
+def test_no_file_is_longer_than_can_be_read() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in modules()}
+    assert {path: length for path, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in modules()
+        if (tree := ast.parse(path.read_text("utf-8"))).body and not ast.get_docstring(tree)
+    ]
+    assert silent == []
+
+
+def tracked() -> list[Path]:
+    """Text files under version control."""
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in listed.decode().split("\0") if name]
+    return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:8192]]
+
+
+def forbidden() -> re.Pattern[str]:
+    """Put together from pieces, so that this file does not name them either."""
+    homes = "|".join(("work", "home", "root", "Users"))
+    hosts = "|".join(("py" + r"pi\.org", "python" + "hosted", "conda" + r"\.org", "npm" + r"js\.", "index" + "-url"))
+    return re.compile(rf"(?<![\w.}}~>*])/(?:{homes})/\w|{hosts}")
+
+
+def test_tracked_files_name_no_path_of_a_machine_and_no_registry() -> None:
+    pattern = forbidden()
+    for bad in (f"in {'/'}home/me", f"'{'/'}root/x'", "https://py" + "pi.org/simple", "--index" + "-url"):
+        assert pattern.search(bad)
+    for fine in ("{folder}/work/x", "a/home/b", "~/work/x", "the index url"):
+        assert not pattern.search(fine)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+        for path in tracked()
+        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1)
+        if (match := pattern.search(line))
+    ]
+    assert found == []

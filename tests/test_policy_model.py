@@ -1,0 +1,233 @@
+"""The transformer against transformers' Qwen2ForCausalLM: logits, gradients, and files in both directions."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.kernels.attention import Varlen
+from thresher.policy.config import ModelConfig
+from thresher.policy.model import Policy, hf_views, init_policy, load_policy
+from thresher.rewards.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+
+# heads, key/value heads, head dimension, layers, vocabulary, tied, rope_theta. Every ratio of heads from 1 to 7, head
+# dimensions that are and are not a multiple of 8, both ways to hold a head, both bases of Qwen2 and Qwen2.5.
+SHAPES = [
+    (2, 2, 8, 1, 40, True, 1e4),
+    (4, 2, 8, 2, 97, False, 1e6),
+    (3, 1, 10, 2, 64, True, 1e6),
+    (8, 2, 16, 1, 33, False, 1e4),
+    (5, 1, 24, 2, 50, True, 1e4),
+    (12, 2, 6, 1, 64, False, 1e6),
+    (7, 1, 64, 1, 128, True, 1e6),
+    (14, 2, 64, 2, 151, True, 1e6),
+]
+IDS = [f"{heads // kv}x{kv}-d{dim}-{'tied' if tied else 'untied'}" for heads, kv, dim, _, _, tied, _ in SHAPES]
+
+
+def make_config(shape: tuple[int, int, int, int, int, bool, float], **changes: Any) -> ModelConfig:
+    heads, kv_heads, dim, layers, vocab, tied, theta = shape
+    values = {
+        "vocab_size": vocab,
+        "hidden_size": heads * dim,
+        "intermediate_size": heads * dim + 6,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": theta,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "eos_token_ids": (1,),
+    }
+    return ModelConfig(**{**values, **changes})
+
+
+def random_policy(config: ModelConfig, seed: int = 0) -> Policy:
+    """Biases and norms are random, too: those that `init_policy` gives would hide a mistake with them."""
+    policy = init_policy(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(noise * config.hidden_size**-0.5)
+    return policy
+
+
+def random_ids(config: ModelConfig, count: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def theirs_from(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    return model
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_logits_and_gradients_equal_transformers(shape: Any, tmp_path: Path) -> None:
+    config = make_config(shape)
+    policy = random_policy(config)
+    policy.save(tmp_path)
+    theirs = theirs_from(tmp_path)
+    for count in (1, 2, 37, 131):
+        ids_T = random_ids(config, count, seed=count)
+        ours_TV, theirs_TV = policy.logits(ids_T), theirs(ids_T[None]).logits[0]
+        assert ours_TV.shape == (count, config.vocab_size)
+        assert theirs_TV.std() > 0.3, "logits too flat to tell a difference"
+        torch.testing.assert_close(ours_TV, theirs_TV, rtol=0, atol=1e-4)
+
+    weights_TV = torch.randn(ours_TV.shape, generator=torch.Generator().manual_seed(3)) / count
+    (ours_TV * weights_TV).sum().backward()
+    (theirs_TV * weights_TV).sum().backward()
+    gradients = deepcopy(policy)
+    for parameter, source in zip(gradients.parameters(), policy.parameters(), strict=True):
+        assert source.grad is not None
+        parameter.data = source.grad
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    views = hf_views(gradients)
+    assert views.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert grad is not None and grad.abs().max() > 1e-4, name
+        torch.testing.assert_close(views[name], grad, rtol=0, atol=1e-4 * max(1.0, grad.abs().max().item()), msg=name)
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    config = make_config(SHAPES[1])
+    policy = random_policy(config)
+    rows = [random_ids(config, count, seed=count) for count in (5, 1, 64, 23)]
+    layout = Varlen([len(row) for row in rows])
+    hidden_TH = policy.hidden(torch.cat(rows), layout.positions_T, layout)
+    for packed_TH, row in zip(hidden_TH.split(layout.lengths), rows, strict=True):
+        torch.testing.assert_close(packed_TH @ policy.head_VH.T, policy.logits(row), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=[IDS[0], IDS[1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_we_save_transformers_loads(shape: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    policy = random_policy(make_config(shape, eos_token_ids=(3, 1), pad_token_id=1)).to(dtype)
+    policy.save(tmp_path)
+    theirs = theirs_from(tmp_path, dtype)
+    for name, tensor in hf_views(policy).items():
+        found = theirs.get_parameter(name)
+        assert found.dtype == dtype and torch.equal(found, tensor), name
+    assert theirs.config.tie_word_embeddings == policy.config.tie_word_embeddings
+    assert theirs.generation_config.eos_token_id == [3, 1]
+    again = load_policy(tmp_path, dtype)
+    assert again.config == policy.config and again.dtype == dtype
+    for name, tensor in hf_views(again).items():
+        assert torch.equal(tensor, hf_views(policy)[name]), name
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=[IDS[0], IDS[1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shard", ["10GB", "4KB"], ids=["single", "sharded"])
+def test_what_transformers_saves_we_load(shape: Any, dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
+    heads, kv_heads, dim, layers, vocab, tied, theta = shape
+    torch.manual_seed(5)
+    theirs = transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            vocab_size=vocab,
+            hidden_size=heads * dim,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            rope_theta=theta,
+            tie_word_embeddings=tied,
+            initializer_range=0.3,
+            eos_token_id=7,
+            attn_implementation="eager",
+        )
+    ).to(dtype)
+    theirs.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "4KB")
+    policy = load_policy(tmp_path)  # bfloat16 widens exactly
+    assert policy.config.rope_theta == theta and policy.config.eos_token_ids == (7,)
+    assert policy.dtype == torch.float32 and (policy.untied_head_VH is None) == tied
+    ids_T = random_ids(policy.config, 29)
+    # Read back, for their `.to(bfloat16)` rounds the frequencies of the rotation as well.
+    expected_TV = theirs_from(tmp_path)(ids_T[None]).logits[0]
+    torch.testing.assert_close(policy.logits(ids_T), expected_TV, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]], ids=[IDS[1], IDS[6]])
+def test_bfloat16_is_as_good_as_theirs(shape: Any, tmp_path: Path) -> None:
+    """float32 on the same (bfloat16) weights is the truth; our error may be twice theirs."""
+    policy = random_policy(make_config(shape)).bfloat16()
+    policy.save(tmp_path)
+    ids_T = random_ids(policy.config, 65)
+    with torch.no_grad():
+        truth_TV = load_policy(tmp_path).logits(ids_T)
+        theirs_TV = theirs_from(tmp_path, torch.bfloat16)(ids_T[None]).logits[0]
+        ours_TV = policy.logits(ids_T)
+    assert ours_TV.dtype == torch.bfloat16
+    error, their_error = ((x.float() - truth_TV).square().mean().sqrt() for x in (ours_TV, theirs_TV))
+    assert 0 < error <= 2 * their_error
+
+
+def test_init_is_a_function_of_the_seed() -> None:
+    config = make_config(SHAPES[1], hidden_size=128, head_dim=32, vocab_size=400, initializer_range=0.05)
+    torch.manual_seed(1)
+    first = init_policy(config, 7).state_dict()
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second, other = init_policy(config, 7).state_dict(), init_policy(config, 8).state_dict()
+    assert torch.equal(torch.get_rng_state(), before), "the global generator was used"
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+        if tensor.dim() == 2:
+            assert not torch.equal(tensor, other[name]), name
+            assert abs(tensor.mean()) < 0.003 and 0.047 < tensor.std() < 0.053, name
+        else:
+            assert torch.all(tensor == (1.0 if "norm" in name else 0.0)), name
+    matrices = [tensor.flatten()[:64] for tensor in first.values() if tensor.dim() == 2]
+    assert all(not torch.equal(a, b) for n, a in enumerate(matrices) for b in matrices[:n]), "two have the same noise"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_views_cover_the_policy_and_share_its_memory(tied: bool) -> None:
+    policy = init_policy(make_config(SHAPES[3], tie_word_embeddings=tied), 0)
+    views = hf_views(policy)
+    assert sum(view.numel() for view in views.values()) == policy.parameter_count()
+    assert ("lm_head.weight" in views) == (not tied)
+    for number, view in enumerate(views.values(), start=1):
+        view.fill_(number)
+    for name, parameter in policy.named_parameters():
+        assert parameter.min() >= 1, f"{name} is not covered by the views"
+    layer: Any = policy.layers[0]
+    written = [views[f"model.layers.0.self_attn.{x}_proj.weight"][0, 0] for x in "qkv"]
+    edges = [0, layer.q_rows, layer.q_rows + layer.kv_rows]
+    assert [layer.qkv_weight[row, 0] for row in edges] == written and len({float(x) for x in written}) == 3
+
+
+def test_a_copy_of_a_tied_head_is_accepted_and_not_kept(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    policy = random_policy(make_config(SHAPES[0]))
+    policy.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": policy.embed_VH.detach().clone()}, tmp_path / "model.safetensors")
+    assert torch.equal(load_policy(tmp_path).head_VH, policy.head_VH)
+    save_file({**tensors, "lm_head.weight": policy.embed_VH.detach() + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        load_policy(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+    random_policy(make_config(SHAPES[0])).save(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 22', '"intermediate_size": 24'))
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.\w+\.weight has shape .*22"):
+        load_policy(tmp_path)
+    (tmp_path / "config.json").write_text(config.replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
+    with pytest.raises(UserError, match=r"model\.layers\.1\.\S+ is missing"):
+        load_policy(tmp_path)
