@@ -4,6 +4,7 @@ Whatever disagrees (a tokenizer larger than the head, an index with fewer passag
 without a question) is refused here, before anything is computed or written.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,19 +43,25 @@ class Parts:
         return self.tokenizer.vocab_size
 
     def rollout(self, index: Index) -> Rollout:
-        return Rollout(
-            self.policy, self.tokenizer, index, self.system, self.tools, self.renderer, self.limits,
-            shuffle=self.recipe.need(Retrieval).shuffle,
-        )  # fmt: skip
+        limits = self.limits
+        blocks = Rollout.blocks_for(limits)
+        needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.page_size, self.policy.dtype.itemsize)
+        available = memory_bytes(self.policy.device)
+        if needed > available:
+            raise UserError(
+                f"the KV cache for rollout.max_running = {limits.max_running} samples of {limits.max_context} tokens "
+                f"takes {needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them"
+            )
+        shuffle = self.recipe.need(Retrieval).shuffle
+        parts = (self.system, self.tools, self.renderer, limits)
+        return Rollout(self.policy, self.tokenizer, index, *parts, shuffle=shuffle)
 
-    def cache_bytes(self) -> int:
-        """Memory of the KV cache, in bytes."""
-        return PagedKV.bytes_needed(
-            self.policy.config,
-            Rollout.blocks_for(self.limits),
-            self.limits.page_size,
-            self.policy.dtype.itemsize,
-        )
+
+def memory_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device, or all of the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def load_parts(recipe: Recipe, model_path: str | Path | None = None) -> Parts:

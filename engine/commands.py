@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.assemble import load_parts, load_questions, load_retrieval
+from thresher.engine.assemble import load_parts, load_retrieval
 from thresher.engine.demo import demo
-from thresher.engine.evaluate import evaluate, summarise
-from thresher.engine.recipe import Recipe, Sft
+from thresher.engine.evaluate import check_all, evaluate, summarise
+from thresher.engine.recipe import Data, Recipe, Sft
 from thresher.engine.sft import Trainer, read_transcripts
 from thresher.engine.train import Progress, train
-from thresher.engine.trajectory import check_trajectory
 from thresher.policy.files import atomic_write_text, staged_folder
 from thresher.retrieval.jsonl import write_jsonl
 from thresher.retrieval.questions import read_questions
@@ -86,7 +85,8 @@ def run_train(recipe: Recipe, out: str | Path, resume: bool) -> None:
                 return
             text = f"reward {record['reward']:.3f}  EM {record['em']:.3f}"
             text += f"  greedy {greedy[-1]:.3f}" if greedy else ""
-            line.to(progress.step, f"{text}  gap {record['logprob_gap_max']:.0e}")
+            text += f"  gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "  no update"
+            line.to(progress.step, text)
 
         summary = train(recipe, out, resume, watch)
     console.figures(f"train: run in {out}", summary)
@@ -98,10 +98,10 @@ def run_eval(
     """Answer questions once each; `out` gets trajectories.jsonl and metrics.json."""
     if Path(out).exists():
         raise UserError(f"{out}: exists already; choose another folder for the evaluation")
-    questions = load_questions(recipe)[1] if questions_path is None else read_questions(questions_path)
-    if not questions:
+    path = questions_path or recipe.need(Data).dev
+    if path is None:
         raise UserError("eval: no questions; give --questions FILE, or data.dev in the recipe")
-    questions = questions[:limit]
+    questions = read_questions(path)[:limit]
     parts = load_parts(recipe)
     rollout = parts.rollout(load_retrieval(recipe))
     started = time.perf_counter()
@@ -114,13 +114,7 @@ def run_eval(
             line.to(done, "")
 
         judged = evaluate(rollout, questions, temperature, recipe.run.seed, progress)
-    broken = [
-        (entry.question.id, wrong)
-        for entry in judged
-        if (wrong := check_trajectory(entry.trajectory, parts.tokenizer, parts.system.tags, parts.limits.max_context))
-    ]
-    if broken:
-        raise RuntimeError(f"{len(broken)} trajectories are broken, the first: {broken[0]}")
+    check_all(judged, parts.tokenizer, parts.system.tags, parts.limits.max_context)
     figures = summarise(judged) | {"temperature": temperature, "seconds": time.perf_counter() - started}
     with staged_folder(out) as staged:
         write_jsonl(staged / "trajectories.jsonl", (entry.to_dict(parts.tokenizer) for entry in judged))

@@ -7,7 +7,7 @@ from typing import Any
 
 from thresher.engine.episode import System
 from thresher.engine.rollout import Job, Rollout
-from thresher.engine.trajectory import Trajectory
+from thresher.engine.trajectory import Trajectory, check_trajectory
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.result import RewardResult
@@ -44,6 +44,13 @@ def judge(
     ]
 
 
+def check_all(judged: Sequence[Judged], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
+    """Hold every trajectory to its invariants: a violation is a fault of ours, and going on would hide it."""
+    for entry in judged:
+        if wrong := check_trajectory(entry.trajectory, tokenizer, tags, max_context):
+            raise RuntimeError(f"the trajectory of question {entry.question.id} is broken: {'; '.join(wrong)}")
+
+
 def evaluate(
     rollout: Rollout,
     questions: Sequence[Question],
@@ -51,8 +58,9 @@ def evaluate(
     seed: int = 0,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Judged]:
-    """One trajectory per question; temperature 0 is greedy and ignores the seed."""
-    jobs = [Job(question, number, 0, seed + number) for number, question in enumerate(questions)]
+    """One trajectory per question. Greedy (temperature 0) is the same for every seed, shuffled passages included."""
+    first = seed if temperature else 0
+    jobs = [Job(question, number, 0, first + number) for number, question in enumerate(questions)]
     trajectories = rollout.run(jobs, temperature, on_progress)
     return judge(questions, trajectories, rollout.system, rollout.tokenizer)
 

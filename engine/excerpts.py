@@ -4,7 +4,8 @@ Chosen are a few of the last evaluation that differ in what they took (two searc
 the first evaluation's trajectory on the same question. What comes out is plain data: the page and the terminal colour
 it, each in its way.
 
-Deliberately absent: judging. Blocks are cut as the eye sees them; what counted is in the record (reward, parts, answer).
+Deliberately absent: judging. Blocks are cut as the eye sees them; what counted is in the record (reward, parts,
+answer).
 """
 
 import re
@@ -24,8 +25,8 @@ Record = Mapping[str, Any]
 # A sampled text may hold anything: control characters become their pictures, what would reorder or break the page
 # (bidirectional overrides, lone surrogates) becomes a replacement character.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_VISIBLE |= {code: 0xFFFD for code in (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-_VISIBLE |= {code: 0xFFFD for code in range(0xD800, 0xE000)}
+_VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
+_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Telling:
-    """A trajectory to show: where it comes from, what came of it, the prompt, and all that followed. `answer` is None
+class Excerpt:
+    """A trajectory to show: where it comes from, what came of it, and all that followed the prompt. `answer` is None
     without one; a reward that was not finite is None too."""
 
     label: str
@@ -56,7 +57,6 @@ class Telling:
     searches: int
     answer: str | None
     reason: str
-    prompt: str
     parts: list[Part]
 
 
@@ -66,7 +66,12 @@ class Example:
 
     question: str
     golds: list[str]
-    tellings: list[Telling]
+    prompt: str
+    excerpts: list[Excerpt]
+
+    @property
+    def has_feedback(self) -> bool:
+        return any(part.source is Source.FEEDBACK for excerpt in self.excerpts for part in excerpt.parts)
 
 
 def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[Example]:
@@ -79,7 +84,6 @@ def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[
     paths = evaluations or _step_files(run.trajectories)[-1:]
     if not paths:
         return []
-    kind = "greedy" if evaluations else "sampled in training"
     tags = load_system(recipe.system.name, recipe.system.options).tags if recipe.system else ()
     before = {record.get("id"): record for record in _trajectories(paths[0])} if len(paths) > 1 else {}
     right_before = {key for key, record in before.items() if is_right(record)}
@@ -91,7 +95,10 @@ def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[
             Example(
                 visible(record.get("question", "")),
                 [visible(gold) for gold in record.get("golden_answers") or []],
-                [_telling(old, f"step {step_of(path.stem)}, {kind}", tags, limit) for old, path in shown],
+                "".join(
+                    visible(s.get("text", "")) for s in record.get("segments") or [] if s.get("source") == "prompt"
+                ),
+                [_excerpt(old, f"step {step_of(path.stem)}", tags, limit) for old, path in shown],
             )
         )
     return examples
@@ -125,17 +132,16 @@ def is_right(record: Record) -> bool:
     return bool((record.get("parts") or {}).get("em"))
 
 
-def _telling(record: Record, label: str, tags: Sequence[str], limit: int) -> Telling:
+def _excerpt(record: Record, label: str, tags: Sequence[str], limit: int) -> Excerpt:
     segments = record.get("segments") or []
     answer = record.get("answer")
-    return Telling(
+    return Excerpt(
         label=label,
         right=is_right(record),
         reward=record.get("reward"),
         searches=len(record.get("searches") or []),
         answer=None if answer is None else visible(answer),
         reason=visible(record.get("reason", "")),
-        prompt="".join(visible(segment.get("text", "")) for segment in segments if segment.get("source") == "prompt"),
         parts=parts_of(segments, tags, limit),
     )
 

@@ -115,17 +115,21 @@ class Updater:
         """Step the trained weights on the policy's gradients; returns their norm before clipping."""
         if self.master is self.policy:
             return step_optimizer(self.master, self.optimizer, self.optim, lr)
-        pairs = list(zip(self.policy.parameters(), self.master.parameters(), strict=True))
-        for parameter, trained in pairs:
+        norm = step_optimizer(self.master, self.optimizer, self.optim, lr)
+        with torch.no_grad():
+            for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
+                parameter.copy_(trained)
+        return norm
+
+    def _collect_gradients(self) -> None:
+        """Add a low-precision policy's gradients to its masters', in float32, batch by batch."""
+        if self.master is self.policy:
+            return
+        for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
             if parameter.grad is not None:
                 grad = parameter.grad.float()
                 trained.grad = grad if trained.grad is None else trained.grad.add_(grad)
                 parameter.grad = None
-        norm = step_optimizer(self.master, self.optimizer, self.optim, lr)
-        with torch.no_grad():
-            for parameter, trained in pairs:
-                parameter.copy_(trained)
-        return norm
 
     def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> None:
         reference_logprobs = None
@@ -166,6 +170,7 @@ class Updater:
             lm_head_grad_VH=head_VH.grad,
         )
         hidden_RH.backward(result.hidden_grad_TH)
+        self._collect_gradients()
         gap_R = (result.logprobs - batch.old_logprobs_R).abs()
         stats.tokens += batch.tokens
         stats.rows += len(batch.rows_R)

@@ -3,7 +3,7 @@
 Each section is a frozen dataclass below, and a field is one line: its type carries its bounds, and the
 reader, the writer, the digest and the errors follow from it (see engine/tables.py).
 
-    recipe = load_recipe("recipes/demo.toml", ["run.seed=1", "grpo.kl_value=k2"])
+    recipe = load_recipe("recipes/demo/recipe.toml", ["run.seed=1", "grpo.kl_value=k2"])
 
 Paths are kept as written, relative to the current directory. A section that only some commands use (data,
 retrieval, system, sft) may be absent; the command asks for it with `recipe.need(Data)`.
@@ -116,7 +116,7 @@ class Grpo(Section):
     aggregation_constant: Positive | None = None  # "constant" divides a trajectory's sum by so many tokens
     std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor)
     sample_std: bool = False  # divide by n - 1 instead of n
-    drop_zero_advantage: bool = False  # leave groups without a signal out of the update
+    drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
     updates_per_batch: Count = 1  # optimiser steps per rollout batch, whole groups split among them
     shuffle_rewards: bool = False  # the control: rewards shuffled within each group
 
@@ -139,7 +139,7 @@ class Optim(Section):
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; 0 at the last step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; 0 after the last step
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
 
@@ -174,6 +174,7 @@ class Sft(Section):
     held_out: BelowOne = 0.05  # share of the transcripts that is measured and never trained on
     gate: Share | None = None
     gate_every: Count = 50
+    min_steps: Natural = 0  # the gate is not asked before
     max_restarts: Natural = 2
 
     def check(self) -> None:

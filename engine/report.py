@@ -23,10 +23,11 @@ import torch
 from rich.padding import Padding
 from rich.text import Text
 
+from thresher.engine.charts import ENDINGS, charts_of
 from thresher.engine.console import console
 from thresher.engine.console import shown as shown_number
 from thresher.engine.excerpts import Chunk, examples_of
-from thresher.engine.plots import charts_of, draw, draw_overview, smoothing
+from thresher.engine.plots import draw, draw_overview, smoothing
 from thresher.engine.recipe import Recipe, Retrieval, load_recipe
 from thresher.engine.runfolder import RunFolder, read_metrics, step_of
 from thresher.policy.config import read_config
@@ -41,7 +42,7 @@ Record = Mapping[str, Any]
 MEASURES = (  # key of an evaluation, its name, and whether it is a share
     ("em", "Exact match", True),
     ("f1", "F1", True),
-    ("contains", "Answer contains a gold answer", True),
+    ("contains", "Contains a gold answer", True),
     ("answered", "Gave an answer", True),
     ("reward", "Reward", False),
     ("searches", "Searches", False),
@@ -86,8 +87,8 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
         charts=charts,
         overview=[chart for chart in charts if chart.name in OVERVIEW],
         window=smoothing(len(steps)),
+        endings=ENDINGS,
         examples=examples_of(folder, recipe, 3, PAGE_CHARS),
-        blocks=BLOCK_COLORS,
     )
     try:
         (out / "plots").mkdir(parents=True, exist_ok=True)
@@ -105,15 +106,15 @@ def print_trajectories(run: str | Path, count: int = 2) -> None:
     """Print up to `count` trajectories of the last evaluation: tags in colour, passages dim, feedback yellow."""
     folder, recipe = _open_run(run)
     for example in examples_of(folder, recipe, count, TERMINAL_CHARS):
-        telling = example.tellings[-1]
+        excerpt = example.excerpts[-1]
         console.print(Text.assemble("\n", (example.question, "bold")))
-        verdict = ("right", "green") if telling.right else ("wrong", "red")
-        searches = f"{telling.searches} search{'' if telling.searches == 1 else 'es'}"
-        about = f", {searches}, reward {shown_number(telling.reward)}; expected: {' | '.join(example.golds)}"
+        verdict = ("right", "green") if excerpt.right else ("wrong", "red")
+        searches = f"{excerpt.searches} search{'' if excerpt.searches == 1 else 'es'}"
+        about = f", {searches}, reward {shown_number(excerpt.reward)}; expected: {' | '.join(example.golds)}"
         console.print(Text.assemble(verdict, (about, "dim")))
-        for part in telling.parts:
+        for part in excerpt.parts:
             for line in part.lines:
-                console.print(Padding(_terminal_line(part.source, line), (0, 0, 0, 2)))
+                console.print(Padding(_terminal_line(part.source, line), (0, 0, 0, 2), expand=False))
 
 
 def _terminal_line(source: Source, line: Sequence[Chunk]) -> Text:
@@ -138,7 +139,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": shown_number, "duration": _duration}
+    environment.filters["number"] = shown_number
     return environment.from_string(files("thresher.engine").joinpath("report.html").read_text(encoding="utf-8"))
 
 
@@ -181,7 +182,7 @@ def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, 
         if new is None:
             continue
         if share:
-            change = "" if old is None else f"{100 * (new - old):+.1f} points"
+            change = "" if old is None else f"{100 * (new - old):+.1f} pts"
             rows.append((name, "" if old is None else f"{old:.1%}", f"{new:.1%}", change))
         else:
             change = "" if old is None else f"{new - old:+.2f}"

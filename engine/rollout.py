@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
-import torch.nn.functional as F
 
 from thresher.engine.blocks import BlockPool, BlockTable
 from thresher.engine.episode import (
@@ -34,11 +33,12 @@ from thresher.engine.episode import (
     Tools,
     Turn,
 )
-from thresher.engine.kvcache import BATCH_STEP, NewRows, PagedKV, PagedStep
+from thresher.engine.kvcache import NewRows, PagedKV, PagedStep
 from thresher.engine.render import Renderer
 from thresher.engine.scheduler import Group, Scheduler
 from thresher.engine.tags import TagMatcher
 from thresher.engine.trajectory import Segment, Trajectory
+from thresher.kernels.logprob import head_logits
 from thresher.kernels.sampling import sample
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -283,9 +283,10 @@ class _Run:
             self.engine.cache.copy(feed.page_copies)
             step = PagedStep(self.engine.cache, feed.items)
             hidden_TH = self.engine.policy.hidden(step.ids_T, step.positions_T, step)
-            for owner, row in zip(feed.owners, step.last_rows, strict=True):
+            last_SH = hidden_TH[step.last_rows]  # a copy: rows of hidden_TH itself would keep all of it alive
+            for owner, hidden_H in zip(feed.owners, last_SH, strict=True):
                 complete = not owner.pending if isinstance(owner, _Live) else owner.table.length == len(owner.ids)
-                owner.hidden_H = hidden_TH[row] if complete else None
+                owner.hidden_H = hidden_H if complete else None
             self.clock.forwards += 1
         for group, _, live in self.live:
             opening = self.openings[group.number]
@@ -307,10 +308,8 @@ class _Run:
         if not due:
             return
         started = time.perf_counter()
-        rows = [live.hidden_H for live in due if live.hidden_H is not None]  # all of them, said to the type checker
-        rows.extend(rows[:1] * (-len(rows) % BATCH_STEP))
-        vocab = self.engine.tokenizer.vocab_size
-        logits_BV = F.linear(torch.stack(rows), self.engine.policy.head_VH[:vocab])[: len(due)].float()
+        hidden_BH = torch.stack([live.hidden_H for live in due if live.hidden_H is not None])  # of all, for the type
+        logits_BV = head_logits(hidden_BH, self.engine.policy.head_VH[: self.engine.tokenizer.vocab_size])
         ids_B, logprobs_B = sample(
             logits_BV, [live.job.seed for live in due], [live.length for live in due], self.temperature
         )

@@ -65,12 +65,21 @@ class RunFolder:
         self.summary_file = path / "summary.json"
         self.report_file = path / "report.html"
 
+    @staticmethod
+    def check(path: str | Path, resume: bool) -> None:
+        """UserError if `create` or `resume` would refuse the path at once; for asking before anything long is done."""
+        path = Path(path)
+        if not resume and os.path.lexists(path):
+            raise UserError(f"{path}: the run folder exists already; resume it, or choose another")
+        if resume and not (path / "recipe.toml").is_file():
+            problem = "is not a run folder (it has no recipe.toml)" if os.path.lexists(path) else "does not exist"
+            raise UserError(f"{path}: the run folder {problem}; name one to resume, or start a new run")
+
     @classmethod
     def create(cls, path: str | Path, recipe: Recipe) -> "RunFolder":
         """A new run folder (and its parents). UserError if anything has that name already."""
         path = Path(path)
-        if os.path.lexists(path):
-            raise UserError(f"{path}: the run folder exists already; resume it, or choose another")
+        cls.check(path, resume=False)
         lock = None
         try:
             with staged_folder(path) as staged:
@@ -95,9 +104,7 @@ class RunFolder:
         to it.
         """
         path = Path(path)
-        if not (path / "recipe.toml").is_file():
-            problem = "is not a run folder (it has no recipe.toml)" if os.path.lexists(path) else "does not exist"
-            raise UserError(f"{path}: the run folder {problem}; name one to resume, or start a new run")
+        cls.check(path, resume=True)
         lock = _lock(path)
         try:
             stored = load_recipe(path / "recipe.toml")

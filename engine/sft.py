@@ -4,8 +4,8 @@ A transcript is a line of JSON: {"id", "question", "segments": [{"source": "poli
 "prompt", "text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the
 same tokens. A transcript without a prompt segment gets the recipe's own prompt for its question.
 
-A policy segment may list `copied`: character ranges of names that had to be copied from a passage. How many of their
-tokens come out right on held-out transcripts is the gate: reading names out of passages arrives suddenly, late on some
+A policy segment may list `copied`: character ranges of names that stand in the question or in a passage. How many
+of their tokens come out right on held-out transcripts is the gate: copying a name arrives suddenly, late on some
 seeds, and reinforcement cannot teach a policy that never does it.
 """
 
@@ -152,7 +152,8 @@ class Trainer:
                 "grad_norm": norm,
                 "tokens": tokens,
             }
-            if sft.gate is not None and ((step + 1) % sft.gate_every == 0 or step + 1 == sft.steps):
+            asked = (step + 1) % sft.gate_every == 0 and step + 1 >= sft.min_steps
+            if sft.gate is not None and (asked or step + 1 == sft.steps):
                 copying = self.copying()
                 record["copying"] = copying
             log(record)
@@ -194,7 +195,9 @@ class Trainer:
         right = total = 0
         for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
-            best = F.linear(hidden_TH.index_select(0, packed.rows_R), self.policy.head_VH[: self.vocab_size]).argmax(-1)
-            right += int((best == packed.targets_R).sum())
+            head_VH = self.policy.head_VH[: self.vocab_size]
+            for rows_N, targets_N in zip(packed.rows_R.split(256), packed.targets_R.split(256), strict=True):
+                best_N = F.linear(hidden_TH.index_select(0, rows_N), head_VH).argmax(-1)
+                right += int((best_N == targets_N).sum())
             total += len(packed.rows_R)
         return right / max(total, 1)

@@ -4,7 +4,7 @@
         questions of the step        a function of (seed, step)
         G samples of each            noise a function of (seed, step, question, sample)
         rewards, group advantages    systems/, rewards/advantages.py
-        update(s)                    grpo.py; the rollout's weights are these very tensors
+        update(s)                    grpo.py; in float32 the rollout's weights are these very tensors
         metrics, trajectories, and every so often an evaluation and a checkpoint
 
 Nothing random is carried from step to step, so a checkpoint is weights, moments and a step number, and a resumed run
@@ -26,12 +26,11 @@ import torch
 
 from thresher.engine.assemble import Parts, load_on_device, load_parts, load_questions, load_retrieval
 from thresher.engine.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
-from thresher.engine.evaluate import Judged, evaluate, judge, summarise
+from thresher.engine.evaluate import Judged, check_all, evaluate, judge, summarise
 from thresher.engine.grpo import Updater, UpdateStats, advantages, make_items
 from thresher.engine.recipe import Recipe
 from thresher.engine.rollout import Job, Rollout
 from thresher.engine.runfolder import RunFolder, read_metrics
-from thresher.engine.trajectory import check_trajectory
 from thresher.policy.model import Policy, load_policy
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
@@ -66,6 +65,7 @@ def train(
     """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last
     checkpoint."""
     started = time.perf_counter()
+    RunFolder.check(out, resume)
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
     model = checkpoint.path if checkpoint else Path(recipe.model.path)
     parts = load_parts(recipe, model)
@@ -206,21 +206,17 @@ class Trainer:
         return rewards
 
     def _check(self, judged: Sequence[Judged], step: int) -> None:
-        """Hold every trajectory to its invariants: a violation is a fault of ours, and training on it would hide it."""
-        for entry in judged:
-            if not all(map(math.isfinite, entry.trajectory.policy_logprobs())):
-                raise _diverged(step, "policy")
-            wrong = check_trajectory(
-                entry.trajectory, self.parts.tokenizer, self.parts.system.tags, self.parts.limits.max_context
-            )
-            if wrong:
-                raise RuntimeError(f"the trajectory of question {entry.question.id} is broken: {'; '.join(wrong)}")
+        if not all(math.isfinite(value) for entry in judged for value in entry.trajectory.policy_logprobs()):
+            raise _diverged(step, "policy")
+        parts = self.parts
+        check_all(judged, parts.tokenizer, parts.system.tags, parts.limits.max_context)
 
     def _evaluate(self, step: int, watch: Callable[[Progress], None]) -> None:
         if not self.dev_questions:
             return
         started = time.perf_counter()
         judged = evaluate(self.rollout, self.dev_questions)
+        self._check(judged, step)
         measures = summarise(judged) | {"seconds": time.perf_counter() - started}
         self.run_folder.write_evaluation(step, (entry.to_dict(self.parts.tokenizer) for entry in judged))
         record = {"step": step, "eval": measures}
@@ -279,7 +275,7 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         "grad_norm": max(stats.grad_norm for stats in updates),
         "lr": updates[-1].lr,
         **{name: value / rows for name, value in sums.items()},
-        "logprob_gap_max": max(stats.largest_gap for stats in updates),
+        "logprob_gap_max": updates[0].largest_gap,  # later updates of a batch start from other weights
         "capped": sum(stats.capped for stats in updates),
         "train_tokens": sum(stats.tokens for stats in updates),
         "loss_tokens": rows,

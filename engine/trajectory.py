@@ -20,7 +20,7 @@ class Segment:
     """Token ids from one source. `logprobs` holds, for POLICY only, each id's log-probability when it was sampled.
 
     `stop` is the tag that ended a POLICY turn (None if it ended otherwise), `trailing` the number of bytes that the
-    last token holds after that tag: the token is kept whole, the turn's text ends before them.
+    last token holds after that tag: the token is kept whole, and its trailing bytes stay in the turn.
     """
 
     source: Source

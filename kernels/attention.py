@@ -154,9 +154,11 @@ def _paged_group(q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor
         rows_NQ, positions_NQ, pages_NL = (x.expand(2, -1) for x in (rows_NQ, positions_NQ, pages_NL))
         n = 2
     flat = pages_NL.reshape(-1)
-    k = k_KPSD.index_select(1, flat).view(kv_heads * n, length, dim)
-    v = v_KPSD.index_select(1, flat).view(kv_heads * n, length, dim)
-    q = q_THD.index_select(0, rows_NQ.reshape(-1)).view(n, rows, kv_heads, per_kv, dim)
+    # Scores and weights in float32 whatever the cache holds, as the fused kernels of training keep them.
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    k = k_KPSD.index_select(1, flat).view(kv_heads * n, length, dim).to(dtype)
+    v = v_KPSD.index_select(1, flat).view(kv_heads * n, length, dim).to(dtype)
+    q = q_THD.to(dtype).index_select(0, rows_NQ.reshape(-1)).view(n, rows, kv_heads, per_kv, dim)
     q = q.permute(2, 0, 3, 1, 4).reshape(kv_heads * n, per_kv * rows, dim) * dim**-0.5
 
     scores = torch.bmm(q, k.transpose(1, 2)).view(kv_heads, n, per_kv, rows, length)
@@ -164,4 +166,4 @@ def _paged_group(q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor
     scores.masked_fill_(unseen_NQL[:, None], float("-inf"))
     o = torch.bmm(torch.softmax(scores, -1).view(kv_heads * n, per_kv * rows, length), v)
     o_NQHD = o.view(kv_heads, n, per_kv, rows, dim).permute(1, 3, 0, 2, 4).reshape(n, rows, heads, dim)
-    return o_NQHD[: len(group.rows_NQ)]
+    return o_NQHD[: len(group.rows_NQ)].to(q_THD.dtype)

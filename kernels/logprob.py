@@ -114,6 +114,23 @@ def fill_rows(rows_NH: Tensor, lm_head_VH: Tensor) -> Tensor:
     return F.pad(rows_NH.to(dtype), (0, 0, 0, -rows_NH.shape[0] % ROW_MULTIPLE)).contiguous()
 
 
+def _head_matmul(rows_MH: Tensor, lm_head_VH: Tensor, logits_MV: Tensor) -> None:
+    """logits = rows @ head.T from float32 accumulators, into a buffer of the compute dtype."""
+    if mixed_matmul(lm_head_VH):
+        torch.mm(rows_MH, lm_head_VH.t(), out_dtype=logits_MV.dtype, out=logits_MV)
+    else:
+        for block, head_BH in head_blocks(lm_head_VH, logits_MV.dtype):
+            torch.mm(rows_MH, head_BH.t(), out=logits_MV[:, block])
+
+
+def head_logits(hidden_NH: Tensor, lm_head_VH: Tensor) -> Tensor:
+    """Logits [N, V] for sampling, float32 (float64 for float64): the very numbers that the log-probs are made from."""
+    rows_MH = fill_rows(hidden_NH, lm_head_VH)
+    logits_MV = rows_MH.new_empty((len(rows_MH), len(lm_head_VH)), dtype=compute_dtype(lm_head_VH))
+    _head_matmul(rows_MH, lm_head_VH, logits_MV)
+    return logits_MV[: len(hidden_NH)]
+
+
 def token_rows(
     rows_MH: Tensor,
     lm_head_VH: Tensor,
@@ -127,11 +144,7 @@ def token_rows(
     """
     count, filled = targets_N.shape[0], rows_MH.shape[0]
     logits_MV, logp_MV = workspace[0][:filled], workspace[1][:filled]
-    if mixed_matmul(lm_head_VH):
-        torch.mm(rows_MH, lm_head_VH.t(), out_dtype=logits_MV.dtype, out=logits_MV)
-    else:
-        for block, head_BH in head_blocks(lm_head_VH, logits_MV.dtype):
-            torch.mm(rows_MH, head_BH.t(), out=logits_MV[:, block])
+    _head_matmul(rows_MH, lm_head_VH, logits_MV)
     if temperature != 1.0:
         logits_MV.div_(temperature)
     torch.log_softmax(logits_MV, 1, out=logp_MV)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from thresher.retrieval.index import Index
     from thresher.retrieval.questions import Question
 
+# Everything here is tiny, and a second thread would only wait for the first. Torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 END_OF_TEXT = "<|endoftext|>"
 TEACHING_STEPS = 80

@@ -389,7 +389,8 @@ def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Ca
     assert record["loss_tokens"] == said  # whole groups, each of them in one of the updates
     optimizer = load_file(out / "checkpoints" / "step_000001" / "optimizer.safetensors")
     assert {float(value) for name, value in optimizer.items() if name.endswith(".step")} == {2.0}
-    assert record["logprob_gap_max"] > 1e-4  # the second update's policy is not the one that sampled
+    # The first update is on policy; the policy of the second is no longer the one that sampled.
+    assert record["logprob_gap_max"] < 1e-4 < record["logprob_gap"]
 
 
 def test_shuffled_rewards_stay_in_their_group(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:

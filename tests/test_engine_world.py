@@ -10,7 +10,7 @@ import pytest
 from thresher.engine.invent import K, invent_files
 from thresher.engine.sft import encode_transcript
 from thresher.engine.world import (
-    MAX_HOPS,
+    BLIND_HOPS,
     RELATIONS,
     Size,
     World,
@@ -199,7 +199,7 @@ def test_transcripts_search_copy_and_answer(files: Path) -> None:
     for record in records:
         policy = [segment for segment in record["segments"] if segment["source"] == "policy"]
         shown = [segment["text"] for segment in record["segments"] if segment["source"] == "retrieved"]
-        assert 1 <= len(policy) - 1 <= MAX_HOPS and len(shown) == 3 * (len(policy) - 1)
+        assert 1 <= len(policy) - 1 <= max(BLIND_HOPS) and len(shown) == 3 * (len(policy) - 1)
         for before, text, after, asking, telling in zip(
             shown[::3], shown[1::3], shown[2::3], policy, policy[1:], strict=False
         ):

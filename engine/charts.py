@@ -1,0 +1,258 @@
+"""A run's curves as plain data: what the papers' figures show, and where the time went.
+
+`charts_of` turns metrics records into charts: a title, a caption, series of numbers. A value that is missing or null (a
+number that was not finite) is a gap in its curve; a curve without any value is left out, and so is a chart without a
+curve. engine/plots.py draws them.
+
+Deliberately absent: any choice of what a measure means, and smoothing of the numbers, which is the drawing's business.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Record = Mapping[str, Any]
+
+BLUE, ORANGE, GREEN, PURPLE, RED, GREY, SKY = (
+    "#2f6db5",
+    "#d9661f",
+    "#2f9270",
+    "#8759b0",
+    "#c23b3b",
+    "#8b929c",
+    "#8fbbe6",
+)
+SAMPLED, HELD_OUT = "sampled, training questions", "greedy, held-out questions"
+ENDINGS = {  # as Trajectory.reason has them
+    "turns": ("turn limit", BLUE),
+    "turn_tokens": ("turn too long", ORANGE),
+    "tokens": ("token limit", PURPLE),
+    "context": ("context full", RED),
+    "ended": ("text ended", GREY),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve: steps [n] ascending, values [n] with nan for a gap. `dots` marks every point and smooths none."""
+
+    label: str
+    color: str
+    steps: Floats
+    values: Floats
+    dots: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Curves over steps that share an axis. `name` is the file's, `stacked` draws filled layers, `rule` a dashed
+    line."""
+
+    name: str
+    title: str
+    caption: str
+    series: tuple[Series, ...]
+    percent: bool = False
+    log: bool = False
+    stacked: bool = False
+    rule: tuple[float, str] | None = None
+
+
+def charts_of(
+    records: Sequence[Record], *, kl_value: str, beta: float, max_grad_norm: float, groups: int
+) -> list[Chart]:
+    """The charts that these metrics records fill, in the order of reading.
+
+    kl_value, beta, max_grad_norm: the recipe's, for captions and for the line at which gradients are clipped.
+    groups: questions of a step, of which `zero_advantage_groups` counts some.
+    """
+    steps = [record for record in records if "eval" not in record]
+    evals = [{"step": record["step"], **(record["eval"] or {})} for record in records if "eval" in record]
+
+    def line(key: str, label: str, color: str) -> Series:
+        return _series(steps, lambda record: _number(record, key), label, color)
+
+    def per_step(top: str, bottom: str, label: str, color: str) -> Series:
+        return _series(steps, lambda record: _ratio(_number(record, top), _number(record, bottom)), label, color)
+
+    def both(key: str) -> tuple[Series, ...]:
+        held_out = _series(evals, lambda record: _number(record, key), HELD_OUT, ORANGE, dots=True)
+        return line(key, SAMPLED, BLUE), held_out
+
+    return _filled(
+        [
+            *_learning(line, both, kl_value, beta),
+            *_health(steps, line, max_grad_norm, groups),
+            *_speed(line, per_step),
+        ]
+    )
+
+
+Line = Callable[[str, str, str], Series]
+
+
+def _learning(line: Line, both: Callable[[str], tuple[Series, ...]], kl_value: str, beta: float) -> list[Chart]:
+    kl = (
+        f"The recipe adds {beta:g} × {kl_value} to the loss."
+        if beta > 0 and kl_value != "none"
+        else "The recipe's loss has none."
+    )
+    return [
+        Chart(
+            name="reward",
+            title="Reward",
+            caption="Mean reward of a trajectory. The advantage of a sample is its reward against its group's mean.",
+            series=both("reward"),
+        ),
+        Chart(
+            name="em",
+            title="Exact match",
+            caption="Share of right answers. Greedy answers jump when the likeliest choice flips at one point of an"
+            " episode; sampled answers show the probabilities moving underneath.",
+            series=both("em"),
+            percent=True,
+        ),
+        Chart(
+            name="kl",
+            title="KL to the reference, by estimator",
+            caption="Means over sampled tokens of d = log p - log p_ref: k1 = d, unbiased, and of either sign;"
+            f" k2 = d²/2; k3 = e^(-d) - 1 + d. {kl}",
+            series=(line("kl_k1", "k1", BLUE), line("kl_k2", "k2", ORANGE), line("kl_k3", "k3", GREEN)),
+        ),
+        Chart(
+            name="length",
+            title="Response length (tokens)",
+            caption="Tokens that the policy wrote in a trajectory, all its turns together; retrieved text not counted.",
+            series=both("response_tokens"),
+        ),
+        Chart(
+            name="searches",
+            title="Valid searches per trajectory",
+            caption="Searches that held a query and were answered with passages.",
+            series=both("searches"),
+        ),
+        Chart(
+            name="entropy",
+            title="Entropy (nats per sampled token)",
+            caption="Of the policy's next-token distribution, over the tokens that it sampled.",
+            series=(line("entropy", "entropy", BLUE),),
+        ),
+    ]
+
+
+def _health(steps: Sequence[Record], line: Line, max_grad_norm: float, groups: int) -> list[Chart]:
+    rule = (max_grad_norm, f"clipped to {max_grad_norm:g}") if np.isfinite(max_grad_norm) else None
+    return [
+        Chart(
+            name="zero_advantage",
+            title="Groups without a signal",
+            caption="Share of groups whose samples all got the same reward: all advantages are 0, and the group teaches"
+            " nothing. High at both ends: nothing right yet, or everything.",
+            series=(
+                _series(
+                    steps, lambda record: _ratio(_number(record, "zero_advantage_groups"), groups), "groups", PURPLE
+                ),
+            ),
+            percent=True,
+        ),
+        Chart(
+            name="grad_norm",
+            title="Gradient norm",
+            caption="Before clipping, over all weights.",
+            series=(line("grad_norm", "norm", BLUE),),
+            rule=rule,
+        ),
+        Chart(
+            name="logprob_gap",
+            title="Log-prob gap, sampling to training",
+            caption="|log p when sampled - log p when trained| of the same token under the same weights: it should be"
+            " rounding and no more. If it grows, sampler and trainer disagree. (With several updates a batch, the mean"
+            " also holds what the earlier ones changed.)",
+            series=(line("logprob_gap_max", "largest", RED), line("logprob_gap", "mean", BLUE)),
+            log=True,
+        ),
+        Chart(
+            name="unanswered",
+            title="Trajectories without an answer",
+            caption="Share that ended otherwise than by answering, by what ended them.",
+            series=tuple(
+                _series(steps, lambda record, reason=reason: _reason_share(record, reason), label, color)
+                for reason, (label, color) in ENDINGS.items()
+                if any(_reason_share(record, reason) > 0 for record in steps)
+            ),
+            percent=True,
+            stacked=True,
+        ),
+    ]
+
+
+def _speed(line: Line, per_step: Callable[[str, str, str, str], Series]) -> list[Chart]:
+    parts = (
+        ("update", "update", GREEN),
+        ("decode", "decode", BLUE),
+        ("prefill", "prefill", SKY),
+        ("search", "search", ORANGE),
+        ("host", "host", GREY),
+        ("reward", "reward", PURPLE),
+    )
+    return [
+        Chart(
+            name="tokens_per_s",
+            title="Tokens per second",
+            caption="Rollout: tokens sampled per second of rollout, searches included. Update: tokens of packed"
+            " trajectories (prompts and passages too) per second of update.",
+            series=(
+                per_step("sampled_tokens", "rollout_seconds", "rollout", BLUE),
+                per_step("train_tokens", "update_seconds", "update", GREEN),
+            ),
+        ),
+        Chart(
+            name="time",
+            title="Seconds per step",
+            caption="Rollout is decode + prefill + search + host (everything in Python around them); then the rewards"
+            " and the update (reference, forward, backward, optimiser).",
+            series=tuple(line(f"{key}_seconds", label, color) for key, label, color in parts),
+            stacked=True,
+        ),
+    ]
+
+
+def _series(
+    records: Sequence[Record], value: Callable[[Record], float], label: str, color: str, dots: bool = False
+) -> Series:
+    steps = np.array([record["step"] for record in records], np.float64)
+    return Series(label, color, steps, np.array([value(record) for record in records], np.float64), dots)
+
+
+def _filled(charts: Sequence[Chart]) -> list[Chart]:
+    """The charts with a value in them, each without its empty curves (0 or less is empty on a log axis)."""
+    kept = []
+    for chart in charts:
+        drawn = []
+        for series in chart.series:
+            hidden = series.values <= 0 if chart.log else np.zeros(len(series.values), bool)
+            values = np.where(hidden, np.nan, series.values)
+            if np.isfinite(values).any():
+                drawn.append(replace(series, values=values))
+        if drawn:
+            kept.append(replace(chart, series=tuple(drawn)))
+    return kept
+
+
+def _number(record: Record, key: str) -> float:
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _ratio(top: float, bottom: float) -> float:
+    return top / bottom if bottom > 0 else float("nan")
+
+
+def _reason_share(record: Record, reason: str) -> float:
+    reasons = record.get("reasons")
+    count = reasons.get(reason, 0) if isinstance(reasons, Mapping) else 0
+    return _ratio(float(count), _number(record, "questions"))

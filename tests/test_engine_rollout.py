@@ -1,0 +1,532 @@
+"""Rollouts of a tiny policy: the same bits alone and in a crowd, exact tokens, limits, shared prompts, searches in one
+call. Where a test needs to know what the policy writes, `script` puts the words in its mouth."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.engine import rollout as rollout_module
+from thresher.engine.blocks import BlockPool
+from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System
+from thresher.engine.rollout import Job, Rollout
+from thresher.engine.trajectory import Trajectory, check_trajectory
+from thresher.kernels.sampling import sample
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.index import Index
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+from thresher.rewards.result import RewardResult
+from thresher.rewards.transcript import Source
+
+Make = Callable[..., Rollout]
+EOS = "<|endoftext|>"
+
+
+def make_jobs(questions: Sequence[Question], samples: int = 1) -> list[Job]:
+    return [
+        Job(question, group, number, 1000 * group + number)
+        for group, question in enumerate(questions)
+        for number in range(samples)
+    ]
+
+
+def record(trajectory: Trajectory) -> tuple[Any, ...]:
+    """Everything about a trajectory but its place in the batch; floats are compared by their bits."""
+    segments = [(s.source, s.ids, [x.hex() for x in s.logprobs], s.stop, s.trailing) for s in trajectory.segments]
+    return trajectory.question_id, trajectory.reason, trajectory.searches, segments
+
+
+def policy_text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(s.ids) for s in trajectory.segments if s.source is Source.POLICY]
+
+
+def assert_logprobs_match(run: Rollout, trajectories: Sequence[Trajectory], temperature: float, limit: float) -> None:
+    """What was recorded at sampling equals a fresh forward over the finished ids."""
+    vocab = run.tokenizer.vocab_size
+    for trajectory in trajectories:
+        ids, rows = torch.tensor(trajectory.ids()), torch.tensor(trajectory.policy_rows())
+        if len(rows):
+            logits_TV = run.policy.logits(ids)[:, :vocab].float() / temperature
+            fresh = torch.log_softmax(logits_TV, -1)[rows - 1, ids[rows]]
+            recorded = torch.tensor(trajectory.policy_logprobs())
+            torch.testing.assert_close(recorded, fresh, rtol=0, atol=limit)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callable[..., None]:
+    """script({seed: [what it writes, turn by turn]}, tokenizer=..): ids are forced, log-probs are the policy's own.
+    Control tokens are recognised; what follows the end of a turn in its text opens the next one."""
+
+    def install(lines: dict[int, list[str]], tokenizer: Tokenizer | None = None) -> None:
+        encode = (tokenizer or tiny_tokenizer).encode_template
+        queues = {seed: [token for text in texts for token in encode(text)] for seed, texts in lines.items()}
+
+        def say(logits_BV: torch.Tensor, seeds: list[int], positions: list[int], temperature: float) -> Any:
+            ids = torch.tensor([queues[seed].pop(0) for seed in seeds])
+            return ids, torch.log_softmax(logits_BV / (temperature or 1.0), -1).gather(1, ids[:, None])[:, 0]
+
+        monkeypatch.setattr(rollout_module, "sample", say)
+
+    return install
+
+
+class SpyIndex:
+    """The index, and every call of it."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.calls: list[list[str]] = []
+
+    def search(self, queries: list[str], k: int) -> Any:
+        self.calls.append(list(queries))
+        return self.index.search(queries, k)
+
+
+def system_of(episode: Callable[..., Any], tags: tuple[str, ...] = ("<search>", "</search>")) -> System:
+    return System("test", tags, episode, lambda pieces, golds: RewardResult(0.0, {}, None), "{question}")
+
+
+# --- The same bits, whatever the company
+
+
+def test_alone_and_in_a_crowd_bit_for_bit(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    jobs = make_jobs(tiny_questions)
+    crowd_run = tiny_rollout()
+    crowd = crowd_run.run(jobs, 1.0)
+    # The crowd is worth the name: it searches, goes on after a search, ends in several ways and at different times.
+    assert crowd_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in crowd}) > 20
+    assert len({trajectory.reason for trajectory in crowd}) >= 3
+    alone_run = tiny_rollout(max_running=1)
+    for job, together in zip(jobs, crowd, strict=True):
+        assert record(alone_run.run([job], 1.0)[0]) == record(together)
+
+
+def babble(question: Question, tools: Any) -> Any:
+    """Letters that random weights soon write end a turn; some of them search, some are answered by the engine."""
+    yield Prompt("{question}", question.question)
+    for _ in range(tools.max_turns):
+        turn = yield Generate(("e", "a", "o"))
+        if turn.stop == "o":
+            return "answered"
+        if turn.stop == "e":
+            yield Retrieved((yield Search(f"{question.question} {len(turn.text)}")), "<search>", "</search>")
+        else:
+            yield Feedback(" Go on." * (1 + len(turn.text) % 3))
+    return "turns"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(1, 1, 32), (5, 1, 24), (7, 1, 64), (6, 2, 12)],
+    ids=["one head", "5 to 1", "7 to 1", "6 to 2"],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_alone_and_in_a_crowd_with_other_heads(
+    heads: int, kv_heads: int, dim: int, threads: int, tiny_policy: Policy, tiny_rollout: Make, tiny_questions: Any
+) -> None:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * dim}
+    policy = init_policy(tiny_policy.config.replace(**shape, intermediate_size=100, tie_word_embeddings=False), 0)
+    jobs = make_jobs(tiny_questions[:9])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run = tiny_rollout(system_of(babble), policy=policy, max_turns=6)
+        crowd = run.run(jobs, 1.0)
+        assert run.clock.search_queries > 1 and len({len(t) for t in crowd}) > 5
+        alone = tiny_rollout(system_of(babble), policy=policy, max_turns=6, max_running=1)
+        for job, together in zip(jobs, crowd, strict=True):
+            assert record(alone.run([job], 1.0)[0]) == record(together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_running": 1}, {"max_running": 3}, {"max_running": 7, "page_size": 4}, {"page_size": 1}, {"page_size": 64}],
+    ids=str,
+)
+def test_neither_room_nor_page_size_changes_a_sample(
+    change: dict[str, int], tiny_rollout: Make, tiny_questions: list[Question]
+) -> None:
+    jobs = make_jobs(tiny_questions[:5], samples=2)
+    expected = list(map(record, tiny_rollout().run(jobs, 1.0)))
+    assert list(map(record, tiny_rollout(**change).run(jobs, 1.0))) == expected
+
+
+def test_neither_order_nor_siblings_change_a_sample(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    jobs = make_jobs(tiny_questions[:5], samples=3)
+    run = tiny_rollout(max_running=9)
+    expected = {(job.group, job.sample): record(t) for job, t in zip(jobs, run.run(jobs, 1.0), strict=True)}
+    assert len({str(value[3]) for value in expected.values()}) == len(jobs), "siblings are alike"
+    mixed = [jobs[(7 * place + 5) % len(jobs)] for place in range(len(jobs))]
+    results = run.run(mixed, 1.0)
+    assert [(t.group, t.sample) for t in results] == [(job.group, job.sample) for job in mixed]
+    assert all(record(t) == expected[t.group, t.sample] for t in results)
+    singles = [Job(job.question, number, 0, job.seed) for number, job in enumerate(jobs)]  # a prompt of one's own
+    for job, single in zip(jobs, run.run(singles, 1.0), strict=True):
+        assert record(single) == expected[job.group, job.sample]
+
+
+def test_greedy_ignores_the_seed(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    jobs = make_jobs(tiny_questions[:6])
+    others = [Job(job.question, job.group, 0, job.seed + 77) for job in jobs]
+    run = tiny_rollout()
+    assert list(map(record, run.run(jobs, 0.0))) == list(map(record, run.run(others, 0.0)))
+    assert list(map(record, run.run(jobs, 1.0))) != list(map(record, run.run(others, 1.0)))
+
+
+def test_new_weights_need_no_new_rollout(
+    tiny_rollout: Make, tiny_policy: Policy, make_tiny_policy: Any, tiny_questions: list[Question]
+) -> None:
+    """The training loop updates the very tensors: nothing of the old weights' keys and values may be left."""
+    jobs = make_jobs(tiny_questions[:8], samples=2)
+    run = tiny_rollout(policy=tiny_policy)
+    before = list(map(record, run.run(jobs, 1.0)))
+    changed = make_tiny_policy()
+    with torch.no_grad():
+        for policy in (tiny_policy, changed):
+            for parameter in policy.parameters():
+                parameter.mul_(1.05)
+    after = list(map(record, run.run(jobs, 1.0)))
+    assert after == list(map(record, tiny_rollout(policy=changed).run(jobs, 1.0))) != before
+
+
+# --- Tokens
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_decode_equals_prefill(temperature: float, tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    run = tiny_rollout()
+    trajectories = run.run(make_jobs(tiny_questions), temperature)
+    assert sum(len(trajectory.searches) for trajectory in trajectories) > 5
+    assert_logprobs_match(run, trajectories, temperature, 1e-4)
+
+
+def test_bfloat16_decodes_near_its_prefill(
+    tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
+) -> None:
+    run = tiny_rollout(policy=tiny_policy.bfloat16())
+    trajectories = run.run(make_jobs(tiny_questions[:10]), 1.0)
+    assert run.cache.k_LKPSD.dtype == torch.bfloat16
+    assert_logprobs_match(run, trajectories, 1.0, 0.5)
+
+
+def test_every_trajectory_keeps_its_invariants(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    for name in ("eval_rar", "search_r1"):
+        run = tiny_rollout(name, max_running=11)
+        trajectories = run.run(make_jobs(tiny_questions[:25]), 1.0)
+        assert all(check_trajectory(t, tiny_tokenizer, run.system.tags, 360) == [] for t in trajectories)
+        assert all(t.segments[0].source is Source.PROMPT and t.reason for t in trajectories)
+
+
+def test_columns_beyond_the_tokenizer_are_never_sampled(
+    tiny_rollout: Make, tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    vocab = tiny_tokenizer.vocab_size
+    assert tiny_policy.config.vocab_size > vocab
+    frequent = sorted({token for word in ("rival", "spouse", "</>") for token in tiny_tokenizer.encode(word)})
+    tiny_policy.head_VH[vocab : vocab + len(frequent)] = 1.2 * tiny_policy.head_VH[frequent]
+    run = tiny_rollout(policy=tiny_policy)
+    trajectories = run.run(make_jobs(tiny_questions[:10]), 1.0)
+    ids = trajectories[0].ids()
+    tempting = torch.softmax(tiny_policy.logits(torch.tensor(ids)), -1)[:, vocab:].sum(-1)
+    assert tempting.mean() > 0.05
+    assert max(max(trajectory.ids()) for trajectory in trajectories) < vocab
+    assert_logprobs_match(run, trajectories, 1.0, 1e-4)
+
+
+def test_a_scripted_episode_token_by_token(
+    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    """Two searches, a turn without an action, an answer: who wrote what, in order, and not a token lost between."""
+    turns = [
+        "<think>?</think><search>spouse of Gil Hart</search>",
+        "<search>mayor</search>",
+        f"<evaluate>missing</evaluate>{EOS}",
+        "<answer>Eva Frost</answer>",
+    ]
+    script({5: turns})
+    run = tiny_rollout(max_turn_tokens=60, max_policy_tokens=300, max_context=600)
+    (trajectory,) = run.run([Job(tiny_questions[0], 0, 0, 5)], 1.0)
+    assert [str(s.source) for s in trajectory.segments] == [
+        "prompt", "policy", "retrieved", "policy", "retrieved", "policy", "feedback", "policy"
+    ]  # fmt: skip
+    assert policy_text(trajectory, tiny_tokenizer) == turns and trajectory.reason == "answered"
+    written = [s for s in trajectory.segments if s.source is Source.POLICY]
+    assert [(s.stop, s.trailing) for s in written] == [
+        ("</search>", 0), ("</search>", 0), (None, 0), ("</answer>", 0)
+    ]  # fmt: skip
+    assert [s.ids for s in written] == [tiny_tokenizer.encode_template(turn) for turn in turns]
+    assert [search["query"] for search in trajectory.searches] == ["spouse of Gil Hart", "mayor"]
+    shown = tiny_tokenizer.decode(trajectory.segments[2].ids)
+    first = run.index.search(["spouse of Gil Hart"], 2)[0]
+    assert trajectory.searches[0]["passages"] == [hit.passage.id for hit in first]
+    assert shown.startswith(f'\n\n<information>Doc 1(Title: "{first[0].passage.title}") {first[0].passage.text}')
+    assert shown.endswith("</information>\n\n")
+    assert_logprobs_match(run, [trajectory], 1.0, 1e-4)
+    clock = run.clock
+    assert clock.sampled_tokens == sum(len(s.ids) for s in written)
+    # All that was fed but single sampled tokens: the prompt, and appended pieces with the token that came before each.
+    appended = sum(len(s.ids) + 1 for s in trajectory.segments if s.source in (Source.RETRIEVED, Source.FEEDBACK))
+    assert clock.prefilled_tokens == len(trajectory.segments[0].ids) + appended
+    assert (clock.search_queries, clock.search_calls) == (2, 2)
+
+
+def test_a_token_that_goes_on_after_its_tag_is_kept_whole(
+    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    (glued,) = tiny_tokenizer.encode("><")
+    assert tiny_tokenizer.token_bytes(glued) == b"><"
+    script({0: ["<search>mayor</search><", "answer>no</answer>"]})
+    (trajectory,) = tiny_rollout(max_turns=2).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
+    first, second = (s for s in trajectory.segments if s.source is Source.POLICY)
+    assert first.ids[-1] == glued and (first.stop, first.trailing) == ("</search>", 1)
+    # The bracket belongs to the first turn: nothing joins it with the second into an opening tag.
+    assert second.stop == "</answer>" and trajectory.reason == "turns"
+    assert [search["query"] for search in trajectory.searches] == ["mayor"]
+
+
+def test_a_tag_does_not_reach_from_one_turn_into_the_next(
+    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    turns = [f"<answer>Eva</answ{EOS}", f"er>{EOS}", f"</answer>{EOS}"]
+    script({0: turns})
+    (trajectory,) = tiny_rollout(max_turns=3).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
+    written = [s for s in trajectory.segments if s.source is Source.POLICY]
+    assert [s.stop for s in written] == [None, None, "</answer>"] and trajectory.reason == "turns"
+    assert policy_text(trajectory, tiny_tokenizer) == [turns[0], turns[1], "</answer>"]
+
+
+def test_every_end_of_text_ends_a_turn_and_is_trained(
+    script: Any, make_tiny_policy: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    ends = [tiny_tokenizer.added_tokens[name] for name in (EOS, "<|im_end|>")]
+    policy = make_tiny_policy()
+    object.__setattr__(policy.config, "eos_token_ids", tuple(ends))
+    script({0: [f"a{EOS}", "<|im_start|>b<|im_end|>"]})
+    (trajectory,) = tiny_rollout(policy=policy, max_turns=2).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
+    written = [s for s in trajectory.segments if s.source is Source.POLICY]
+    assert [s.ids[-1] for s in written] == ends and trajectory.reason == "turns"
+    assert all(len(s.logprobs) == len(s.ids) and s.stop is None for s in written)
+    rows = trajectory.policy_rows()
+    assert [trajectory.ids()[row] for row in rows] == written[0].ids + written[1].ids
+
+
+# --- Limits
+
+
+def test_limits_end_a_trajectory_each_with_its_reason(
+    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    endless = ["a" * 400]
+    short = [f"abc{EOS}"] * 100
+    job = Job(tiny_questions[0], 0, 0, 0)
+    prompt = len(tiny_rollout().prompt(tiny_questions[0]))
+
+    def end(lines: list[str], **limits: int) -> tuple[str, list[int], int]:
+        script({0: lines})
+        (trajectory,) = tiny_rollout(**limits).run([job], 1.0)
+        turns = [len(s.ids) for s in trajectory.segments if s.source is Source.POLICY]
+        return trajectory.reason, turns, len(trajectory)
+
+    assert end(endless, max_turn_tokens=7) == ("turn_tokens", [7], prompt + 7)
+    assert end(endless, max_policy_tokens=9, max_turn_tokens=50) == ("tokens", [9], prompt + 9)
+    # Turns of 4 tokens: inside the third, and at the end of the second.
+    assert end(short, max_policy_tokens=10, max_turns=9)[:2] == ("tokens", [4, 4, 2])
+    assert end(short, max_policy_tokens=8, max_turns=9)[:2] == ("tokens", [4, 4])
+    assert end(endless, max_context=prompt + 11, max_turn_tokens=50) == ("context", [11], prompt + 11)
+    assert end(endless, max_context=prompt + 1) == ("context", [1], prompt + 1)
+    assert end(short, max_turns=3)[:2] == ("turns", [4, 4, 4])
+    # A turn that ends with its last allowed token has ended.
+    answer = ["<answer>a</answer>"]
+    size = len(tiny_tokenizer.encode(answer[0]))
+    assert end(answer, max_turn_tokens=size, max_policy_tokens=size)[:2] == ("answered", [size])
+    assert end(answer, max_turn_tokens=size - 1)[:2] == ("turn_tokens", [size - 1])
+    assert end([f"abc{EOS}"], max_turn_tokens=4, max_turns=1)[:2] == ("turns", [4])
+    assert end(answer, max_context=prompt + size)[0] == "answered"
+
+
+def test_passages_that_no_longer_fit_are_left_out_and_end_it(
+    script: Any, tiny_rollout: Make, tiny_questions: list[Question]
+) -> None:
+    job, lines = Job(tiny_questions[0], 0, 0, 0), ["<search>mayor</search>", "<answer>a</answer>"]
+    script({0: lines})
+    (whole,) = tiny_rollout().run([job], 1.0)
+    up_to_passages = sum(len(s.ids) for s in whole.segments[:3])
+    for room, sources in ((up_to_passages + 1, 4), (up_to_passages, 2), (up_to_passages - 9, 2)):
+        script({0: lines})
+        (trajectory,) = tiny_rollout(max_context=room).run([job], 1.0)
+        assert trajectory.reason == "context" and len(trajectory.segments) == sources
+        assert len(trajectory.searches) == 1 and len(trajectory) <= room
+
+
+def test_a_prompt_that_fills_the_context_is_refused(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    question = tiny_questions[3]
+    length = len(tiny_rollout().prompt(question))
+    (trajectory,) = tiny_rollout(max_context=length + 1).run([Job(question, 0, 0, 0)], 1.0)
+    assert len(trajectory) == length + 1
+    for room in (length, 5):
+        run = tiny_rollout(max_context=room)
+        with pytest.raises(UserError, match=rf"question q3: its prompt of {length} tokens leaves no room .* of {room}"):
+            run.run(make_jobs(tiny_questions[3:5]), 1.0)
+        with pytest.raises(UserError, match="question q3"):
+            run.check_prompts(tiny_questions[3:])
+    tiny_rollout(max_context=length + 1).check_prompts([question])
+
+
+# --- What is shared, cut, batched and given back
+
+
+def test_siblings_recompute_nothing_of_their_prompt(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    for max_running in (64, 2):
+        run = tiny_rollout(max_turns=1, max_running=max_running)
+        prompts = [len(run.prompt(question)) for question in tiny_questions[:3]]
+        run.run(make_jobs(tiny_questions[:3], samples=6), 1.0)
+        assert run.clock.prefilled_tokens == sum(prompts)
+        assert run.clock.shared_tokens == 6 * sum(prompts)
+
+
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_long_inputs_enter_in_chunks(
+    chunk: int, tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = make_jobs(tiny_questions[:6], samples=2)
+    whole = tiny_rollout().run(jobs, 1.0)
+    monkeypatch.setattr(rollout_module, "CHUNK", chunk)
+    run, alone = tiny_rollout(max_running=9), tiny_rollout(max_running=1)
+    crowd = run.run(jobs, 1.0)
+    assert_logprobs_match(run, crowd, 1.0, 1e-4)
+    assert [t.ids() for t in crowd] == [t.ids() for t in whole]
+    for job, together in list(zip(jobs, crowd, strict=True))[::3]:
+        assert record(alone.run([job], 1.0)[0]) == record(together)
+
+
+def test_all_searches_of_a_step_are_one_call(
+    script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question]
+) -> None:
+    late = ["<think>?</think><search>mayor</search>", "<answer>a</answer>"]
+    early = ["<search>rival</search>", "<search>spouse</search>", "<answer>a</answer>"]
+    script({seed: list(late if seed % 3 == 0 else early) for seed in range(9)})
+    spy = SpyIndex(tiny_index)
+    run = tiny_rollout(index=spy)
+    question = tiny_questions[0]
+    trajectories = run.run([Job(question, seed // 3, seed % 3, seed) for seed in range(9)], 1.0)
+    # Whatever their turn: the first search of some falls on the same step as the second of others.
+    assert spy.calls == [["rival"] * 6, ["mayor", "spouse", "spouse"] * 3]
+    assert (run.clock.search_calls, run.clock.search_queries) == (2, 15)
+    assert {t.reason for t in trajectories} == {"answered"}
+
+
+def test_episodes_that_search_before_they_write_share_a_call(
+    script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question]
+) -> None:
+    """Regression: those that started together were searched for one by one. And two searches in a row are two calls."""
+
+    def episode(question: Question, tools: Any) -> Any:
+        yield Prompt("{question}", question.question)
+        first = yield Search(question.question)
+        second = yield Search(first[0].passage.text)
+        yield Retrieved([*first, *second], "<search>", "</search>")
+        yield Generate(("</search>",))
+        return "done"
+
+    script({1000 * group + number: ["</search>"] for group in range(5) for number in range(2)})
+    spy = SpyIndex(tiny_index)
+    run = tiny_rollout(system_of(episode), index=spy)
+    jobs = make_jobs(tiny_questions[:5], samples=2)
+    trajectories = run.run(jobs, 1.0)
+    assert [len(call) for call in spy.calls] == [10, 10]
+    assert spy.calls[0] == [job.question.question for job in jobs]
+    assert {t.reason for t in trajectories} == {"done"} and all(len(t.searches) == 2 for t in trajectories)
+    assert run.clock.forwards == 2 + 2, "all prompts, all passages, and two tokens more than the first"
+    assert_logprobs_match(run, trajectories, 1.0, 1e-4)
+
+
+def test_pages_come_back_and_results_keep_the_order_of_the_jobs(
+    tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[BlockPool] = []
+
+    def remembered(*args: int) -> BlockPool:
+        pools.append(BlockPool(*args))
+        return pools[-1]
+
+    monkeypatch.setattr(rollout_module, "BlockPool", remembered)
+    run, ended = tiny_rollout(max_running=5), []
+    jobs = make_jobs(tiny_questions[:7], samples=3)[::-1]
+    trajectories = run.run(jobs, 1.0, ended.append)
+    assert [(t.question_id, t.sample) for t in trajectories] == [(job.question.id, job.sample) for job in jobs]
+    assert sum(ended) == len(jobs) and min(ended) >= 1
+    (pool,) = pools
+    assert pool.free == pool.num_blocks - 1 == 5 * (23 + 1)
+    assert run.clock.sampled_tokens == sum(t.count(Source.POLICY) for t in trajectories)
+    assert run.run([], 1.0) == [] and run.clock.forwards == 0
+
+
+def test_shuffled_passages_depend_on_the_sample_alone(
+    script: Any, tiny_rollout: Make, tiny_questions: list[Question]
+) -> None:
+    lines = {seed: ["<search>mayor of Eva Frost</search>", "<search>rival</search>", EOS] for seed in range(12)}
+
+    def shown(jobs: list[Job], shuffle: bool) -> list[list[list[str]]]:
+        script({seed: list(texts) for seed, texts in lines.items()})
+        run = tiny_rollout(k=4, max_turns=3, shuffle=shuffle, max_context=700)
+        return [[search["passages"] for search in t.searches] for t in run.run(jobs, 1.0)]
+
+    jobs = [Job(tiny_questions[0], 0, seed, seed) for seed in range(12)]
+    by_score, shuffled = shown(jobs, False), shown(jobs, True)
+    assert len({str(searches) for searches in by_score}) == 1
+    assert len({str(searches[0]) for searches in shuffled}) > 6
+    for plain, mixed in zip(by_score, shuffled, strict=True):
+        assert [sorted(search) for search in mixed] == [sorted(search) for search in plain]
+    assert [shown([job], True)[0] for job in jobs[:4]] == shuffled[:4]
+
+
+# --- Systems that break the rules
+
+
+def test_an_episode_that_writes_nothing_ends(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    def silent(question: Question, tools: Any) -> Any:
+        yield Prompt("{question}", question.question)
+
+    def deaf(question: Question, tools: Any) -> Any:
+        yield Prompt("{question}", question.question)
+        yield Feedback("nobody listens")
+        return "gave up"
+
+    for episode, reason, segments in ((silent, "ended", 1), (deaf, "gave up", 2)):
+        run = tiny_rollout(system_of(episode), max_running=2)
+        trajectories = run.run(make_jobs(tiny_questions[:3], samples=2), 1.0)
+        assert {(t.reason, len(t.segments)) for t in trajectories} == {(reason, segments)}
+
+
+def test_requests_out_of_place_are_our_fault(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    def hasty(question: Question, tools: Any) -> Any:
+        yield Generate(("</search>",))
+
+    def twice(question: Question, tools: Any) -> Any:
+        yield Prompt("{question}", question.question)
+        yield Prompt("{question}", question.question)
+
+    with pytest.raises(TypeError, match="test must begin with a Prompt"):
+        tiny_rollout(system_of(hasty)).run(make_jobs(tiny_questions[:1]), 1.0)
+    with pytest.raises(TypeError, match="no request that may follow the prompt"):
+        tiny_rollout(system_of(twice)).run(make_jobs(tiny_questions[:1]), 1.0)
+
+
+def test_limits_of_the_cache(tiny_rollout: Make) -> None:
+    with pytest.raises(UserError, match=r"rollout\.page_size is 24; expected a divisor of 64"):
+        tiny_rollout(page_size=24)
+    run = tiny_rollout(max_context=100, max_running=3, page_size=16)
+    needed = run.cache.bytes_needed(run.policy.config, run.num_blocks, 16, 4)
+    assert run.num_blocks == 1 + 3 * (7 + 1)
+    assert needed == run.cache.k_LKPSD.nbytes + run.cache.v_LKPSD.nbytes
+
+
+def test_the_scripted_sampler_is_what_the_engine_calls() -> None:
+    assert rollout_module.sample is sample
