@@ -9,6 +9,7 @@ Deliberately absent: any choice of what a measure means, and smoothing of the nu
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -180,9 +181,9 @@ def _health(steps: Sequence[Record], line: Line, max_grad_norm: float, groups: i
             title="Trajectories without an answer",
             caption="Share that ended otherwise than by answering, by what ended them.",
             series=tuple(
-                _series(steps, lambda record, reason=reason: _reason_share(record, reason), label, color)
+                _series(steps, partial(_reason_share, reason), label, color)
                 for reason, (label, color) in ENDINGS.items()
-                if any(_reason_share(record, reason) > 0 for record in steps)
+                if any(_reason_share(reason, record) > 0 for record in steps)
             ),
             percent=True,
             stacked=True,
@@ -252,7 +253,7 @@ def _ratio(top: float, bottom: float) -> float:
     return top / bottom if bottom > 0 else float("nan")
 
 
-def _reason_share(record: Record, reason: str) -> float:
+def _reason_share(reason: str, record: Record) -> float:
     reasons = record.get("reasons")
     count = reasons.get(reason, 0) if isinstance(reasons, Mapping) else 0
     return _ratio(float(count), _number(record, "questions"))

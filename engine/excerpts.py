@@ -89,7 +89,7 @@ def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[
     right_before = {key for key, record in before.items() if is_right(record)}
     examples = []
     for record in choose(list(_trajectories(paths[-1])), right_before, count):
-        shown = [(before[record["id"]], paths[0])] if record.get("id") in before else []
+        shown: list[tuple[Record, Path]] = [(before[record["id"]], paths[0])] if record.get("id") in before else []
         shown.append((record, paths[-1]))
         examples.append(
             Example(

@@ -7,6 +7,7 @@ Deliberately absent: pyplot and its global state, and interactive charts.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -18,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from thresher.engine.charts import GREY, HELD_OUT, SAMPLED, Chart, Floats, Series
 from thresher.policy.files import atomic_path
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
     "axes.titlesize": 11,
@@ -166,4 +167,5 @@ def smooth(values: Floats, window: int) -> Floats:
     kernel = np.ones(window)
     counts = np.convolve(known, kernel, "same")
     sums = np.convolve(np.where(known, values, 0.0), kernel, "same")
-    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0.5)
+    means: Floats = np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0.5)
+    return means

@@ -159,7 +159,7 @@ def _tiles(summary: Record, evals: Sequence[tuple[int, Record]]) -> list[tuple[s
     """(name, figure, what it was before) for the head of the page."""
     tiles = []
     for key, name in (("em", "exact match"), ("f1", "F1")):
-        values = [measures.get(key) for _, measures in (evals[:1] + evals[-1:])]
+        values = [measures.get(key) for _, measures in (*evals[:1], *evals[-1:])]
         if values and values[-1] is not None:
             before = "" if len(evals) < 2 or values[0] is None else f"from {values[0]:.1%}"
             tiles.append((f"{name}, held out", f"{values[-1]:.1%}", before))

@@ -359,7 +359,7 @@ def test_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None
         ("retrieval.index=nowhere", "nowhere: no such folder; build the index first"),
         ("system.template=nowhere.txt", "nowhere.txt: the prompt template cannot be read"),
         ("system.template={here}/questions.jsonl", "a prompt template needs {question} exactly once, found 0"),
-        ("data.train=nowhere.jsonl", "nowhere.jsonl: no such file"),
+        ("data.dev=nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("retrieval.passage_format={name}", "retrieval.passage_format"),
     ],
 )
