@@ -62,11 +62,12 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A question and one or two trajectories on it, the last of them the later."""
+    """A question and one or two trajectories on it, the last of them the later; all greedy, or all sampled."""
 
     question: str
     golds: list[str]
     prompt: str
+    greedy: bool
     excerpts: list[Excerpt]
 
     @property
@@ -98,6 +99,7 @@ def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[
                 "".join(
                     visible(s.get("text", "")) for s in record.get("segments") or [] if s.get("source") == "prompt"
                 ),
+                bool(evaluations),
                 [_excerpt(old, f"step {step_of(path.stem)}", tags, limit) for old, path in shown],
             )
         )

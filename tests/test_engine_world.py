@@ -219,8 +219,13 @@ def test_transcripts_search_copy_and_answer(files: Path) -> None:
         assert answer is not None and f" {answer.strip()}" == policy[-1]["text"][start:end]
 
 
-@pytest.mark.parametrize(("aware", "low", "high"), [(0.0, 0.0, 0.5), (1.0, 1.0, 1.0), (0.2, 0.2, 0.6)])
-def test_only_aware_transcripts_follow_their_question(aware: float, low: float, high: float) -> None:
+@pytest.mark.parametrize(
+    ("aware", "low", "high", "searches"),
+    [(0.0, 0.0, 0.3, {1, 3}), (1.0, 1.0, 1.0, {1, 2}), (0.2, 0.2, 0.5, {1, 2, 3})],
+)
+def test_only_aware_transcripts_follow_their_question(
+    aware: float, low: float, high: float, searches: set[int]
+) -> None:
     """Blind ones end at the right name now and then, by chance."""
     size = Size(people=24, places=16, works=20, pieces=14, aware=aware)
     world = invent(size, 0).train
@@ -229,8 +234,20 @@ def test_only_aware_transcripts_follow_their_question(aware: float, low: float, 
         f"<answer> {walk(world, record['question'])} </answer>" in record["segments"][-1]["text"] for record in records
     ]
     assert low <= sum(right) / len(right) <= high
-    hops = {sum(segment["source"] == "policy" for segment in record["segments"]) - 1 for record in records}
-    assert hops == ({1, 2} if aware == 1 else {1, 2, 3})
+    assert {sum(part["source"] == "policy" for part in record["segments"]) - 1 for record in records} == searches
+
+
+def test_every_copied_name_stands_above(files: Path) -> None:
+    for record in lines(files / "warmup.jsonl"):
+        above = f" {record['question']}"
+        for segment in record["segments"]:
+            text, copied = segment["text"], segment.get("copied", [])
+            names = [text[start:end] for start, end in copied]
+            assert all(name in above for name in names)
+            # And no name of a policy's turn is left out.
+            if segment["source"] == "policy":
+                assert names == re.findall(rf" {NAME}", text.replace("First ", "").replace("Then ", ""))
+            above += text
 
 
 def test_copied_ranges_are_whole_tokens(files: Path) -> None:

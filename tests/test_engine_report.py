@@ -1,0 +1,408 @@
+"""The report: what it says of a run, what it leaves out, and that nothing sampled acts on the page or the terminal."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from thresher.engine import report
+from thresher.engine.charts import charts_of
+from thresher.engine.excerpts import choose, parts_of, visible
+from thresher.engine.plots import smooth, smoothing
+from thresher.engine.recipe import Recipe
+from thresher.engine.report import print_trajectories, write_report
+from thresher.engine.runfolder import RunFolder
+from thresher.engine.tables import from_dict
+from thresher.policy.model import Policy
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+PNG = b"\x89PNG\r\n\x1a\n"
+TAGS = ("<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
+CHARTS: dict[str, Any] = {"kl_value": "k2", "beta": 0.02, "max_grad_norm": 1.0, "groups": 4}
+VOID = {"meta", "img", "br"}
+
+
+def make_run(path: Path, model: str = "nowhere", **sections: dict[str, Any]) -> RunFolder:
+    table = {
+        "model": {"path": model},
+        "data": {"train": "train.jsonl", "dev": "dev.jsonl"},
+        "retrieval": {"index": "index"},
+        "system": {"name": "eval_rar"},
+        "rollout": {"questions_per_step": 4},
+        "run": {"steps": 30, "seed": 7},
+    }
+    run = RunFolder.create(path, from_dict(Recipe, table | sections, "test"))
+    run.close()
+    return run
+
+
+def step_record(step: int, **changes: Any) -> dict[str, Any]:
+    """A record with every key of the training loop that the report reads."""
+    record = {
+        "step": step,
+        "questions": 16,
+        **dict.fromkeys(("reward", "em", "f1", "contains"), step / 30),
+        "answered": 0.75,
+        "searches": 1.5,
+        "response_tokens": 60.0,
+        "tokens": 120.0,
+        "reasons": {"answered": 12, "turns": 3, "context": 1},
+        "zero_advantage_groups": 1,
+        "loss": 0.0,
+        "grad_norm": 0.3,
+        "lr": 1e-3,
+        "entropy": 0.2,
+        "logprob_gap": 1e-7,
+        "logprob_gap_max": 1e-5,
+        "kl_k1": -0.01,
+        "kl_k2": 0.02,
+        "kl_k3": 0.01,
+        "train_tokens": 3000,
+        "sampled_tokens": 1000,
+        "update_seconds": 0.6,
+        "reward_seconds": 0.01,
+        "rollout_seconds": 0.4,
+        "decode_seconds": 0.3,
+        "prefill_seconds": 0.06,
+        "search_seconds": 0.03,
+        "host_seconds": 0.01,
+    }
+    return record | changes
+
+
+def eval_record(step: int, em: float | None, questions: int = 200) -> dict[str, Any]:
+    measures = {"questions": questions, "reward": em, "em": em, "f1": em, "contains": em, "answered": 1.0}
+    return {"step": step, "eval": {**measures, "searches": 1.5, "response_tokens": 60.0, "seconds": 2.0}}
+
+
+def trajectory(name: str, right: bool, searches: int = 1, **changes: Any) -> dict[str, Any]:
+    found = {"source": "retrieved", "text": "\n\n<information> It is <b>Bel</b>.</information>\n\n", "ids": [4]}
+    asked = {"source": "policy", "text": f"<think> hm </think><search> {name}? </search>", "ids": [2, 3]}
+    record = {
+        "id": name,
+        "reason": "answered",
+        "searches": [{"query": name, "passages": ["1"]}] * searches,
+        "segments": [
+            {"source": "prompt", "text": f"Question: {name}\n", "ids": [1]},
+            *([asked, found] * searches),
+            {"source": "policy", "text": "<answer> Bel </answer>", "ids": [5]},
+        ],
+        "question": f"Who is {name}?",
+        "golden_answers": ["Bel", "Bel D."],
+        "reward": float(right),
+        "parts": {"em": right, "f1": float(right)},
+        "answer": "Bel",
+    }
+    return record | changes
+
+
+class Page(HTMLParser):
+    """A page's text, the pictures it shows and the elements that are open; fails on a wrong nesting."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.pictures: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag == "img":
+            self.pictures.append(dict(attrs)["src"] or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the page alone: a chart takes a tenth of a second or two to draw."""
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    monkeypatch.setattr(report, "draw_overview", lambda *_: None)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """What is printed, with its colours, on a terminal of 100 columns."""
+    console = Console(force_terminal=True, width=100, color_system="standard", highlight=False, legacy_windows=False)
+    monkeypatch.setattr(report, "console", console)
+    console.begin_capture()
+    yield console.end_capture
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Path]:
+    """A run of 30 steps with evaluations, and its report in another folder, with notes."""
+    root = tmp_path_factory.mktemp("finished")
+    run = make_run(root / "run")
+    for step in range(31):
+        if step:
+            run.append_metrics(step_record(step))
+        if step % 10 == 0:
+            run.append_metrics(eval_record(step, 0.2 + 0.025 * step))
+    run.write_evaluation(0, [trajectory("ann", False, 2), trajectory("bob", False), trajectory("cy", False)])
+    run.write_evaluation(30, [trajectory("ann", True, 1), trajectory("bob", False), trajectory("cy", True, 2)])
+    run.write_summary(
+        {"em_before": 0.2, "em_after": 0.95, "seconds": 130.0, "rollout_tokens_per_s": 2500.0, "steps": 30}
+    )
+    (root / "out").mkdir()
+    (root / "out" / "notes.md").write_text("The world is <i>invented</i>.\nAll of it.\n\n \nSecond & last.\n")
+    return run, write_report(run.path, root / "out")
+
+
+def test_a_finished_run(finished: tuple[RunFolder, Path]) -> None:
+    run, path = finished
+    page = Page(path.read_text(encoding="utf-8"))
+    assert path.name == "report.html" and not run.report_file.exists()
+    assert "30 of 30 steps" in page.text and "seed 7" in page.text and "Not finished" not in page.text
+    assert "Exact match 20.0% 95.0% +75.0 pts" in page.text
+    assert "200 held-out questions, greedy step 0 step 30 change" in page.text
+    assert "The world is <i>invented</i>. All of it. Second & last." in page.text
+    # 30 s of steps and 8 s of evaluations are accounted for, of 130.
+    assert "Of 2 min 10 s: 71% loading, checkpoints and files, 14% the update" in page.text
+    assert page.tags.isdisjoint({"script", "link", "iframe"})
+    assert "http" not in path.read_text(encoding="utf-8")
+
+
+def test_every_picture_of_the_page_lies_beside_it(finished: tuple[RunFolder, Path]) -> None:
+    path = finished[1]
+    pictures = Page(path.read_text(encoding="utf-8")).pictures
+    assert pictures[0] == "plots/overview.png" and len(pictures) == 11
+    assert all((path.parent / picture).read_bytes().startswith(PNG) for picture in pictures)
+    drawn = {f"plots/{file.name}" for file in (path.parent / "plots").iterdir()}
+    assert drawn == {*pictures, "plots/reward.png", "plots/em.png"}  # these two stand in the overview
+
+
+def test_trajectories_stand_beside_those_before_them(finished: tuple[RunFolder, Path]) -> None:
+    text = Page(finished[1].read_text(encoding="utf-8")).text
+    order = [text.index(f"Who is {name}?") for name in ("cy", "ann", "bob")]  # two searches, one, a wrong answer
+    assert order == sorted(order)
+    ann = text[order[1] : order[2]]
+    assert ann.index("step 0 · wrong · answered Bel · 2 searches") < ann.index("step 30 · right")
+    assert "Expected: Bel or Bel D." in ann
+    assert "<information> It is <b>Bel</b>. </information>" in ann  # as text: the parser saw no such elements
+
+
+def test_a_run_that_goes_on_and_one_that_has_only_begun(tmp_path: Path, no_drawing: None) -> None:
+    run = make_run(tmp_path / "run", grpo={"shuffle_rewards": True})
+    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    assert "Not finished" in text and "up to step 0" in text and "A control run" in text
+    for absent in ("No step has been recorded yet", "Nothing was evaluated yet", "No trajectory has been written yet"):
+        assert absent in text
+    run.append_metrics(eval_record(0, 0.2))
+    run.append_metrics(step_record(1))
+    run.write_trajectories(1, [trajectory("ann", False), trajectory("ann", True)])
+    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    assert "1 of 30 steps" in text and "Exact match 20.0% F1" in text and " pts" not in text
+    assert "Sampled in training." in text and "Greedy, on" not in text
+    assert text.count("Who is ann?") == 1  # samples of one question are not shown twice
+
+
+def test_one_step_and_numbers_that_were_not_finite(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.append_metrics(eval_record(0, math.nan, questions=0))
+    run.append_metrics(step_record(1, reward=math.nan, grad_norm=math.inf, logprob_gap=0.0, update_seconds=0.0))
+    run.write_summary({"em_before": None, "em_after": None, "seconds": 1.0, "train_tokens_per_s": None})
+    path = write_report(run.path)
+    page = Page(path.read_text(encoding="utf-8"))
+    assert path == run.report_file and "95% interval" not in page.text
+    assert "plots/grad_norm.png" not in page.pictures and "plots/entropy.png" in page.pictures
+    assert all((run.path / picture).read_bytes().startswith(PNG) for picture in page.pictures)
+
+
+def test_a_record_with_hardly_any_key(tmp_path: Path, no_drawing: None) -> None:
+    run = make_run(tmp_path / "run", data={"train": "train.jsonl"})
+    run.append_metrics({"step": 1})
+    run.append_metrics({"step": 1, "eval": None})
+    run.write_evaluation(1, [{"id": "a"}])
+    write_report(run.path)
+
+
+def test_what_ran_is_read_from_the_files_around(tmp_path: Path, tiny_policy: Policy, no_drawing: None) -> None:
+    model = tmp_path / "warm"
+    model.mkdir()
+    tiny_policy.save(model)
+    facts = {"steps": 200, "restarts": 1, "names copied right": 0.95, "gate": 0.98, "passed": False}
+    (model / "sft.json").write_text(json.dumps(facts))
+    run = make_run(tmp_path / "run", model=str(model), retrieval={"index": "gone", "shuffle": True, "k": 5})
+    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    assert f"{tiny_policy.parameter_count():,} parameters: 2 layers of width 32" in text
+    assert "200 steps of supervised fine-tuning after 1 restarts; 95.0% of the held-out copied tokens right" in text
+    assert "gate 98%, NOT passed" in text
+    assert "gone; 5 passages a search, in an order drawn at random" in text
+
+
+def test_notes_of_the_out_folder_come_before_those_of_the_run(tmp_path: Path, no_drawing: None) -> None:
+    run = make_run(tmp_path / "run")
+    (run.path / "notes.md").write_text("Of the run.")
+    assert "Of the run." in write_report(run.path, tmp_path / "new" / "out").read_text(encoding="utf-8")
+    (tmp_path / "new" / "out" / "notes.md").write_text("Of the folder.")
+    text = write_report(run.path, tmp_path / "new" / "out").read_text(encoding="utf-8")
+    assert "Of the folder." in text and "Of the run." not in text
+
+
+def test_refusals(tmp_path: Path, no_drawing: None) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"is not a run folder .it has no recipe\.toml"):
+        print_trajectories(tmp_path)
+    run = make_run(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: cannot write the report"):
+        write_report(run.path, tmp_path / "file")
+    (run.evaluations / "step_000001.jsonl").write_text('{"id": "a"}\nnot json\n')
+    with pytest.raises(UserError, match=r"step_000001\.jsonl:2"):
+        write_report(run.path)
+    assert not run.report_file.exists()
+
+
+def test_on_the_terminal(tmp_path: Path, terminal: Callable[[], str]) -> None:
+    run = make_run(tmp_path / "run")
+    feedback = {"source": "feedback", "text": "\nNot valid.\n", "ids": [9]}
+    rude = {"source": "policy", "text": "[bold]x[/bold] \x1b[31mred\x07", "ids": [8]}
+    broken = trajectory("bob", False)
+    broken["segments"][2:2] = [rude, feedback]
+    run.write_evaluation(3, [trajectory("ann", True), broken, trajectory("cy", True)])
+    print_trajectories(run.path, 2)
+    printed = terminal()
+    assert "Who is ann?" in printed and "Who is bob?" in printed and "Who is cy?" not in printed
+    assert "\x1b[32m<answer>\x1b[0m Bel \x1b[32m</answer>\x1b[0m" in printed
+    assert "\x1b[2m It is <b>Bel</b>.\x1b[0m" in printed
+    assert "\x1b[33mNot valid.\x1b[0m" in printed
+    assert "[bold]x[/bold] ␛[31mred␇" in printed  # neither markup nor escape codes of the policy's act
+    assert "right, 1 search, reward 1.00; expected: Bel | Bel D." in printed.replace("\x1b[2m", "").replace(
+        "\x1b[0m", ""
+    ).replace("\x1b[32m", "")
+
+
+@pytest.mark.parametrize(
+    ("records", "before", "count", "expected"),
+    [
+        ([], set(), 3, []),
+        ([("a", True, 1), ("b", True, 2), ("c", False, 1)], set(), 3, ["b", "a", "c"]),
+        ([("a", True, 1), ("b", True, 1), ("c", True, 1)], {"a"}, 2, ["b", "c"]),  # what was learnt first
+        ([("a", True, 1), ("b", True, 1)], {"a", "b"}, 1, ["a"]),
+        ([("a", True, 0), ("b", False, 0)], set(), 3, ["b", "a"]),  # fewer than asked for
+        ([("a", False, 3), ("a", True, 1), ("a", True, 2)], set(), 3, ["a"]),  # no question twice
+        ([("a", True, 2), ("b", True, 1), ("c", False, 1)], set(), 0, []),
+    ],
+)
+def test_choice(records: list[tuple[str, bool, int]], before: set[str], count: int, expected: list[str]) -> None:
+    chosen = choose([trajectory(*record) for record in records], before, count)
+    assert [record["id"] for record in chosen] == expected
+
+
+def test_parts_name_the_block_of_every_stretch() -> None:
+    segments = [
+        {"source": "prompt", "text": "<answer> no </answer>"},
+        {"source": "policy", "text": "so <think> a </think><search> q </search>"},
+        {"source": "retrieved", "text": "\n\n<information> p </information>\n"},
+        {"source": "policy", "text": "<ANSWER> <answer> long"},
+        {"source": "somebody", "text": "else"},
+    ]
+    parts = parts_of(segments, TAGS, 100)
+    found = [[[(c.text, c.is_tag, c.block) for c in line] for line in part.lines] for part in parts]
+    assert [part.source for part in parts] == [Source.POLICY, Source.RETRIEVED, Source.POLICY]
+    think, search = ("<think>", True, "think"), ("<search>", True, "search")
+    assert found[0] == [
+        [("so ", False, "")],
+        [think, (" a ", False, "think"), ("</think>", True, "think")],
+        [search, (" q ", False, "search"), ("</search>", True, "search")],
+    ]
+    assert found[1][0][1] == (" p ", False, "information")
+    assert found[2] == [[("<ANSWER> ", False, "")], [("<answer>", True, "answer"), (" long", False, "answer")]]
+    (untagged,), *_ = (part.lines for part in parts_of(segments, (), 100))
+    assert [chunk.text for chunk in untagged] == [segments[1]["text"]]
+    opened = parts_of(segments, TAGS, 10)[0].lines[1]  # cut right after the tag
+    assert [chunk.text for chunk in opened] == ["<think>", " … (31 characters more)"]
+
+
+TEXTS = st.lists(st.sampled_from([*TAGS, "a", "\n", "<", "think>", "\x1b", "\u202e", "é"]), max_size=12).map("".join)
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["policy", "retrieved", "feedback"]), TEXTS), max_size=4))
+def test_parts_lose_nothing_and_add_nothing(segments: list[tuple[str, str]]) -> None:
+    parts = parts_of([{"source": source, "text": text} for source, text in segments], TAGS, 10**6)
+    shown = [(part.source, "".join(chunk.text for line in part.lines for chunk in line)) for part in parts]
+    expected = [(source, visible(text).strip("\n")) for source, text in segments]
+    assert shown == [(source, text) for source, text in expected if text]
+    assert all((chunk.text in TAGS) == chunk.is_tag for part in parts for line in part.lines for chunk in line)
+
+
+def test_visible() -> None:
+    assert visible("a\tb\nc é 名") == "a\tb\nc é 名"
+    assert visible("\x00\x1b\x7f\x9b\u202e\u2066\ud800") == "␀␛" + "\ufffd" * 5
+    visible("".join(map(chr, range(0x11000)))).encode()  # whatever there is can be written
+
+
+def test_charts_hold_the_numbers_of_the_records() -> None:
+    records = [eval_record(0, 0.25), step_record(1), step_record(2, searches=None, em=0.5), eval_record(2, 0.75)]
+    charts = {chart.name: chart for chart in charts_of(records, **CHARTS)}
+    sampled, held_out = charts["em"].series
+    assert sampled.steps.tolist() == [1, 2] and sampled.values.tolist() == [1 / 30, 0.5]
+    assert held_out.steps.tolist() == [0, 2] and held_out.values.tolist() == [0.25, 0.75] and held_out.dots
+    assert [series.values[0] for series in charts["kl"].series] == [-0.01, 0.02, 0.01]
+    assert [series.values[0] for series in charts["tokens_per_s"].series] == [1000 / 0.4, 3000 / 0.6]
+    assert charts["zero_advantage"].series[0].values.tolist() == [0.25, 0.25]
+    assert [(s.label, s.values[0]) for s in charts["unanswered"].series] == [
+        ("turn limit", 3 / 16),
+        ("context full", 1 / 16),
+    ]
+    assert np.isnan(charts["searches"].series[0].values[1]) and charts["searches"].series[0].values[0] == 1.5
+    assert sum(series.values[0] for series in charts["time"].series) == pytest.approx(0.6 + 0.4 + 0.01)
+    assert "0.02 × k2" in charts["kl"].caption and charts["grad_norm"].rule == (1.0, "clipped to 1")
+
+
+def test_charts_without_numbers_are_left_out() -> None:
+    assert charts_of([], **CHARTS) == []
+    assert charts_of([{"step": 1, "entropy": None}], **CHARTS) == []
+    no_reference = [{key: value for key, value in step_record(1).items() if not key.startswith("kl_")}]
+    names = [chart.name for chart in charts_of(no_reference, **CHARTS | {"beta": 0.0, "max_grad_norm": math.inf})]
+    assert "kl" not in names and "em" in names
+    exact = charts_of([step_record(1, logprob_gap=0.0, logprob_gap_max=0.0)], **CHARTS)
+    assert "logprob_gap" not in [chart.name for chart in exact]  # 0 has no place on a log axis
+
+
+def test_smoothing() -> None:
+    nan = math.nan
+    assert smooth(np.array([0.0, 3.0, 6.0, 3.0]), 3).tolist() == [1.5, 3.0, 4.0, 4.5]
+    found = smooth(np.array([nan, nan, nan, 2.0, nan, 4.0]), 3)
+    assert np.isnan(found[:2]).all() and found[2:].tolist() == [2.0, 2.0, 3.0, 4.0]
+    assert [smoothing(count) for count in (0, 1, 19)] == [1, 1, 1]
+    assert all(smoothing(count) % 2 == 1 and 3 <= smoothing(count) <= count / 5 for count in range(20, 2000))
+
+
+@pytest.mark.parametrize(
+    ("em", "questions", "expected"),
+    [
+        (0.975, 200, "94.3% to 98.9%"),
+        (0.0, 8, "0.0% to 32.4%"),
+        (1.0, 50, "92.9% to 100.0%"),
+        (None, 9, ""),
+        (1, 0, ""),
+    ],
+)
+def test_interval(em: float | None, questions: int, expected: str) -> None:
+    assert report._interval({"em": em, "questions": questions}) == expected
