@@ -170,6 +170,23 @@ def test_neither_order_nor_siblings_change_a_sample(tiny_rollout: Make, tiny_que
         assert record(single) == expected[job.group, job.sample]
 
 
+def test_noise_is_asked_for_by_seed_and_position(
+    tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The position is the token's own place in its trajectory, so no two of its tokens ever see the same noise."""
+    asked: dict[int, list[int]] = {}
+
+    def spy(logits_BV: torch.Tensor, seeds: list[int], positions: list[int], temperature: float) -> Any:
+        for seed, position in zip(seeds, positions, strict=True):
+            asked.setdefault(seed, []).append(position)
+        return sample(logits_BV, seeds, positions, temperature)
+
+    monkeypatch.setattr(rollout_module, "sample", spy)
+    jobs = make_jobs(tiny_questions[:6], samples=2)
+    for job, trajectory in zip(jobs, tiny_rollout().run(jobs, 1.0), strict=True):
+        assert asked[job.seed] == trajectory.policy_rows()
+
+
 def test_greedy_ignores_the_seed(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
     jobs = make_jobs(tiny_questions[:6])
     others = [Job(job.question, job.group, 0, job.seed + 77) for job in jobs]
@@ -282,12 +299,13 @@ def test_a_token_that_goes_on_after_its_tag_is_kept_whole(
 ) -> None:
     (glued,) = tiny_tokenizer.encode("><")
     assert tiny_tokenizer.token_bytes(glued) == b"><"
-    script({0: ["<search>mayor</search><", "answer>no</answer>"]})
+    script({0: ["<search>mayor</search><", "/answer>no</answer>"]})
     (trajectory,) = tiny_rollout(max_turns=2).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
     first, second = (s for s in trajectory.segments if s.source is Source.POLICY)
     assert first.ids[-1] == glued and (first.stop, first.trailing) == ("</search>", 1)
-    # The bracket belongs to the first turn: nothing joins it with the second into an opening tag.
-    assert second.stop == "</answer>" and trajectory.reason == "turns"
+    # The bracket belongs to the first turn: the second does not begin with a closing tag.
+    assert tiny_tokenizer.decode(second.ids) == "/answer>no</answer>" and second.stop == "</answer>"
+    assert trajectory.reason == "turns"
     assert [search["query"] for search in trajectory.searches] == ["mayor"]
 
 
@@ -526,7 +544,3 @@ def test_limits_of_the_cache(tiny_rollout: Make) -> None:
     needed = run.cache.bytes_needed(run.policy.config, run.num_blocks, 16, 4)
     assert run.num_blocks == 1 + 3 * (7 + 1)
     assert needed == run.cache.k_LKPSD.nbytes + run.cache.v_LKPSD.nbytes
-
-
-def test_the_scripted_sampler_is_what_the_engine_calls() -> None:
-    assert rollout_module.sample is sample
