@@ -1,10 +1,26 @@
-"""Rewards as pure functions of a transcript and the gold answers: text measures, tags, advantages.
+"""Rewards as pure functions of a transcript and the gold answers: each paper's own, text measures, tags, advantages.
 
 Imports neither torch nor any other folder, so that everything above may use it.
 """
 
 from thresher.rewards.advantages import group_advantages
+from thresher.rewards.arena import arena_reward, parse_indices
+from thresher.rewards.attempt import Attempt, count_words
 from thresher.rewards.errors import UserError
+from thresher.rewards.evinote import evinote_claims, evinote_reward
+from thresher.rewards.eviomni import eviomni_reward
+from thresher.rewards.grammar import outline
+from thresher.rewards.measures import (
+    answer_measures,
+    answer_recalled,
+    char_f1,
+    compression_ratio,
+    ndcg_at,
+    recall_at,
+    relevance_scores,
+    sub_em,
+)
+from thresher.rewards.naive import naive_reward
 from thresher.rewards.result import RewardResult
 from thresher.rewards.search import eval_rar_reward, search_r1_reward
 from thresher.rewards.tags import blocks, final_answer, neutralise, tag_sequence, tag_strings
@@ -12,20 +28,37 @@ from thresher.rewards.text import contains_answer, exact_match, f1_score, normal
 from thresher.rewards.transcript import Piece, Source
 
 __all__ = [
+    "Attempt",
     "Piece",
     "RewardResult",
     "Source",
     "UserError",
+    "answer_measures",
+    "answer_recalled",
+    "arena_reward",
     "blocks",
+    "char_f1",
+    "compression_ratio",
     "contains_answer",
+    "count_words",
     "eval_rar_reward",
+    "evinote_claims",
+    "evinote_reward",
+    "eviomni_reward",
     "exact_match",
     "f1_score",
     "final_answer",
     "group_advantages",
+    "naive_reward",
+    "ndcg_at",
     "neutralise",
     "normalize_answer",
+    "outline",
+    "parse_indices",
+    "recall_at",
+    "relevance_scores",
     "search_r1_reward",
+    "sub_em",
     "tag_sequence",
     "tag_strings",
 ]

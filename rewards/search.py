@@ -10,9 +10,10 @@ Deliberately absent: any penalty or bonus for format. Neither paper has one.
 
 from collections.abc import Sequence
 
+from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import Block, blocks, final_answer, up_to_answer
-from thresher.rewards.text import Golds, contains_answer, exact_match, f1_score
+from thresher.rewards.text import Golds, contains_answer
 from thresher.rewards.transcript import Piece
 
 EVALUATION_REWARD = 0.1
@@ -26,11 +27,11 @@ def valid_searches(pieces: Sequence[Piece]) -> list[Block]:
 def search_r1_reward(pieces: Sequence[Piece], golds: Golds) -> RewardResult:
     """Search-R1: 1 where the final answer equals any gold after normalisation, else 0.
 
-    Parts: em, f1 (a measure, not rewarded), answered (an `<answer>` was closed), searches (valid ones).
+    Parts: answer (the reward), and the measures em, f1, answered (an `<answer>` was closed), searches (valid ones).
     """
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
-    return RewardResult(float(parts["em"]), parts, answer)
+    return RewardResult(float(parts["answer"]), parts, answer)
 
 
 def eval_rar_reward(
@@ -51,9 +52,10 @@ def eval_rar_reward(
     `require_answer` gives 0 without a closed `<answer>`, as the released code does; `substring` finds golds
     as plain substrings (see `contains_answer`).
 
-    Parts: those of `search_r1_reward`, evaluations (closed blocks that count), evaluate_contains (a gold is
-    in one of them; a fact about the transcript, reported whatever the answer and the switch
-    `evaluation_reward`).
+    Parts: answer (1 or 0) and evaluation (.1 or 0: what the evaluate blocks are worth under the switches, whatever the
+    answer); the reward is the larger of the two. Measures: those of `search_r1_reward`, evaluations (closed blocks that
+    count), evaluate_contains (a gold is in one of them; a fact about the transcript, whatever `evaluation_reward`
+    says).
     """
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
@@ -62,15 +64,15 @@ def eval_rar_reward(
         searches = valid_searches(pieces)
         evaluations = [block for block in evaluations if searches and block.start >= searches[0].end]
     contains = any(contains_answer(block.text, golds, substring=substring) for block in evaluations)
-    parts |= {"evaluations": len(evaluations), "evaluate_contains": contains}
     earns = evaluation_reward and contains and (answer is not None or not require_answer)
-    return RewardResult(1.0 if parts["em"] else EVALUATION_REWARD if earns else 0.0, parts, answer)
+    parts |= {
+        "evaluation": EVALUATION_REWARD if earns else 0.0,
+        "evaluations": len(evaluations),
+        "evaluate_contains": contains,
+    }
+    return RewardResult(max(float(parts["answer"]), float(parts["evaluation"])), parts, answer)
 
 
 def _answer_parts(pieces: Sequence[Piece], golds: Golds, answer: str | None) -> dict[str, float | int | bool]:
-    return {
-        "em": answer is not None and exact_match(answer, golds),
-        "f1": 0.0 if answer is None else f1_score(answer, golds),
-        "answered": answer is not None,
-        "searches": len(valid_searches(pieces)),
-    }
+    measures = answer_measures(answer, golds)
+    return {"answer": float(measures["em"]), **measures, "searches": len(valid_searches(pieces))}

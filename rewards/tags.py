@@ -101,14 +101,15 @@ def tag_sequence(pieces: Sequence[Piece], tags: Sequence[str]) -> list[TagEvent]
     return events
 
 
-def final_answer(pieces: Sequence[Piece]) -> str | None:
-    """What the policy wrote in its first closed `<answer>` block that is not empty.
+def final_answer(pieces: Sequence[Piece], *, after: int = 0) -> str | None:
+    """What the policy wrote in its first closed `<answer>` block that is not empty, of those that begin at the byte
+    `after` of the transcript or later.
 
     "" where all of them are empty, None where there is none. The first such block ends the episode, so later
     ones never count, be they right or wrong. An empty one, like a stray `</answer>`, does not end it: the
     loops answer it with feedback and another turn.
     """
-    answers = blocks(pieces, "answer")
+    answers = [block for block in blocks(pieces, "answer") if block.start >= after]
     return next((block.text for block in answers if block.text), "" if answers else None)
 
 

@@ -10,13 +10,13 @@ They decide most of every reward, so their corners are stated rather than left t
 `golds` is one acceptable answer or a list of them; the best one counts, and an empty list matches nothing.
 
 Deliberately absent: Unicode composition (NFC) and number words, since no published score applies them.
-Substring containment ("sub-EM") is a switch of `contains_answer`.
+Substring containment ("sub-EM") is a switch of `contains_answer`. What only evaluation asks for is in measures.py.
 """
 
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from thresher.rewards.errors import UserError
@@ -60,8 +60,16 @@ def f1_score(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "s
     With `yes_no`, as in HotpotQA's official script, F1 is 0 unless both sides are the same word where either
     side is yes, no or noanswer.
     """
+    return overlap_f1(s, golds, str.split, yes_no=yes_no, variant=variant)
+
+
+def overlap_f1(
+    s: str, golds: Golds, units: Callable[[str], Sequence[str]], *, yes_no: bool = True, variant: Variant = "squad"
+) -> float:
+    """`f1_score` over whatever `units` makes of a normalised text: its tokens there, its characters in `char_f1`."""
     answer = normalize_answer(s, variant)
-    return max((_f1(answer, normalize_answer(gold, variant), yes_no) for gold in as_golds(golds)), default=0.0)
+    normal = (normalize_answer(gold, variant) for gold in as_golds(golds))
+    return max((_f1(answer, gold, units, yes_no) for gold in normal), default=0.0)
 
 
 def contains_answer(text: str, golds: Golds, *, substring: bool = False, variant: Variant = "squad") -> bool:
@@ -89,10 +97,10 @@ def as_golds(golds: Golds) -> list[str]:
     return list(golds)
 
 
-def _f1(answer: str, gold: str, yes_no: bool) -> float:
+def _f1(answer: str, gold: str, units: Callable[[str], Sequence[str]], yes_no: bool) -> float:
     if yes_no and answer != gold and (answer in YES_NO or gold in YES_NO):
         return 0.0
-    answer_tokens, gold_tokens = answer.split(), gold.split()
-    common = sum((Counter(answer_tokens) & Counter(gold_tokens)).values())
+    answer_units, gold_units = units(answer), units(gold)
+    common = sum((Counter(answer_units) & Counter(gold_units)).values())
     # 2PR/(P+R) with P = common/|answer| and R = common/|gold|; written so, equal sides give exactly 1.
-    return 2 * common / (len(answer_tokens) + len(gold_tokens)) if common else 0.0
+    return 2 * common / (len(answer_units) + len(gold_units)) if common else 0.0

@@ -3,7 +3,6 @@
 import itertools
 import subprocess
 import sys
-import time
 import unicodedata
 
 import pytest
@@ -244,15 +243,22 @@ def test_a_name_that_is_no_word_is_refused(name: str) -> None:
             read(name)
 
 
-def test_hundreds_of_kilobytes_are_quick() -> None:
-    begin = time.perf_counter()
-    for text in ("<answer>" * 20_000, "</answer>" * 20_000, "<answer>x</answer>" * 20_000, "<" * 200_000):
-        pieces = [policy(text[i : i + 50]) for i in range(0, len(text), 50)]
-        blocks(pieces, "answer")
-        tag_sequence(pieces, ["answer", "search"])
-        final_answer(pieces)
-        assert occurrences(neutralise(text, TAGS)[:200]) == 0
-    assert time.perf_counter() - begin < 3.0
+@pytest.mark.parametrize(
+    ("text", "closed", "events", "answer"),
+    [
+        ("<answer>" * 20_000, 0, 20_000, None),
+        ("</answer>" * 20_000, 0, 20_000, None),
+        ("<answer>x</answer>" * 20_000, 20_000, 40_000, "x"),
+        ("<" * 200_000, 0, 0, None),
+    ],
+)
+def test_hundreds_of_kilobytes(text: str, closed: int, events: int, answer: str | None) -> None:
+    """No clock is read: what is quadratic in such a text takes minutes, and nobody would miss that."""
+    pieces = [policy(text[i : i + 50]) for i in range(0, len(text), 50)]
+    assert len(blocks(pieces, "answer")) == closed
+    assert len(tag_sequence(pieces, ["answer", "search"])) == events
+    assert final_answer(pieces) == answer
+    assert occurrences(neutralise(text, TAGS)[:200]) == 0
 
 
 def test_rewards_import_no_torch() -> None:

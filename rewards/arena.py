@@ -1,0 +1,124 @@
+"""ARENA: the answer names the references that it rests on, and is rewarded for naming the right ones.
+
+    <relevance>[1,5]</relevance> <analysis>..</analysis> <answer>..</answer>
+
+    R = format + accuracy + relevance + bonus,    at most 13
+
+    format     1 if the transcript is the three sections, in order, and nothing else
+    accuracy   1 if the answer equals a gold (EM); its F1 or a judge's yes or no are the variants that were studied
+    relevance  1 if the indices named are the gold set, .5 if they share one with it, else 0
+    bonus      10 if the other three are all exactly 1 [assumed, for F1]
+
+The parts are scored independently: a right answer counts in a bad form too. Where the released code is strict, this is
+not: it takes one JSON list, here "1, 5" and "[1],[5]" are read as well. Where it is lax, this is not: it lets text
+follow the last section. To name every reference scores .5 by the equation; `max_indices` closes that hole, and is off
+by default.
+
+Deliberately absent: the references themselves. Which of them are gold is in the data (`Attempt.gold_indices`).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
+from thresher.rewards.grammar import outline
+from thresher.rewards.measures import answer_measures
+from thresher.rewards.result import RewardResult
+from thresher.rewards.tags import blocks, final_answer, up_to_answer
+from thresher.rewards.text import Variant, exact_match, f1_score
+from thresher.rewards.transcript import Piece
+
+Accuracy = Literal["em", "f1", "judge"]
+
+SECTIONS = ("relevance", "analysis", "answer")
+ACCURACIES = ("em", "f1", "judge")
+BONUS = 10.0
+
+# No two neighbours can match the same white space, so no text makes these go back on more than one choice.
+_ITEMS = r"[0-9]{1,9}\s*(?:,\s*[0-9]{1,9}\s*)*"
+_BARE = re.compile(rf"\s*{_ITEMS}")
+_LISTS = re.compile(rf"\s*\[\s*(?:{_ITEMS})?\]\s*(?:(?:,\s*)?\[\s*(?:{_ITEMS})?\]\s*)*")
+
+
+def parse_indices(text: str) -> frozenset[int] | None:
+    """The references that a relevance section names: "[1,5]", "1, 5", "[1],[5]" and "[1] [5]" are all {1, 5}.
+
+    "[]" names none, which is the empty set; what is anything else than indices (words, ranges, signs, nothing at all)
+    is None. Order and repetition do not matter, and an index may be one that no reference has.
+    """
+    if _BARE.fullmatch(text) or _LISTS.fullmatch(text):
+        return frozenset(map(int, re.findall("[0-9]+", text)))
+    return None
+
+
+def named_indices(pieces: Sequence[Piece]) -> frozenset[int] | None:
+    """What the policy's first closed `<relevance>` block before the end of its final answer names; None without one,
+    and where it cannot be read."""
+    found = blocks(up_to_answer(pieces), "relevance")
+    return parse_indices(found[0].text) if found else None
+
+
+def arena_reward(
+    attempt: Attempt, *, accuracy: Accuracy = "em", max_indices: int | None = None, variant: Variant = "squad"
+) -> RewardResult:
+    """ARENA's reward of one attempt.
+
+    accuracy: what the answer is held to; "judge" takes `attempt.verdict`. max_indices: whoever names more than this
+    gets no relevance .5 (the gold set itself stays worth 1, however large). variant: normalisation of "em" and "f1", of
+    which "arena" is the released code's. Where it is unknown which references are gold, relevance is 0 [assumed]; where
+    none is, naming none ("[]") is a full match [assumed].
+
+    Parts: format, accuracy, relevance, bonus, whose sum is the reward; measures em, f1, answered, named (how many
+    references). UserError for an unknown accuracy, a `max_indices` below 1, gold indices outside the passages, and a
+    judge without a verdict on an answer.
+    """
+    if accuracy not in ACCURACIES:
+        raise UserError(f"accuracy {accuracy!r} is unknown; choose one of {', '.join(ACCURACIES)}")
+    if max_indices is not None and max_indices < 1:
+        raise UserError(f"max_indices is {max_indices}; give at least 1, or leave it out for no limit")
+    answer = final_answer(attempt.pieces)
+    named, gold = named_indices(attempt.pieces), _gold(attempt)
+    parts = {
+        "format": float(outline(attempt.pieces, SECTIONS) == SECTIONS),
+        "accuracy": _accuracy(attempt, answer, accuracy, variant),
+        "relevance": _relevance(named, gold, max_indices),
+    }
+    parts["bonus"] = BONUS if all(part == 1.0 for part in parts.values()) else 0.0
+    measures = answer_measures(answer, attempt.golds) | {"named": len(named or ())}
+    return RewardResult(sum(parts.values()), parts | measures, answer)
+
+
+def _accuracy(attempt: Attempt, answer: str | None, accuracy: Accuracy, variant: Variant) -> float:
+    if not answer:
+        return 0.0
+    if accuracy == "em":
+        return float(exact_match(answer, attempt.golds, variant=variant))
+    if accuracy == "f1":
+        return f1_score(answer, attempt.golds, variant=variant)
+    if attempt.verdict is None:
+        raise UserError(
+            "accuracy = 'judge' needs a judge's verdict on every answer, and there is none; "
+            "set up a judge, or choose accuracy = 'em' or 'f1'"
+        )
+    return float(attempt.verdict)
+
+
+def _relevance(named: frozenset[int] | None, gold: frozenset[int] | None, max_indices: int | None) -> float:
+    if named is None or gold is None:
+        return 0.0
+    if named == gold:
+        return 1.0
+    too_many = max_indices is not None and len(named) > max_indices
+    return 0.5 if named & gold and not too_many else 0.0
+
+
+def _gold(attempt: Attempt) -> frozenset[int] | None:
+    if attempt.gold_indices is None:
+        return None
+    for index in attempt.gold_indices:
+        if index < 1 or (attempt.passages and index > len(attempt.passages)):
+            there = f"there are {len(attempt.passages)} passages" if attempt.passages else "the first passage is 1"
+            raise UserError(f"gold_indices: {index} is out of range: {there}; count them from 1")
+    return frozenset(attempt.gold_indices)

@@ -1,0 +1,46 @@
+"""One answer to one question, with all that a reward may look at.
+
+A reward is a pure function of an Attempt. What takes a model to know (an entailment probability, a judge's verdict) is
+found out beforehand and passed in as a number, so that a reward can be recomputed from what a run folder stores.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from thresher.rewards.transcript import Piece
+
+
+def count_words(text: str) -> int:
+    """The length of a text where there is no tokenizer: its words, as white space divides them."""
+    return len(text.split())
+
+
+def lot(id_: str, pieces: Sequence[Piece]) -> float:
+    """A number in [0, 1) drawn by what was written to which question, and so the same whenever it is rated."""
+    text = b"\0".join([id_.encode("utf-8", "surrogatepass"), *(piece.text for piece in pieces)])
+    return int.from_bytes(blake2b(text, digest_size=6).digest()) / 2**48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What was written, and what it is judged by.
+
+    pieces: the transcript. golds: acceptable answers. passages: (title, text), those shown with the question, in their
+    order. gold_indices: which of them hold a supporting fact, from 1; None where that is unknown.
+    branches: continuations that only the reward sees, by name; in each the context is PROMPT and what the policy wrote
+    there is POLICY. entailment: a judge's probability in [0, 1] for the system's own claims; None if nobody was asked.
+    verdict: a judge's yes or no on the answer. length: of a text, in the unit of the run (tokens, or words).
+    chance: a number in [0, 1) that belongs to this attempt, for rewards that are drawn by lot.
+    """
+
+    pieces: Sequence[Piece]
+    golds: Sequence[str]
+    question: str = ""
+    passages: Sequence[tuple[str, str]] = ()
+    gold_indices: Sequence[int] | None = None
+    branches: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    entailment: float | None = None
+    verdict: bool | None = None
+    length: Callable[[str], int] = count_words
+    chance: float = 0.0

@@ -1,0 +1,158 @@
+"""EviOmni, and LEAR, its first version: rationale and evidence are rewarded for what they let the model answer.
+
+    trained    <reason>r</reason><extract>e</extract><answer>o_f</answer>
+    beside it  o_r ~ M(q, P, r)    o_e ~ M(q, e)      each in a context of its own, for the reward only
+
+    R     = .8 R_ans + .1 R_len + .1 R_fmt
+    R_ans = mean of F1(A, o_r), F1(A, o_e), F1(A, o_f), over those that are switched on
+    R_len = mean of R_len_r and R_len_e
+    R_len_r = sigmoid((L_r/L_e - 1)/tau)  if L_r >= L_e,  else  sigmoid((1 - L_e/L_r)/tau)
+    R_len_e = 1  if 1 - L_e/L_P >= omega,  else  (1 - L_e/L_P)**gamma;   0 if L_e > L_P
+    R_fmt = 1  if the transcript is reason, extract and answer, in order, and nothing else
+
+tau is inside the sigmoid: one printing has it outside, where the value goes up to 10. [assumed]: lengths are in tokens
+(words where there is no tokenizer); an empty e makes both lengths worth 0, for the printed equation gives it 1, and an
+empty r makes its own 0; where no passage is given, L_P is 0 and any e is longer, so R_len_e is 0; o_r and o_e without a
+closed answer have F1 0 and leave the format alone.
+
+Deliberately absent: the contexts. The engine prefills them without what is masked; here their answers are read.
+"""
+
+import math
+from collections.abc import Sequence
+
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
+from thresher.rewards.grammar import outline
+from thresher.rewards.measures import answer_measures
+from thresher.rewards.result import RewardResult
+from thresher.rewards.tags import blocks, final_answer
+from thresher.rewards.text import f1_score
+from thresher.rewards.transcript import Piece, Source
+
+SECTIONS = ("reason", "extract", "answer")
+
+
+def eviomni_reward(
+    attempt: Attempt,
+    *,
+    rationale: bool = True,
+    evidence: bool = True,
+    full: bool = True,
+    tau: float = 0.5,
+    gamma: float = 0.5,
+    omega: float = 0.9,
+    weights: tuple[float, float, float] = (0.8, 0.1, 0.1),
+) -> RewardResult:
+    """EviOmni's reward of one attempt.
+
+    rationale, evidence, full: which of the three answers count. tau > 0, gamma >= 0, omega in [0, 1]; weights are those
+    of answer, length and format. `attempt.branches` holds o_r as "rationale" and o_e as "evidence"; one that is missing
+    (the policy never closed its evidence) has F1 0. "full" holds o_f where the transcript itself has none.
+
+    Parts: answer, answer_rationale, answer_evidence, answer_full, length, length_rationale, length_evidence, format,
+    all in [0, 1] and before weighting; an answer that is switched off is measured all the same. Measures em, f1,
+    answered, of o_f. UserError for values outside their range, and where no answer is left to count.
+    """
+    _check(tau, gamma, omega, weights)
+    answer = full_answer(attempt)
+    scores = {
+        "answer_rationale": _branch_f1(attempt, "rationale"),
+        "answer_evidence": _branch_f1(attempt, "evidence"),
+        "answer_full": 0.0 if answer is None else f1_score(answer, attempt.golds),
+    }
+    counted = [score for score, on in zip(scores.values(), (rationale, evidence, full), strict=True) if on]
+    if not counted:
+        raise UserError("rationale, evidence and full are all switched off: EviOmni needs one answer to reward")
+    length_of_r, length_of_e = (
+        attempt.length(text) for text in (rationale_of(attempt.pieces), evidence_of(attempt.pieces))
+    )
+    lengths = {
+        "length_rationale": rationale_length_reward(length_of_r, length_of_e, tau=tau),
+        "length_evidence": evidence_length_reward(length_of_e, length_of_passages(attempt), gamma=gamma, omega=omega),
+    }
+    parts = {
+        "answer": math.fsum(counted) / len(counted),
+        **scores,
+        "length": sum(lengths.values()) / 2,
+        **lengths,
+        "format": float(_formatted(attempt)),
+    }
+    reward = math.fsum(w * parts[part] for w, part in zip(weights, ("answer", "length", "format"), strict=True))
+    return RewardResult(reward, parts | answer_measures(answer, attempt.golds), answer)
+
+
+def rationale_of(pieces: Sequence[Piece]) -> str:
+    """r: what the policy wrote in its first closed `<reason>`; "" without one."""
+    return _first(pieces, "reason")
+
+
+def evidence_of(pieces: Sequence[Piece]) -> str:
+    """e: what the policy wrote in its first closed `<extract>`, at which the engine stopped it; "" without one."""
+    return _first(pieces, "extract")
+
+
+def length_of_passages(attempt: Attempt) -> int:
+    """L_P: the lengths of the passages' texts, without their titles, in the attempt's unit."""
+    return sum(attempt.length(text) for _, text in attempt.passages)
+
+
+def full_answer(attempt: Attempt) -> str | None:
+    """o_f: the first answer behind the evidence, for one that was written into the rationale is not what M(q, P, r, e)
+    answered; where nothing was extracted, the first of all; from the branch "full" where the transcript has none."""
+    extracts = blocks(attempt.pieces, "extract")
+    answer = final_answer(attempt.pieces, after=extracts[0].end if extracts else 0)
+    return final_answer(attempt.branches.get("full", ())) if answer is None else answer
+
+
+def rationale_length_reward(length_of_r: int, length_of_e: int, *, tau: float) -> float:
+    """R_len_r: .5 where both are as long, towards 1 the longer the rationale is than the evidence; 0 where either is
+    empty."""
+    if length_of_r <= 0 or length_of_e <= 0:
+        return 0.0
+    if length_of_r >= length_of_e:
+        return _sigmoid((length_of_r / length_of_e - 1) / tau)
+    return _sigmoid((1 - length_of_e / length_of_r) / tau)
+
+
+def evidence_length_reward(length_of_e: int, length_of_passages: int, *, gamma: float, omega: float) -> float:
+    """R_len_e: 1 from a share `omega` saved on, the share's power `gamma` below it; 0 for evidence that is empty or
+    longer than the passages."""
+    if length_of_e <= 0 or length_of_e > length_of_passages:
+        return 0.0
+    # Not 1 - L_e/L_P: one rounding, not two, so that 9 saved of 10 is the float .9.
+    saved = (length_of_passages - length_of_e) / length_of_passages
+    return 1.0 if saved >= omega else saved**gamma
+
+
+def _first(pieces: Sequence[Piece], tag: str) -> str:
+    found = blocks(pieces, tag)
+    return found[0].text if found else ""
+
+
+def _branch_f1(attempt: Attempt, name: str) -> float:
+    """The engine opened the answer, in the branch's context: what the policy wrote is read as if it stood behind
+    `<answer>`, which a text that opens one itself does not notice. The first closing tag ends it."""
+    pieces = list(attempt.branches.get(name, ()))
+    begin = next((i for i, piece in enumerate(pieces) if piece.source == Source.POLICY), len(pieces))
+    answers = blocks([*pieces[:begin], Piece(Source.POLICY, b"<answer>"), *pieces[begin:]], "answer")
+    return f1_score(answers[0].text, attempt.golds) if answers else 0.0
+
+
+def _formatted(attempt: Attempt) -> bool:
+    if outline(attempt.pieces, SECTIONS) == SECTIONS:
+        return True
+    apart = outline(attempt.branches.get("full", ()), SECTIONS) == SECTIONS[2:]
+    return apart and outline(attempt.pieces, SECTIONS) == SECTIONS[:2]
+
+
+def _sigmoid(x: float) -> float:
+    """Written so that exp never overflows."""
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _check(tau: float, gamma: float, omega: float, weights: Sequence[float]) -> None:
+    if not (0 < tau < math.inf and 0 <= gamma < math.inf and 0 <= omega <= 1):
+        raise UserError(f"tau {tau}, gamma {gamma}, omega {omega}: expected tau > 0, gamma >= 0 and omega in 0..1")
+    if len(weights) != 3 or not all(0 <= weight < math.inf for weight in weights):
+        raise UserError(f"weights {weights!r}: expected three numbers of at least 0, for answer, length and format")

@@ -1,0 +1,181 @@
+"""What so many questions can tell: intervals for means, and two runs compared on the same questions.
+
+    interval     percentile bootstrap: questions drawn with replacement, the mean of each draw, its 2.5% and 97.5%
+    difference   second - first, question by question, with the interval of its mean and the p-value of a sign flip
+                 test: if the runs were alike, every difference would as likely have the other sign, so the p-value is
+                 the share of sign patterns whose sum is at least as far from 0 as the one found
+
+Where all differences that are not 0 have one size (exact match), that test is the exact sign test, also known as
+McNemar's; where they are few, all patterns are counted; else some are drawn, and the pattern found counts among them.
+
+A value of None is a question for which the measure has no value (a compression ratio without evidence): such a
+question is drawn with the rest and left out of its draw's mean.
+
+Deliberately absent: corrections for comparing many measures, and variation over training seeds, of which the questions
+of one run can tell nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Values = Sequence[float | None]
+
+RESAMPLES = 10_000
+LEVEL = 0.95
+ENUMERATED = 14  # so many differences have 16,384 sign patterns, each of which is looked at
+_CELLS = 4_000_000  # of a matrix that is held at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean over `count` questions, and between what its bootstrap draws lie."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Two runs on the `count` questions for which both have a value: their means, second - first with its interval, and
+    the p-value of `test`."""
+
+    first: float
+    second: float
+    difference: float
+    low: float
+    high: float
+    p: float
+    test: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Of `count` questions, the shares that both texts recall, only one of them, or neither; they add up to 1."""
+
+    both: float
+    only_first: float
+    only_second: float
+    neither: float
+    count: int
+
+
+def intervals(
+    columns: Mapping[str, Values], *, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL
+) -> dict[str, Interval]:
+    """The interval of each column's mean; a column without any value has none.
+
+    columns: name -> values [Q], one a question and in the same order. The draws are those of `seed`, the same for all
+    columns. ValueError where columns differ in length.
+    """
+    names = [name for name, values in columns.items() if any(value is not None for value in values)]
+    if not names:
+        return {}
+    values_QM = np.array([[np.nan if v is None else v for v in columns[name]] for name in names], np.float64).T
+    known_QM = np.isfinite(values_QM)
+    drawn_RM = _bootstrap_means(np.where(known_QM, values_QM, 0.0), known_QM.astype(np.float64), resamples, seed)
+    tail = (1 - level) / 2
+    low_M, high_M = np.nanquantile(drawn_RM, [tail, 1 - tail], axis=0)
+    return {
+        name: Interval(
+            mean=float(values_QM[known_QM[:, column], column].mean()),
+            low=float(low_M[column]),
+            high=float(high_M[column]),
+            count=int(known_QM[:, column].sum()),
+        )
+        for column, name in enumerate(names)
+    }
+
+
+def compare_paired(
+    first: Values, second: Values, *, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL
+) -> Difference | None:
+    """Two runs on the same questions, in the same order; None where no question has a value in both."""
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    if not pairs:
+        return None
+    differences = [b - a for a, b in pairs]
+    found = intervals({"": differences}, resamples=resamples, seed=seed, level=level)[""]
+    p, test = sign_flip_test(differences, draws=resamples, seed=seed)
+    return Difference(
+        first=sum(a for a, _ in pairs) / len(pairs),
+        second=sum(b for _, b in pairs) / len(pairs),
+        difference=found.mean,
+        low=found.low,
+        high=found.high,
+        p=p,
+        test=test,
+        count=len(pairs),
+    )
+
+
+def sign_flip_test(differences: Sequence[float], *, draws: int = RESAMPLES, seed: int = 0) -> tuple[float, str]:
+    """Two-sided p-value of a mean difference of 0, and the name of the test (see the head of this file)."""
+    sizes_N = np.array([abs(d) for d in differences if d], np.float64)
+    if not len(sizes_N):
+        return 1.0, "exact sign test"
+    if sizes_N.min() == sizes_N.max():
+        return _sign_test(sum(d > 0 for d in differences), len(sizes_N)), "exact sign test"
+    # Sums of the same numbers in another order differ in their last bits, and equal ones must count as equal.
+    found = abs(math.fsum(differences)) - 1e-12 * float(sizes_N.sum())
+    if len(sizes_N) <= ENUMERATED:
+        bits_SN = np.arange(2 ** len(sizes_N))[:, None] >> np.arange(len(sizes_N)) & 1
+        return float((np.abs((2 * bits_SN - 1) @ sizes_N) >= found).mean()), "exact sign flip test"
+    generator = np.random.default_rng(seed)
+    extreme, done = 0, 0
+    while done < draws:
+        rows = min(draws - done, max(1, _CELLS // len(sizes_N)))
+        signs_SN = 2.0 * generator.integers(0, 2, (rows, len(sizes_N))) - 1.0
+        extreme += int((np.abs(signs_SN @ sizes_N) >= found).sum())
+        done += rows
+    return (1 + extreme) / (1 + draws), f"sign flip test, {draws:,} draws"
+
+
+def overlap(first: Sequence[bool], second: Sequence[bool]) -> Overlap | None:
+    """How far two texts recall the gold answers of the same questions; None without questions."""
+    pairs = list(zip(first, second, strict=True))
+    if not pairs:
+        return None
+
+    def share(pair: tuple[bool, bool]) -> float:
+        return pairs.count(pair) / len(pairs)
+
+    return Overlap(
+        both=share((True, True)),
+        only_first=share((True, False)),
+        only_second=share((False, True)),
+        neither=share((False, False)),
+        count=len(pairs),
+    )
+
+
+def _bootstrap_means(values_QM: Floats, known_QM: Floats, resamples: int, seed: int) -> Floats:
+    """[R, M]: each column's mean over the known values of a draw of Q questions; nan where it holds none."""
+    generator = np.random.default_rng(seed)
+    questions = len(values_QM)
+    means = []
+    while resamples > 0:
+        rows = min(resamples, max(1, _CELLS // questions))
+        drawn_RQ = generator.integers(0, questions, (rows, questions)) + questions * np.arange(rows)[:, None]
+        times_RQ = np.bincount(drawn_RQ.ravel(), minlength=rows * questions).reshape(rows, questions).astype(np.float64)
+        counts_RM = times_RQ @ known_QM
+        means.append(np.where(counts_RM > 0, times_RQ @ values_QM / np.maximum(counts_RM, 1), np.nan))
+        resamples -= rows
+    return np.concatenate(means)
+
+
+def _sign_test(positive: int, count: int) -> float:
+    """Two-sided: twice the chance of as few of the rarer sign among `count` fair coins, at most 1."""
+    rarer = min(positive, count - positive)
+    patterns, term = 0, 1  # term: count choose i
+    for i in range(rarer + 1):
+        patterns += term
+        term = term * (count - i) // (i + 1)
+    return min(1.0, patterns / (1 << (count - 1)))

@@ -1,0 +1,136 @@
+"""Intervals and paired tests, against figures worked out by hand, and against the long way."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from thresher.rewards import statistics
+from thresher.rewards.statistics import compare_paired, intervals, overlap, sign_flip_test
+
+
+def test_an_interval_is_where_the_normal_one_is_for_many_questions() -> None:
+    rng = random.Random(1)
+    values = [float(rng.random() < 0.3) for _ in range(1000)]
+    found = intervals({"em": values})["em"]
+    mean = sum(values) / 1000
+    half = 1.96 * math.sqrt(mean * (1 - mean) / 1000)
+    assert found.mean == pytest.approx(mean, abs=1e-12) and found.count == 1000
+    assert found.low == pytest.approx(mean - half, abs=0.002) and found.high == pytest.approx(mean + half, abs=0.002)
+
+
+def test_a_small_bootstrap_has_the_quantiles_of_all_its_draws() -> None:
+    values = [0.0, 1.0, 5.0]
+    every = sorted(sum(draw) / 3 for draw in itertools.product(values, repeat=3))
+    found = intervals({"x": values})["x"]
+    # 27 draws of equal chance: 2.5% is below the first (3.7%) and 97.5% above the last but one (96.3%).
+    assert (found.low, found.high) == (every[0], every[-1]) == (0.0, 5.0)
+    half = intervals({"x": values}, level=0.5)["x"]  # a quarter and three quarters of 27
+    assert (half.low, half.high) == pytest.approx((every[6], every[20]))
+
+
+def test_missing_values_are_left_out_of_their_column_alone() -> None:
+    columns = {"cr": [4.0, None, 8.0, None], "em": [1.0, 0.0, 1.0, 1.0], "none": [None] * 4}
+    found = intervals(columns, resamples=2000)
+    assert set(found) == {"cr", "em"}
+    assert (found["cr"].mean, found["cr"].count) == (6.0, 2) and (found["em"].mean, found["em"].count) == (0.75, 4)
+    assert 4.0 <= found["cr"].low <= found["cr"].high <= 8.0
+    assert intervals({}) == {} == intervals({"none": []})
+
+
+def test_intervals_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [random.Random(2).random() for _ in range(40)]
+    once = intervals({"x": values, "y": values})
+    assert once["x"] == once["y"]
+    alone = intervals({"y": values})["y"]  # whatever stands beside it, but for the last bit of a sum
+    assert (alone.low, alone.high) == pytest.approx((once["y"].low, once["y"].high), rel=1e-12)
+    assert intervals({"x": values}, seed=1)["x"] != once["x"]
+    monkeypatch.setattr(statistics, "_CELLS", 1000)  # 25 draws at a time, 400 times
+    parts = intervals({"x": values})["x"]
+    assert (parts.low, parts.high) == pytest.approx((once["x"].low, once["x"].high), rel=1e-12)
+
+
+def test_columns_of_unequal_length_are_a_mistake() -> None:
+    with pytest.raises(ValueError):
+        intervals({"x": [1.0, 2.0], "y": [1.0]})
+    with pytest.raises(ValueError):
+        compare_paired([1.0], [1.0, 0.0])
+    with pytest.raises(ValueError):
+        overlap([True], [])
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "equal", "p"),
+    [
+        (0, 0, 5, 1.0),
+        (1, 0, 5, 1.0),
+        (5, 0, 0, 2 / 2**5),
+        (1, 8, 90, 2 * (1 + 9) / 2**9),
+        (3, 3, 2, 1.0),
+        (10, 2, 0, 2 * (1 + 12 + 66) / 2**12),
+    ],
+)
+def test_the_sign_test_by_hand(better: int, worse: int, equal: int, p: float) -> None:
+    differences = [1.0] * better + [-1.0] * worse + [0.0] * equal
+    assert sign_flip_test(differences) == (pytest.approx(p), "exact sign test")
+
+
+def test_the_sign_test_of_thousands_of_questions_neither_overflows_nor_vanishes() -> None:
+    p, _ = sign_flip_test([1.0] * 5200 + [-1.0] * 4800)
+    z = (400 - 1) / 100  # with the correction for continuity
+    assert p == pytest.approx(math.erfc(z / math.sqrt(2)), rel=0.01)
+    assert sign_flip_test([1.0] * 2000)[0] == 0.0  # 2^-1999, which a float has no room for
+
+
+def test_few_differences_are_counted_and_many_are_drawn() -> None:
+    differences = [0.5, 1.0, 0.25, -0.125, 0.0]
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=5)
+    ]
+    exact = sum(value >= abs(sum(differences)) for value in sums) / len(sums)
+    assert sign_flip_test(differences) == (pytest.approx(exact), "exact sign flip test")
+    rng = random.Random(3)
+    many = [rng.gauss(0.3, 1.0) for _ in range(60)]
+    p, name = sign_flip_test(many)
+    assert name == "sign flip test, 10,000 draws"
+    mean = sum(many) / 60
+    z = mean / math.sqrt(sum(d * d for d in many) / 60 / 60)  # under the null, the spread around 0
+    assert p == pytest.approx(math.erfc(abs(z) / math.sqrt(2)), abs=0.015)
+    assert sign_flip_test(many, seed=0)[0] == p
+    assert sign_flip_test([5.0 + d / 100 for d in many])[0] == 1 / 10_001  # never 0: the pattern found counts
+
+
+def test_a_sum_that_is_only_rounded_differently_counts_as_equal() -> None:
+    # .1 + .2 is not .3 in floats; the patterns (+, +, -) and (-, -, +) both sum to 0, as does what was found.
+    assert sign_flip_test([0.1, 0.2, -0.3])[0] == 1.0
+
+
+def test_two_runs_compared() -> None:
+    first, second = [0.0, 0.0, 1.0, 0.0, None, 1.0], [1.0, 0.0, 1.0, 1.0, 1.0, None]
+    found = compare_paired(first, second)
+    assert found is not None
+    assert (found.first, found.second, found.difference, found.count) == (0.25, 0.75, 0.5, 4)
+    assert (found.low, found.high) == (0.0, 1.0) and (found.p, found.test) == (0.5, "exact sign test")
+    turned = compare_paired(second, first)
+    assert turned is not None and (turned.difference, turned.p) == (-0.5, 0.5)
+    assert compare_paired([None, 1.0], [1.0, None]) is None
+
+
+def test_pairing_sees_what_two_intervals_would_not() -> None:
+    rng = random.Random(4)
+    first = [rng.random() for _ in range(200)]
+    second = [value + 0.02 + 0.01 * rng.random() for value in first]
+    alone = intervals({"first": first, "second": second})
+    found = compare_paired(first, second)
+    assert found is not None
+    assert alone["second"].low < alone["first"].high  # side by side they overlap
+    assert found.low > 0.02 and found.p < 0.001
+
+
+def test_recalled_by_only_one() -> None:
+    found = overlap([True, True, False, False, True], [True, False, True, False, False])
+    assert found is not None
+    assert (found.both, found.only_first, found.only_second, found.neither) == (0.2, 0.4, 0.2, 0.2)
+    assert found.count == 5 and overlap([], []) is None
