@@ -6,13 +6,16 @@ from setuptools import setup
 TRITON = "triton>=3.6,<3.10; platform_system == 'Linux' and platform_machine == 'x86_64'"
 # Below 1: retrieval/server.py builds upon its connection, which is not meant to be built upon.
 SERVER = "uvicorn>=0.30,<1"
+ARROW = "pyarrow>=15"
 FOLDERS = [
     "kernels",
     "rewards",
     "policy",
     "retrieval",
+    "retrieval.datasets",
     "engine",
     "engine.systems",
+    "engine.baselines",
     "engine.studies",
     "bench",
     "recipes",
@@ -30,6 +33,7 @@ setup(
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
         "thresher.engine": ["*.html"],
         "thresher.engine.systems": ["*.txt"],
+        "thresher.engine.baselines": ["*.txt"],
     },
     install_requires=[
         "torch>=2.11,<2.14",
@@ -44,9 +48,19 @@ setup(
     ],
     extras_require={
         "serve": [SERVER],
+        "data": [ARROW],
         "cpu": ["faiss-cpu>=1.8"],
         "gpu": ["faiss-gpu>=1.15"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "transformers>=4.45", "ruff>=0.8", "mypy>=1.13", SERVER, TRITON],
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "transformers>=4.45",
+            "ruff>=0.8",
+            "mypy>=1.13",
+            SERVER,
+            ARROW,
+            TRITON,
+        ],
         "bench": [
             "pytest-benchmark>=5",
             "transformers>=4.45",

@@ -172,10 +172,10 @@ def _iter_titles(path: Path) -> Iterator[tuple[str, int, Record]]:
         sentences = [value] if isinstance(value, str) else value
         if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
             raise UserError(f"{where}: expected a list of sentences; one JSON object should map titles to sentences")
-        yield where, 0, {"title": title, "text": _join_sentences(sentences)}
+        yield where, 0, {"title": title, "text": join_sentences(sentences)}
 
 
-def _join_sentences(sentences: list[str]) -> str:
+def join_sentences(sentences: list[str]) -> str:
     """HotpotQA's sentences bring the space before them along; those that do not are given one."""
     text = ""
     for sentence in sentences:

@@ -125,7 +125,7 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number from 1, line with its line feed) of `path`, decompressed where the name ends in `.gz`.
     UserError when it is absent, unreadable or truncated."""
     number = 0
-    with _readable(path, lambda: f"after line {number}") as file:
+    with readable(path, lambda: f"after line {number}") as file:
         for number, line in enumerate(file, 1):
             yield number, line
 
@@ -133,13 +133,15 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def read_head(path: Path) -> bytes:
     """The first HEAD_BYTES of `path` from its first line that is not blank, decompressed and with errors as
     `iter_lines`."""
-    with _readable(path, lambda: "at its beginning") as file:
+    with readable(path, lambda: "at its beginning") as file:
         line = next((line for line in iter(lambda: file.readline(HEAD_BYTES), b"") if line.strip()), b"")
         return line + file.read(max(0, HEAD_BYTES - len(line)))
 
 
 @contextmanager
-def _readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
+def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
+    """`path` as a stream of bytes, decompressed where the name ends in `.gz`. `place` says, in an error, how far the
+    reading had come. UserError as `iter_lines`."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             yield cast(IO[bytes], file)

@@ -204,7 +204,7 @@ def load_encoder(
 def _load(
     folder: Path, given: dict[str, Any], device: torch.device | str, batch_tokens: int | None, origin: str = GIVEN
 ) -> LearnedEncoder:
-    device = _device(device)
+    device = pick_device(device)
     if batch_tokens is not None and batch_tokens < 1:
         raise UserError(f"batch_tokens is {batch_tokens}; expected at least 1")
     settings, folders = read_settings(folder, given, origin)
@@ -224,7 +224,8 @@ def _load(
     return LearnedEncoder(folder, settings, query, passage, fingerprint, batch_tokens or default)
 
 
-def _device(device: torch.device | str) -> torch.device:
+def pick_device(device: torch.device | str) -> torch.device:
+    """A CPU or CUDA device that is there. UserError for another."""
     try:
         device = torch.device(device)
     except RuntimeError:

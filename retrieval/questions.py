@@ -1,10 +1,14 @@
-"""Questions with their gold answers, and bare queries, from the files people have.
+"""Questions with their gold answers and the passages given with them, and bare queries: our own file of them.
 
-FlashRAG writes "golden_answers", HotpotQA and NQ-open "answer" (a string or a list), DPR "answers"; all
-become `golds`. Everything else a record holds (type, level, gold_titles, FlashRAG's "metadata") is kept in
-`metadata`.
+    {"id", "question", "golden_answers": [..],
+     "passages": [{"id", "title", "text"}, ..], "gold_indices": [..], "metadata": {..}}
 
-Deliberately absent: CSV, parquet and the nested originals, which a converter turns into these records.
+one object a line. Only the question and an answer must be there. FlashRAG writes "golden_answers", HotpotQA and NQ-open
+"answer" (a string or a list), DPR "answers"; all become `golds`. In the place of "gold_indices", which count from 1, a
+passage may carry "gold": true. Everything else a record holds (type, level, gold_titles, FlashRAG's "metadata") is kept
+in `metadata`.
+
+Deliberately absent: CSV, parquet and the nested originals, which `datasets` turns into these records.
 """
 
 from collections.abc import Iterator
@@ -12,20 +16,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.retrieval.jsonl import Record, checked_string, id_field, iter_records, string_field
+from thresher.retrieval.formats import EmptyPassage, Passage, to_passage
+from thresher.retrieval.jsonl import (
+    Record,
+    as_object,
+    checked_string,
+    id_field,
+    iter_records,
+    json_kind,
+    string_field,
+)
 from thresher.rewards.errors import UserError
 
 GOLD_KEYS = ("golden_answers", "answers", "answer")
+OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and the answers that count as right, at least one."""
+    """A question and the answers that count as right, at least one.
+
+    `passages` are those given with it, in their order; `gold_indices` name the ones that hold a supporting fact, from
+    1, None where that is unknown.
+    """
 
     id: str
     question: str
     golds: tuple[str, ...]
     metadata: dict[str, Any] = field(default_factory=dict)
+    passages: tuple[Passage, ...] = ()
+    gold_indices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +61,72 @@ class Query:
 def read_questions(path: str | Path) -> list[Question]:
     """Reads questions from JSONL (or a JSON list, `.json`), gzipped or not.
 
-    The id defaults to the row number, from 0. UserError, naming file and line, for a malformed record, an
-    empty question, an id seen before and a record without gold answers; naming the file, when it holds no
-    questions.
+    The id defaults to the row number, from 0; that of a passage to its place among its question's, from 1. UserError,
+    naming file and line, for a malformed record, an empty question, an id seen before, a record without gold answers, a
+    passage without text and gold indices out of range; naming the file, when it holds no questions.
     """
-    questions = []
+    return list(iter_questions(path))
+
+
+def iter_questions(path: str | Path) -> Iterator[Question]:
+    """`read_questions`, one at a time; that a line is malformed shows when it is reached."""
     for where, id_, record in _records(path):
-        metadata = record.get("metadata")
-        extra = {
-            key: value
-            for key, value in record.items()
-            if key not in {"id", "question", *GOLD_KEYS} and not (key == "metadata" and isinstance(value, dict))
-        }
-        questions.append(
-            Question(
-                id=id_,
-                question=string_field(record, "question", where),
-                golds=_golds(record, where),
-                metadata={**(metadata if isinstance(metadata, dict) else {}), **extra},
-            )
-        )
-    return questions
+        yield to_question(record, id_, where)
+
+
+def to_question(record: Record, id_: str, where: str) -> Question:
+    """The question that a record of our own format describes. UserError, starting with `where`, as `read_questions`."""
+    metadata = record.get("metadata")
+    extra = {
+        key: value
+        for key, value in record.items()
+        if key not in OWN_KEYS and not (key == "metadata" and isinstance(value, dict))
+    }
+    passages, gold_indices = _passages(record, where)
+    return Question(
+        id=id_,
+        question=string_field(record, "question", where),
+        golds=_golds(record, where),
+        metadata={**(metadata if isinstance(metadata, dict) else {}), **extra},
+        passages=passages,
+        gold_indices=gold_indices,
+    )
+
+
+def question_record(question: Question) -> Record:
+    """The record of our own format that `read_questions` turns into this very question; what is unknown or empty is
+    left out of it."""
+    record: Record = {"id": question.id, "question": question.question, "golden_answers": list(question.golds)}
+    if question.passages:
+        record["passages"] = [passage_record(passage) for passage in question.passages]
+    if question.gold_indices is not None:
+        record["gold_indices"] = list(question.gold_indices)
+    if question.metadata:
+        record["metadata"] = question.metadata
+    return record
+
+
+def passage_record(passage: Passage) -> Record:
+    """One line of a corpus, and one item of a question's "passages"."""
+    return {"id": passage.id, "title": passage.title, "text": passage.text}
 
 
 def read_queries(path: str | Path) -> list[Query]:
-    """Reads {"id", "question"} with optional "gold_titles" (a list of strings); gold answers are not needed.
-    Files and errors as `read_questions`."""
+    """Reads {"id", "question"} with optional "gold_titles" (a list of strings, also found under "metadata"); without
+    them, the titles of the gold passages. Gold answers are not needed. Files and errors as `read_questions`."""
     return [
-        Query(
-            id=id_,
-            question=string_field(record, "question", where),
-            gold_titles=_strings(record.get("gold_titles", []), f'{where}: "gold_titles"'),
-        )
+        Query(id=id_, question=string_field(record, "question", where), gold_titles=_gold_titles(record, where))
         for where, id_, record in _records(path)
     ]
+
+
+def _gold_titles(record: Record, where: str) -> tuple[str, ...]:
+    metadata = record.get("metadata")
+    for holder in (record, metadata if isinstance(metadata, dict) else {}):
+        if "gold_titles" in holder:
+            return _strings(holder["gold_titles"], f'{where}: "gold_titles"')
+    passages, gold_indices = _passages(record, where)
+    return tuple(dict.fromkeys(passages[number - 1].title for number in gold_indices or ()))
 
 
 def _records(path: str | Path) -> Iterator[tuple[str, str, Record]]:
@@ -99,6 +151,49 @@ def _golds(record: Record, where: str) -> tuple[str, ...]:
                 raise UserError(f'{where}: "{key}" is an empty list; expected at least one gold answer')
             return golds
     raise UserError(f'{where}: no gold answer; expected "golden_answers" (a list) or "answer" in every record')
+
+
+def _passages(record: Record, where: str) -> tuple[tuple[Passage, ...], tuple[int, ...] | None]:
+    """Passages and the numbers of those that are gold, None where neither indices nor flags tell."""
+    given = record.get("passages", [])
+    if not isinstance(given, list):
+        raise UserError(f'{where}: "passages" should be a list of objects, found {json_kind(given)}; mend this record')
+    passages, flags = [], []
+    for number, item in enumerate(given, 1):
+        place = f'{where}: "passages", item {number}'
+        fields = as_object(item, place)
+        try:
+            passages.append(to_passage(fields, number, place))
+        except EmptyPassage:
+            raise UserError(f"{place}, holds no text; fill it in or remove this passage") from None
+        flags.append(_flag(fields, place))
+    flagged = any(flag is not None for flag in flags)
+    indices = record.get("gold_indices")
+    if indices is None:
+        return tuple(passages), tuple(n for n, flag in enumerate(flags, 1) if flag) if flagged else None
+    if flagged:
+        raise UserError(f'{where}: both "gold_indices" and passages with a "gold" flag; keep one of the two')
+    return tuple(passages), _indices(indices, len(passages), where)
+
+
+def _flag(fields: Record, where: str) -> bool | None:
+    flag = fields.get("gold")
+    if flag is not None and not isinstance(flag, bool):
+        raise UserError(f'{where}: "gold" should be true or false, found {json_kind(flag)}; mend this record')
+    return flag
+
+
+def _indices(value: object, passages: int, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
+        raise UserError(f'{where}: "gold_indices" should be a list of whole numbers; mend this record')
+    for position, number in enumerate(value):
+        if not 1 <= number <= passages:
+            raise UserError(
+                f'{where}: "gold_indices" names passage {number} of {passages}; they count from 1, so mend this record'
+            )
+        if number in value[:position]:
+            raise UserError(f'{where}: "gold_indices" names passage {number} twice; mend this record')
+    return tuple(value)
 
 
 def _strings(value: object, where: str) -> tuple[str, ...]:

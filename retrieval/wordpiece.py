@@ -4,7 +4,8 @@ Truncation and padding that stand in a tokenizer.json are switched off (all-Mini
 long a text may be is the encoder's setting, and a batch pads itself. A text too long keeps its first tokens and the one
 that ends every text, as `transformers` cuts it.
 
-Deliberately absent: pairs of texts, and tokenizers for generation (`policy.tokenizer`), which owe exact bytes.
+Deliberately absent: pairs of texts (`pairs`), and tokenizers for generation (`policy.tokenizer`), which owe exact
+bytes.
 """
 
 import os
@@ -61,21 +62,29 @@ def load_wordpiece(folder: Path, vocab_size: int, max_length: int) -> WordPiece:
     UserError when there is none, it cannot be read, it puts no token before and after a text, or its vocabulary is not
     the model's.
     """
-    tokenizer, files = _read(folder)
-    where = files[0]
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer, files = read_tokenizer(folder, vocab_size)
     if len(tokenizer.encode("").ids) != 2:
         raise UserError(
-            f"{where}: puts no token of its own before and after a text, as BERT's [CLS] and [SEP]; use the tokenizer "
-            "that belongs to the model"
+            f"{files[0]}: puts no token of its own before and after a text, as BERT's [CLS] and [SEP]; use the "
+            "tokenizer that belongs to the model"
         )
+    return WordPiece(tokenizer, max_length, files)
+
+
+def read_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
+    """The tokenizer of a model folder, which neither cuts nor pads, and the files that it was read from.
+
+    UserError when there is none, it cannot be read, or its vocabulary is not that of a model with `vocab_size` rows.
+    """
+    tokenizer, files = _read(folder)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     rows = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
     if not vocab_size - PADDING_ROWS < rows <= vocab_size:
         raise UserError(
-            f"{where}: has {rows} tokens, but the model {vocab_size}; use the tokenizer that belongs to the model"
+            f"{files[0]}: has {rows} tokens, but the model {vocab_size}; use the tokenizer that belongs to the model"
         )
-    return WordPiece(tokenizer, max_length, files)
+    return tokenizer, files
 
 
 def _read(folder: Path) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:

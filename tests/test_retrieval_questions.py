@@ -3,8 +3,11 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from thresher.retrieval.questions import Query, Question, read_queries, read_questions
+from thresher.retrieval.formats import Passage
+from thresher.retrieval.questions import Query, Question, question_record, read_queries, read_questions
 from thresher.rewards.errors import UserError
 
 
@@ -38,6 +41,59 @@ def test_records_become_questions(tmp_path, record, question):
     assert read_questions(write(tmp_path / "q.jsonl", record)) == [question]
 
 
+ALPHA, BETA = {"title": "Alpha", "text": "One."}, {"id": "b", "title": "", "text": "Two."}
+PASSAGES = (Passage("1", "Alpha", "One."), Passage("b", "", "Two."))
+
+
+@pytest.mark.parametrize(
+    ("record", "passages", "gold_indices"),
+    [
+        ({}, (), None),
+        ({"gold_indices": None}, (), None),
+        ({"gold_indices": []}, (), ()),
+        ({"passages": [ALPHA, BETA]}, PASSAGES, None),
+        ({"passages": [ALPHA, BETA], "gold_indices": [2, 1]}, PASSAGES, (2, 1)),
+        ({"passages": [ALPHA, BETA], "gold_indices": []}, PASSAGES, ()),
+        ({"passages": [ALPHA, {**BETA, "gold": True}]}, PASSAGES, (2,)),
+        ({"passages": [{**ALPHA, "gold": False}, BETA]}, PASSAGES, ()),
+        ({"passages": [{"id": 7, "contents": '"Alpha"\nOne.'}]}, (Passage("7", "Alpha", "One."),), None),
+    ],
+)
+def test_given_passages_and_which_are_gold(tmp_path, record, passages, gold_indices):
+    path = write(tmp_path / "q.jsonl", {"question": "q?", "answer": "a", **record})
+    assert read_questions(path) == [Question("0", "q?", ("a",), {}, passages, gold_indices)]
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6).filter(str.strip)
+GIVEN = st.lists(st.builds(Passage, WORDS, st.one_of(st.just(""), WORDS), WORDS), max_size=3).map(tuple)
+
+
+@st.composite
+def questions(draw):
+    passages = draw(GIVEN)
+    numbers = st.lists(st.sampled_from(range(1, len(passages) + 1)), unique=True) if passages else st.just([])
+    values = st.one_of(st.none(), st.integers(), WORDS, st.lists(WORDS, max_size=2))
+    return Question(
+        draw(WORDS),
+        draw(WORDS),
+        tuple(draw(st.lists(WORDS, min_size=1, max_size=3))),
+        draw(st.dictionaries(st.one_of(WORDS, st.sampled_from(["id", "answer", "metadata"])), values, max_size=3)),
+        passages,
+        draw(st.one_of(st.none(), numbers.map(tuple))),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(question=questions())
+def test_a_question_survives_its_record(tmp_path_factory, question):
+    path = write(tmp_path_factory.getbasetemp() / "round.jsonl", question_record(question))
+    assert read_questions(path) == [question]
+
+
+def test_what_is_unknown_is_left_out_of_the_record():
+    assert question_record(Question("x", "q?", ("a",))) == {"id": "x", "question": "q?", "golden_answers": ["a"]}
+
+
 GOOD = {"id": "first", "question": "q?", "answer": "a"}
 
 
@@ -53,6 +109,33 @@ GOOD = {"id": "first", "question": "q?", "answer": "a"}
         ({"question": " ", "answer": "a"}, '"question" is empty'),
         ({"id": ["x"], "question": "q?", "answer": "a"}, '"id" should be a string, found a list'),
         ({"id": "first", "question": "q?", "answer": "a"}, "the id 'first' was used before"),
+        ({"question": "q?", "answer": "a", "passages": {}}, '"passages" should be a list of objects, found an object'),
+        ({"question": "q?", "answer": "a", "passages": ["t"]}, '"passages", item 1: expected a JSON object'),
+        ({"question": "q?", "answer": "a", "passages": [{"title": "T"}]}, '"passages", item 1: no "text"'),
+        ({"question": "q?", "answer": "a", "passages": [ALPHA, {**BETA, "text": " "}]}, "item 2, holds no text"),
+        ({"question": "q?", "answer": "a", "passages": [{**ALPHA, "gold": 1}]}, '"gold" should be true or false'),
+        (
+            {"question": "q?", "answer": "a", "passages": [{**ALPHA, "gold": True}], "gold_indices": [1]},
+            'both "gold_indices" and passages with a "gold" flag',
+        ),
+        (
+            {"question": "q?", "answer": "a", "passages": [ALPHA], "gold_indices": [2]},
+            '"gold_indices" names passage 2 of 1',
+        ),
+        (
+            {"question": "q?", "answer": "a", "passages": [ALPHA], "gold_indices": [0]},
+            '"gold_indices" names passage 0 of 1',
+        ),
+        ({"question": "q?", "answer": "a", "gold_indices": [1]}, '"gold_indices" names passage 1 of 0'),
+        (
+            {"question": "q?", "answer": "a", "passages": [ALPHA], "gold_indices": [1, 1]},
+            '"gold_indices" names passage 1 twice',
+        ),
+        (
+            {"question": "q?", "answer": "a", "passages": [ALPHA], "gold_indices": [True]},
+            '"gold_indices" should be a list of whole numbers',
+        ),
+        ({"question": "q?", "answer": "a", "gold_indices": 1}, '"gold_indices" should be a list of whole numbers'),
     ],
 )
 def test_a_bad_question_is_named_by_file_and_line(tmp_path, record, told):
@@ -74,6 +157,13 @@ def test_queries_need_no_answers(tmp_path):
     assert read_queries(path) == [Query("0", "a?", ()), Query("b", "b?", ("T", "U"))]
     with pytest.raises(UserError, match=r'q\.jsonl:1: "gold_titles" should be a list of strings'):
         read_queries(write(path, {"question": "a?", "gold_titles": "T"}))
+
+
+def test_the_titles_to_find_are_those_of_the_gold_passages_unless_named(tmp_path):
+    passages = [ALPHA, {**ALPHA, "text": "More."}, {"title": "Beta", "text": "Two."}]
+    asked = {"question": "a?", "passages": passages, "gold_indices": [3, 1, 2]}
+    path = write(tmp_path / "q.jsonl", asked, {**asked, "metadata": {"gold_titles": ["T"]}})
+    assert [query.gold_titles for query in read_queries(path)] == [("Beta", "Alpha"), ("T",)]
 
 
 def test_real_questions(shared_data):

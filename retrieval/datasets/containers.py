@@ -1,0 +1,251 @@
+"""Records out of files of any make: JSON lines, one JSON list, TriviaQA's object with its "Data", CSV, TSV, parquet.
+
+What the file is made of says nothing of what its records mean, so any question set may come in any of these. All are
+read in pieces: a JSON list of 500 MB needs the memory of its longest item, parquet that of a batch. `.gz` may follow
+every name but parquet's.
+
+Deliberately absent: other compressions, and SQuAD's nested paragraphs.
+"""
+
+import codecs
+import csv
+import importlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from thresher.retrieval.jsonl import (
+    BOM,
+    HEAD_BYTES,
+    Record,
+    as_object,
+    iter_jsonl,
+    iter_lines,
+    json_kind,
+    read_head,
+    readable,
+)
+from thresher.rewards.errors import UserError
+
+PIECE = 1 << 20  # characters of a JSON list read at a time, at least
+BATCH = 1024  # rows of parquet
+DATA = re.compile(rb'"Data"\s*:\s*\[')
+SPACE = re.compile(r"[\s,]*")
+TEXT_SPACE = re.compile(r"\s*")
+
+
+def iter_rows(path: str | Path) -> Iterator[tuple[str, Record]]:
+    """Yields (where, record) for every record of `path`; `where` is what an error message should start with.
+
+    A name in `.jsonl`, `.csv`, `.tsv` or `.parquet` decides; elsewhere the first characters do. UserError when the file
+    is absent, unreadable or malformed.
+    """
+    path = Path(path)
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    head = read_head(path).removeprefix(BOM).lstrip()
+    if suffix == ".parquet" or head.startswith(b"PAR1"):
+        return _iter_parquet(path)
+    if suffix in (".csv", ".tsv"):
+        return _iter_table(path, "\t" if suffix == ".tsv" else ",")
+    if suffix != ".jsonl" and head.startswith(b"["):
+        return _iter_items(path, f"{path}: item ")
+    if suffix != ".jsonl" and DATA.search(head):
+        return _iter_items(path, f"{path}: item ", key="Data")
+    if suffix == ".json" and not _is_object(head.partition(b"\n")[0]):
+        raise UserError(
+            f'{path}: expected a JSON list of questions, one JSON object a line, or an object with a list "Data"; '
+            "found none of these, so convert the file"
+        )
+    return ((f"{path}:{number}", record) for number, record in iter_jsonl(path))
+
+
+def plain(value: object) -> Any:
+    """`value` as JSON can hold it: NaN and infinities become null, and what is no kind of JSON's (a date, bytes) is
+    spelled out."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)
+
+
+def _is_object(line: bytes) -> bool:
+    """Whether a whole object stands on the line; one that is cut off where the head ends is given the benefit."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return len(line) > HEAD_BYTES // 2
+
+
+class _Text:
+    """The text of a JSON file, of which only a window is held."""
+
+    def __init__(self, path: Path) -> None:
+        self.window, self.at, self.ended = "", 0, False
+        self._pieces = self._read(path)
+
+    def more(self) -> None:
+        """Forget what lies before `at`, and hold at least twice as much after it."""
+        self.window, self.at = self.window[self.at :], 0
+        wanted = max(PIECE, 2 * len(self.window))
+        parts = [self.window]
+        length = len(self.window)
+        while length < wanted and not self.ended:
+            piece = next(self._pieces, None)
+            self.ended = piece is None
+            parts.append(piece or "")
+            length += len(parts[-1])
+        self.window = "".join(parts)
+
+    def skip(self, pattern: re.Pattern[str]) -> str:
+        """Pass over what `pattern` matches; the character after it, "" at the end of the file."""
+        while True:
+            match = pattern.match(self.window, self.at)
+            self.at = match.end() if match else self.at
+            if self.at < len(self.window) or self.ended:
+                return self.window[self.at : self.at + 1]
+            self.more()
+
+    def value(self, where: str) -> object:
+        """The JSON value that begins at `at`, which then lies behind it."""
+        decode = json.JSONDecoder().raw_decode
+        while True:
+            try:
+                found, end = decode(self.window, self.at)
+            except json.JSONDecodeError as error:
+                if self.ended:
+                    raise UserError(f"{where}: not valid JSON ({error.msg}); mend or remove this record") from None
+            except (RecursionError, ValueError) as error:
+                raise UserError(f"{where}: not valid JSON ({error}); mend or remove this record") from None
+            else:
+                if end < len(self.window) or self.ended:  # a number at the window's end may go on after it
+                    self.at = end
+                    return found
+            self.more()
+
+    @staticmethod
+    def _read(path: Path) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        read = 0
+        try:
+            with readable(path, lambda: f"after byte {read}") as file:
+                while data := file.read(PIECE):
+                    yield decoder.decode(data)
+                    read += len(data)
+            yield decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}: not valid UTF-8 near byte {read + error.start}; expected UTF-8, so convert the file"
+            ) from None
+
+
+def _iter_items(path: Path, label: str, key: str | None = None) -> Iterator[tuple[str, Record]]:
+    """The items of a JSON list, or of the list under `key` of one JSON object, from 1."""
+    text = _Text(path)
+    if key is not None:
+        _enter(text, key, path)
+    text.skip(TEXT_SPACE)
+    text.at += 1  # the bracket
+    number = 0
+    while (character := text.skip(SPACE)) and character != "]":
+        number += 1
+        where = f"{label}{number}"
+        yield where, as_object(text.value(where), where)
+    if not character:
+        raise UserError(f"{path}: the JSON list breaks off after item {number}; fetch the file again")
+
+
+def _enter(text: _Text, key: str, path: Path) -> None:
+    """Pass over the keys of an object that come before `key`, up to its list."""
+    text.skip(TEXT_SPACE)
+    text.at += 1  # the brace
+    while text.skip(SPACE) == '"':
+        name = text.value(str(path))
+        if text.skip(TEXT_SPACE) != ":":
+            break
+        text.at += 1
+        if text.skip(TEXT_SPACE) == "[" and name == key:
+            return
+        text.value(str(path))
+    raise UserError(f'{path}: no list "{key}" in this object; convert the file')
+
+
+def _iter_table(path: Path, delimiter: str) -> Iterator[tuple[str, Record]]:
+    number = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal number
+        for number, line in iter_lines(path):
+            try:
+                yield (line.removeprefix(BOM) if number == 1 else line).decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}:{number}: not valid UTF-8 at byte {error.start}; expected UTF-8, so convert the file"
+                ) from None
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    columns: list[str] | None = None
+    while True:
+        where = f"{path}:{number + 1}"
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(f"{where}: malformed table ({error}); mend or remove this record") from None
+        if not cells:
+            continue
+        if columns is None:
+            columns = [cell.strip() for cell in cells]
+            continue
+        if len(cells) != len(columns):
+            raise UserError(
+                f"{where}: expected {len(columns)} cells ({', '.join(columns)}), found {len(cells)}; mend this record"
+            )
+        yield where, dict(zip(columns, cells, strict=True))
+
+
+def _iter_parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    try:
+        arrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise UserError(
+            f"{path}: parquet is read with pyarrow, which is not installed; install thresher with its extra [data], or "
+            "write the file as JSON lines"
+        ) from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=BATCH):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", record
+    except (arrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: not a readable parquet file after row {number} ({reason}); fetch it again") from None
+
+
+def parsed(value: object, where: str) -> object:
+    """What a cell holds: JSON that was written into a string (as tables must), or the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise UserError(f"{where} should hold JSON, found {value[:40]!r}; mend this record") from None
+
+
+def listed(value: object, where: str) -> list[Any]:
+    """`value`, which may be JSON in a string, if it is a list; else UserError starting with `where`."""
+    found = parsed(value, where)
+    if not isinstance(found, list):
+        raise UserError(f"{where} should be a list, found {json_kind(found)}; mend this record")
+    return found

@@ -1,0 +1,256 @@
+"""From published files to one file of our own records: read, skip and count, sample, mix, pool the passages, write.
+
+A source is one question set: a name, its files (read one after the other) and how many of its questions are wanted.
+Without a seed the first ones are taken, in the files' order, and reading stops there; with one, each source is sampled
+(every subset of that size as likely as another, by a seed of its own, so that adding a source moves no other's choice)
+and the whole is shuffled. Where several sources are mixed, an id becomes `name/id` and the metadata gets "dataset".
+
+Every record that is left out is counted under its reason. A record that is malformed ends the whole, naming its line.
+
+Deliberately absent: splitting into train and dev, for the sets are published in splits, and the removal of questions
+that two of them share, which `thresher data check` counts.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from thresher.retrieval.datasets.containers import iter_rows
+from thresher.retrieval.datasets.flavours import Flavour, detect, find_flavour, require
+from thresher.retrieval.datasets.row import Row, Skipped, content_id
+from thresher.retrieval.formats import Passage
+from thresher.retrieval.jsonl import Record, write_jsonl
+from thresher.retrieval.questions import Question, passage_record, question_record
+from thresher.rewards.errors import UserError
+
+AUTO = "auto"
+ID_AGAIN = "the id was used before"
+ALIAS_KEYS = ("aliases", "demonyms")
+OnRecord = Callable[[str, int], None]  # name of the source, records read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One question set. name: None where it is the only one. count: how many questions of it, None for all."""
+
+    paths: tuple[Path, ...]
+    name: str | None = None
+    count: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What happened to a source's records. skipped: (where, id, reason) of each that was left out."""
+
+    name: str
+    flavours: list[str] = field(default_factory=list)
+    records: int = 0
+    kept: int = 0
+    asked: int | None = None
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "source": self.name,
+            "format": " + ".join(dict.fromkeys(self.flavours)),
+            "records": self.records,
+            "skipped": dict(Counter(reason for _, _, reason in self.skipped)),
+            "asked": self.asked,
+            "kept": self.kept,
+            "notes": {note: count for note, count in self.notes.items() if count},
+        }
+
+
+def parse_mix(text: str) -> Source:
+    """The source that NAME=FILE or NAME=FILE:COUNT spells. UserError for anything else."""
+    match = re.fullmatch(r"([^=/\s]+)=(.+?)(?::(\d+))?", text)
+    if match is None or match[3] == "0":
+        raise UserError(f"--mix {text!r}: expected NAME=FILE or NAME=FILE:COUNT, such as hotpotqa=train.json:10000")
+    return Source(name=match[1], paths=(Path(match[2]),), count=int(match[3]) if match[3] else None)
+
+
+def convert(
+    sources: Sequence[Source],
+    out: str | Path,
+    *,
+    flavour: str = AUTO,
+    seed: int | None = None,
+    aliases: str | Path | None = None,
+    corpus: str | Path | None = None,
+    skipped: str | Path | None = None,
+    on_record: OnRecord = lambda name, records: None,
+) -> dict[str, Any]:
+    """Writes the questions of `sources` to `out`, and if asked their pooled passages to `corpus` and what was left out
+    to `skipped`; returns figures.
+
+    flavour: a name of `flavours`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a
+    file in another flavour, a malformed record, no question left, two sources of one name, and a path to write that is
+    also read or is named `.json`, since all three are JSON lines.
+    """
+    named = None if flavour == AUTO else find_flavour(flavour)
+    outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
+    _check_paths(sources, outputs, aliases)
+    known = {} if aliases is None else read_aliases(aliases)
+    pool = Pool()
+    tallies = [Tally(name=source.name or "questions", asked=source.count) for source in sources]
+
+    def chosen() -> Iterator[Question]:
+        for source, tally in zip(sources, tallies, strict=True):
+            read = read_source(source, tally, flavour=named, aliases=known, on_record=on_record)
+            for question in draw(read, source.count, None if seed is None else f"{seed}/{source.name or ''}"):
+                tally.kept += 1
+                yield _named(question, source.name)
+
+    found: Iterable[Question] = chosen()
+    if seed is not None and len(sources) > 1:
+        found = draw(found, None, f"{seed}")
+    counts: Counter[str] = Counter()
+
+    def records() -> Iterator[Record]:
+        for question in found:
+            pooled = question if corpus is None else pool.enter(question)
+            counts["with passages"] += bool(pooled.passages)
+            counts["with gold indices"] += pooled.gold_indices is not None
+            counts["passages"] += len(pooled.passages)
+            yield question_record(pooled)
+        # Told before the file appears, which it does once this ends.
+        _check_outcome(tallies, corpus, len(pool.passages), aliases)
+
+    written = write_jsonl(out, records())
+    if corpus is not None:
+        write_jsonl(corpus, map(passage_record, pool.passages.values()))
+    if skipped is not None:
+        write_jsonl(skipped, _skipped_records(tallies))
+    figures = {"questions": written, **counts, "sources": [tally.figures() for tally in tallies]}
+    if corpus is not None:
+        figures |= {"passages in the corpus": len(pool.passages), "passages given another id": pool.renamed}
+    return figures
+
+
+def read_source(
+    source: Source,
+    tally: Tally,
+    *,
+    flavour: Flavour | None = None,
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+    on_record: OnRecord = lambda name, records: None,
+) -> Iterator[Question]:
+    """Every question of a source, in order, ids differing; what is left out goes into `tally`. `flavour`: None to look
+    at each file. UserError for a record in another flavour, or malformed."""
+    seen: set[str] = set()
+    for path in source.paths:
+        reader = flavour or detect(path)
+        tally.flavours.append(reader.name)
+        for where, record in iter_rows(path):
+            require(reader, record, where)
+            row = Row(fields=record, where=where, number=tally.records, aliases=aliases or {}, notes=tally.notes)
+            tally.records += 1
+            on_record(tally.name, tally.records)
+            try:
+                question = reader.read(row)
+                if question.id in seen:
+                    raise Skipped(ID_AGAIN)
+            except Skipped as skip:
+                tally.skipped.append((where, row.id("id", "_id", "QuestionId", "question_id"), str(skip)))
+                continue
+            seen.add(question.id)
+            yield question
+
+
+def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> Iterable[Question]:
+    """The first `count`; with a seed, `count` of them by lot, in an order by lot, in the memory that those take. None
+    stands for all."""
+    if seed is None:
+        return questions if count is None else islice(questions, count)
+    lot = Random(seed)
+    kept: list[Question] = []
+    for number, question in enumerate(questions):
+        if count is None or number < count:
+            kept.append(question)
+        elif (place := lot.randrange(number + 1)) < count:
+            kept[place] = question
+    lot.shuffle(kept)
+    return kept
+
+
+class Pool:
+    """Passages by id, each content once under one id. `renamed` counts those whose id stood for another passage."""
+
+    def __init__(self) -> None:
+        self.passages: dict[str, Passage] = {}
+        self.renamed = 0
+
+    def enter(self, question: Question) -> Question:
+        """`question`, its passages under the ids that they have in the pool."""
+        return replace(question, passages=tuple(self._add(passage) for passage in question.passages))
+
+    def _add(self, passage: Passage) -> Passage:
+        known = self.passages.setdefault(passage.id, passage)
+        if (known.title, known.text) == (passage.title, passage.text):
+            return known
+        self.renamed += 1
+        id_ = f"{passage.id}#{content_id(passage.title, passage.text)}"
+        return self.passages.setdefault(id_, replace(passage, id=id_))
+
+
+def read_aliases(path: str | Path) -> dict[str, tuple[str, ...]]:
+    """2Wiki's id_aliases.json: {"Q_id", "aliases": [..], "demonyms": [..]}, one a line or in a list. UserError, naming
+    the line, for another."""
+    first = next(iter_rows(path), None)
+    if first is None or "Q_id" not in first[1]:
+        raise UserError(f'{path}: expected 2Wiki\'s aliases, records with "Q_id" and "aliases"; give id_aliases.json')
+    found: dict[str, tuple[str, ...]] = {}
+    for where, record in iter_rows(path):
+        names = [name for key in ALIAS_KEYS for name in record.get(key) or []]
+        if not isinstance(record.get("Q_id"), str) or not all(isinstance(name, str) for name in names):
+            raise UserError(f'{where}: expected "Q_id" and lists of strings in "aliases"; mend this record')
+        found[record["Q_id"]] = tuple(names)
+    return found
+
+
+def _named(question: Question, name: str | None) -> Question:
+    if name is None:
+        return question
+    return replace(question, id=f"{name}/{question.id}", metadata={**question.metadata, "dataset": name})
+
+
+def _check_outcome(
+    tallies: Sequence[Tally], corpus: str | Path | None, passages: int, aliases: str | Path | None
+) -> None:
+    if not any(tally.kept for tally in tallies):
+        reasons = Counter(reason for tally in tallies for _, _, reason in tally.skipped)
+        told = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+        raise UserError(f"{', '.join(tally.name for tally in tallies)}: no question is left: {told}; give other files")
+    if corpus is not None and not passages:
+        raise UserError(f"{corpus}: none of these questions comes with passages; leave --corpus out")
+    if aliases is not None and not any("2wiki" in tally.flavours for tally in tallies):
+        raise UserError(f"{aliases}: aliases are for 2WikiMultiHopQA, and no such file was read; leave --aliases out")
+
+
+def _skipped_records(tallies: Sequence[Tally]) -> Iterator[Record]:
+    for tally in tallies:
+        for where, id_, reason in tally.skipped:
+            yield {"source": tally.name, "where": where, "id": id_, "reason": reason}
+
+
+def _check_paths(sources: Sequence[Source], outputs: Sequence[Path], aliases: str | Path | None) -> None:
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--mix names {name!r} twice; give every source its own name")
+    inputs = {path.resolve() for source in sources for path in source.paths} | {
+        Path(path).resolve() for path in (aliases,) if path is not None
+    }
+    for number, path in enumerate(outputs):
+        if path.resolve() in inputs or path.resolve() in {other.resolve() for other in outputs[:number]}:
+            raise UserError(f"{path}: is read or written under another name too; choose another path to write")
+        if path.name.removesuffix(".gz").endswith(".json"):
+            raise UserError(f"{path}: JSON lines are written, and .json would be read as one list; name it .jsonl")
+        if not path.parent.is_dir():
+            raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")

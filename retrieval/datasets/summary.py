@@ -1,0 +1,132 @@
+"""What a file of questions holds, counted, and a few of them laid out for a person.
+
+`summarize` reads our own records, FlashRAG's or plain ones, as training does, so a line that would stop a run stops it
+here. `excerpt` shows one question, whatever file it came from.
+
+Deliberately absent: lengths in tokens, which depend on a model, and repairs.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thresher.retrieval.datasets.flavours import detect
+from thresher.retrieval.questions import Question, iter_questions
+from thresher.rewards.errors import UserError
+from thresher.rewards.text import YES_NO, contains_answer, normalize_answer
+
+READABLE = ("native", "flashrag", "nq-open", "plain", "bamboogle")
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+SHOWN_WORDS = 40
+SHOWN_GOLDS = 8
+LONG_GOLD = 20  # words; no policy is asked to write that much, so such golds are most likely a slip in the set
+
+
+def summarize(path: str | Path) -> dict[str, Any]:
+    """Figures of a file of questions, read as training reads it. Lengths are words.
+
+    UserError for a malformed line, and for a file in a flavour that has to be converted first.
+    """
+    flavour = detect(path)
+    if flavour.name not in READABLE:
+        raise UserError(
+            f"{path}: looks like {flavour.title}; turn it into our records first, with thresher data convert"
+        )
+    count: Counter[str] = Counter()
+    sizes: dict[str, list[int]] = {name: [] for name in ("golds", "passages", "gold passages")}
+    words: dict[str, list[int]] = {name: [] for name in ("question", "first gold", "passage")}
+    asked: set[str] = set()
+    distinct: set[int] = set()
+    for question in iter_questions(path):
+        count["questions"] += 1
+        normal = " ".join(question.question.lower().split())
+        count["questions asked before"] += normal in asked
+        asked.add(normal)
+        _count_golds(question, count)
+        _count_passages(question, count, distinct)
+        sizes["golds"].append(len(question.golds))
+        sizes["passages"].append(len(question.passages))
+        if question.gold_indices is not None:
+            sizes["gold passages"].append(len(question.gold_indices))
+        words["question"].append(_words(question.question))
+        words["first gold"].append(_words(question.golds[0]))
+        words["passage"].extend(_words(passage.text) for passage in question.passages)
+    return {
+        "format": flavour.name,
+        **count,
+        "distinct passages": len(distinct),
+        "per question": {name: spread(values) for name, values in sizes.items()},
+        "words": {name: spread(values) for name, values in words.items()},
+    }
+
+
+def spread(values: Sequence[int]) -> dict[str, float] | None:
+    """Least, mean, median, 95th percentile (nearest rank) and greatest; None of no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {
+        "min": ordered[0],
+        "mean": sum(ordered) / len(ordered),
+        "p50": ordered[round(0.5 * last)],
+        "p95": ordered[round(0.95 * last)],
+        "max": ordered[-1],
+    }
+
+
+def excerpt(question: Question, *, whole: bool = False) -> str:
+    """A question laid out in lines: golds, metadata, and its passages, the gold ones marked with a star. Unless
+    `whole`, passages and metadata are cut short. Control characters are made spaces: a terminal would obey them."""
+    lines = [f"id        {question.id}", f"question  {question.question}"]
+    golds = question.golds if whole else question.golds[:SHOWN_GOLDS]
+    lines += [f"{'' if number else 'golds':<9} {gold if whole else _cut(gold)}" for number, gold in enumerate(golds)]
+    if len(golds) < len(question.golds):
+        lines.append(f"{'':<9} .. and {len(question.golds) - len(golds)} more")
+    for key, value in question.metadata.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"  {key}: {text if whole else _cut(text)}")
+    gold = question.gold_indices
+    if question.passages:
+        known = "which are gold is not known" if gold is None else f"{len(gold)} of them gold (*)"
+        lines.append(f"passages  {len(question.passages)}, {known}")
+    for number, passage in enumerate(question.passages, 1):
+        mark = "*" if number in (gold or ()) else " "
+        lines.append(
+            f"{mark}{number:>3}  [{passage.id}] {passage.title}: {passage.text if whole else _cut(passage.text)}"
+        )
+    return "\n".join(CONTROLS.sub(" ", line) for line in lines)
+
+
+def _count_golds(question: Question, count: Counter[str]) -> None:
+    normal = [normalize_answer(gold) for gold in question.golds]
+    count["golds that no answer can match"] += normal.count("")
+    count["questions that no answer can match"] += not any(normal)
+    count["golds twice"] += len(normal) - len(set(normal))
+    count[f"golds of more than {LONG_GOLD} words"] += sum(_words(gold) > LONG_GOLD for gold in question.golds)
+    count["yes/no questions"] += bool(YES_NO & set(normal))
+
+
+def _count_passages(question: Question, count: Counter[str], distinct: set[int]) -> None:
+    contents = [hash((passage.title, passage.text)) for passage in question.passages]
+    distinct.update(contents)
+    count["passages"] += len(contents)
+    count["passages twice in a question"] += len(contents) - len(set(contents))
+    count["questions with passages"] += bool(contents)
+    count["questions with gold indices"] += question.gold_indices is not None
+    count["questions with no passage gold"] += question.gold_indices == ()
+    text = "\n".join(f"{passage.title} {passage.text}" for passage in question.passages)
+    count["questions with a gold answer in their passages"] += contains_answer(text, question.golds)
+
+
+def _words(text: str) -> int:
+    return len(text.split())
+
+
+def _cut(text: str) -> str:
+    words = text.split()
+    short = " ".join(words[:SHOWN_WORDS])[: SHOWN_WORDS * 12]
+    return short if short == " ".join(words) else f"{short} .."
