@@ -2,6 +2,7 @@
 
     step_000010/
         config.json, model.safetensors, ..  the policy as `Policy.save` writes it, an ordinary model folder
+        adapter/                            of a policy with adapters: what it goes on from, with the recipe's model
         tokenizer.json, ..                  if a tokenizer was given
         optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"
         state.json                          {"step": .., "state": whatever JSON the trainer keeps}
@@ -128,8 +129,9 @@ def load_optimizer(
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def prune(folder: str | Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest whole checkpoints, and what a kill left half-written or half-deleted.
+def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]:
+    """Delete all but the `keep` newest whole checkpoints, that of step `spare`, and what a kill left half-written or
+    half-deleted.
 
     Only the process that saves may call it, and not during a save. A checkpoint that is not whole stays if it
     is newer than those kept, for a person to look at. Returns the folders of the checkpoints deleted.
@@ -141,6 +143,8 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
         shutil.rmtree(leftover)
     kept, deleted = 0, []
     for path in reversed(_step_folders(folder)):
+        if kept == keep and step_of(path.name) == spare:
+            continue
         if kept == keep:
             # Renamed first, for a half-deleted folder must not have a checkpoint's name.
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
@@ -164,7 +168,7 @@ def _read(path: Path) -> Checkpoint:
     step, state = content.get("step"), content.get("state")
     if not isinstance(step, int) or step != step_of(path.name) or not isinstance(state, dict):
         raise UserError(f"{path / STATE}: expected the state of {path.name}, got that of step {step}; delete it")
-    for file in sorted({path / OPTIMIZER, *path.glob("*.safetensors")}):
+    for file in sorted({path / OPTIMIZER, *path.rglob("*.safetensors")}):
         _open(file)
     return Checkpoint(path, step, state)
 

@@ -92,7 +92,8 @@ def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], g
 
 
 class Updater:
-    """The optimiser and its schedule around one policy. `reference` may be None where beta is 0.
+    """The optimiser and its schedule around one policy. `reference` may be None where beta is 0; it is asked with its
+    adapters off, so that a policy with adapters is its own.
 
     `master` holds the weights that are trained, always float32: the policy itself where it computes in float32, else a
     model of its own, from which the policy is refreshed after every step (at lr 1e-6 a bfloat16 weight would not move).
@@ -146,7 +147,7 @@ class Updater:
     def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> None:
         reference_logprobs = None
         if self.reference is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self.reference.adapters_off():
                 hidden_TH = self.reference.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
                 reference_logprobs, _ = token_logprobs(
                     hidden_TH.index_select(0, batch.rows_R),
@@ -157,9 +158,8 @@ class Updater:
                 )
         hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
         hidden_RH = hidden_TH.index_select(0, batch.rows_R)
-        # The head's gradient goes straight into the trained weights' own buffer, which saves a second one of [V, H].
         head_VH = self.master.head_VH
-        if head_VH.grad is None:
+        if head_VH.requires_grad and head_VH.grad is None:
             head_VH.grad = torch.zeros_like(head_VH)
         grpo = self.grpo
         result = grpo_loss(
@@ -181,7 +181,11 @@ class Updater:
             vocab_size=self.vocab_size,
             lm_head_grad_VH=head_VH.grad,
         )
-        hidden_RH.backward(result.hidden_grad_TH)
+        if head_VH.requires_grad:
+            # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
+            hidden_RH.backward(result.hidden_grad_TH)
+        else:
+            result.loss.backward()
         self._collect_gradients()
         stats.tokens += batch.tokens
         stats.rows += len(batch.rows_R)
@@ -195,13 +199,14 @@ class Updater:
             largest["kl_coefficient_largest"] = kl_coefficient(estimator, log_ref_ratio_R, result.ratios)
             if grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[grpo.kl_value]
-        stats.record(result.loss, result.capped, sums, largest)
+        stats.record(result.loss.detach(), result.capped, sums, largest)
 
 
 def make_optimizer(policy: nn.Module, optim: Optim, lr: float) -> torch.optim.AdamW:
-    """AdamW over all weights; norms and biases are not decayed."""
-    decayed = [p for p in policy.parameters() if p.dim() > 1]
-    other = [p for p in policy.parameters() if p.dim() <= 1]
+    """AdamW over all weights that are trained; norms and biases are not decayed."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.dim() > 1]
+    other = [p for p in trained if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": other, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
 

@@ -2,14 +2,16 @@
 
 A transcript is a line of JSON: {"id", "question", "segments": [{"source": "policy" | "retrieved" | "feedback" |
 "prompt", "text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the
-same tokens. A transcript without a prompt segment gets the recipe's own prompt for its question.
+same tokens. A transcript without a prompt segment gets the recipe's own prompt for its question, or that of its own
+"template", with the "passages" [{"title", "text"}, ..] that the template has a place for. After a policy segment with
+"end": true comes the model's end of text. Questions with answers become transcripts in sftdata.py.
 
 A policy segment may list `copied`: character ranges of names that stand in the question or in a passage. How many
 of their tokens come out right on held-out transcripts is the gate: copying a name arrives suddenly, late on some
 seeds, and reinforcement cannot teach a policy that never does it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -18,15 +20,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from thresher.engine.episode import Prompt
+from thresher.engine.episode import Prompt, read_template
 from thresher.engine.grpo import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import Item, pack
 from thresher.engine.recipe import Optim, Sft
 from thresher.engine.render import Renderer
+from thresher.engine.sftdata import Unused, make_records, refuse_nothing
 from thresher.kernels import grpo_loss
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.jsonl import iter_jsonl
+from thresher.retrieval.formats import to_passage
+from thresher.retrieval.jsonl import as_object, iter_jsonl
+from thresher.retrieval.questions import read_questions
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
@@ -40,29 +45,63 @@ class Transcript:
     copied: list[int]
 
 
-def read_transcripts(path: str | Path, tokenizer: Tokenizer, renderer: Renderer, template: str) -> list[Transcript]:
+def read_transcripts(
+    path: str | Path, tokenizer: Tokenizer, renderer: Renderer, template: str, end_id: int | None = None
+) -> list[Transcript]:
     """All transcripts of a JSONL file. UserError names the line of a malformed one."""
-    result = []
-    for number, record in iter_jsonl(path):
-        try:
-            result.append(encode_transcript(record, tokenizer, renderer, template))
-        except (LookupError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path}:{number}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
-            ) from error
+    placed = ((f"{path}:{number}", record) for number, record in iter_jsonl(path))
+    result = encode_all(placed, tokenizer, renderer, template, end_id)
     if not result:
         raise UserError(f"{path}: holds no transcript; expected one JSON object a line")
     return result
 
 
-def encode_transcript(record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str) -> Transcript:
-    """One transcript's tokens. LookupError, TypeError or ValueError for one that is malformed or trains nothing."""
+def read_data(
+    sft: Sft, tokenizer: Tokenizer, renderer: Renderer, system_template: str, end_id: int | None
+) -> tuple[list[Transcript], list[Unused], int]:
+    """The transcripts of sft.data, the questions that give none, and how many there are in all. UserError for a file
+    that cannot be read or gives nothing."""
+    assert sft.data is not None
+    template = None if sft.template is None else read_template(sft.template, passages=sft.format != "closed-book")
+    if sft.format == "reasoning" and "{passages}" not in system_template:
+        raise UserError('sft.format is "reasoning", but the prompt of the system shows no passages; use system arena')
+    questions = read_questions(sft.data)
+    records, unused = make_records(questions, sft.format, sft.answer, template)
+    refuse_nothing(records, unused, sft.data, sft.format)
+    placed = ((f"{sft.data}: question {record['id']}", record) for record in records)
+    return encode_all(placed, tokenizer, renderer, system_template, end_id), unused, len(questions)
+
+
+def encode_all(
+    placed: Iterable[tuple[str, dict[str, Any]]],
+    tokenizer: Tokenizer,
+    renderer: Renderer,
+    template: str,
+    end_id: int | None,
+) -> list[Transcript]:
+    """The transcripts of (place, record) pairs. UserError names the place of a malformed one."""
+    result = []
+    for place, record in placed:
+        try:
+            result.append(encode_transcript(record, tokenizer, renderer, template, end_id))
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{place}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
+            ) from error
+    return result
+
+
+def encode_transcript(
+    record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str, end_id: int | None = None
+) -> Transcript:
+    """One transcript's tokens; `end_id` is the end of text. LookupError, TypeError or ValueError for one that is
+    malformed or trains nothing."""
     segments = record["segments"]
     ids: list[int] = []
     rows: list[int] = []
     copied: list[int] = []
     if segments[0]["source"] != Source.PROMPT:
-        ids = renderer.prompt(Prompt(template, record["question"]))
+        ids = renderer.prompt(_prompt(record, record.get("template", template)))
     for segment in segments:
         source = Source(segment["source"])
         new = (
@@ -73,9 +112,22 @@ def encode_transcript(record: dict[str, Any], tokenizer: Tokenizer, renderer: Re
         if source is Source.POLICY:
             rows.extend(range(start, len(ids)))
             copied.extend(start + at for at in _inside(segment, new, tokenizer))
+            if segment.get("end", False):
+                if end_id is None:
+                    raise ValueError("a segment with an end, but the model has no end of text")
+                rows.append(len(ids))
+                ids.append(end_id)
     if not rows or rows[0] == 0:
         raise ValueError("no text of a policy segment" if not rows else "nothing before the first policy segment")
     return Transcript(ids, rows, copied)
+
+
+def _prompt(record: dict[str, Any], template: str) -> Prompt:
+    """Its passages are needed where the template shows them, lest it be filled with none."""
+    given = record["passages"] if "{passages}" in template else []
+    places = ((value, f"passage {number}") for number, value in enumerate(given, 1))
+    passages = [to_passage(as_object(value, place), 0, place) for value, place in places]
+    return Prompt(template, record["question"], passages)
 
 
 def _inside(segment: dict[str, Any], ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -122,10 +174,11 @@ class Trainer:
 
     def run(self, log: Callable[[dict[str, Any]], None]) -> SftResult:
         """`log` gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured."""
-        start = {name: value.clone() for name, value in self.policy.state_dict().items()}
+        trained = {name: value for name, value in self.policy.named_parameters() if value.requires_grad}
+        start = {name: value.detach().clone() for name, value in trained.items()}
         for restart in range(self.sft.max_restarts + 1):
             if restart:
-                self.policy.load_state_dict(start)
+                self.policy.load_state_dict(start, strict=False)
             result = self._attempt(restart, log)
             if result.passed:
                 break

@@ -2,7 +2,8 @@
 
 One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
 is called once a layer with that layer's fresh q, k and v, and is either a `Varlen` layout (whole sequences, with
-gradients) or a paged cache (see engine/kvcache.py).
+gradients) or a paged cache (see engine/kvcache.py). Low-rank adapters (lora.py), where there are some, add to a layer's
+linear maps, in both.
 
 The query, key and value projections are one parameter, gate and up another; the names and pieces that Hugging Face
 files use are views of them (`hf_views`), so loading and saving are one table read in two directions.
@@ -11,7 +12,8 @@ Deliberately absent: dropout, sliding windows, rope scaling (refused when the co
 Axes: T packed tokens, H hidden, V vocabulary, D head dimension, I intermediate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from thresher.kernels.mlp import silu_gate
 from thresher.kernels.norm import rms_norm
 from thresher.kernels.rope import rope_table, rotate
 from thresher.policy.config import ModelConfig, read_config, write_config
+from thresher.policy.lora import FOLDER, BlockAdapters, LoraSettings, merged_weights, save_adapters
 from thresher.policy.weights import read_weights, write_weights
 
 # attend(layer, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D]) -> [T, heads, D]
@@ -45,19 +48,26 @@ class Block(nn.Module):
         self.post_norm = nn.Parameter(torch.ones(hidden))
         self.gate_up_weight = nn.Parameter(torch.empty(2 * inner, hidden))
         self.down_weight = nn.Parameter(torch.empty(hidden, inner))
+        self.adapters: BlockAdapters | None = None  # lora.py puts them here
 
     def forward(self, x_TH: torch.Tensor, rope: torch.Tensor, attend: Attend, layer: int) -> torch.Tensor:
         config = self.config
-        qkv = F.linear(rms_norm(x_TH, self.input_norm, config.rms_norm_eps), self.qkv_weight, self.qkv_bias)
+        y_TH = rms_norm(x_TH, self.input_norm, config.rms_norm_eps)
+        qkv = self._adapted(y_TH, F.linear(y_TH, self.qkv_weight, self.qkv_bias), "q", "k", "v")
         heads_THD = qkv.view(len(qkv), -1, config.head_dim)
         # Queries and keys lie side by side, so one rotation turns both.
         turned_THD = rotate(heads_THD[:, : config.num_attention_heads + config.num_key_value_heads], rope)
         q_THD, k_TKD = turned_THD.split([config.num_attention_heads, config.num_key_value_heads], dim=1)
         v_TKD = heads_THD[:, config.num_attention_heads + config.num_key_value_heads :]
-        o_THD = attend(layer, q_THD, k_TKD, v_TKD)
-        x_TH = x_TH + F.linear(o_THD.reshape(len(qkv), self.q_rows), self.o_weight)
-        gate_up = F.linear(rms_norm(x_TH, self.post_norm, config.rms_norm_eps), self.gate_up_weight)
-        return x_TH + F.linear(silu_gate(gate_up), self.down_weight)
+        o_TQ = attend(layer, q_THD, k_TKD, v_TKD).reshape(len(qkv), self.q_rows)
+        x_TH = x_TH + self._adapted(o_TQ, F.linear(o_TQ, self.o_weight), "o")
+        y_TH = rms_norm(x_TH, self.post_norm, config.rms_norm_eps)
+        inner_TI = silu_gate(self._adapted(y_TH, F.linear(y_TH, self.gate_up_weight), "gate", "up"))
+        return x_TH + self._adapted(inner_TI, F.linear(inner_TI, self.down_weight), "down")
+
+    def _adapted(self, x: torch.Tensor, y: torch.Tensor, *targets: str) -> torch.Tensor:
+        """The outputs y [T, ..] of the linear maps `targets` of x, with what their adapters add."""
+        return y if self.adapters is None else self.adapters(x, y, targets)
 
 
 class Policy(nn.Module):
@@ -66,6 +76,7 @@ class Policy(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.lora: LoraSettings | None = None  # of the adapters, where lora.py has put some on the layers
         self.embed_VH = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
@@ -86,6 +97,24 @@ class Policy(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_VH.dtype
 
+    def blocks(self) -> Iterator[Block]:
+        for layer in self.layers:
+            assert isinstance(layer, Block)
+            yield layer
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Within it the policy is its base: what it was before it got adapters. A policy without any stays as it is."""
+        found = [layer.adapters for layer in self.blocks() if layer.adapters is not None]
+        before = [adapters.on for adapters in found]
+        for adapters in found:
+            adapters.on = False
+        try:
+            yield
+        finally:
+            for adapters, on in zip(found, before, strict=True):
+                adapters.on = on
+
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Packed ids [T] int64 and their positions [T] int64 -> hidden states after the last norm [T, H]."""
         config = self.config
@@ -105,10 +134,15 @@ class Policy(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def save(self, path: str | Path) -> None:
-        """Write config.json, generation_config.json and model.safetensors as Hugging Face lays them out."""
+        """Write config.json, generation_config.json and model.safetensors as Hugging Face lays them out. Adapters are
+        merged into these, in float32, and written as they are into a folder beside."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        write_weights(folder, hf_views(self))
+        if self.lora is None:
+            write_weights(folder, hf_views(self))
+        else:
+            write_weights(folder, merged_weights(self, hf_views(self)))
+            save_adapters(self, folder / FOLDER)
         write_config(self.config, folder)
 
 
@@ -117,8 +151,7 @@ def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
     views = {"model.embed_tokens.weight": policy.embed_VH.data, "model.norm.weight": policy.norm.data}
     if policy.untied_head_VH is not None:
         views["lm_head.weight"] = policy.untied_head_VH.data
-    for index, layer in enumerate(policy.layers):
-        assert isinstance(layer, Block)
+    for index, layer in enumerate(policy.blocks()):
         prefix = f"model.layers.{index}."
         sizes = [layer.q_rows, layer.kv_rows, layer.kv_rows]
         for name, weight, bias in zip(

@@ -126,6 +126,10 @@ class Tokenizer:
         """The text of the tokens, control tokens included, with U+FFFD where the bytes are not UTF-8."""
         return self.decode_bytes(token_ids).decode("utf-8", errors="replace")
 
+    def byte_ids(self, data: bytes) -> list[int]:
+        """One token for each byte: ids of bytes that need not be whole characters."""
+        return [self._id_of_bytes[bytes([byte])] for byte in data]
+
     def token_id(self, content: str) -> int | None:
         """The id of the added token called `content`, else of the token that spells exactly it, else None."""
         if content in self.added_tokens:

@@ -129,7 +129,7 @@ def test_a_step_clips_by_the_norm_of_all_and_reports_it_unclipped() -> None:
 
 
 def test_norms_and_biases_are_not_decayed(make_tiny_policy: Callable[..., Policy]) -> None:
-    policy = make_tiny_policy(tie_word_embeddings=False)
+    policy = make_tiny_policy(tie_word_embeddings=False).requires_grad_(True)
     optim = Optim(weight_decay=0.1, betas=(0.8, 0.9), eps=1e-5)
     decayed, other = make_optimizer(policy, optim, 0.01).param_groups
     assert (decayed["weight_decay"], other["weight_decay"]) == (0.1, 0.0)

@@ -47,7 +47,7 @@ def test_a_transcript_holds_what_a_rollout_of_its_pieces_would(
         "segments": [
             segment("policy", said[0]),
             segment("retrieved", BEFORE),
-            segment("retrieved", passage_lines(hits, FORMAT)),
+            segment("retrieved", passage_lines([hit.passage for hit in hits], FORMAT)),
             segment("retrieved", AFTER),
             segment("policy", said[1]),
             segment("feedback", INVALID),

@@ -1,0 +1,234 @@
+"""Low-rank adapters (LoRA; Hu et al. 2021): y = W x + (alpha / r) B A x, of which only A and B are trained.
+
+A begins uniform in +-1/sqrt(in) (Kaiming's rule as PEFT applies it), a function of the seed; B begins at 0, so that a
+policy with fresh adapters computes what its base computes. They may lie on the seven linear maps of a layer. The sum
+is never merged while a run samples or trains: rollout and update go through the same forward, and with the adapters off
+that forward is the base's to the bit, which gives GRPO its reference without a second model. On export the product is
+added to the weights, and the adapters lie beside them under PEFT's names, to be resumed from.
+
+A and B are float32 whatever the base computes in, since a step of 1e-6 would not move a bfloat16; they are cast on use.
+
+Deliberately absent: dropout, which would set rollout and update apart; adapters on the embedding, the head and the
+norms; several adapters at once; scales other than alpha / r.
+Axes: T packed tokens, I inputs and O outputs of a linear map, R rank.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from thresher.policy.config import ModelConfig
+from thresher.policy.files import atomic_path, atomic_write_text, read_json_object
+from thresher.rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from thresher.policy.model import Policy
+
+# The linear maps of a layer, by the names that a recipe uses, and where Hugging Face keeps each.
+MODULES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+TARGETS = tuple(MODULES)
+FOLDER = "adapter"  # beside model.safetensors; in its own folder, or transformers would add it to what has it already
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+# With 2 to 4 inputs, a CPU matmul of several threads gives a row other bits among more rows; with 8 it does not.
+RANK_STEP = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """What fresh adapters are a function of. UserError for a rank, alpha or target that cannot be."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not 0 < self.alpha < math.inf:
+            raise UserError(f"lora: expected a rank of at least 1 and an alpha > 0, got {self.rank} and {self.alpha}")
+        unknown = [target for target in self.targets if target not in TARGETS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise UserError(f"lora: targets are {list(self.targets)}; expected some of {', '.join(TARGETS)}, each once")
+
+
+class Adapter(nn.Module):
+    """A and B of one linear map."""
+
+    def __init__(self, outputs: int, inputs: int, settings: LoraSettings, generator: torch.Generator) -> None:
+        super().__init__()
+        self.scale = settings.alpha / settings.rank
+        a_RI = torch.empty(settings.rank, inputs).uniform_(-1.0, 1.0, generator=generator) / math.sqrt(inputs)
+        self.a_RI = nn.Parameter(a_RI)
+        self.b_OR = nn.Parameter(torch.zeros(outputs, settings.rank))
+
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """What the adapter adds to the map's output, [T, O], in the dtype of x."""
+        missing = -len(self.a_RI) % RANK_STEP
+        a_RI, b_OR = self.a_RI.to(x_TI.dtype), self.b_OR.to(x_TI.dtype)
+        if missing:
+            a_RI, b_OR = F.pad(a_RI, (0, 0, 0, missing)), F.pad(b_OR, (0, missing))
+        return F.linear(F.linear(x_TI, a_RI) * self.scale, b_OR)
+
+    @torch.no_grad()
+    def product(self) -> torch.Tensor:
+        """(alpha / r) B A, [O, I]: what merging adds to the weight."""
+        return (self.b_OR @ self.a_RI) * self.scale
+
+
+class BlockAdapters(nn.Module):
+    """The adapters of one layer."""
+
+    def __init__(self, config: ModelConfig, settings: LoraSettings, generator: torch.Generator) -> None:
+        super().__init__()
+        self.on = True
+        self.shapes = linear_shapes(config)
+        self.by_target = nn.ModuleDict(
+            {target: Adapter(*self.shapes[target], settings, generator) for target in settings.targets}
+        )
+
+    def forward(self, x_TI: torch.Tensor, y_TO: torch.Tensor, targets: Sequence[str]) -> torch.Tensor:
+        """The outputs y of maps that lie side by side, each with what its adapter adds, if it has one."""
+        if not self.on or not any(target in self.by_target for target in targets):
+            return y_TO
+        parts = y_TO.split([self.shapes[target][0] for target in targets], dim=-1)
+        moved = [
+            part + self.by_target[target](x_TI) if target in self.by_target else part
+            for target, part in zip(targets, parts, strict=True)
+        ]
+        return moved[0] if len(moved) == 1 else torch.cat(moved, dim=-1)
+
+
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of each linear map of a layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    return {
+        "q": (q, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, q),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+
+
+def add_lora(
+    policy: "Policy", *, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
+) -> LoraSettings:
+    """Put fresh adapters on every layer of `policy`, in place; from then on they are all that is trained.
+
+    They are float32 (float64 on a float64 policy), on its device. UserError for settings that cannot be, ValueError for
+    a policy that has adapters.
+    """
+    if policy.lora is not None:
+        raise ValueError("the policy has adapters already")
+    settings = LoraSettings(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    policy.requires_grad_(False)
+    dtype = torch.promote_types(policy.dtype, torch.float32)
+    for layer in policy.blocks():
+        layer.adapters = BlockAdapters(policy.config, settings, generator).to(policy.device, dtype)
+    policy.lora = settings
+    return settings
+
+
+def adapters(policy: "Policy") -> Iterator[tuple[str, Adapter]]:
+    """Hugging Face's name of each adapted map ("model.layers.0.self_attn.q_proj"), and its adapter."""
+    for index, layer in enumerate(policy.blocks()):
+        if layer.adapters is not None:
+            for target, adapter in layer.adapters.by_target.items():
+                assert isinstance(adapter, Adapter)
+                yield f"model.layers.{index}.{MODULES[target]}", adapter
+
+
+def merged_weights(policy: "Policy", views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The policy's weights by Hugging Face's names, `views`, with the adapters' products added: on the CPU, in float32
+    (a float64 policy's in float64), lest small products be lost on a bfloat16 base. The policy is left as it is."""
+    dtype = torch.promote_types(policy.dtype, torch.float32)
+    merged = {name: view.to("cpu", dtype) for name, view in views.items()}
+    for name, adapter in adapters(policy):
+        merged[f"{name}.weight"] = merged[f"{name}.weight"] + adapter.product().cpu()
+    return merged
+
+
+def save_adapters(policy: "Policy", folder: str | Path) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, as PEFT has them, into `folder` (made if absent)."""
+    settings = policy.lora
+    if settings is None:
+        raise ValueError("the policy has no adapters")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "target_modules": [MODULES[target].rpartition(".")[2] for target in settings.targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "base_model_name_or_path": None,
+    }
+    with atomic_path(folder / WEIGHTS) as temporary:
+        save_file({name: value.detach().cpu() for name, value in _tensors(policy).items()}, temporary)
+    atomic_write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def load_adapters(policy: "Policy", folder: str | Path) -> None:
+    """Put the adapters that `save_adapters` wrote into those of `policy`, with the bits they were saved with.
+
+    UserError for files that are absent, cut short, or of other adapters than the policy has.
+    """
+    settings, folder = policy.lora, Path(folder)
+    if settings is None:
+        raise ValueError("the policy has no adapters to load into")
+    config = read_json_object(folder / CONFIG)
+    for key, expected in (("r", settings.rank), ("lora_alpha", settings.alpha)):
+        if config.get(key) != expected:
+            raise UserError(
+                f"{folder / CONFIG}: {key} is {config.get(key)!r}, the recipe's [lora] says {expected}; "
+                "use the recipe that these adapters were trained with"
+            )
+    tensors = _tensors(policy)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            saved = {name: file.get_tensor(name) for name in list(file.keys())}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / WEIGHTS}: cannot be read ({error}); use another checkpoint") from None
+    for name in sorted(tensors.keys() | saved.keys()):
+        if name not in tensors or name not in saved or tensors[name].shape != saved[name].shape:
+            raise UserError(
+                f"{folder / WEIGHTS}: tensor {name} is not what the model and the recipe's [lora] ask for; "
+                "use the model and the recipe that these adapters were trained with"
+            )
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
+
+
+def _tensors(policy: "Policy") -> dict[str, torch.Tensor]:
+    """PEFT's name -> A or B of each adapter."""
+    return {
+        f"base_model.model.{name}.lora_{letter}.weight": value
+        for name, adapter in adapters(policy)
+        for letter, value in (("A", adapter.a_RI), ("B", adapter.b_OR))
+    }

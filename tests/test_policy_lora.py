@@ -1,0 +1,271 @@
+"""Low-rank adapters: fresh ones change nothing, trained ones have the gradients of a dense product, a row keeps its
+bits in any company, and what is saved is an ordinary model with PEFT's files beside it."""
+
+import json
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from thresher.policy.config import ModelConfig
+from thresher.policy.lora import (
+    CONFIG,
+    FOLDER,
+    MODULES,
+    TARGETS,
+    WEIGHTS,
+    Adapter,
+    LoraSettings,
+    adapters,
+    add_lora,
+    load_adapters,
+    merged_weights,
+)
+from thresher.policy.model import Policy, hf_views, init_policy, load_policy
+from thresher.rewards.errors import UserError
+
+IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3])
+
+
+def make_policy(seed: int = 0, **changes: Any) -> Policy:
+    config = ModelConfig(
+        vocab_size=29,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        rms_norm_eps=1e-6,
+        rope_theta=300.0,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        eos_token_ids=(0,),
+    )
+    return init_policy(config.replace(**changes), seed)
+
+
+@torch.no_grad()
+def stirred(policy: Policy, seed: int = 5) -> Policy:
+    """Adapters that have learned something: B is no longer 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, adapter in adapters(policy):
+        adapter.b_OR.copy_(0.3 * torch.randn(adapter.b_OR.shape, generator=generator))
+    return policy
+
+
+def dense(policy: Policy) -> Policy:
+    """The same function without adapters: their products are in the weights."""
+    other = make_policy(hidden_size=policy.config.hidden_size).to(policy.dtype)
+    other.load_state_dict({name: value for name, value in policy.state_dict().items() if "adapters" not in name})
+    with torch.no_grad():
+        for name, weight in merged_weights(policy, hf_views(policy)).items():
+            hf_views(other)[name].copy_(weight)
+    return other
+
+
+def test_fresh_adapters_change_no_bit_and_are_all_that_is_trained() -> None:
+    policy = make_policy()
+    before = policy.logits(IDS)
+    add_lora(policy, rank=3, alpha=6)
+    assert torch.equal(policy.logits(IDS), before)
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * len(TARGETS) and all(".adapters." in name for name in trained)
+    for name, adapter in adapters(policy):
+        inputs = adapter.a_RI.shape[1]
+        assert adapter.b_OR.count_nonzero() == 0 and adapter.scale == 2
+        assert 0.5 / math.sqrt(inputs) < adapter.a_RI.abs().max() <= 1 / math.sqrt(inputs), name
+
+
+def test_adapters_are_a_function_of_their_seed() -> None:
+    def values(seed: int) -> list[torch.Tensor]:
+        policy = make_policy()
+        add_lora(policy, rank=4, alpha=4, seed=seed)
+        return [adapter.a_RI for _, adapter in adapters(policy)]
+
+    first = values(1)
+    assert all(map(torch.equal, first, values(1))) and not any(map(torch.equal, first, values(2)))
+    assert len({tensor.sum().item() for tensor in first}) == len(first), "two of them are alike"
+
+
+@pytest.mark.parametrize("targets", [("q",), ("k", "v"), ("o", "up"), ("gate",), ("down",), TARGETS], ids="+".join)
+def test_they_add_their_product_and_off_they_add_nothing(targets: tuple[str, ...]) -> None:
+    policy = make_policy().double()
+    base = policy.logits(IDS)
+    add_lora(policy, rank=3, alpha=4.5, targets=targets)
+    stirred(policy)
+    found = {name.removeprefix("model.layers.") for name, _ in adapters(policy)}
+    assert found == {f"{layer}.{MODULES[target]}" for layer in (0, 1) for target in targets}
+    with_them = policy.logits(IDS)
+    assert (with_them - base).abs().max() > 0.05
+    torch.testing.assert_close(with_them, dense(policy).logits(IDS), rtol=0, atol=1e-12)
+    with policy.adapters_off():
+        assert torch.equal(policy.logits(IDS), base)
+        with policy.adapters_off():
+            pass
+        assert torch.equal(policy.logits(IDS), base)
+    assert torch.equal(policy.logits(IDS), with_them)
+    with pytest.raises(RuntimeError), policy.adapters_off():
+        raise RuntimeError
+    assert torch.equal(policy.logits(IDS), with_them), "an error left them off"
+
+
+def test_their_gradients_are_those_of_the_dense_product() -> None:
+    """With G = dloss/dW of the merged weight: dB = s G A^T and dA = s B^T G."""
+    policy = make_policy().double()
+    add_lora(policy, rank=3, alpha=4.5)
+    other = dense(stirred(policy)).requires_grad_(True)
+    for each in (policy, other):
+        torch.nn.functional.cross_entropy(each.logits(IDS[:-1]), IDS[1:]).backward()
+    assert all(p.grad is None for name, p in policy.named_parameters() if "adapters" not in name)
+    gradients = make_policy().double()
+    for name, parameter in gradients.named_parameters():
+        parameter.data = other.get_parameter(name).grad  # type: ignore[assignment]
+    slopes = hf_views(gradients)
+    for name, adapter in adapters(policy):
+        slope_OI = slopes[f"{name}.weight"]
+        torch.testing.assert_close(adapter.b_OR.grad, 1.5 * slope_OI @ adapter.a_RI.detach().T, rtol=0, atol=1e-12)
+        torch.testing.assert_close(adapter.a_RI.grad, 1.5 * adapter.b_OR.detach().T @ slope_OI, rtol=0, atol=1e-12)
+        assert slope_OI.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rank", [1, 2, 3, 8, 20])
+def test_a_row_has_the_same_bits_in_any_company(rank: int, threads: int) -> None:
+    """Rows come in multiples of 8 (kvcache.py). Ranks 2 to 4 as they stand would fail on three threads."""
+    settings = LoraSettings(rank=rank, alpha=8.0)
+    generator = torch.Generator().manual_seed(rank)
+    adapter = Adapter(24, 24, settings, generator)
+    torch.nn.init.normal_(adapter.b_OR, generator=generator)
+    x_TI = torch.randn(128, 24, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = torch.cat([adapter(rows) for rows in x_TI.split(8)])
+        for count in (16, 24, 56, 104, 128):
+            assert torch.equal(adapter(x_TI[:count]), alone[:count]), count
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(alone, x_TI @ adapter.product().T, rtol=0, atol=1e-4)
+
+
+def test_on_a_bfloat16_base_they_are_float32_and_learn() -> None:
+    policy = make_policy().bfloat16()
+    add_lora(policy, rank=4, alpha=8)
+    assert {parameter.dtype for _, adapter in adapters(policy) for parameter in adapter.parameters()} == {torch.float32}
+    stirred(policy)
+    logits = policy.logits(IDS)
+    assert policy.dtype == logits.dtype == torch.bfloat16
+    logits.float().square().mean().backward()
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 for _, a in adapters(policy) for p in a.parameters()
+    )
+    merged = merged_weights(policy, hf_views(policy))
+    assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
+    name, adapter = next(adapters(policy))
+    kept = merged[f"{name}.weight"] - hf_views(policy)[f"{name}.weight"].float()
+    torch.testing.assert_close(kept, adapter.product(), rtol=0, atol=1e-6)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Policy, Path]:
+    policy = make_policy()
+    add_lora(policy, rank=3, alpha=6, targets=("q", "v", "down"))
+    stirred(policy).save(tmp_path / "model")
+    return policy, tmp_path / "model"
+
+
+def fresh(**changes: Any) -> Policy:
+    policy = make_policy()
+    add_lora(policy, **{"rank": 3, "alpha": 6, "targets": ("q", "v", "down"), "seed": 9, **changes})
+    return policy
+
+
+def test_what_is_saved_is_an_ordinary_model(saved: tuple[Policy, Path]) -> None:
+    policy, folder = saved
+    plain = load_policy(folder)
+    assert plain.lora is None
+    torch.testing.assert_close(plain.logits(IDS), policy.logits(IDS), rtol=0, atol=1e-4)
+    with policy.adapters_off():
+        assert (plain.logits(IDS) - policy.logits(IDS)).abs().max() > 0.05
+    # transformers adds an adapter that lies in the model's own folder, which has it already.
+    assert sorted(path.name for path in folder.iterdir()) == [
+        FOLDER,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def test_adapters_come_back_with_their_bits_under_pefts_names(saved: tuple[Policy, Path]) -> None:
+    policy, folder = saved
+    tensors = load_file(folder / FOLDER / WEIGHTS)
+    assert len(tensors) == 2 * 3 * 2
+    down = tensors["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
+    assert down.shape == (3, 40) and torch.equal(down, dict(adapters(policy))["model.layers.1.mlp.down_proj"].a_RI)
+    config = json.loads((folder / FOLDER / CONFIG).read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")
+    assert config["target_modules"] == ["q_proj", "v_proj", "down_proj"]
+    other = fresh()
+    load_adapters(other, folder / FOLDER)
+    assert torch.equal(other.logits(IDS), policy.logits(IDS))
+    for (name, one), (_, two) in zip(policy.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def damaged(change: Callable[[Path], Any], folder: Path, **changes: Any) -> str:
+    change(folder / FOLDER)
+    policy = fresh(**changes)
+    before = deepcopy(policy.state_dict())
+    with pytest.raises(UserError) as caught:
+        load_adapters(policy, folder / FOLDER)
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+    return str(caught.value)
+
+
+def test_other_adapters_than_the_recipes_are_refused(saved: tuple[Policy, Path]) -> None:
+    _, folder = saved
+    assert "r is 3, the recipe's [lora] says 4" in damaged(lambda _: None, folder, rank=4)
+    assert "lora_alpha is 6, the recipe's [lora] says 7" in damaged(lambda _: None, folder, alpha=7)
+    assert "layers.0.mlp.down_proj.lora_A.weight is not what" in damaged(lambda _: None, folder, targets=("q", "v"))
+    assert "layers.0.mlp.gate_proj.lora_A.weight is not what" in damaged(lambda _: None, folder, targets=TARGETS)
+
+
+def test_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> None:
+    _, folder = saved
+    whole = (folder / FOLDER / WEIGHTS).read_bytes()
+    assert "cannot be read" in damaged(lambda at: (at / WEIGHTS).write_bytes(whole[:-5]), folder)
+    (folder / "whole.safetensors").write_bytes(whole)
+    wrong = load_file(folder / "whole.safetensors")
+    last = max(wrong)
+    message = damaged(lambda at: save_file(wrong | {last: wrong[last].T.contiguous()}, at / WEIGHTS), folder)
+    assert f"tensor {last} is not what" in message
+    assert "cannot be read" in damaged(lambda at: (at / WEIGHTS).unlink(), folder)
+    assert CONFIG in damaged(lambda at: (at / CONFIG).unlink(), folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rank": 0}, "a rank of at least 1"),
+        ({"alpha": 0.0}, "an alpha > 0"),
+        ({"alpha": math.inf}, "an alpha > 0"),
+        ({"targets": ()}, "expected some of q, k, v, o, gate, up, down, each once"),
+        ({"targets": ("q", "q")}, "each once"),
+        ({"targets": ("q_proj",)}, r"targets are \['q_proj'\]"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        fresh(**changes)
+
+
+def test_a_policy_has_one_set_of_adapters() -> None:
+    with pytest.raises(ValueError, match="has adapters already"):
+        add_lora(fresh(), rank=2, alpha=2)
