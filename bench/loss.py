@@ -18,13 +18,11 @@ Deliberately absent: timing the forward alone, and tuning. Legend: M rows of a c
 """
 
 import gc
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from thresher.bench.loss_case import Case, Errors, Shape, Truth, errors_of, make
 from thresher.bench.loss_peers import PEERS, Contender, Run, contenders, usual_chunk
 from thresher.bench.machine import facts
 from thresher.bench.measure import in_turn, peak_bytes, spread
+from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, progress_line, table
 from thresher.rewards.errors import UserError
 
@@ -129,7 +128,7 @@ def run_loss_bench(
     """Measure, append the rows to `out` as they are made, draw `plot`, print a table. Returns the rows of the cases
     that were measured; `failure` tells whether ours is among the wrong."""
     device, dtype, shapes = bench.resolved_device(), bench.resolved_dtype(), bench.shapes()
-    _check_files(out, plot)
+    check_files(out, plot)
     chosen = contenders(device, list(bench.peers))
     deadline = time.monotonic() + bench.budget
     head = {"bench": "loss", **facts(("triton", "liger-kernel", "trl", "cut-cross-entropy"))}
@@ -153,11 +152,13 @@ def run_loss_bench(
             except torch.OutOfMemoryError as error:  # of the case itself; what a contender runs out of is its own row
                 left_out[shape] = _sentence(error)
                 continue
-            _append(out, rows[-1])
+            append_rows(out, rows[-1])
             line.to(number, str(shape))
     _show(rows)
     if left_out:
-        _append(out, {**head, "left_out": [{**asdict(shape), "reason": reason} for shape, reason in left_out.items()]})
+        append_rows(
+            out, {**head, "left_out": [{**asdict(shape), "reason": reason} for shape, reason in left_out.items()]}
+        )
     for reason in dict.fromkeys(left_out.values()):
         console.print(f"left out: {'; '.join(str(shape) for shape in left_out if left_out[shape] == reason)}: {reason}")
     if plot is not None and rows:
@@ -307,29 +308,6 @@ def _sentence(error: Exception) -> str:
     """The first line of what went wrong, short enough for a table's foot."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     return f"{type(error).__name__}: {lines[0][:200].rstrip('.')}."
-
-
-def _append(path: str | Path | None, *rows: dict[str, Any]) -> None:
-    if path is not None:
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def _check_files(out: str | Path | None, plot: str | Path | None) -> None:
-    """What cannot be written is told before an hour of measuring."""
-    if plot is not None and find_spec("matplotlib") is None:
-        raise UserError(f"--plot {plot}: matplotlib is not installed; install it, or leave the picture out")
-    for flag, path in (("--out", out), ("--plot", plot)):
-        if path is None:
-            continue
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            if flag == "--out":
-                _append(path)
-            elif Path(path).is_dir():
-                raise IsADirectoryError(0, "it is a folder")
-        except OSError as error:
-            raise UserError(f"{flag} {path}: cannot be written ({error.strerror}); choose another file") from None
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -38,17 +38,17 @@ from thresher.engine.console import console, table
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools
 from thresher.engine.grpo import Updater, advantages, make_items
 from thresher.engine.initialise import END_OF_TEXT, ROUND
+from thresher.engine.live import Job
 from thresher.engine.packing import Item, pack
 from thresher.engine.recipe import Grpo, Optim
 from thresher.engine.render import Renderer
-from thresher.engine.rollout import Job, Limits, Rollout
+from thresher.engine.rollout import Limits, Rollout
 from thresher.engine.trajectory import Trajectory
 from thresher.engine.world import Size, invent, passages, questions
 from thresher.kernels import token_logprobs
 from thresher.policy.config import config_from_dict
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, train_bpe
-from thresher.retrieval.index import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
@@ -142,7 +142,7 @@ class Ours:
         self.rollout = Rollout(
             policy,
             setting.tokenizer,
-            cast(Index, None),  # an episode that never searches needs none
+            None,  # an episode that never searches needs no index
             system,
             Tools(system.template, 1),
             Renderer(
@@ -199,7 +199,7 @@ def _episode(question: Question, tools: Tools) -> Episode:
     return "ended"
 
 
-def _no_reward(pieces: object, golds: object) -> RewardResult:
+def _no_reward(attempt: object) -> RewardResult:
     raise RuntimeError("the bench rewards ids, not text")
 
 

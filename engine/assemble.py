@@ -5,19 +5,22 @@ without a question) is refused here, before anything is computed or written.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from thresher.engine.console import console
 from thresher.engine.episode import System, Tools, read_template
+from thresher.engine.judges import load_judge
+from thresher.engine.judging import Judges
 from thresher.engine.kvcache import PagedKV
 from thresher.engine.recipe import Data, Recipe, Retrieval, load_recipe
 from thresher.engine.recipe import System as SystemSection
 from thresher.engine.render import Renderer
 from thresher.engine.rollout import Limits, Rollout
 from thresher.engine.systems import load_system
+from thresher.engine.verdicts import load_verdicts
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.client import RemoteRetriever
@@ -44,7 +47,7 @@ class Parts:
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
 
-    def rollout(self, index: Retriever) -> Rollout:
+    def rollout(self, index: Retriever | None) -> Rollout:
         limits = self.limits
         blocks = Rollout.blocks_for(limits)
         needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.page_size, self.policy.dtype.itemsize)
@@ -54,8 +57,8 @@ class Parts:
                 f"the KV cache for rollout.max_running = {limits.max_running} samples of {limits.max_context} tokens "
                 f"takes {needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them"
             )
-        shuffle = self.recipe.need(Retrieval).shuffle
         parts = (self.system, self.tools, self.renderer, limits)
+        shuffle = (self.recipe.retrieval or Retrieval()).shuffle
         return Rollout(self.policy, self.tokenizer, index, *parts, shuffle=shuffle)
 
 
@@ -66,11 +69,12 @@ def memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def load_parts(recipe: Recipe, model_path: str | Path | None = None) -> Parts:
-    """Policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`."""
+def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: System | None = None) -> Parts:
+    """Policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`, `system` that of the one
+    which the recipe names."""
     section = recipe.need(SystemSection)
-    system = load_system(section.name, section.options)
-    template = system.template if section.template is None else read_template(section.template)
+    system = system or load_system(section.name, section.options)
+    template = system.template if section.template is None else read_template(section.template, system.given_passages)
     folder = Path(recipe.model.path if model_path is None else model_path)
     tokenizer = load_tokenizer(folder)
     policy = load_on_device(recipe, folder)
@@ -83,7 +87,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None) -> Parts:
             f"rollout.max_context is {rollout.max_context}, but the model was made for "
             f"{policy.config.max_position_embeddings} positions; lower it"
         )
-    retrieval = recipe.need(Retrieval)
+    retrieval = recipe.retrieval or Retrieval()
     return Parts(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -123,24 +127,48 @@ def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
         )
 
 
-def load_retrieval(recipe: Recipe) -> Retriever:
-    """The recipe's index, or its server once that answers, with k checked."""
-    section = recipe.need(Retrieval)
+def _say(text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
+    """The recipe's index, or its server once that answers, with k checked. None if it names neither; UserError then for
+    a system that shows what it searched for."""
+    section = recipe.retrieval
+    if section is None or (section.index is None and section.url is None):
+        if "<information>" in system.tags:
+            raise UserError(
+                f"the recipe names nowhere to search, and {system.name} searches; set retrieval.index to a folder or "
+                "retrieval.url to a server"
+            )
+        return None
     retriever: Retriever
     if section.url is not None:
         retriever = RemoteRetriever(
             section.url,
             timeout=section.timeout,
             patience=section.patience,
-            say=lambda text: console.print(text, markup=False, soft_wrap=True),
+            say=_say,
         )
     else:
         from thresher.retrieval.index import load_retriever  # FAISS: where a server searches, the run needs none
 
-        assert section.index is not None  # or it would have a url
+        assert section.index is not None  # it has no url
         retriever = load_retriever(section.index)
     retriever.check_k(section.k)
     return retriever
+
+
+def load_judges(recipe: Recipe, system: System, replies: Path) -> Judges:
+    """An entailment judge where the system claims something, and a chat model where one is named or rewarded by; what
+    that one said is kept in `replies`, unless the recipe names a file for it."""
+    section = recipe.judge
+    if section.replies is None:
+        section = replace(section, replies=str(replies))
+    return Judges(
+        entailment=load_judge(section) if system.claims is not None else None,
+        verdict=load_verdicts(section, _say) if section.url is not None or system.wants_verdict else None,
+    )
 
 
 def load_questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:

@@ -27,6 +27,7 @@ BLUE, ORANGE, GREEN, PURPLE, RED, GREY, SKY = (
     "#8b929c",
     "#8fbbe6",
 )
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
 SAMPLED, HELD_OUT = "sampled, training questions", "greedy, held-out questions"
 ENDINGS = {  # as Trajectory.reason has them
     "turns": ("turn limit", BLUE),
@@ -87,6 +88,7 @@ def charts_of(
     return _filled(
         [
             *_learning(line, both, kl_value, beta),
+            *_own(steps, evals, both),
             *_health(steps, line, max_grad_norm, groups),
             *_speed(line, per_step),
         ]
@@ -152,6 +154,70 @@ def _learning(line: Line, both: Callable[[str], tuple[Series, ...]], kl_value: s
             series=(line("entropy", "entropy", BLUE),),
         ),
     ]
+
+
+def _own(steps: Sequence[Record], evals: Sequence[Record], both: Callable[[str], tuple[Series, ...]]) -> list[Chart]:
+    """What the run's system has of its own: its reward's parts, and measures of what it writes between its tags.
+
+    Parts that are named after another (answer, answer_full, answer_evidence) share a chart with it; one that leaves
+    [0, 1] (a bonus, a count) has one to itself; the rest share one.
+    """
+    names = list(dict.fromkeys(name for record in (*steps, *evals) for name in record.get("parts") or {}))
+    large = {name for name in names if any(_part(name, record) > 1 for record in (*steps, *evals))}
+    families = {first: [name for name in names if name == first or name.startswith(f"{first}_")] for first in names}
+    charts: dict[str, list[str]] = {}
+    for name in names:
+        first = next((first for first, members in families.items() if len(members) > 1 and name in members), None)
+        alone = name if name in large else ""
+        charts.setdefault(alone if first is None else first, []).append(name)
+    drawn = []
+    for key, members in charts.items() if len(names) > 1 else ():  # a single part is the reward
+        title = "Parts of the reward" if not key and len(members) > 1 else f"Reward's part: {key or members[0]}"
+        drawn.append(
+            Chart(
+                name=f"parts_{key}" if key else "parts",
+                title=title,
+                caption="Means over trajectories, as the system's reward has them, before any weight.",
+                series=_part_series(steps, evals, members),
+            )
+        )
+    recalls = {"recall_evidence": "evidence", "recall_rationale": "rationale", "recall_notes": "notes"}
+    recalls |= {"recall_evaluation": "evaluations", "recall_analysis": "analysis"}
+    return [
+        *drawn,
+        Chart(
+            name="compression",
+            title="Compression ratio",
+            caption="Length of the passages over that of the evidence, by question; those without evidence left out.",
+            series=both("compression"),
+        ),
+        Chart(
+            name="recall",
+            title="Answer recall",
+            caption="Share of trajectories in which a gold answer stands in the text. Sampled, training questions.",
+            series=tuple(
+                _series(steps, partial(_number, key=key), label, color)
+                for (key, label), color in zip(recalls.items(), PALETTE, strict=False)
+            ),
+            percent=True,
+        ),
+    ]
+
+
+def _part_series(steps: Sequence[Record], evals: Sequence[Record], names: Sequence[str]) -> tuple[Series, ...]:
+    """A curve for each part of the sampled trajectories; of a single part those of the evaluations too."""
+    if len(names) > 1:
+        return tuple(
+            _series(steps, partial(_part, name), name, PALETTE[place % len(PALETTE)])
+            for place, name in enumerate(names)
+        )
+    sampled = _series(steps, partial(_part, names[0]), SAMPLED, BLUE)
+    return sampled, _series(evals, partial(_part, names[0]), HELD_OUT, ORANGE, dots=True)
+
+
+def _part(name: str, record: Record) -> float:
+    parts = record.get("parts")
+    return _number(parts, name) if isinstance(parts, Mapping) else float("nan")
 
 
 def _health(steps: Sequence[Record], line: Line, max_grad_norm: float, groups: int) -> list[Chart]:

@@ -12,9 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from thresher.engine.comparing import compare_arguments
+from thresher.engine.datasets import data_commands
+from thresher.engine.evaluating import eval_arguments
+from thresher.engine.extracting import extract_arguments
+from thresher.engine.benching import retrieval_arguments
 from thresher.engine.indexing import build_arguments, search_arguments
 from thresher.engine.planning import hybrid_arguments, plan_arguments
 from thresher.engine.serve import serve_arguments
+from thresher.engine.sftdata import sft_command
+from thresher.engine.studying import study_commands
 from thresher.rewards.errors import UserError
 
 Handler = Callable[[argparse.Namespace], None]
@@ -38,7 +45,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print(f"thresher: {error.filename2 or error.filename}: {error.strerror}; choose another path", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("thresher: interrupted; a training run goes on with --resume, an index when built again", file=sys.stderr)
+        print(
+            "thresher: interrupted; a training run goes on with --resume, an index or an evaluation when begun again",
+            file=sys.stderr,
+        )
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
@@ -67,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     init.add_argument("--seed", type=int, default=0)
     init.add_argument("--out", required=True)
 
-    sft = _command(commands, "sft", _sft, "supervised fine-tuning on segmented transcripts")
+    sft = _command(commands, "sft", _sft, "supervised fine-tuning, of all weights or of adapters")
     _recipe_arguments(sft)
     sft.add_argument("--out", required=True, help="model folder to write")
 
@@ -76,17 +86,16 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--out", required=True, help="run folder to write")
     train.add_argument("--resume", action="store_true", help="go on from the run folder's last checkpoint")
 
-    evaluate = _command(commands, "eval", _eval, "answer questions and measure")
-    _recipe_arguments(evaluate)
-    evaluate.add_argument("--questions", help="JSONL; default: data.dev of the recipe")
-    evaluate.add_argument("--limit", type=_count, help="only the first so many")
-    evaluate.add_argument("--temperature", type=_temperature, default=0.0, help="0 (the default) is greedy")
-    evaluate.add_argument("--out", required=True, help="folder for trajectories.jsonl and metrics.json")
+    eval_arguments(_command(commands, "eval", _eval, "answer questions with a system or a baseline, and measure"))
+    compare_arguments(_command(commands, "compare", _compare, "two evaluations of the same questions, side by side"))
+
+    extract_arguments(_command(commands, "extract", _extract, "evidence from passages, for whoever answers"))
 
     score = _command(commands, "score", _score, "rate transcripts with a system's reward")
-    score.add_argument("--system", required=True)
+    score.add_argument("--system", required=True, help="its name, or path/to/your_own.py")
     score.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="a switch of the system")
     score.add_argument("--transcripts", required=True)
+    score.add_argument("--tokenizer", metavar="DIR", help="count lengths in its tokens; default: in words")
     score.add_argument("--out", required=True)
 
     index = commands.add_parser("index", help="plan, build, join, search or check an index").add_subparsers(
@@ -103,11 +112,16 @@ def build_parser() -> argparse.ArgumentParser:
     serve = _command(commands, "serve-retriever", _serve, "answer searches over HTTP, as Search-R1 and ReCall ask")
     serve_arguments(serve)
 
-    data = commands.add_parser("data", help="make data").add_subparsers(required=True, metavar="ACTION")
+    data = commands.add_parser("data", help="make and check data").add_subparsers(required=True, metavar="ACTION")
+    data_commands(data)
+    sft_command(data)
     invent = _command(data, "invent", _data_invent, "an invented world: corpus, questions, warm-up transcripts")
     invent.add_argument("--out", required=True)
     invent.add_argument("--seed", type=int, default=0)
     invent.add_argument("--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe")
+    invent.add_argument(
+        "--forms", type=_whole, default=0, help="transcripts of each system's form, for `study systems`"
+    )
     invent.add_argument("--aware", type=_share, help="share of warm-up transcripts that follow their question")
 
     report = _command(commands, "report", _report, "curves and trajectories of a run, as a page and pictures")
@@ -132,6 +146,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     loss.add_argument("--out", help="JSON lines to append to")
     loss.add_argument("--plot", help="PNG to write")
+    text = "indexes, their recall and speed, beside torch, numpy and FAISS; the server under load"
+    retrieval_arguments(_command(bench, "retrieval", _bench_retrieval, text))
     compiled = _command(bench, "compile", _bench_compile, "the Triton kernels, compiled for GPUs that are not here")
     compiled.add_argument("--target", action="append", choices=("sm_80", "sm_90"), help="default: both")
     compiled.add_argument("--module", action="append", help="dotted name of one with kernels, in place of the loss's")
@@ -140,21 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     study = commands.add_parser("study", help="put a claim of the method to the test").add_subparsers(
         required=True, metavar="CLAIM"
     )
-    kl = _command(study, "kl", _study_kl, "KL estimators: value, gradient, and training pushed off its reference")
-    kl.add_argument("--out", default="runs/study-kl", help="folder; what is finished in it is not done again")
-    kl.add_argument("--start", metavar="FOLDER", help="a folder of `thresher demo`, whose world and warm-up are used")
-    kl.add_argument("--steps", type=_count, default=30, help="of each training run")
-    kl.add_argument("--seeds", type=_seed, nargs="+", default=[0, 1], metavar="SEED")
-    mask = _command(
-        study, "mask", _study_mask, "retrieved tokens in the loss, zeroed, masked, removed: cost and gradient"
-    )
-    mask.add_argument("--out", default="runs/study-mask", help="folder for mask.json and mask.png")
-    batch = mask.add_mutually_exclusive_group()
-    batch.add_argument("--run", help="folder of `thresher train` or `demo`: its last weights and stored trajectories")
-    batch.add_argument("--seed", type=_seed, default=0, help="of a scripted batch and random weights, without --run")
-    mask.add_argument("--limit", type=_count, default=64, help="trajectories in the batch, at most")
-    mask.add_argument("--repeats", type=_count, default=7, help="timed steps of each treatment")
-    mask.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    study_commands(study, build_parser)
 
     demo = _command(commands, "demo", _demo, "from nothing to a model that searches, in minutes")
     demo.add_argument("--out", default="runs/demo")
@@ -182,10 +184,10 @@ def _count(text: str) -> int:
     return value
 
 
-def _seed(text: str) -> int:
+def _whole(text: str) -> int:
     value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^63 - 1, got {text}")
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text}")
     return value
 
 
@@ -199,13 +201,6 @@ def _percent(text: str) -> int:
 def _seconds(text: str) -> float:
     value = float(text)
     if not value >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
     return value
 
@@ -253,9 +248,21 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    from thresher.engine.commands import run_eval
+    from thresher.engine.evaluating import run_eval
 
-    run_eval(_load_recipe(options), options.questions, options.limit, options.temperature, options.out)
+    run_eval(options)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from thresher.engine.comparing import run_compare
+
+    run_compare(options)
+
+
+def _extract(options: argparse.Namespace) -> None:
+    from thresher.engine.extracting import run_extract
+
+    run_extract(options)
 
 
 def _score(options: argparse.Namespace) -> None:
@@ -263,7 +270,8 @@ def _score(options: argparse.Namespace) -> None:
     from thresher.engine.recipe import parse_overrides
     from thresher.engine.score import score_file
 
-    figures = score_file(options.system, parse_overrides(options.set), options.transcripts, options.out)
+    switches = parse_overrides(options.set)
+    figures = score_file(options.system, switches, options.transcripts, options.out, options.tokenizer)
     console.figures(f"{options.system} rewards in {options.out}", figures)
 
 
@@ -311,7 +319,7 @@ def _data_invent(options: argparse.Namespace) -> None:
     from thresher.engine.world import Size
 
     size = Size() if options.aware is None else replace(Size(), aware=options.aware)
-    figures = invent_files(options.out, options.seed, size, options.passage_format)
+    figures = invent_files(options.out, options.seed, size, options.passage_format, options.forms)
     console.figures(f"an invented world in {options.out}", figures)
 
 
@@ -346,24 +354,30 @@ def _bench_loss(options: argparse.Namespace) -> None:
         sys.exit(f"thresher: {wrong}")  # prints it, status 1
 
 
+def _bench_retrieval(options: argparse.Namespace) -> None:
+    from thresher.bench.retrieval import RetrievalBench, failure, read_source, run_retrieval_bench
+
+    bench = RetrievalBench(
+        sizes=options.sizes,
+        dim=options.dim,
+        kinds=options.kinds,
+        batches=options.batches,
+        source=read_source(options.corpus, options.encoder, options.passages, options.questions),
+        work=options.work,
+        server_seconds=options.server,
+        budget=options.budget,
+    )
+    wrong = failure(run_retrieval_bench(bench, options.out, options.plot))
+    if wrong is not None:
+        sys.exit(f"thresher: {wrong}")  # prints it, status 1
+
+
 def _bench_compile(options: argparse.Namespace) -> None:
     from thresher.bench.compile import KERNEL_MODULES, TARGETS, run_compile_bench
 
     wrong = run_compile_bench(options.target or tuple(TARGETS), options.module or KERNEL_MODULES, options.out)
     if wrong is not None:
         sys.exit(f"thresher: {wrong}")  # prints it, status 1
-
-
-def _study_kl(options: argparse.Namespace) -> None:
-    from thresher.engine.studies.kl import run_study
-
-    run_study(Path(options.out), options.start, options.steps, options.seeds, build_parser())
-
-
-def _study_mask(options: argparse.Namespace) -> None:
-    from thresher.engine.studies.mask import run_study
-
-    run_study(Path(options.out), options.run, options.seed, options.repeats, options.limit, options.device)
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -7,31 +7,42 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.assemble import load_parts, load_retrieval
+from thresher.engine.assemble import load_parts
 from thresher.engine.demo import demo
-from thresher.engine.evaluate import check_all, evaluate, summarise
-from thresher.engine.recipe import Data, Recipe, Sft
-from thresher.engine.sft import Trainer, read_transcripts
+from thresher.engine.recipe import Recipe, Sft
+from thresher.engine.sft import Trainer, read_data, read_transcripts
+from thresher.engine.sftdata import Unused, say_unused, write_unused
 from thresher.engine.train import Progress, train
+from thresher.engine.trained import put_adapters
 from thresher.policy.files import atomic_write_text, staged_folder
 from thresher.retrieval.jsonl import write_jsonl
-from thresher.retrieval.questions import read_questions
 from thresher.rewards.errors import UserError
 
 
 def run_sft(recipe: Recipe, out: str | Path) -> None:
-    """Fine-tune `model.path` on `sft.transcripts`; `out` becomes a model folder with metrics.jsonl and sft.json
-    beside."""
+    """Fine-tune `model.path`, all of it or adapters, on `sft.transcripts` or `sft.data`; `out` becomes a model folder
+    with metrics.jsonl and sft.json beside."""
     sft = recipe.need(Sft)
     if Path(out).exists():
         raise UserError(f"{out}: exists already; choose another folder for the model")
     parts = load_parts(recipe)
-    transcripts = read_transcripts(sft.transcripts, parts.tokenizer, parts.renderer, parts.tools.template)
-    policy = parts.policy.float()
+    policy = parts.policy
+    encoding = parts.tokenizer, parts.renderer, parts.tools.template, next(iter(policy.config.eos_token_ids), None)
+    unused: list[Unused] = []
+    questions = 0
+    if sft.transcripts is not None:
+        transcripts = read_transcripts(sft.transcripts, *encoding)
+    else:
+        transcripts, unused, questions = read_data(sft, *encoding)
+    if recipe.lora is None:
+        policy = policy.float()
+    else:
+        put_adapters(recipe, policy)
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     trainer = Trainer(policy, transcripts, sft, recipe.optim, parts.vocab_size, recipe.run.seed)
     console.console.print(
         f"sft: {len(trainer.training):,} transcripts to train on, {len(trainer.held_out):,} held out, "
-        f"{policy.parameter_count():,} parameters, at most {sft.steps} steps"
+        f"{trained:,} parameters, at most {sft.steps} steps"
     )
     started = time.perf_counter()
     records: list[dict[str, Any]] = []
@@ -51,14 +62,18 @@ def run_sft(recipe: Recipe, out: str | Path) -> None:
         "names copied right": result.copying,
         "gate": sft.gate,
         "passed": result.passed,
+        "parameters trained": trained,
+        "questions unused": len(unused),
         "seconds": time.perf_counter() - started,
     }
     with staged_folder(out) as staged:
         policy.save(staged)
         parts.tokenizer.save(staged)
         write_jsonl(staged / "metrics.jsonl", records)
+        write_unused(unused, staged / "unused.jsonl")
         atomic_write_text(staged / "sft.json", json.dumps(figures, indent=2) + "\n")
     console.figures(f"sft: model in {out}", figures)
+    say_unused(unused, questions, Path(out) / "unused.jsonl")
     if not result.passed:
         console.console.print(
             f"The gate was not reached: {result.copying:.0%} of the names were copied right, {sft.gate:.0%} wanted. "
@@ -90,36 +105,6 @@ def run_train(recipe: Recipe, out: str | Path, resume: bool) -> None:
 
         summary = train(recipe, out, resume, watch)
     console.figures(f"train: run in {out}", summary)
-
-
-def run_eval(
-    recipe: Recipe, questions_path: str | None, limit: int | None, temperature: float, out: str | Path
-) -> None:
-    """Answer questions once each; `out` gets trajectories.jsonl and metrics.json."""
-    if Path(out).exists():
-        raise UserError(f"{out}: exists already; choose another folder for the evaluation")
-    path = questions_path or recipe.need(Data).dev
-    if path is None:
-        raise UserError("eval: no questions; give --questions FILE, or data.dev in the recipe")
-    questions = read_questions(path)[:limit]
-    parts = load_parts(recipe)
-    rollout = parts.rollout(load_retrieval(recipe))
-    started = time.perf_counter()
-    with console.progress_line("eval", len(questions)) as line:
-        done = 0
-
-        def progress(count: int) -> None:
-            nonlocal done
-            done += count
-            line.to(done, "")
-
-        judged = evaluate(rollout, questions, temperature, recipe.run.seed, progress)
-    check_all(judged, parts.tokenizer, parts.system.tags, parts.limits.max_context)
-    figures = summarise(judged) | {"temperature": temperature, "seconds": time.perf_counter() - started}
-    with staged_folder(out) as staged:
-        write_jsonl(staged / "trajectories.jsonl", (entry.to_dict(parts.tokenizer) for entry in judged))
-        atomic_write_text(staged / "metrics.json", json.dumps(figures, indent=2) + "\n")
-    console.figures(f"eval: {out}", figures)
 
 
 def run_demo(out: Path, seed: int, overrides: list[str], parser: argparse.ArgumentParser) -> None:

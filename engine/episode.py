@@ -9,18 +9,25 @@ never sees a tensor, a batch or another episode.
     Search(query)   -> [Hit]        waits for the next retrieval, which serves all waiting episodes in one call
     Retrieved(...)  -> None         appends passages between a pair of tags
     Feedback(text)  -> None         appends a line of the engine's own
+    Fork(branches)  -> None         contexts of their own, in which the policy writes once more, for the reward alone
+
+A branch hides what its context leaves out: the context is put together anew and prefilled from scratch, since the
+hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in it goes to
+the reward (Attempt.branches) and never into the loss.
 
 A generator returns the reason why the trajectory ended ("answered", "turns", ...). Limits of tokens and context are the
 engine's business: it closes the generator and records its own reason.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thresher.retrieval.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
+from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks
@@ -29,10 +36,12 @@ from thresher.rewards.transcript import Piece, Source
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The opening of a trajectory: a template (which may hold control tokens) and the question put in its place."""
+    """The opening of a trajectory: a template (which may hold control tokens), with question and passages put in their
+    places, `{question}` and `{passages}`."""
 
     template: str
     question: str
+    passages: Sequence[Passage] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,33 @@ class Feedback:
     text: str
 
 
-Request = Prompt | Generate | Search | Retrieved | Feedback
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the policy has written so far, from byte `start` to `end`, all its turns counted as one text."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reprefill:
+    """A context of its own: a prompt, then text kept from the trajectory and template text (str), in this order. In it
+    the policy writes one turn, up to a tag of `stop`. Kept tokens stay whole; of one that straddles a boundary the kept
+    part is encoded anew, byte by byte."""
+
+    prompt: Prompt
+    parts: tuple[Kept | str, ...]
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Branches of the trajectory, by name. They are written after it, in the same rollout; nothing waits for them."""
+
+    branches: Mapping[str, Reprefill]
+
+
+Request = Prompt | Generate | Search | Retrieved | Feedback | Fork
 Episode = Generator[Request, Any, str]
 
 
@@ -95,17 +130,23 @@ class System:
     """One paper's method, as the engine needs it.
 
     tags: every tag of its grammar, opening and closing; no passage, question or feedback may contain one.
-    episode(question, tools): the protocol. reward(pieces, golds): the reward with its parts.
-    template: the built-in prompt, with `{question}` where the question goes.
+    episode(question, tools): the protocol. reward(attempt): the reward with its parts.
+    template: the built-in prompt, with `{question}` where the question goes, and `{passages}` if passages are given.
     preset: the paper's hyperparameters as recipe values, section -> key -> value.
+    given_passages: the prompt shows the question's passages; where it comes with none, the engine retrieves them first.
+    claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
+    attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer.
     """
 
     name: str
     tags: tuple[str, ...]
     episode: Callable[[Question, Tools], Episode]
-    reward: Callable[[Sequence[Piece], Sequence[str]], RewardResult]
+    reward: Callable[[Attempt], RewardResult]
     template: str
     preset: dict[str, dict[str, Any]] = field(default_factory=dict)
+    given_passages: bool = False
+    claims: Callable[[Attempt], Sequence[tuple[str, str]]] | None = None
+    wants_verdict: bool = False
 
 
 def pair_tags(*names: str) -> tuple[str, ...]:
@@ -113,12 +154,15 @@ def pair_tags(*names: str) -> tuple[str, ...]:
     return tuple(tag for name in names for tag in (f"<{name}>", f"</{name}>"))
 
 
-def read_template(path: str | Path) -> str:
-    """A prompt template file; it must hold `{question}` exactly once."""
+def read_template(path: str | Path, passages: bool = False) -> str:
+    """A prompt template file; it must hold `{question}` exactly once and, if the system is given passages, so
+    `{passages}`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the prompt template cannot be read ({error}); name a UTF-8 text file") from error
-    if text.count("{question}") != 1:
-        raise UserError(f"{path}: a prompt template needs {{question}} exactly once, found {text.count('{question}')}")
+    for place, wanted in (("{question}", 1), ("{passages}", int(passages))):
+        if (found := text.count(place)) != wanted:
+            expected = f"needs {place} exactly once" if wanted else f"of this system has no use for {place}"
+            raise UserError(f"{path}: a prompt template {expected}, found {found}")
     return text

@@ -4,6 +4,11 @@ corpus.jsonl    {"id", "title", "text"}                     training and held-ou
 train.jsonl     {"id", "question", "golden_answers", ..}    questions about training entities
 test.jsonl      the same about held-out entities
 warmup.jsonl    segmented transcripts for `thresher sft`
+
+and, where asked for, what a base for all systems is made of (forms.py):
+
+given_train.jsonl, given_test.jsonl    the same questions with passages, gold indices among them
+forms.jsonl                            segmented transcripts of six protocols, prompts included
 """
 
 import tempfile
@@ -11,21 +16,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from thresher.engine.forms import GIVEN, SEARCHING, form_transcripts, given_question
 from thresher.engine.render import check_passage_format, passage_lines
 from thresher.engine.systems.eval_rar import AFTER, BEFORE
-from thresher.engine.world import Size, World, invent, passages, questions, transcripts
+from thresher.engine.world import Size, World, Worlds, invent, passages, questions, transcripts, with_paths
 from thresher.policy.files import staged_folder
 from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.index import Index, build_index
 from thresher.retrieval.jsonl import write_jsonl
 from thresher.retrieval.lexical import LexicalEncoder
-from thresher.retrieval.questions import Question
+from thresher.retrieval.questions import question_record
 
 K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
 
 
-def invent_files(out: str | Path, seed: int, size: Size, passage_format: str) -> dict[str, Any]:
-    """Write the four files into the new folder `out`; returns how much they hold."""
+def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
+    """Write the four files into the new folder `out`, and with `forms` > 0 the other three, that many transcripts of
+    each form; returns how much they hold."""
     check_passage_format(passage_format)
     worlds = invent(size, seed)
     corpus = passages([worlds.train, worlds.test], seed)
@@ -39,24 +46,37 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str) ->
             warmup += transcripts(world, count, size, number, search, BEFORE, AFTER)
         write_jsonl(staged / "corpus.jsonl", ({"id": p.id, "title": p.title, "text": p.text} for p in corpus))
         for name, part in (("train", train), ("test", test)):
-            write_jsonl(staged / f"{name}.jsonl", map(_record, part))
+            write_jsonl(staged / f"{name}.jsonl", map(question_record, part))
         write_jsonl(staged / "warmup.jsonl", warmup)
+        if forms:
+            _write_forms(staged, worlds, size, seed, forms, Path(scratch), passage_format)
     return {
         "passages": len(corpus),
         "training questions": len(train),
         "held-out questions": len(test),
         "warm-up transcripts": len(warmup),
         "warm-up that follows its question": size.aware,
+        **({"transcripts of each form": forms} if forms else {}),
     }
 
 
-def _record(question: Question) -> dict[str, Any]:
-    return {
-        "id": question.id,
-        "question": question.question,
-        "golden_answers": list(question.golds),
-        "metadata": question.metadata,
-    }
+def _write_forms(
+    folder: Path, worlds: Worlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
+) -> None:
+    """Questions that bring their passages, and the warm-up of all forms."""
+    for name, world, asked in (
+        ("train", worlds.train, size.train_questions),
+        ("test", worlds.test, size.test_questions),
+    ):
+        pairs = with_paths(world, asked, size.two_hop, seed, name)
+        given = (given_question(world, question, path) for question, path in pairs)
+        write_jsonl(folder / f"given_{name}.jsonl", map(question_record, given))
+    mixed = []
+    for number, world in enumerate(worlds.warmup):
+        search = _search(world, scratch / f"forms-{number}", passage_format)
+        for name in (*SEARCHING, *GIVEN):
+            mixed += form_transcripts(world, name, count // size.warmup_worlds, size, number, search)
+    write_jsonl(folder / "forms.jsonl", mixed)
 
 
 def _search(world: World, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
@@ -64,4 +84,6 @@ def _search(world: World, folder: Path, passage_format: str) -> Callable[[list[s
     corpus = Corpus(passages([world], 0))
     encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)
     index: Index = build_index(corpus, encoder, folder, embed="title+text")
-    return lambda queries: [passage_lines(hits, passage_format) for hits in index.search(queries, K)]
+    return lambda queries: [
+        passage_lines([hit.passage for hit in hits], passage_format) for hits in index.search(queries, K)
+    ]

@@ -14,6 +14,7 @@ Deliberately absent: inheritance between files, and environment variables or tem
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class Data(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval(Section):
-    """[retrieval] where searches go: an index in this process, or a server."""
+    """[retrieval] where searches go: an index in this process, or a server; neither, if questions bring passages."""
 
     index: str | None = None  # folder that `thresher index` wrote
     url: str | None = None  # of `thresher serve-retriever`, or of a server that speaks Search-R1's /retrieve
@@ -78,9 +79,8 @@ class Retrieval(Section):
     shuffle: bool = False  # show a search's passages in an order drawn from the sample's seed, not by score
 
     def check(self) -> None:
-        if (self.index is None) == (self.url is None):
-            got = "neither" if self.index is None else "both"
-            raise FieldError("index", f"expected either index, a folder, or url, a server, got {got}")
+        if self.index is not None and self.url is not None:
+            raise FieldError("index", "expected either index, a folder, or url, a server, got both")
 
     @classmethod
     def wants(cls) -> str:
@@ -164,19 +164,23 @@ class Run(Section):
     eval_every: Count | None = None  # steps; None: only before and after
     eval_questions: Count | None = None  # None: all of data.dev
     save_every: Count = 50  # steps between checkpoints
-    keep_checkpoints: Count = 2  # the newest so many
+    keep_checkpoints: Count = 2  # the newest so many, and beside them the one of best dev exact match
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sft(Section):
-    """[sft] supervised warm-up on segmented transcripts.
+    """[sft] supervised fine-tuning, on segmented transcripts or on questions with their answers.
 
     With a gate, copying accuracy on the held-out transcripts is measured every `gate_every` steps: training
     ends at the first that reaches `gate`, and starts over from another seed if `steps` pass without one.
     """
 
-    transcripts: str  # JSONL of segmented transcripts
+    transcripts: str | None = None  # JSONL of segmented transcripts
+    data: str | None = None  # or JSONL of questions, whose first gold answer is trained
+    format: Literal["qa", "closed-book", "direct", "reasoning"] = "qa"  # of data: see engine/sftdata.py
+    answer: Literal["tagged", "plain"] = "tagged"  # of data: <answer>gold</answer>, or the bare gold
+    template: str | None = None  # of data: file that replaces the format's own prompt template
     steps: Count = 1000
     batch_size: Count = 32  # transcripts a step
     lr: NotNegative = 1e-5
@@ -189,14 +193,68 @@ class Sft(Section):
     max_restarts: Natural = 2
 
     def check(self) -> None:
+        if (self.transcripts is None) == (self.data is None):
+            got = "neither" if self.data is None else "both"
+            raise FieldError("transcripts", f"expected either transcripts or data, questions, got {got}")
+        if self.format == "reasoning" and (self.template is not None or self.answer != "tagged"):
+            raise FieldError("format", "reasoning has its system's template and tags; leave out template and answer")
         if self.gate is not None and self.held_out == 0:
             raise FieldError("held_out", "expected a number > 0 where there is a gate, got 0.0")
+
+    @classmethod
+    def wants(cls) -> str:
+        return "transcripts or data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge(Section):
+    """[judge] who is asked where a reward or a measure needs entailment (a classifier) or a verdict (a chat model)."""
+
+    entailment: str | None = None  # folder of an NLI classifier; None: overlap of words, the stated stand-in
+    labels: tuple[str, ...] | None = None  # of its outputs, in their order, where its config.json does not name them
+    max_tokens: Count | None = None  # premise and hypothesis together; None: as many as the classifier can take
+    batch_tokens: Count | None = None  # padded tokens of one forward; None: what suits the device
+    device: Literal["cpu", "cuda"] = "cpu"
+    remember: Natural = 65_536  # judged pairs kept in memory
+    url: str | None = None  # of a server that speaks OpenAI's /v1/chat/completions, for verdicts
+    model: str | None = None  # the chat model's name there
+    key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
+    timeout: Positive = 120.0  # seconds that one reply may take
+    patience: NotNegative = 300.0  # seconds that the server may stay away
+    concurrency: Count = 4  # requests under way at once
+    replies: str | None = None  # JSONL file that keeps all replies, so that none is paid for twice
+
+    def check(self) -> None:
+        if self.labels is not None and self.entailment is None:
+            raise FieldError("labels", "expected none without entailment, the classifier that they belong to")
+        if (self.url is None) != (self.model is None):
+            missing, given = ("url", "model") if self.url is None else ("model", "url")
+            raise FieldError(missing, f"expected a string, as there is a {given}, got nothing")
+        # Whoever put the key itself here must not see it printed.
+        if self.key_env is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.key_env):
+            raise FieldError("key_env", "expected the name of an environment variable such as API_KEY, not a key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Section):
+    """[lora] low-rank adapters in place of all weights, for `sft` and `train`; without the section all are trained."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0  # what the adapters add is scaled by alpha / rank
+    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of the adapters' first values
+
+    def check(self) -> None:
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise FieldError("targets", f"expected at least one, each once, got {shown(list(self.targets))}")
 
 
 # What a resumed run may change: how long it goes on, what it keeps, the machine it runs on, and where its server is.
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
+    | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
+    | {"judge.concurrency", "judge.replies"}
 )
 
 
@@ -213,6 +271,8 @@ class Recipe(Section):
     optim: Optim = field(default_factory=Optim)
     run: Run = field(default_factory=Run)
     sft: Sft | None = None
+    lora: Lora | None = None
+    judge: Judge = field(default_factory=Judge)
 
     def check(self) -> None:
         groups = self.rollout.questions_per_step
@@ -285,20 +345,34 @@ def load_recipe(
     "3" does. Raises UserError for an absent or malformed file, an unknown key, and a value of the wrong type
     or out of range, each by its place.
     """
+    return make_recipe(read_tables(path), str(path), overrides, preset)
+
+
+def read_tables(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file, of any content."""
     path = Path(path)
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected a recipe in TOML, but {error}; mend the file") from None
+
+
+def make_recipe(
+    tables: dict[str, Any],
+    where: str,
+    overrides: Sequence[str] = (),
+    preset: Callable[[str], dict[str, dict[str, Any]]] | None = None,
+) -> Recipe:
+    """`load_recipe` of tables, which are changed in place; `where` names them in errors."""
     flags = {_override(tables, text) for text in overrides}
     section = tables.get("system")
     if preset is not None and isinstance(section, dict) and isinstance(section.get("name"), str):
         for name, values in preset(section["name"]).items():
             if isinstance(tables.setdefault(name, {}), dict):
                 tables[name] = values | tables[name]
-    return from_dict(Recipe, tables, str(path), flags=flags)
+    return from_dict(Recipe, tables, where, flags=flags)
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:

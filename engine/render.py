@@ -5,16 +5,18 @@ text, and every tag of the system's grammar that they hold is neutralised after 
 join into one. Passages are cut to a budget of tokens, the tags around them never.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.retriever import Hit
+from thresher.retrieval.formats import Passage
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import neutralise
 
-_QUESTION = "\ue000question\ue000"  # stands for the question while a chat template is rendered
+# What stands for the question and the passages while a chat template is rendered.
+_QUESTION, _PASSAGES = "\ue000question\ue000", "\ue000passages\ue000"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +37,33 @@ class Renderer:
         check_passage_format(self.passage_format)
 
     def prompt(self, request: Prompt) -> list[int]:
-        text = request.template.replace("{question}", _QUESTION)
+        text = request.template.replace("{question}", _QUESTION).replace("{passages}", _PASSAGES)
         if self.chat:
             text = self.tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
-        before, _, after = text.partition(_QUESTION)
-        question = self.tokenizer.encode(neutralise(request.question, self.tags))
-        return self.tokenizer.encode_template(before) + question + self.tokenizer.encode_template(after)
+        ids: list[int] = []
+        for part in re.split(f"({_QUESTION}|{_PASSAGES})", text):
+            if part == _QUESTION:
+                ids += self.tokenizer.encode(neutralise(request.question, self.tags))
+            elif part == _PASSAGES:
+                ids += self._given(request.passages)
+            else:
+                ids += self.tokenizer.encode_template(part)
+        return ids
+
+    def _given(self, passages: Sequence[Passage]) -> list[int]:
+        """A prompt's passages. Where they exceed `max_passage_tokens` together, each may have an equal share of it, so
+        that none is lost because of those before it."""
+        text = passage_lines(passages, self.passage_format)
+        ids = self.tokenizer.encode(neutralise(text, self.tags))
+        if len(ids) <= self.max_passage_tokens:
+            return ids
+        share = self.max_passage_tokens // len(passages)
+        lines = [passage_line(number, passage, self.passage_format) for number, passage in enumerate(passages, start=1)]
+        lines[1:] = ["\n" + line for line in lines[1:]]
+        return [token for line in lines for token in self.tokenizer.encode(neutralise(line, self.tags))[:share]]
 
     def retrieved(self, request: Retrieved) -> list[int]:
-        text = passage_lines(request.hits, self.passage_format)
+        text = passage_lines([hit.passage for hit in request.hits], self.passage_format)
         passages = self.tokenizer.encode(neutralise(text, self.tags))
         encode = self.tokenizer.encode_template
         return encode(request.before) + passages[: self.max_passage_tokens] + encode(request.after)
@@ -65,9 +85,10 @@ def check_passage_format(passage_format: str) -> None:
         raise UserError(f"retrieval.passage_format {passage_format!r} leaves out the passage; put {{text}} into it")
 
 
-def passage_lines(hits: Sequence[Hit], passage_format: str) -> str:
+def passage_lines(passages: Sequence[Passage], passage_format: str) -> str:
     """Passages as the policy sees them, one a line, before any neutralising."""
-    return "\n".join(
-        passage_format.format(number=number, title=hit.passage.title, text=hit.passage.text)
-        for number, hit in enumerate(hits, start=1)
-    )
+    return "\n".join(passage_line(number, passage, passage_format) for number, passage in enumerate(passages, start=1))
+
+
+def passage_line(number: int, passage: Passage, passage_format: str) -> str:
+    return passage_format.format(number=number, title=passage.title, text=passage.text)

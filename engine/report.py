@@ -44,6 +44,14 @@ MEASURES = (  # key of an evaluation, its name, and whether it is a share
     ("f1", "F1", True),
     ("contains", "Contains a gold answer", True),
     ("answered", "Gave an answer", True),
+    ("recall_evidence", "Answer recall of the evidence", True),
+    ("recall_rationale", "Answer recall of the rationale", True),
+    ("recall_notes", "Answer recall of the notes", True),
+    ("recall_evaluation", "Answer recall of the evaluations", True),
+    ("recall_analysis", "Answer recall of the analysis", True),
+    ("compression", "Compression ratio", False),
+    ("relevance_precision", "Precision of named references", True),
+    ("relevance_recall", "Recall of named references", True),
     ("reward", "Reward", False),
     ("searches", "Searches", False),
     ("response_tokens", "Tokens written", False),
@@ -175,9 +183,9 @@ def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, 
     """(name, before, after, change) of each measure that the last evaluation has; before and change may be ""."""
     if not evals:
         return []
-    first, last = evals[0][1], evals[-1][1]
+    first, last = ({**measures, **_parts(measures)} for measures in (evals[0][1], evals[-1][1]))
     rows = []
-    for key, name, share in MEASURES:
+    for key, name, share in (*MEASURES, *((key, key, False) for key in _parts(last))):
         old, new = (first.get(key) if len(evals) > 1 else None), last.get(key)
         if new is None:
             continue
@@ -188,6 +196,12 @@ def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, 
             change = "" if old is None else f"{new - old:+.2f}"
             rows.append((name, "" if old is None else f"{old:.2f}", f"{new:.2f}", change))
     return rows
+
+
+def _parts(measures: Record) -> Record:
+    """The parts of the system's own reward, under names to show; none where a single one is all of it."""
+    parts = measures.get("parts") or {}
+    return {f"Reward's part: {name}": value for name, value in parts.items()} if len(parts) > 1 else {}
 
 
 def _interval(measures: Record) -> str:

@@ -15,15 +15,18 @@ into chunks by its own length; a running sample is never evicted; searches join 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import torch
 
 from thresher.engine.blocks import BlockPool, BlockTable
+from thresher.engine.branches import branch_episode, branch_seed, context_ids
 from thresher.engine.episode import (
     Episode,
     Feedback,
+    Fork,
     Generate,
     Prompt,
     Request,
@@ -33,11 +36,12 @@ from thresher.engine.episode import (
     Tools,
     Turn,
 )
-from thresher.engine.kvcache import NewRows, PagedKV, PagedStep
+from thresher.engine.kvcache import PagedKV, PagedStep
+from thresher.engine.live import Feed, Job, Live, Opening
 from thresher.engine.render import Renderer
 from thresher.engine.scheduler import Group, Scheduler
 from thresher.engine.tags import TagMatcher
-from thresher.engine.trajectory import Segment, Trajectory
+from thresher.engine.trajectory import Segment, Trajectory, turns
 from thresher.kernels.logprob import head_logits
 from thresher.kernels.sampling import sample
 from thresher.policy.model import Policy
@@ -47,8 +51,6 @@ from thresher.retrieval.retriever import Retriever
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import neutralise
 from thresher.rewards.transcript import Source
-
-CHUNK = 1024  # a longer input enters the cache in several forwards, cut at multiples of this from its own start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +62,6 @@ class Limits:
     max_context: int
     max_running: int
     page_size: int = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One sample to draw: jobs with the same `group` answer the same question and share its prompt."""
-
-    question: Question
-    group: int
-    sample: int
-    seed: int
 
 
 @dataclass(slots=True)
@@ -87,51 +79,8 @@ class Clock:
     forwards: int = 0
     search_queries: int = 0
     search_calls: int = 0
-
-
-@dataclass(slots=True)
-class _Live:
-    """A running sample."""
-
-    job: Job
-    episode: Episode
-    trajectory: Trajectory
-    table: BlockTable
-    pending: list[int] = field(default_factory=list)  # known tokens that are not in the cache yet
-    turn: Segment | None = None  # the turn being written
-    stop: tuple[str, ...] = ()
-    matcher_state: int = 0
-    policy_tokens: int = 0
-    length: int = 0
-    hidden_H: torch.Tensor | None = None  # of the last token, once nothing is pending
-
-
-@dataclass(slots=True)
-class _Opening:
-    """What the samples of one question share: the prompt, its pages, and the hidden state of its last token."""
-
-    ids: list[int]
-    jobs: list[Job]
-    table: BlockTable = field(default_factory=BlockTable)
-    hidden_H: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class _Feed:
-    """What enters the cache in one forward, and whose it is."""
-
-    pool: BlockPool
-    items: list[NewRows] = field(default_factory=list)
-    owners: list[_Live | _Opening] = field(default_factory=list)
-    page_copies: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, owner: _Live | _Opening, table: BlockTable, ids: list[int]) -> list[int]:
-        """Feed the first chunk of `ids`, making room for it; returns the rest, for the next forward."""
-        chunk, start = ids[:CHUNK], table.length
-        self.page_copies.extend(self.pool.extend(table, len(chunk)))
-        self.items.append(NewRows(chunk, start, table.blocks))
-        self.owners.append(owner)
-        return ids[CHUNK:]
+    branches: int = 0
+    branches_without_room: int = 0
 
 
 class Rollout:
@@ -141,7 +90,7 @@ class Rollout:
         self,
         policy: Policy,
         tokenizer: Tokenizer,
-        index: Retriever,
+        index: Retriever | None,
         system: System,
         tools: Tools,
         renderer: Renderer,
@@ -173,32 +122,63 @@ class Rollout:
         """
         self.clock = Clock()
         started = time.perf_counter()
-        done = _Run(self, jobs, temperature).finish(on_progress)
+        openings: dict[int, Opening] = {}
+        for job in jobs:
+            if job.group not in openings:
+                openings[job.group] = Opening(self.prompt(job.question), [], self._begin)
+            openings[job.group].jobs.append(job)
+        run = _Run(self, openings, temperature)
+        done = run.finish(on_progress)
+        if run.forked:
+            self._branch(run.forked, temperature)
         self.clock.total = time.perf_counter() - started
         self.clock.host = self.clock.total - self.clock.decode - self.clock.prefill - self.clock.search
         return [done[job.group, job.sample] for job in jobs]
 
-    def prompt(self, question: Question) -> list[int]:
-        """The ids of a question's prompt. UserError if they leave no room in the context."""
+    def _begin(self, job: Job) -> Episode:
+        return self.system.episode(job.question, self.tools)
+
+    def _branch(self, forked: Sequence[Live], temperature: float) -> None:
+        """Write the branches of trajectories that have ended, all in one run of their own, and hang them on."""
+        openings: dict[int, Opening] = {}
+        owners: list[tuple[Trajectory, str]] = []
+        for live in forked:
+            for name, (branch, ids) in live.forks.items():
+                if len(ids) + 1 > self.limits.max_context:
+                    self.clock.branches_without_room += 1
+                    continue
+                number = len(owners)
+                job = Job(live.job.question, number, 0, branch_seed(live.job.seed, name))
+                openings[number] = Opening(ids, [job], partial(branch_episode, branch))
+                owners.append((live.trajectory, name))
+        self.clock.branches += len(owners)
+        done = _Run(self, openings, temperature).finish(None)
+        for number, (trajectory, name) in enumerate(owners):
+            trajectory.branches[name] = done[number, 0]
+
+    def prompt(self, question: Question, room: int = 0) -> list[int]:
+        """The ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the context."""
         ids = self.renderer.prompt(self._request(question))
-        if len(ids) + 1 > self.limits.max_context:
+        if len(ids) + room + 1 > self.limits.max_context:
+            and_passages = f" and passages of up to {room}" if room else ""
             raise UserError(
-                f"question {question.id}: its prompt of {len(ids)} tokens leaves no room in a context of "
-                f"{self.limits.max_context}; raise rollout.max_context or shorten the template"
+                f"question {question.id}: its prompt of {len(ids)} tokens{and_passages} leaves no room in a context "
+                f"of {self.limits.max_context}; raise rollout.max_context or shorten the template"
             )
         return ids
 
     def check_prompts(self, questions: Iterable[Question]) -> None:
         """`prompt` of all questions, before a run begins: of those alone that might not fit, a token being at least
-        one byte."""
+        one byte. Passages that are still to be retrieved are taken to fill their budget."""
         around: dict[str, int] = {}  # the tokens of a template without a question
+        budget = self.renderer.max_passage_tokens if self.system.given_passages else 0
         for question in questions:
             request = self._request(question)
             if request.template not in around:
                 around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
-            longest = len(neutralise(request.question, self.system.tags).encode("utf-8", "surrogatepass"))
+            longest = len(neutralise(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
             if around[request.template] + longest + 1 > self.limits.max_context:
-                self.prompt(question)
+                self.prompt(question, room=0 if question.passages else budget)
 
     def _request(self, question: Question) -> Prompt:
         request = next(self.system.episode(question, self.tools))
@@ -215,16 +195,16 @@ class Rollout:
 class _Run:
     """One call of `Rollout.run`: who is waiting, who is running, and the pages they own."""
 
-    def __init__(self, engine: Rollout, jobs: Sequence[Job], temperature: float) -> None:
-        self.engine, self.temperature, self.clock = engine, temperature, engine.clock
+    def __init__(self, engine: Rollout, openings: dict[int, Opening], temperature: float) -> None:
+        self.engine, self.openings, self.temperature, self.clock = engine, openings, temperature, engine.clock
         self.pool = BlockPool(engine.num_blocks, engine.limits.page_size)
-        self.openings = self._open(jobs)
+        self.forked: list[Live] = []  # samples that have ended and asked for branches
         groups = [
             Group(number, len(opening.ids), deque(range(len(opening.jobs))))
             for number, opening in self.openings.items()
         ]
         self.scheduler = Scheduler(groups, self.pool, engine.limits.max_running, engine.limits.max_context)
-        self.live: list[tuple[Group, int, _Live]] = []
+        self.live: list[tuple[Group, int, Live]] = []
 
     def finish(self, on_progress: Callable[[int], None] | None) -> dict[tuple[int, int], Trajectory]:
         """Step until every job has ended; (group, sample) -> trajectory."""
@@ -237,6 +217,8 @@ class _Run:
             for group, member, live in ended:
                 self.pool.release(live.table)
                 done[live.job.group, live.job.sample] = live.trajectory
+                if live.forks:
+                    self.forked.append(live)
                 if self.scheduler.finish(group, member):
                     self.pool.release(self.openings[group.number].table)
             if ended:
@@ -245,24 +227,15 @@ class _Run:
                     on_progress(len(ended))
         return done
 
-    def _open(self, jobs: Sequence[Job]) -> dict[int, _Opening]:
-        openings: dict[int, _Opening] = {}
-        for job in jobs:
-            if job.group in openings:
-                openings[job.group].jobs.append(job)
-                continue
-            openings[job.group] = _Opening(self.engine.prompt(job.question), [job])
-        return openings
-
     def _admit(self) -> None:
-        admitted: list[_Live] = []
+        admitted: list[Live] = []
         for group, member in self.scheduler.admit():
             opening = self.openings[group.number]
             job = opening.jobs[member]
-            episode = self.engine.system.episode(job.question, self.engine.tools)
+            episode = opening.begin(job)
             next(episode)  # the prompt, which the opening holds
             trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, opening.ids)])
-            live = _Live(job, episode, trajectory, BlockTable(), length=len(opening.ids))
+            live = Live(job, episode, trajectory, BlockTable(), length=len(opening.ids))
             self.live.append((group, member, live))
             admitted.append(live)
         self._serve([(live, None) for live in admitted])
@@ -270,7 +243,7 @@ class _Run:
     def _forward(self) -> None:
         """Feed everything that is pending: new prompts, appended passages, the tokens sampled a step ago."""
         started = time.perf_counter()
-        feed = _Feed(self.pool)
+        feed = Feed(self.pool)
         for opening in {group.number: self.openings[group.number] for group, _, _ in self.live}.values():
             if opening.hidden_H is None:
                 feed.add(opening, opening.table, opening.ids[opening.table.length :])
@@ -285,7 +258,7 @@ class _Run:
             hidden_TH = self.engine.policy.hidden(step.ids_T, step.positions_T, step)
             last_SH = hidden_TH[step.last_rows]  # a copy: rows of hidden_TH itself would keep all of it alive
             for owner, hidden_H in zip(feed.owners, last_SH, strict=True):
-                complete = not owner.pending if isinstance(owner, _Live) else owner.table.length == len(owner.ids)
+                complete = not owner.pending if isinstance(owner, Live) else owner.table.length == len(owner.ids)
                 owner.hidden_H = hidden_H if complete else None
             self.clock.forwards += 1
         for group, _, live in self.live:
@@ -316,14 +289,14 @@ class _Run:
         ids, logprobs = ids_B.tolist(), logprobs_B.tolist()
         self.clock.decode += time.perf_counter() - started
         self.clock.sampled_tokens += len(due)
-        ended: list[tuple[_Live, Turn | None]] = []
+        ended: list[tuple[Live, Turn | None]] = []
         for live, token, logprob in zip(due, ids, logprobs, strict=True):
             turn = self._take(live, token, logprob)
             if turn is not None:
                 ended.append((live, turn))
         self._serve(ended)
 
-    def _take(self, live: _Live, token: int, logprob: float) -> Turn | None:
+    def _take(self, live: Live, token: int, logprob: float) -> Turn | None:
         """Put a sampled token on the trajectory; the finished turn if it ended one."""
         segment = live.turn
         assert segment is not None
@@ -349,16 +322,16 @@ class _Run:
         live.turn = None
         return Turn(self.engine.tokenizer.decode_bytes(segment.ids), segment.stop)
 
-    def _serve(self, ready: "Sequence[tuple[_Live, Turn | None]]") -> None:
+    def _serve(self, ready: "Sequence[tuple[Live, Turn | None]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once."""
         waiting = [(live, query) for live, answer in ready for query in self._advance(live, answer)]
         while waiting:
             started = time.perf_counter()
-            found = self.engine.index.search([query for _, query in waiting], self.engine.renderer.k)
+            found = self._index().search([query for _, query in waiting], self.engine.renderer.k)
             self.clock.search += time.perf_counter() - started
             self.clock.search_queries += len(waiting)
             self.clock.search_calls += 1
-            again: list[tuple[_Live, str]] = []
+            again: list[tuple[Live, str]] = []
             for (live, query), hits in zip(waiting, found, strict=True):
                 if self.engine.shuffle:
                     Random(f"{live.job.seed} {len(live.trajectory.searches)}").shuffle(hits)
@@ -366,7 +339,14 @@ class _Run:
                 again.extend((live, next_query) for next_query in self._advance(live, hits))
             waiting = again
 
-    def _advance(self, live: _Live, answer: object) -> list[str]:
+    def _index(self) -> Retriever:
+        if self.engine.index is None:
+            raise UserError(
+                f"{self.engine.system.name} searches, and there is nowhere to; set retrieval.index or retrieval.url"
+            )
+        return self.engine.index
+
+    def _advance(self, live: Live, answer: object) -> list[str]:
         """Send `answer` to the episode and serve what it asks for; a list of the one query it waits for, or empty."""
         trajectory = live.trajectory
         while True:
@@ -391,6 +371,11 @@ class _Run:
                 live.stop = request.stop
                 live.matcher_state = self.engine.matcher(request.stop).start()
                 return []
+            if isinstance(request, Fork):
+                written = [token for turn in turns(trajectory) for token in turn.ids]
+                for name, branch in request.branches.items():
+                    live.forks[name] = (branch, context_ids(branch, written, self.engine.renderer))
+                continue
             if isinstance(request, Retrieved):
                 segment = Segment(Source.RETRIEVED, self.engine.renderer.retrieved(request))
             elif isinstance(request, Feedback):

@@ -86,7 +86,7 @@ class RunFolder:
                 recipe.write(staged / "recipe.toml")
                 for name in ("trajectories", "evaluations", "checkpoints", "plots"):
                     (staged / name).mkdir()
-                lock = _lock(staged)  # held through the rename, so that the folder is never seen unlocked
+                lock = lock_folder(staged)  # held through the rename, so that the folder is never seen unlocked
         except BaseException as error:
             if lock is not None:
                 os.close(lock)
@@ -105,7 +105,7 @@ class RunFolder:
         """
         path = Path(path)
         cls.check(path, resume=True)
-        lock = _lock(path)
+        lock = lock_folder(path)
         try:
             stored = load_recipe(path / "recipe.toml")
             if stored.digest() != recipe.digest():
@@ -235,7 +235,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _lock(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """An open descriptor that holds the folder's lock until it is closed or its process ends.
 
     The file itself stays; only the lock on it counts, which is why a dead process cannot leave one behind.
@@ -246,7 +246,7 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another"
         os.close(descriptor)
-        raise UserError(f"{folder}: process {holder} is writing to this run folder; wait for it to end") from None
+        raise UserError(f"{folder}: process {holder} is writing to this folder; wait for it to end") from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             os.close(descriptor)

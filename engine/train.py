@@ -22,16 +22,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-
-from thresher.engine.assemble import Parts, load_on_device, load_parts, load_questions, load_retrieval
+from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
+from thresher.engine.best import steps_by_dev
 from thresher.engine.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
-from thresher.engine.evaluate import Judged, check_all, evaluate, judge, summarise
+from thresher.engine.evaluate import evaluate, summarise
 from thresher.engine.grpo import Updater, UpdateStats, advantages, make_items
+from thresher.engine.judging import Judged, Judges, check_all, judge
+from thresher.engine.live import Job
+from thresher.engine.passages import with_passages
 from thresher.engine.recipe import Recipe
-from thresher.engine.rollout import Job, Rollout
+from thresher.engine.rollout import Rollout
 from thresher.engine.runfolder import RunFolder, read_metrics
-from thresher.policy.model import Policy, load_policy
+from thresher.engine.trained import starting_weights, trained_and_reference
+from thresher.policy.model import Policy
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Unanswered
 from thresher.rewards.errors import UserError
@@ -68,22 +71,18 @@ def train(
     started = time.perf_counter()
     RunFolder.check(out, resume)
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
-    model = checkpoint.path if checkpoint else Path(recipe.model.path)
-    parts = load_parts(recipe, model)
-    master = parts.policy if parts.policy.dtype == torch.float32 else load_policy(model, device=recipe.model.device)
-    parts.policy.requires_grad_(True)
-    index = load_retrieval(recipe)
+    parts = load_parts(recipe, starting_weights(recipe, checkpoint))
+    master, reference = trained_and_reference(recipe, parts.policy, checkpoint)
+    index = load_retrieval(recipe, parts.system)
     if checkpoint:
-        _check_index(checkpoint.state.get("index"), index.identity)
+        _check_index(checkpoint.state.get("index"), index.identity if index else None)
+    judges = load_judges(recipe, parts.system, Path(out) / "replies.jsonl")
     train_questions, dev_questions = load_questions(recipe)
     rollout = parts.rollout(index)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
-    reference = None
-    if recipe.grpo.beta > 0:
-        reference = load_on_device(recipe, recipe.model.path).requires_grad_(False)
     with RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe) as run:
         run.truncate_after(checkpoint.step if checkpoint else -1)
-        trainer = Trainer(parts, master, reference, rollout, train_questions, dev_questions, run)
+        trainer = Trainer(parts, master, reference, rollout, judges, train_questions, dev_questions, run)
         if checkpoint:
             load_optimizer(checkpoint.path, trainer.updater.optimizer, master.named_parameters())
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
@@ -102,11 +101,13 @@ class Trainer:
         master: Policy,
         reference: Policy | None,
         rollout: Rollout,
+        judges: Judges,
         train_questions: Sequence[Question],
         dev_questions: Sequence[Question],
         run: RunFolder,
     ) -> None:
         self.parts, self.recipe, self.rollout, self.run_folder = parts, parts.recipe, rollout, run
+        self.judges = judges
         self.train_questions, self.dev_questions = train_questions, dev_questions
         self.updater = Updater(
             parts.policy,
@@ -132,7 +133,11 @@ class Trainer:
                 watch(Progress(step, settings.steps, record))
                 if self._evaluation_due(step):
                     self._evaluate(step, watch)
-                if step == settings.steps or step % settings.save_every == 0:
+                if (
+                    step == settings.steps
+                    or step % settings.save_every == 0
+                    or (self._evaluation_due(step) and self._best() == step)
+                ):
                     self._save(step, offset)
                     saved = step
         except Unanswered:
@@ -145,26 +150,33 @@ class Trainer:
         settings = self.recipe.run
         return step == settings.steps or bool(settings.eval_every and step % settings.eval_every == 0)
 
+    def _best(self) -> int | None:
+        """The step whose evaluation was best so far: its checkpoint is saved at once and outlives newer ones."""
+        ranked = steps_by_dev(read_metrics(self.run_folder.metrics_file))
+        return ranked[0][0] if ranked else None
+
     def _evaluation_missing(self, step: int) -> bool:
         """Whether the run was cut off in the evaluation that belongs to the checkpoint of this step."""
         records = read_metrics(self.run_folder.metrics_file)
         return self._evaluation_due(step) and not any("eval" in r and r["step"] == step for r in records)
 
     def _save(self, step: int, offset: float) -> None:
+        index = self.rollout.index
         save_checkpoint(
             self.run_folder.checkpoints,
             step,
             self.updater.master,
             self.updater.optimizer,
-            {"seconds": time.perf_counter() + offset, "index": self.rollout.index.identity},
+            {"seconds": time.perf_counter() + offset, "index": index.identity if index else None},
             tokenizer=self.parts.tokenizer,
         )
-        prune(self.run_folder.checkpoints, self.recipe.run.keep_checkpoints)
+        prune(self.run_folder.checkpoints, self.recipe.run.keep_checkpoints, spare=self._best())
 
     def step(self, step: int) -> dict[str, Any]:
         """One step, from questions to new weights; its metrics."""
         recipe = self.recipe
         questions = questions_of_step(self.train_questions, recipe.rollout.questions_per_step, recipe.run.seed, step)
+        questions = self._with_passages(questions)
         jobs = [
             Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
             for group, question in enumerate(questions)
@@ -172,7 +184,8 @@ class Trainer:
         ]
         trajectories = self.rollout.run(jobs, recipe.rollout.temperature)
         started = time.perf_counter()
-        judged = judge([job.question for job in jobs], trajectories, self.parts.system, self.parts.tokenizer)
+        asked = [job.question for job in jobs]
+        judged = judge(asked, trajectories, self.parts.system, self.parts.tokenizer, self.judges)
         self._check(judged, step)
         rewards = self._rewards(judged, step)
         advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
@@ -192,12 +205,17 @@ class Trainer:
         flat = sum(len(values) == 1 for values in groups.values())
         return {
             "step": step,
-            **summarise(judged),
+            **summarise(judged, self.parts.system.tags),
             "zero_advantage_groups": flat,
             **_update_metrics(updates),
             "reward_seconds": reward_seconds,
             **_rollout_metrics(self.rollout),
         }
+
+    def _with_passages(self, questions: Sequence[Question]) -> list[Question]:
+        """What the prompts need: the passages to show, where the system does not search for itself."""
+        given = self.parts.system.given_passages
+        return with_passages(questions, self.rollout.index, self.parts.renderer.k) if given else list(questions)
 
     def _update(self, judged: Sequence[Judged], advantage: Sequence[float], step: int) -> list[UpdateStats]:
         """One optimiser step per part of the batch; a part holds whole groups."""
@@ -238,9 +256,9 @@ class Trainer:
         if not self.dev_questions:
             return
         started = time.perf_counter()
-        judged = evaluate(self.rollout, self.dev_questions)
+        judged = evaluate(self.rollout, self._with_passages(self.dev_questions), judges=self.judges)
         self._check(judged, step)
-        measures = summarise(judged) | {"seconds": time.perf_counter() - started}
+        measures = summarise(judged, self.parts.system.tags) | {"seconds": time.perf_counter() - started}
         self.run_folder.write_evaluation(step, (entry.to_dict(self.parts.tokenizer) for entry in judged))
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)

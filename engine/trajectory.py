@@ -35,6 +35,7 @@ class Trajectory:
     """One sampled answer to one question.
 
     reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
+    branches: what the policy wrote in contexts of their own, for the reward alone; no part of ids() or of the loss.
     """
 
     question_id: str
@@ -43,6 +44,7 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     reason: str = ""
     searches: list[dict[str, Any]] = field(default_factory=list)
+    branches: dict[str, "Trajectory"] = field(default_factory=dict)
 
     def ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.ids]
@@ -72,17 +74,23 @@ class Trajectory:
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """For the run folder: the text of every segment beside the exact ids."""
-        return {
+        record = {
             "id": self.question_id,
             "group": self.group,
             "sample": self.sample,
             "reason": self.reason,
             "searches": self.searches,
-            "segments": [
-                {"source": str(segment.source), "text": tokenizer.decode(segment.ids), "ids": segment.ids}
-                for segment in self.segments
-            ],
+            "segments": self._segments(tokenizer),
         }
+        if self.branches:
+            record["branches"] = {name: branch._segments(tokenizer) for name, branch in self.branches.items()}
+        return record
+
+    def _segments(self, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+        return [
+            {"source": str(segment.source), "text": tokenizer.decode(segment.ids), "ids": segment.ids}
+            for segment in self.segments
+        ]
 
 
 def turns(trajectory: Trajectory) -> Iterator[Segment]:

@@ -115,6 +115,11 @@ def passages(worlds: Sequence[World], seed: int) -> list[Passage]:
 
 def questions(world: World, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:
     """Distinct questions, a share of `two_hop` of them over two facts; golds hold the one right name."""
+    return [question for question, _ in with_paths(world, count, two_hop, seed, prefix)]
+
+
+def with_paths(world: World, count: int, two_hop: float, seed: int, prefix: str) -> list[tuple[Question, list[Fact]]]:
+    """`questions`, each with the facts that lead to its answer."""
     rng = random.Random(f"questions {prefix} {seed}")
     one = [([fact], fact.subject) for fact in world.facts.values()]
     two = [
@@ -129,7 +134,7 @@ def questions(world: World, count: int, two_hop: float, seed: int, prefix: str) 
     chosen = two[:twos] + one[: count - twos]
     rng.shuffle(chosen)
     return [
-        Question(f"{prefix}-{number}", ask(path), (path[-1].object,), {"hops": len(path)})
+        (Question(f"{prefix}-{number}", ask(path), (path[-1].object,), {"hops": len(path)}), path)
         for number, (path, _) in enumerate(chosen)
     ]
 
@@ -160,9 +165,9 @@ def transcripts(
     subjects = list(world.kinds)
     plans = []
     for _ in range(count):
-        asked = _walk(world, rng.choice(subjects), 1 + (rng.random() < size.two_hop), rng)
+        asked = walk(world, rng.choice(subjects), 1 + (rng.random() < size.two_hop), rng)
         blind = rng.random() >= size.aware
-        plans.append((asked, _walk(world, asked[0].subject, rng.choice(BLIND_HOPS), rng) if blind else asked))
+        plans.append((asked, walk(world, asked[0].subject, rng.choice(BLIND_HOPS), rng) if blind else asked))
     found = iter(search([fact.query for _, path in plans for fact in path]))
     return [
         {
@@ -181,13 +186,13 @@ def _segments(path: Sequence[Fact], found: Sequence[str], before: str, after: st
     for hop, (fact, passages_text) in enumerate(zip(path, found, strict=True)):
         turn += f"<think> {'First' if hop == 0 else 'Then'} the {fact.relation} </think>"
         turn += f"<search> {fact.relation} of[ {fact.subject}] </search>"
-        segments.append(_policy(turn))
+        segments.append(policy_segment(turn))
         segments += [{"source": "retrieved", "text": part} for part in (before, passages_text, after)]
         turn = f"<evaluate>[ {fact.subject}] has {fact.relation}[ {fact.object}]. </evaluate>"
-    return [*segments, _policy(f"{turn}<answer>[ {path[-1].object}] </answer>")]
+    return [*segments, policy_segment(f"{turn}<answer>[ {path[-1].object}] </answer>")]
 
 
-def _policy(marked: str) -> dict[str, Any]:
+def policy_segment(marked: str) -> dict[str, Any]:
     """A policy segment whose `copied` ranges are the bracketed stretches; the brackets themselves are dropped."""
     text, copied = "", []
     for number, part in enumerate(re.split(r"[\[\]]", marked)):
@@ -197,7 +202,7 @@ def _policy(marked: str) -> dict[str, Any]:
     return {"source": "policy", "text": text, "copied": copied}
 
 
-def _walk(world: World, entity: str, hops: int, rng: random.Random) -> list[Fact]:
+def walk(world: World, entity: str, hops: int, rng: random.Random) -> list[Fact]:
     path: list[Fact] = []
     for _ in range(hops):
         path.append(world.facts[entity, rng.choice(world.relations(entity))])

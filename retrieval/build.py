@@ -70,6 +70,8 @@ class BuildSettings:
             raise UserError(f"keep is {self.keep!r}, but {self.kind.name} keeps what it searches; leave it out")
         if self.keep == NOT_KEPT and self.kind.family == "hnsw":
             raise UserError("keep is 'none', but a graph is searched over its vectors; keep them in float32 or float16")
+        if self.keep == NOT_KEPT and self.kind.directions:
+            raise UserError(f"keep is 'none', but {self.kind.name} only finds what is to be scored; keep float16")
         if not 0 < self.recall <= 1:
             raise UserError(f"recall is {self.recall}; expected more than 0 and at most 1")
 
@@ -227,8 +229,8 @@ def _measure(
         return {}, truth.recalls(ExactRows(kept.open(), _largest_norm(kept)).top)
     exact = None if kept is None else RowScores(kept.take)
     search = ApproximateSearch(candidates_of(settings.kind, index), exact, vectors.rows, 1, 1)
-    # Codes that are not scored again gain nothing from more of them.
-    factors = CODE_FACTORS if settings.kind.codes == "pq" and exact is not None else WHOLE_FACTORS
+    # Estimates that are not scored again gain nothing from more of them.
+    factors = CODE_FACTORS if settings.kind.estimates and exact is not None else WHOLE_FACTORS
     tune(search, truth, settings.recall, factors, on_stage)
     parameters = {search.candidates.effort: search.effort, "candidates": search.factor}
     return parameters, truth.recalls(search.top)

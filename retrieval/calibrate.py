@@ -92,6 +92,10 @@ class Calibration:
         self._queries_QD = synthetic_vectors(BATCH, dim, seed=1)
         self._known: dict[Any, Any] = {}
 
+    def at(self, dim: int) -> "Calibration":
+        """The rates at another number of dimensions."""
+        return self if dim == self.dim else self._once(("at", dim), lambda: Calibration(dim, self.sample))
+
     def flat(self, half: bool) -> Speed:
         """The exact scan of float32 vectors, or of float16 ones that are widened."""
 

@@ -11,6 +11,7 @@ vectors:
   build, lists      + rounds * T C 2d / F        training
                     + N C 2d / F                 assigning
                     + N * coding, and training of codes and rotation, for PQ
+  build, PCA        the same with p in the place of d, and N p 2d / F
   build, graph      + N * (time to add one to n) * (1 + log2(N / n) / 4)
   build, not flat   + 200 N * scan + 1,200 searches, for recall and the effort (`tune`); flat16 600
 
@@ -157,17 +158,21 @@ def _exact_times(kind: Kind, passages: int, dim: int, calibration: Calibration) 
 
 
 def _graph_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
-    graph = calibration.graph(kind.links, EF_CONSTRUCTION, GRAPH_EFFORT)
+    seen = calibration.at(kind.directions) if kind.directions else calibration
+    graph = seen.graph(kind.links, EF_CONSTRUCTION, GRAPH_EFFORT)
     growth = math.log(max(2, passages)) / math.log(graph.vectors)
     speed = Speed(one=graph.search.one * growth, batch=graph.search.batch * growth)
     added = 1 + GRAPH_GROWTH * math.log2(max(1.0, passages / graph.vectors))
-    return passages * graph.add * added, speed, str(GRAPH_EFFORT)
+    return passages * graph.add * added + _projecting(kind, passages, dim, calibration), speed, str(GRAPH_EFFORT)
 
 
 def _list_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
     trained = training_vectors(kind, passages)
+    build = _projecting(kind, passages, dim, calibration)
+    if kind.directions:
+        dim, calibration = kind.directions, calibration.at(kind.directions)
     product = 2.0 * kind.lists * dim / calibration.multiply()
-    build = (KMEANS_ROUNDS * trained + passages) * product
+    build += (KMEANS_ROUNDS * trained + passages) * product
     if kind.codes == "pq":
         codes = calibration.product(kind.pq, kind.opq)
         scan = codes.scan
@@ -181,6 +186,10 @@ def _list_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -
         batch=kind.lists * centroids.batch + looked_at * scan.batch,
     )
     return build, speed, str(probes)
+
+
+def _projecting(kind: Kind, passages: int, dim: int, calibration: Calibration) -> float:
+    return 2.0 * passages * dim * kind.directions / calibration.multiply() if kind.directions else 0.0
 
 
 def _code_training(kind: Kind, dim: int, trained: int, per_vector: float, rotation: float) -> float:

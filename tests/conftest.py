@@ -235,3 +235,25 @@ def tiny_rollout(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_index: Ind
         )
 
     return make
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callable[..., None]:
+    """script({seed: [what it writes, turn by turn]}, tokenizer=..): ids are forced, log-probs are the policy's own.
+    Control tokens are recognised; what follows the end of a turn in its text opens the next one."""
+
+    import torch
+
+    from thresher.engine import rollout
+
+    def install(lines: dict[int, list[str]], tokenizer: Tokenizer | None = None) -> None:
+        encode = (tokenizer or tiny_tokenizer).encode_template
+        queues = {seed: [token for text in texts for token in encode(text)] for seed, texts in lines.items()}
+
+        def say(logits_BV: Any, seeds: list[int], positions: list[int], temperature: float) -> Any:
+            ids = torch.tensor([queues[seed].pop(0) for seed in seeds])
+            return ids, torch.log_softmax(logits_BV / (temperature or 1.0), -1).gather(1, ids[:, None])[:, 0]
+
+        monkeypatch.setattr(rollout, "sample", say)
+
+    return install

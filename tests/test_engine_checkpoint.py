@@ -263,6 +263,14 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     assert prune(tmp_path / "absent", 1) == []
 
 
+def test_prune_spares_the_best_whatever_its_age(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    assert prune(tmp_path, 2, spare=1) == [tmp_path / "step_000002"]  # beside the two newest, not in their place
+    assert prune(tmp_path, 2, spare=4) == [tmp_path / "step_000001"]  # one of the newest itself
+    assert names(tmp_path) == ["step_000003", "step_000004"]
+
+
 KILLER = """
 import os, signal, sys, warnings
 from pathlib import Path

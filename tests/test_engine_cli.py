@@ -139,8 +139,19 @@ def test_the_command_line_is_frozen() -> None:
         "init": ["--config*", "--tokenizer", "--train-tokenizer", "--vocab-size", "--set", "--seed", "--out*"],
         "sft": ["recipe*", "--set", "--device", "--out*"],
         "train": ["recipe*", "--set", "--device", "--out*", "--resume"],
-        "eval": ["recipe*", "--set", "--device", "--questions", "--limit", "--temperature", "--out*"],
-        "score": ["--system*", "--set", "--transcripts*", "--out*"],
+        "eval": [
+            *("recipe", "--set", "--device", "--model", "--best", "--system", "--baseline", "--questions", "--limit"),
+            *("--index", "--url", "--k", "--noise", "--prompt", "--temperature", "--seed"),
+            *("--entailment", "--judge-url", "--judge-model", "--out*"),
+        ],
+        "compare": ["first*", "second*", "--out"],
+        "extract": [
+            *("--model*", "--questions*", "--out*", "--index", "--url", "--k", "--template", "--prompt"),
+            *("--loop", "--answer-model", "--answer-url", "--answer-name", "--answer-template"),
+            *("--agent-model", "--agent-url", "--agent-name", "--agent-template", "--actions"),
+            *("--limit", "--batch", "--key-env", "--patience", "--set", "--device"),
+        ],
+        "score": ["--system*", "--set", "--transcripts*", "--tokenizer", "--out*"],
         "index build": [
             "--corpus*",
             "--encoder",
@@ -181,16 +192,29 @@ def test_the_command_line_is_frozen() -> None:
             "--max-connections",
             "--timeout",
         ],
-        "data invent": ["--out*", "--seed", "--passage-format", "--aware"],
+        "data convert": [
+            *("--format", "--in", "--mix", "--limit", "--seed", "--aliases", "--corpus", "--skipped", "--out*"),
+        ],
+        "data check": ["file*"],
+        "data show": ["file*", "--format", "--n", "--id", "--full"],
+        "data sft": [
+            *("--kind*", "--questions*", "--answer", "--template", "--model", "--device", "--max-tokens", "--out*"),
+        ],
+        "data invent": ["--out*", "--seed", "--passage-format", "--forms", "--aware"],
         "report": ["run*", "--out"],
         "bench step": ["--steps", "--peer", "--out"],
         "bench loss": [
             *("--device", "--dtype", "--hidden", "--vocab", "--tokens", "--density", "--peers", "--chunk-rows"),
             *("--budget", "--out", "--plot"),
         ],
+        "bench retrieval": [
+            *("--sizes", "--dim", "--kinds", "--batches", "--corpus", "--encoder", "--questions", "--passages"),
+            *("--work", "--server", "--budget", "--out", "--plot"),
+        ],
         "bench compile": ["--target", "--module", "--out"],
         "study kl": ["--out", "--start", "--steps", "--seeds"],
         "study mask": ["--out", "--run", "--seed", "--limit", "--repeats", "--device"],
+        "study systems": ["--out", "--system", "--seeds", "--controls", "--set"],
         "demo": ["--out", "--seed", "--set"],
     }
 
@@ -208,6 +232,9 @@ def test_the_command_line_is_frozen() -> None:
         ["eval", "r.toml", "--out", "o", "--limit", "-1"],
         ["eval", "r.toml", "--out", "o", "--temperature", "-1"],
         ["eval", "r.toml", "--out", "o", "--temperature", "nan"],
+        ["eval", "r.toml", "--out", "o", "--noise", "-1"],
+        ["eval", "--model", "m", "--best", "r", "--out", "o"],
+        ["compare", "one"],
         ["data", "invent", "--out", "o", "--aware", "1.5"],
         ["train", "r.toml", "--out", "o", "--device", "tpu"],
         ["study"],
@@ -283,7 +310,9 @@ def test_invent_passes_on_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(invent, "invent_files", lambda *arguments: called.append(arguments) or {})
     assert cli.run(["data", "invent", "--out", "o", "--seed", "3", "--aware", "0.5", "--passage-format", "{text}"]) == 0
     assert cli.run(["data", "invent", "--out", "o"]) == 0
-    assert called == [("o", 3, Size(aware=0.5), "{text}"), ("o", 0, Size(), " {text}")]
+    assert cli.run(["data", "invent", "--out", "o", "--forms", "32"]) == 0
+    plain = ("o", 0, Size(), " {text}")
+    assert called == [("o", 3, Size(aware=0.5), "{text}", 0), (*plain, 0), (*plain, 32)]
 
 
 # what is wrong with a model
@@ -396,7 +425,7 @@ def test_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None
         ("rnu.steps=3", "rnu: unknown key; did you mean run?"),
         ("run.steps=many", "--set run.steps: expected an integer"),
         ("steps", "--set steps: expected section.key=value"),
-        ("system.name=searchr1", "system 'searchr1' is unknown; choose one of eval_rar, search_r1"),
+        ("system.name=searchr1", "system 'searchr1' is unknown; did you mean search_r1?"),
         ("system.options.substring=true", "substring: unknown key"),
         ("model.prompt=chat", "has no chat template"),
         ("rollout.max_context=4000", "rollout.max_context is 4000, but the model was made for 128 positions"),

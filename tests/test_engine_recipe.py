@@ -62,6 +62,18 @@ steps = 7
 [sft]
 transcripts = "t.jsonl"
 gate = 0.9
+[lora]
+rank = 8
+[judge]
+entailment = "models/nli"
+labels = ["entailment", "neutral", "contradiction"]
+max_tokens = 256
+batch_tokens = 4096
+device = "cuda"
+url = "http://h:1"
+model = "chat"
+key_env = "CHAT_KEY"
+replies = "replies.jsonl"
 """
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -343,9 +355,8 @@ def test_searches_go_to_an_index_or_to_a_server(write: Any) -> None:
     remote = load_recipe(write('[model]\npath = "m"\n[retrieval]\nurl = "http://h:1"\npatience = 0\n'))
     section = remote.need(Retrieval)
     assert (section.index, section.url, section.timeout, section.patience) == (None, "http://h:1", 60.0, 0.0)
-    for keys, got in (("k = 3", "neither"), ('index = "i"\nurl = "u"', "both")):
-        message = refusal(write(f'[model]\npath = "m"\n[retrieval]\n{keys}\n'))
-        assert message == f"r.toml: [retrieval] index: expected either index, a folder, or url, a server, got {got}"
+    message = refusal(write('[model]\npath = "m"\n[retrieval]\nindex = "i"\nurl = "u"\n'))
+    assert message == "r.toml: [retrieval] index: expected either index, a folder, or url, a server, got both"
     moved = replace(remote, retrieval=replace(section, url="http://other:2", timeout=1.0, patience=2.0))
     assert moved.digest() == remote.digest()
     at_home = replace(remote, retrieval=Retrieval(index="i"))
@@ -357,8 +368,9 @@ def test_searches_go_to_an_index_or_to_a_server(write: Any) -> None:
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.toml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_recipes_that_come_with_it(path: Path) -> None:
     recipe = load_recipe(path)
-    assert (recipe.need(Retrieval).url is not None) == path.stem.endswith("-server")
-    assert recipe.need(System).name == {"demo": "eval_rar"}.get(path.parent.name, path.parent.name)
+    assert ((recipe.retrieval or Retrieval()).url is not None) == path.stem.endswith("-server")
+    folder = path.parent.name
+    assert recipe.need(System).name == {"demo": "eval_rar", "world": "search_r1"}.get(folder, folder)
 
 
 def test_need_names_the_missing_section() -> None:
@@ -366,7 +378,7 @@ def test_need_names_the_missing_section() -> None:
     assert recipe.need(Data).train == "q"
     assert recipe.need(Run) == Run()
     with pytest.raises(
-        UserError, match=re.escape("no section [sft], which this command needs; add it with transcripts")
+        UserError, match=re.escape("no section [sft], which this command needs; add it with transcripts or data")
     ):
         recipe.need(Sft)
 
@@ -383,6 +395,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         NoneType: lambda value: None,
     }
     choices = {"dtype": "float32", "device": "cpu", "prompt": "raw", "kl_value": "k3", "schedule": "linear"}
+    choices |= {"format": "direct", "answer": "plain", "targets": ("q", "down"), "labels": ("no", "yes")}
     seen, skipped = {recipe.digest()}, []
     for name, hint in hints(Recipe).items():
         section = getattr(recipe, name)
@@ -401,7 +414,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
                 (difference,) = recipe.differences(other)
                 assert difference.startswith(dotted)
                 seen.add(other.digest())
-    assert len(seen) > 40 and len(skipped) < 12
+    assert len(seen) > 55 and len(skipped) < 20
 
 
 def test_the_digest_is_stable_and_tells_types_apart() -> None:

@@ -151,7 +151,7 @@ def test_passages_are_cut_and_tags_never(tokenizer: Tokenizer) -> None:
 
 def test_passages_are_numbered_from_one() -> None:
     hits = make_hits(("a", "A"), ("b", "B"), ("", "C"))
-    assert passage_lines(hits, "[{number}] {title}: {text}") == "[1] a: A\n[2] b: B\n[3] : C"
+    assert passage_lines([hit.passage for hit in hits], "[{number}] {title}: {text}") == "[1] a: A\n[2] b: B\n[3] : C"
     assert passage_lines([], "{text}") == ""
 
 

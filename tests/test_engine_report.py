@@ -269,6 +269,40 @@ def test_notes_of_the_out_folder_come_before_those_of_the_run(tmp_path: Path, no
     assert "Of the folder." in text and "Of the run." not in text
 
 
+def test_a_systems_own_parts_are_curves_and_rows_of_their_own(tmp_path: Path, no_drawing: None) -> None:
+    """Those named after another share its chart, a bonus or a count has one, and the rest share one."""
+
+    def parts(step: int) -> dict[str, float]:
+        rising = step / 30
+        return {"answer": rising, "answer_full": 0.5, "format": 1.0, "relevance": rising / 2, "bonus": 10 * rising}
+
+    run = make_run(tmp_path / "run")
+    for step in (10, 20, 30):
+        run.append_metrics(step_record(step, parts=parts(step), compression=None if step == 10 else 4.0))
+        record = eval_record(step, 0.5)
+        record["eval"] |= {"parts": parts(step), "compression": 2.0 * step, "recall_evidence": 0.25}
+        run.append_metrics(record)
+    records = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    charts = {chart.name: chart for chart in charts_of(records, **CHARTS)}
+    own = {name: [series.label for series in chart.series] for name, chart in charts.items() if "part" in name}
+    assert own == {
+        "parts_answer": ["answer", "answer_full"],
+        "parts": ["format", "relevance"],
+        "parts_bonus": ["sampled, training questions", "greedy, held-out questions"],
+    }
+    assert charts["parts_answer"].series[0].values.tolist() == [10 / 30, 20 / 30, 1.0]
+    assert charts["parts_bonus"].series[1].values.tolist() == pytest.approx([10 / 3, 20 / 3, 10.0])
+    assert np.isnan(charts["compression"].series[0].values[0]) and charts["compression"].series[1].values[2] == 60.0
+    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    assert "Reward&#39;s part: bonus 3.33 10.00 +6.67" in text or "Reward's part: bonus 3.33 10.00 +6.67" in text
+    assert "Answer recall of the evidence 25.0% 25.0% +0.0 pts" in text and "Compression ratio 20.00 60.00" in text
+
+
+def test_a_reward_of_a_single_part_is_not_drawn_twice() -> None:
+    records = [step_record(step, parts={"answer": 0.5}) for step in (1, 2)]
+    assert not [chart for chart in charts_of(records, **CHARTS) if chart.name.startswith("parts")]
+
+
 def test_refusals(tmp_path: Path, no_drawing: None) -> None:
     with pytest.raises(UserError, match="does not exist"):
         write_report(tmp_path / "absent")

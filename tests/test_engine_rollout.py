@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from thresher.engine import live as live_module
 from thresher.engine import rollout as rollout_module
 from thresher.engine.blocks import BlockPool
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System
-from thresher.engine.rollout import Job, Rollout
+from thresher.engine.live import Job
+from thresher.engine.rollout import Rollout
 from thresher.engine.trajectory import Trajectory, check_trajectory
 from thresher.kernels.sampling import sample
 from thresher.policy.model import Policy, init_policy
@@ -55,24 +57,6 @@ def assert_logprobs_match(run: Rollout, trajectories: Sequence[Trajectory], temp
             torch.testing.assert_close(recorded, fresh, rtol=0, atol=limit)
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callable[..., None]:
-    """script({seed: [what it writes, turn by turn]}, tokenizer=..): ids are forced, log-probs are the policy's own.
-    Control tokens are recognised; what follows the end of a turn in its text opens the next one."""
-
-    def install(lines: dict[int, list[str]], tokenizer: Tokenizer | None = None) -> None:
-        encode = (tokenizer or tiny_tokenizer).encode_template
-        queues = {seed: [token for text in texts for token in encode(text)] for seed, texts in lines.items()}
-
-        def say(logits_BV: torch.Tensor, seeds: list[int], positions: list[int], temperature: float) -> Any:
-            ids = torch.tensor([queues[seed].pop(0) for seed in seeds])
-            return ids, torch.log_softmax(logits_BV / (temperature or 1.0), -1).gather(1, ids[:, None])[:, 0]
-
-        monkeypatch.setattr(rollout_module, "sample", say)
-
-    return install
-
-
 class SpyIndex:
     """The index, and every call of it."""
 
@@ -86,7 +70,7 @@ class SpyIndex:
 
 
 def system_of(episode: Callable[..., Any], tags: tuple[str, ...] = ("<search>", "</search>")) -> System:
-    return System("test", tags, episode, lambda pieces, golds: RewardResult(0.0, {}, None), "{question}")
+    return System("test", tags, episode, lambda attempt: RewardResult(0.0, {}, None), "{question}")
 
 
 # --- The same bits, whatever the company
@@ -415,7 +399,7 @@ def test_long_inputs_enter_in_chunks(
 ) -> None:
     jobs = make_jobs(tiny_questions[:6], samples=2)
     whole = tiny_rollout().run(jobs, 1.0)
-    monkeypatch.setattr(rollout_module, "CHUNK", chunk)
+    monkeypatch.setattr(live_module, "CHUNK", chunk)
     run, alone = tiny_rollout(max_running=9), tiny_rollout(max_running=1)
     crowd = run.run(jobs, 1.0)
     assert_logprobs_match(run, crowd, 1.0, 1e-4)

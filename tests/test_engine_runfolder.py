@@ -117,7 +117,7 @@ def test_only_one_writer_at_a_time(tmp_path: Path) -> None:
     stored = run.recipe_file.read_bytes()
     message = refusal(RunFolder.resume, tmp_path / "run", replace(RECIPE, run=Run(steps=5)))
     assert message.startswith(f"{tmp_path / 'run'}: process ")
-    assert message.endswith(" is writing to this run folder; wait for it to end")
+    assert message.endswith(" is writing to this folder; wait for it to end")
     assert run.recipe_file.read_bytes() == stored
     run.close()
     run.close()

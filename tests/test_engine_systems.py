@@ -1,4 +1,4 @@
-"""The protocols, driven by hand: what an episode asks for after each kind of turn, and when it ends."""
+"""The search loops, driven by hand: what an episode asks for after each kind of turn, and when it ends."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +18,17 @@ from thresher.engine.episode import (
     read_template,
 )
 from thresher.engine.recipe import load_recipe
-from thresher.engine.systems import NAMES, load_system
+from thresher.engine.systems import load_system
 from thresher.retrieval.corpus import Passage
 from thresher.retrieval.index import Hit
 from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",))
 HITS = [Hit(4, Passage("p4", "Glass Bay", "Anna Bell mapped it."), 0.5)]
+SYSTEMS = ("search_r1", "eval_rar", "evinote", "evinote_code")
 SEARCH, ANSWER = Generate(("</search>", "</answer>")), "<answer>Anna Bell</answer>"
 
 
@@ -57,7 +59,7 @@ def kinds(requests: Sequence[Any]) -> list[str]:
     return [type(request).__name__ for request in requests]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=SYSTEMS)
 def system(request: pytest.FixtureRequest) -> System:
     return load_system(request.param, {})
 
@@ -136,26 +138,74 @@ def test_the_first_block_is_the_action() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tags"),
+    ("name", "tags", "group_size", "turns", "lr"),
     [
-        ("search_r1", ["think", "search", "information", "answer"]),
-        ("eval_rar", ["think", "search", "information", "evaluate", "answer"]),
+        ("search_r1", ["think", "search", "information", "answer"], 5, 5, 1e-6),
+        ("eval_rar", ["think", "search", "information", "evaluate", "answer"], 5, 5, 1e-6),
+        ("evinote", ["think", "search", "information", "summary", "answer"], 4, 6, 1e-5),
+        ("evinote_code", ["think", "search", "information", "summary", "answer"], 5, 5, 1e-6),
     ],
 )
-def test_tags_template_and_preset(name: str, tags: list[str], tmp_path: Path) -> None:
+def test_tags_template_and_preset(
+    name: str, tags: list[str], group_size: int, turns: int, lr: float, tmp_path: Path
+) -> None:
     system = load_system(name, {})
     assert system.name == name and system.tags == pair_tags(*tags)
     assert system.template.count("{question}") == 1 and all(tag in system.template for tag in system.tags)
     assert system.template.rstrip().endswith("{question}"), "the question comes last"
-    assert all(f"</{name}>" in "".join(system.tags) for name in tags)
     grpo, rollout = system.preset["grpo"], system.preset["rollout"]
     assert (grpo["clip_low"], grpo["clip_high"], grpo["kl_value"], grpo["beta"]) == (0.2, 0.2, "k3", 1e-3)
-    assert (rollout["group_size"], rollout["max_turns"], rollout["temperature"]) == (5, 5, 1.0)
-    assert system.preset["retrieval"] == {"k": 3} and system.preset["optim"]["lr"] == 1e-6
+    assert (rollout["group_size"], rollout["max_turns"], rollout["temperature"]) == (group_size, turns, 1.0)
+    assert system.preset["retrieval"] == {"k": 3} and system.preset["optim"]["lr"] == lr
+    assert not system.given_passages and not system.wants_verdict
     # The preset is made of keys and values that a recipe takes.
     (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[retrieval]\nindex = "i"\n[system]\nname = "{name}"\n')
     recipe = load_recipe(tmp_path / "r.toml", [], preset=lambda name: load_system(name, {}).preset)
-    assert recipe.rollout.group_size == 5 and recipe.optim.lr == 1e-6
+    assert recipe.rollout.group_size == group_size and recipe.optim.lr == lr
+
+
+@pytest.mark.parametrize(
+    ("variant", "note", "marks", "judged"),
+    [
+        ("Base", None, False, False),
+        ("NS", "summary", False, False),
+        ("NE", "evidence", False, False),
+        ("FS", "summary", False, False),
+        ("FS+SR", "summary", False, False),
+        ("FS+EQR", "summary", False, True),
+        ("SEN", "summary", True, False),
+        ("SEN+EQR", "summary", True, True),
+    ],
+)
+def test_evinotes_prompt_tags_and_claims_go_with_the_variant(
+    variant: str, note: str | None, marks: bool, judged: bool
+) -> None:
+    system = load_system("evinote", {"variant": variant})
+    assert system.tags == pair_tags("think", "search", "information", *([note] if note else []), "answer")
+    for tag in ("summary", "evidence"):
+        assert (f"<{tag}>" in system.template) == (tag == note)
+    assert ("*like this*" in system.template and "-like this-" in system.template) == marks
+    assert (system.claims is not None) == judged
+    noted = pieces("<search>a</search>", "<information>p</information>", "<summary>*A* -b-</summary>" + ANSWER)
+    rated = system.reward(Attempt(pieces=noted, golds=QUESTION.golds, entailment=0.5))
+    assert rated.reward == (1.5 if judged else 1)
+
+
+def test_evinotes_claims_are_about_its_last_note() -> None:
+    system = load_system("evinote", {})
+    noted = pieces(
+        "<search>a</search>", "p", "<summary>One.</summary><search>b</search>", "p", "<summary>Two.</summary>"
+    )
+    attempt = Attempt(pieces=noted, golds=("Anna Bell", "A. Bell"), question=QUESTION.question)
+    assert system.claims is not None
+    assert list(system.claims(attempt)) == [
+        ("Two.", "Anna Bell is the answer to 'Who mapped Glass Bay?'"),
+        ("Two.", "A. Bell is the answer to 'Who mapped Glass Bay?'"),
+    ]
+    either = load_system("evinote", {"variant": "SEN", "marks": "either"}).reward
+    one = pieces("<search>a</search>", "p", "<summary>*A*</summary><answer>Bo</answer>")
+    assert either(Attempt(pieces=one, golds=("x",))).reward == 0.1
+    assert load_system("evinote", {"variant": "SEN"}).reward(Attempt(pieces=one, golds=("x",))).reward == 0
 
 
 def pieces(*texts: str) -> list[Piece]:
@@ -176,7 +226,7 @@ def test_rewards_are_the_papers() -> None:
 
     def rewards(name: str, **options: bool) -> list[float]:
         reward = load_system(name, options).reward
-        return [reward(transcript, golds).reward for transcript in (right, cited, early, silent, part)]
+        return [reward(Attempt(pieces=p, golds=golds)).reward for p in (right, cited, early, silent, part)]
 
     assert rewards("search_r1") == [1, 0, 0, 0, 0]
     assert rewards("eval_rar") == [1, 0.1, 0.1, 0.1, 0]
@@ -184,14 +234,27 @@ def test_rewards_are_the_papers() -> None:
     assert rewards("eval_rar", count_before_search=False) == [1, 0.1, 0, 0.1, 0]
     assert rewards("eval_rar", require_answer=True) == [1, 0.1, 0.1, 0, 0]
     substring = load_system("eval_rar", {"substring": True}).reward
-    assert substring(part, ("Anna",)).reward == 0.1 and load_system("eval_rar", {}).reward(part, ("Anna",)).reward == 0
+    anna = Attempt(pieces=part, golds=("Anna",))
+    assert substring(anna).reward == 0.1 and load_system("eval_rar", {}).reward(anna).reward == 0
 
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("search-r1", {}, "system 'search-r1' is unknown; choose one of eval_rar, search_r1"),
-        ("os", {}, "system 'os' is unknown"),
+        ("search-r1", {}, "system 'search-r1' is unknown; did you mean search_r1?"),
+        ("evinote-code", {}, "system 'evinote-code' is unknown; did you mean evinote_code?"),
+        ("os", {}, "system 'os' is unknown; choose one of eviomni, lear, .*, naive_grpo, or give a file"),
+        ("evinote", {"variant": "SEN + EQR"}, r'\[system\.options\].*variant: expected "Base" or'),
+        ("evinote", {"marks": "none"}, r"\[system\.options\].*marks"),
+        ("arena", {"accuracy": "bleu"}, r"\[system\.options\].*accuracy"),
+        ("arena", {"max_indices": 0}, r"max_indices: expected an integer >= 1, got 0"),
+        ("eviomni", {"tau": 0}, r"tau: expected a number > 0, got 0"),
+        ("eviomni", {"omega": 2}, r"omega"),
+        (
+            "lear",
+            {"rationale": False, "evidence": False, "full": False},
+            "expected one of rationale, evidence and full",
+        ),
         ("eval_rar", {"evaluation_rewards": True}, r"\[system\.options\].*evaluation_rewards"),
         ("eval_rar", {"substring": "yes"}, r"\[system\.options\].*substring"),
         ("search_r1", {"evaluation_reward": True}, r"\[system\.options\].*evaluation_reward"),
@@ -209,11 +272,15 @@ def test_templates_from_files(tmp_path: Path) -> None:
     assert read_template(path) == "Frage: {question}\nÄh"
     for content, said in [
         (b"no place", "exactly once, found 0"),
+        (b"{question} {passages}", "no use for {passages}.*found 1"),
         (b"{question} {question}", "exactly once, found 2"),
         (b"\xff{question}", "cannot be read"),
     ]:
         path.write_bytes(content)
         with pytest.raises(UserError, match=f"mine.txt: .*{said}"):
             read_template(path)
+    path.write_bytes(b"{question}")
+    with pytest.raises(UserError, match=r"needs {passages} exactly once, found 0"):
+        read_template(path, passages=True)
     with pytest.raises(UserError, match=r"absent\.txt: the prompt template cannot be read"):
         read_template(tmp_path / "absent.txt")

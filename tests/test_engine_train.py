@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from thresher.engine import sft as sft_module
 from thresher.engine.assemble import load_parts, load_questions, load_retrieval
+from thresher.engine.best import best_checkpoint
 from thresher.engine.evaluate import evaluate, summarise
 from thresher.engine.recipe import Optim, Recipe, Sft, from_dict
 from thresher.engine.render import Renderer
@@ -251,10 +252,10 @@ def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_i
     assert [entry["id"] for entry in written] == [question.id for question in tiny_questions[:DEV]]
     recipe = make_recipe()
     parts = load_parts(recipe, whole / f"checkpoints/step_{step:06d}" if step else None)
-    judged = evaluate(parts.rollout(load_retrieval(recipe)), load_questions(recipe)[1])
+    judged = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe)[1])
     assert [entry.to_dict(parts.tokenizer) for entry in judged] == written
     (record,) = (record["eval"] for record in metrics(whole) if record["step"] == step and "eval" in record)
-    assert untimed(record) == untimed(summarise(judged))
+    assert untimed(record) == untimed(summarise(judged, parts.system.tags))
 
 
 def test_the_summary_has_these_keys(whole: Path) -> None:
@@ -297,6 +298,26 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     returned = train(make_recipe(), out, resume=True)
     assert_same_run(whole, out)
     assert json.loads((out / "summary.json").read_text()) == returned
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved when it was evaluated, though no save is due then, and kept beside the newest, through a resume."""
+    found = iter((0.1, 0.2, 0.9, 0.3, 0.9, 0.8))
+
+    def told(judged: list[Any], tags: Any = ()) -> dict[str, Any]:
+        return summarise(judged, tags) | ({"em": next(found), "f1": 0.0} if len(judged) == DEV else {})
+
+    assert DEV != SAMPLES * GROUPS  # how an evaluation is told from a step here
+    monkeypatch.setattr("thresher.engine.train.summarise", told)
+    run = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}
+    train(make_recipe(run={**run, "steps": 4}), tmp_path / "run")
+    kept = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == ["step_000002", "step_000004"]  # as good later is no better
+    train(make_recipe(run={**run, "steps": 5}), tmp_path / "run", resume=True)
+    assert sorted(path.name for path in kept.iterdir()) == ["step_000002", "step_000005"]
+    assert best_checkpoint(tmp_path / "run").step == 2
 
 
 KILLED = """
@@ -392,7 +413,7 @@ def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Ca
     train(recipe, out)
     (record,) = (record for record in metrics(out) if "eval" not in record)
     entries = sampled(out, 1)
-    assert set(entries[0]["parts"]) == {"em", "f1", "answered", "searches"}
+    assert set(entries[0]["parts"]) == {"answer", "em", "f1", "answered", "searches"}
     said = sum(len(s["ids"]) for entry in entries for s in entry["segments"] if s["source"] == "policy")
     assert record["loss_tokens"] == said  # whole groups, each of them in one of the updates
     optimizer = load_file(out / "checkpoints" / "step_000001" / "optimizer.safetensors")
@@ -575,12 +596,12 @@ def test_an_evaluation_that_the_server_left_is_made_up_for(
     """The weights of step 2 are kept, and what was to be measured of them is measured when the run goes on."""
     calls = 0
 
-    def away_at_the_second(*arguments: Any) -> Any:
+    def away_at_the_second(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise Unanswered("away")
-        return evaluate(*arguments)
+        return evaluate(*arguments, **named)
 
     monkeypatch.setattr("thresher.engine.train.evaluate", away_at_the_second)
     out = tmp_path / "run"

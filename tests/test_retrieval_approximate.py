@@ -24,7 +24,7 @@ from thresher.retrieval.vectors import VectorFile
 from thresher.rewards.errors import UserError
 
 COUNT = 4000
-KINDS = ("IVF64,Flat", "IVF64,SQfp16", "OPQ4,IVF64,PQ4", "HNSW16")
+KINDS = ("IVF64,Flat", "IVF64,SQfp16", "OPQ4,IVF64,PQ4", "HNSW16", "PCA12,HNSW16", "PCA12,IVF64,SQfp16")
 # Four bytes a vector and nothing else, and a recall that they cannot give.
 UNSCORED = ("IVF64,PQ4", "none", 0.999)
 QUERIES = [str(number) for number in range(3, COUNT, 57)]
@@ -111,10 +111,10 @@ def test_alone_and_in_a_crowd_to_the_last_bit(world, folders, kind):
     assert again == crowd
 
 
-@pytest.mark.parametrize("kind", ["IVF64,Flat", "OPQ4,IVF64,PQ4", "HNSW16"])
+@pytest.mark.parametrize("kind", ["IVF64,Flat", "OPQ4,IVF64,PQ4", "HNSW16", "PCA12,HNSW16"])
 def test_all_effort_and_all_candidates_are_the_exact_answer(world, folders, truth, kind):
     folder = folders(kind)
-    effort = {"efSearch": COUNT} if kind == "HNSW16" else {"nprobe": 64}
+    effort = {"efSearch": COUNT} if "HNSW" in kind else {"nprobe": 64}
     index = load_retriever(folder, world[0], {**effort, "candidates": COUNT // 5})
     assert index.parameters == {**effort, "candidates": COUNT // 5}
     assert index.search(QUERIES[:20], 5) == truth.search(QUERIES[:20], 5)

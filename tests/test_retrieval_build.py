@@ -105,6 +105,8 @@ def content(folder: Path) -> dict[str, bytes]:
         ("IVF8,Flat", "none", [("encoding", 7), ("assigning to lists", 3)], ("assigning to lists", 1200)),
         # The graph was last kept at 1,200; the fifth slice had been linked, and is linked again.
         ("HNSW8", "float32", [("linking", 3), ("linking", 3)], ("linking", 1500)),
+        ("PCA6,HNSW8", "float16", [("linking", 3), ("linking", 3)], ("linking", 1500)),
+        ("PCA6,IVF8,Flat", "float32", [("training", 2), ("assigning to lists", 3)], ("assigning to lists", 1200)),
     ],
 )
 def test_killed_and_gone_on_with_to_the_same_bytes(tmp_path, kind, keep, kills, first):

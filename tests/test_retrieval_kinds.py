@@ -33,6 +33,8 @@ WIKI = (21_015_324, 768)
         ("ivf", "IVF4096,Flat"),
         ("ivfpq", "OPQ96,IVF4096,PQ96"),
         ("hnsw", "HNSW32"),
+        ("pca192,hnsw", "PCA192,HNSW32"),
+        ("PCA64,IVF,SQfp16", "PCA64,IVF4096,SQfp16"),
     ],
 )
 def test_a_kind_is_read_and_its_own_name_reads_the_same(text, name):
@@ -53,6 +55,12 @@ def test_a_kind_is_read_and_its_own_name_reads_the_same(text, name):
         ("OPQ32,IVF16,PQ64", "the same number in OPQ and PQ"),
         ("OPQ32,IVF16,Flat", "OPQ goes with PQ only"),
         ("HNSW2", "expected 4 to 128"),
+        ("PCA768,HNSW32", "768 directions of 768 dimensions; expected 1 to 767"),
+        ("PCA0,HNSW32", "0 directions"),
+        ("PCA64,flat", "PCA goes before HNSW, IVF,Flat and IVF,SQfp16 only"),
+        ("PCA64,IVF16,PQ48", "PCA goes before"),
+        ("PCA64,PCA32,HNSW32", "PCA goes before"),
+        ("PCA64,LSH", "expected one of flat"),
     ],
 )
 def test_a_kind_that_does_not_fit_is_refused(text, told):
@@ -81,6 +89,11 @@ def test_sizes_of_the_case_everyone_has():
     assert flat.build_ram_bytes == estimate("flat", 1000, 768).build_ram_bytes < 600e6
     graph = estimate("HNSW32", *WIKI)
     assert graph.disk_bytes == flat.disk_bytes + 21_015_324 * (4 * 66 + 12) and graph.gpu_bytes == 0
+    seen = estimate("PCA192,HNSW32", *WIKI)
+    assert seen.ram_bytes == 21_015_324 * (4 * 192 + 4 * 66 + 12) + 200_000_000
+    assert seen.disk_bytes == flat.disk_bytes + 21_015_324 * (4 * 192 + 4 * 66 + 12)
+    # The directions of a small set take more memory to be found than its graph.
+    assert estimate("PCA8,HNSW4", 65_536, 768).build_ram_bytes == 65_536 * 3072 + 2 * 64 * 2**20 + 200_000_000
     codes = estimate("OPQ96,IVF16384,PQ96", *WIKI)
     centroids = 16_384 * 768 * 4
     assert codes.ram_bytes == 21_015_324 * (96 + 8) + centroids + 200_000_000
@@ -91,7 +104,7 @@ def test_sizes_of_the_case_everyone_has():
 
 def test_a_million_vectors_are_built_in_less_than_their_own_size_and_a_fifth():
     own = 10**6 * 768 * 4
-    for kind in ("flat", "flat16", "ivf", "IVF4096,SQfp16", "ivfpq", "hnsw"):
+    for kind in ("flat", "flat16", "ivf", "IVF4096,SQfp16", "ivfpq", "hnsw", "PCA192,HNSW32", "PCA192,IVF,Flat"):
         assert estimate(kind, 10**6, 768).build_ram_bytes <= 1.2 * own, kind
 
 

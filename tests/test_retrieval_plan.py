@@ -34,6 +34,10 @@ class Given(Calibration):
     def __init__(self) -> None:
         self.asked: set[str] = set()
 
+    def at(self, dim: int) -> "Given":
+        self.asked.add(f"at {dim}")
+        return self
+
     def flat(self, half: bool) -> Speed:
         self.asked.add("flat16" if half else "flat")
         return Speed(one=(300 if half else 200) * NS, batch=100 * NS)
@@ -123,6 +127,19 @@ def test_codes_are_trained_and_made():
     # OPQ: ten decompositions, and FAISS's 40 + 9 * 4 rounds of codes.
     assert turned.build_seconds - plain.build_seconds == pytest.approx(10 * 2.0 + 76 * 65_536 * 1e-4)
     assert turned.one_seconds == pytest.approx(1024 * 200 * NS + 2**20 / 32 * 40 * NS)
+
+
+def test_directions_are_reckoned_at_their_own_width():
+    (row, asked), (whole, _) = one("PCA192,HNSW32"), one("HNSW32")
+    assert asked == {"flat", "multiply", "graph", "at 192"}
+    projecting = 2 * 2**20 * D * 192 / 1e11
+    written = (row.disk_bytes - whole.disk_bytes) / 1e9
+    assert row.build_seconds - whole.build_seconds == pytest.approx(projecting + written)
+    lists, _ = one("PCA192,IVF4096,Flat")
+    products = (10 * 50 * 4096 + 2**20) * 2 * 4096 * 192 / 1e11
+    assert lists.build_seconds == pytest.approx(
+        projecting + products + lists.disk_bytes / 1e9 + measured(2**20, lists.batch_seconds / 64, 6)
+    )
 
 
 def test_the_case_that_everyone_has():

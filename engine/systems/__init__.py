@@ -1,21 +1,84 @@
 """One file per paper. A system module has `Options` (a frozen dataclass of its switches) and `system(options) ->
-System`."""
+System`; so has a user's own system, a file that is named by its path where others are named by name."""
 
+import sys
 from collections.abc import Mapping
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from hashlib import blake2b
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from thresher.engine.episode import System
 from thresher.engine.tables import from_dict
 from thresher.rewards.errors import UserError
 
-NAMES = ("eval_rar", "search_r1")
+NAMES = ("eviomni", "lear", "evinote", "evinote_code", "arena", "eval_rar", "search_r1", "naive_grpo")
 
 
 def load_system(name: str, options: Mapping[str, Any]) -> System:
-    """The system of that name with its switches set; an unknown name or switch is a UserError."""
+    """The system of that name, or of the Python file at that path, with its switches set.
+
+    A name that holds a slash or ends in .py is a path. UserError for an unknown name or switch, and for a file that
+    cannot be imported or makes no System.
+    """
+    if "/" in name or name.endswith(".py"):
+        return _own_system(Path(name), options)
     if name not in NAMES:
-        raise UserError(f"system {name!r} is unknown; choose one of {', '.join(NAMES)}")
+        near = get_close_matches(name, NAMES, n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}, or give a file, path/to/it.py"
+        )
+        raise UserError(f"system {name!r} is unknown; {hint}")
     module = import_module(f"thresher.engine.systems.{name}")
     made: System = module.system(from_dict(module.Options, dict(options), "[system.options]"))
     return made
+
+
+def _own_system(path: Path, options: Mapping[str, Any]) -> System:
+    module = _import_file(path)
+    kind, make = getattr(module, "Options", None), getattr(module, "system", None)
+    if not (isinstance(kind, type) and is_dataclass(kind) and callable(make)):
+        raise UserError(
+            f"{path}: a system's file needs a dataclass Options and a function system(options); add what is missing"
+        )
+    chosen = from_dict(kind, dict(options), "[system.options]")
+    try:
+        made = make(chosen)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: system(options) raised {_told(error, path)}; mend the file") from error
+    if not isinstance(made, System):
+        raise UserError(f"{path}: system(options) returned {type(made).__name__}; it should return a System")
+    return made
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The file as a module, run anew at every call."""
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"{path}: no such Python file; name a system, or the path of a file that ends in .py")
+    # Dataclasses look their module up by its name, so it must have one of its own.
+    name = f"thresher_own_system_{blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()}"
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:  # whatever the file does, it is the file that must be mended
+        del sys.modules[name]
+        raise UserError(f"{path}: importing it raised {_told(error, path)}; mend the file") from error
+    return module
+
+
+def _told(error: BaseException, path: Path) -> str:
+    """An error of the user's file in a few words, with the last of the file's lines that led to it."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    words = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+    return f"{type(error).__name__}{f' ({words})' if words else ''}{f' at line {line}' if line else ''}"

@@ -15,7 +15,6 @@ Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assume
 """
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from thresher.engine.episode import (
@@ -70,7 +69,7 @@ def system(options: Options) -> System:
         name="eval_rar",
         tags=pair_tags("think", "search", "information", "evaluate", "answer"),
         episode=episode,
-        reward=partial(eval_rar_reward, **asdict(options)),
+        reward=lambda attempt: eval_rar_reward(attempt.pieces, attempt.golds, **asdict(options)),
         template=read_template(Path(__file__).with_name("eval_rar.txt")),
         preset={
             "retrieval": {"k": 3},

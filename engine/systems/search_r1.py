@@ -66,7 +66,7 @@ def system(options: Options) -> System:
         name="search_r1",
         tags=pair_tags("think", "search", "information", "answer"),
         episode=partial(episode, options=options),
-        reward=search_r1_reward,
+        reward=lambda attempt: search_r1_reward(attempt.pieces, attempt.golds),
         template=read_template(Path(__file__).with_name("search_r1.txt")),
         preset={
             "retrieval": {"k": 3},

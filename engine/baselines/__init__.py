@@ -1,0 +1,27 @@
+"""What needs no training: ways to get an answer out of any instruct model, to stand beside the trained systems.
+
+Each is a System like those of `thresher.engine.systems`, one file each: `Options` (a frozen dataclass of its switches)
+and `system(options) -> System`. They share a reward, the exact match of the final answer, and an option `examples`, a
+file of worked examples to be put before the prompt.
+
+R1 of the papers' tables (GRPO with nothing retrieved) is trained, and so a switch of naive_grpo, not one of these.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from thresher.engine.episode import System
+from thresher.engine.tables import from_dict
+from thresher.rewards.errors import UserError
+
+NAMES = ("direct", "cot", "naive_rag", "full_passages", "evidence", "ircot", "self_ask", "search_loop")
+
+
+def load_baseline(name: str, options: Mapping[str, Any]) -> System:
+    """The baseline of that name with its switches set; an unknown name or switch is a UserError."""
+    if name not in NAMES:
+        raise UserError(f"baseline {name!r} is unknown; choose one of {', '.join(NAMES)}")
+    module = import_module(f"thresher.engine.baselines.{name}")
+    made: System = module.system(from_dict(module.Options, dict(options), f"baseline {name}"))
+    return made

@@ -1,0 +1,65 @@
+"""What the baselines share: the reward, their prompts with examples before them, and the episode of a single turn.
+
+    reward = EM(answer, golds)
+
+The answer is the first closed `<answer>` block that the policy wrote, as everywhere; a model that answers without the
+tags has not answered, and `answered` says how often that happened.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from thresher.engine.episode import Episode, Generate, Prompt, Tools, read_template
+from thresher.retrieval.formats import Passage
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
+from thresher.rewards.measures import answer_measures
+from thresher.rewards.result import RewardResult
+from thresher.rewards.tags import final_answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """examples: a text file of worked examples, put before the built-in prompt with a blank line between."""
+
+    examples: str | None = None
+
+
+def answer_reward(attempt: Attempt) -> RewardResult:
+    """Exact match of the final answer. Parts: answer (the reward), em, f1 (a measure), answered."""
+    answer = final_answer(attempt.pieces)
+    measures = answer_measures(answer, attempt.golds)
+    reward = float(measures["em"])
+    return RewardResult(reward, {"answer": reward, **measures}, answer)
+
+
+def built_in(name: str, options: Options, passages: bool = False) -> str:
+    """The template `name`.txt beside this file, after the examples if there are any."""
+    return with_examples(read_template(Path(__file__).with_name(f"{name}.txt"), passages), options)
+
+
+def with_examples(template: str, options: Options) -> str:
+    """UserError for a file of examples that cannot be read or that holds a place for a question or for passages."""
+    if options.examples is None:
+        return template
+    try:
+        examples = Path(options.examples).read_text(encoding="utf-8").rstrip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{options.examples}: the examples cannot be read ({error}); name a UTF-8 text file") from error
+    for place in ("{question}", "{passages}"):
+        if place in examples:
+            raise UserError(f"{options.examples}: examples hold no {place}; write their questions and passages out")
+    return f"{examples}\n\n{template}"
+
+
+def one_turn(shown: Callable[[Question], tuple[Passage, ...]] = lambda question: ()) -> Callable[..., Episode]:
+    """The episode of a prompt with the passages that `shown` picks, and one turn that should hold the answer."""
+
+    def episode(question: Question, tools: Tools) -> Episode:
+        yield Prompt(tools.template, question.question, shown(question))
+        turn = yield Generate(stop=("</answer>",))
+        return "answered" if turn.inside("answer") else "ended"
+
+    return episode

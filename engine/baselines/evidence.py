@@ -1,0 +1,62 @@
+"""Evidence of another model: the question with what an extractor left of its passages, and the answer from that.
+
+The evidence comes from a file of `thresher extract`, by the question's id. It stands in the place of the question,
+below it: text from elsewhere, encoded without control tokens and with its tags made harmless. A question whose evidence
+is empty is asked all the same; one that the file does not know ends the run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from thresher.engine.baselines import common
+from thresher.engine.baselines.common import answer_reward, built_in
+from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags
+from thresher.retrieval.jsonl import iter_records, string_field
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Options):
+    """file: JSONL with an id and evidence (a string, which may be empty) in every line."""
+
+    file: str
+
+
+def system(options: Options) -> System:
+    return answers_from(read_evidence(options.file), options.file, built_in("evidence", options))
+
+
+def answers_from(evidence: Mapping[str, str], source: str, template: str | None = None) -> System:
+    """A system that answers a question from `evidence[question.id]`; `source` is where an absent one was looked for."""
+
+    def episode(question: Question, tools: Tools) -> Episode:
+        if question.id not in evidence:
+            raise UserError(
+                f"{source}: holds no evidence for question {question.id}; extract from these questions first"
+            )
+        text = evidence[question.id].strip() or "none was found"
+        yield Prompt(tools.template, f"{question.question}\n\nEvidence: {text}")
+        turn = yield Generate(stop=("</answer>",))
+        return "answered" if turn.inside("answer") else "ended"
+
+    return System(
+        name="evidence",
+        tags=pair_tags("answer"),
+        episode=episode,
+        reward=answer_reward,
+        template=template or built_in("evidence", common.Options()),
+        preset={"rollout": {"max_turns": 1}},
+    )
+
+
+def read_evidence(path: str | Path) -> dict[str, str]:
+    """Id -> evidence. UserError, naming file and line, for a record without one of them or with an id seen before."""
+    evidence: dict[str, str] = {}
+    for where, record in iter_records(path):
+        id_ = string_field(record, "id", where)
+        if id_ in evidence:
+            raise UserError(f"{where}: the id {id_!r} was used before; keep one record for each question")
+        evidence[id_] = string_field(record, "evidence", where, may_be_empty=True)
+    return evidence

@@ -1,0 +1,66 @@
+"""ARENA: name the references that matter, analyse, answer; rewarded in four parts, held to its reference by k2.
+
+    question, references [1] .. [n]  ->  <relevance>[1,5]</relevance> <analysis>..</analysis> <answer>a phrase</answer>
+
+    reward = format + accuracy + relevance + bonus                                                    (13 at most)
+    format     1 where the three sections stand in order, with nothing but white space around them, else 0
+    accuracy   1 where the answer equals any gold, else 0   (or its F1, or a judge's verdict)
+    relevance  1 where the named indices are the gold ones, .5 where some are, else 0
+    bonus      10 where all three are 1
+
+The four are scored each for itself; with F1 too the bonus needs exactly 1 [assumed]. Naming every reference earns .5,
+in the paper as here; `max_indices` closes that hole.
+
+KL: k2, d^2/2 with d = log pi - log pi_ref, since k3 explodes where the policy all but rules a sampled token out; the
+ablation is grpo.kl_value = "k3".
+
+Preset: G 7, 256 questions a step [unit unstated], lr 3e-6 on a cosine after a warm-up over .1, beta 4e-2 (its code's
+default), eps .2 [assumed], temperature .9, one update a batch [assumed], 3,072 tokens for the references [assumed]; 10
+are retrieved where a question brings none [assumed], and then none is known to be gold. Its code takes the mean over
+tokens and the sample's deviation + 1e-4: grpo.aggregation = "token", grpo.sample_std = true.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags, read_template
+from thresher.engine.tables import Count
+from thresher.retrieval.questions import Question
+from thresher.rewards.arena import Accuracy, arena_reward
+from thresher.rewards.text import Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """accuracy: exact match, F1, or an LLM judge's verdict. max_indices: who names more references than this gets no
+    .5; None, as in the paper, sets no bound. variant: of the normalisation before EM and F1, "arena" is its code's."""
+
+    accuracy: Accuracy = "em"
+    max_indices: Count | None = None
+    variant: Variant = "squad"
+
+
+def episode(question: Question, tools: Tools) -> Episode:
+    yield Prompt(tools.template, question.question, question.passages)
+    turn = yield Generate(stop=("</answer>",))
+    return "answered" if turn.stopped_at("</answer>") and turn.inside("answer") else "ended"
+
+
+def system(options: Options) -> System:
+    return System(
+        name="arena",
+        # question and references wrap the input: no passage may close them.
+        tags=pair_tags("question", "references", "relevance", "analysis", "answer"),
+        episode=episode,
+        reward=partial(arena_reward, **asdict(options)),
+        template=read_template(Path(__file__).with_name("arena.txt"), passages=True),
+        preset={
+            "retrieval": {"k": 10, "passage_format": "[{number}] {title}: {text}"},
+            "rollout": {"group_size": 7, "questions_per_step": 256, "temperature": 0.9, "max_passage_tokens": 3072},
+            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k2", "beta": 4e-2, "updates_per_batch": 1},
+            "optim": {"lr": 3e-6, "warmup_ratio": 0.1, "schedule": "cosine"},
+        },
+        given_passages=True,
+        wants_verdict=options.accuracy == "judge",
+    )

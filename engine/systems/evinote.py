@@ -1,0 +1,91 @@
+"""EviNote-RAG: Search-R1's loop, with a Supportive-Evidence Note after everything that was read.
+
+    <think>..</think> <search>query</search>  ->  <information>passages</information>
+        ->  <summary>*a key fact* -an uncertain one-</summary>  ->  ..  ->  <answer>..</answer>
+
+A turn ends at </search> or </answer>: at most 5 searches, then one turn that may only answer. A turn that does neither
+counts as one and gets a line of feedback, as in Search-R1.
+
+    reward = 1  + EQR    if format and answer hold
+             .1 + EQR    else if format and note-taking hold
+             0           else
+    format   (think? search information summary)+ think? answer, with nothing but white space behind it [assumed]
+    answer   EM          note-taking   the notes carry both marks, * and - (`marks` = "either": one of them)
+    EQR      P(entailment) by an NLI judge, the largest over the golds; premise the last note, hypothesis "<gold> is the
+             answer to '<question>'"
+
+The ablation's variants: Base (Search-R1, EM) · NS (a plain summary, EM [assumed]) · NE (<evidence> for <summary>, EM
+[assumed]) · FS (EM, 0 without a summary) · FS+SR (and a wrong answer with a summary gets .1, once in three) · FS+EQR ·
+SEN (the equation with EQR 0) · SEN+EQR. Prompt and tags go with the variant.
+
+Preset: 3 passages (code), 5 searches, G 4, 600 questions a step, lr 1e-5, its warm-up over .078 (code), k3 with beta
+1e-3 (code), eps .2 [assumed], temperature 1. Where the released code says otherwise is the system `evinote_code`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from thresher.engine.episode import (
+    Episode,
+    Feedback,
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    System,
+    Tools,
+    pair_tags,
+    read_template,
+)
+from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
+from thresher.retrieval.questions import Question
+from thresher.rewards.evinote import NOTE_TAGS, Marks, Variant, evinote_claims, evinote_reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """variant: of the ablation. marks: whether the notes need both marks, as the paper has it, or either."""
+
+    variant: Variant = "SEN+EQR"
+    marks: Marks = "both"
+
+
+def episode(question: Question, tools: Tools) -> Episode:
+    yield Prompt(tools.template, question.question)
+    for searches_left in reversed(range(tools.max_turns)):
+        turn = yield Generate(stop=("</search>", "</answer>"))
+        if turn.stopped_at("</answer>") and turn.inside("answer"):
+            return "answered"
+        if searches_left == 0:
+            break
+        if turn.stopped_at("</search>") and (query := turn.inside("search")):
+            yield Retrieved((yield Search(query)), BEFORE, AFTER)
+        else:
+            yield Feedback(INVALID)
+    return "turns"
+
+
+def template_name(variant: Variant) -> str:
+    """SEN asks for marks, FS and NS for a plain summary, NE for evidence, Base for nothing."""
+    if variant in ("SEN", "SEN+EQR"):
+        return "evinote.txt"
+    return {"Base": "search_r1.txt", "NE": "evinote_evidence.txt"}.get(variant, "evinote_summary.txt")
+
+
+def system(options: Options) -> System:
+    tag = NOTE_TAGS[options.variant]
+    return System(
+        name="evinote",
+        tags=pair_tags("think", "search", "information", *([tag] if tag else []), "answer"),
+        episode=episode,
+        reward=partial(evinote_reward, variant=options.variant, marks=options.marks),
+        template=read_template(Path(__file__).with_name(template_name(options.variant))),
+        preset={
+            "retrieval": {"k": 3},
+            "rollout": {"group_size": 4, "questions_per_step": 600, "max_turns": 6, "temperature": 1.0},
+            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-3},
+            "optim": {"lr": 1e-5, "warmup_ratio": 0.078},
+        },
+        claims=evinote_claims if options.variant.endswith("EQR") else None,
+    )

@@ -1,0 +1,113 @@
+"""EviOmni: reason over the passages, extract the evidence, answer; and answer twice more with a part of it hidden.
+
+    prompt(q, P)  ->  <reason>r</reason> <extract>e</extract>  ->  <answer>o_f</answer>         (the trained trajectory)
+
+    o_r ~ M(q, P, r)     e hidden            each of these contexts is prefilled from scratch, without what is hidden,
+    o_e ~ M(q, e)        P and r hidden      and ends in an <answer> of ours: after </reason> the model would go on to
+                                             extract [assumed]; o_f writes its own. They are rewarded and not trained.
+
+    reward  = .8 R_ans + .1 R_len + .1 R_fmt
+    R_ans   = mean F1(golds, o) over those of o_r, o_e and o_f that are switched on
+    R_len   = (R_len_r + R_len_e) / 2, lengths in tokens [assumed], L_P that of all passages
+    R_len_r = sigmoid((L_r/L_e - 1)/tau) if L_r >= L_e, else sigmoid((1 - L_e/L_r)/tau)
+    R_len_e = 1 if 1 - L_e/L_P >= omega, else (1 - L_e/L_P)^gamma
+    R_fmt   = 1 where r, e and o_f obey the tags, else 0
+
+A first turn without a closed <extract> ends the trajectory; a reason or an extract that is not there has no branch, and
+the answer that is missing counts as F1 0. The context of o_e is the same template without passages. o_f is written even
+where it is not rewarded, since the format and every measure of the trained model's answer are read from it.
+
+Preset: 5 passages (of 100 words, hence 1,024 tokens [assumed]), beta 1e-2, k3 [assumed], eps .2, G 8 [assumed], lr
+1e-6, temperature 1 [assumed], advantages divided by max(std, .1). tau and gamma are .5 [assumed: the paper tunes them,
+over .1 .2 .5 1 and over .1 .3 .5 .8 1], omega .9.
+
+Deliberately absent: the loop around a trained extractor, which is `thresher extract`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from thresher.engine.episode import (
+    Episode,
+    Fork,
+    Generate,
+    Kept,
+    Prompt,
+    Reprefill,
+    System,
+    Tools,
+    pair_tags,
+    read_template,
+)
+from thresher.engine.tables import FieldError, NotNegative, Positive, Section, Share
+from thresher.retrieval.questions import Question
+from thresher.rewards.eviomni import eviomni_reward
+from thresher.rewards.tags import blocks
+from thresher.rewards.transcript import Piece, Source
+
+ANSWERED = ("</answer>",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """rationale, evidence, full: which of o_r, o_e and o_f count in R_ans, one at least; o_r and o_e are not even
+    written where they do not. tau, gamma, omega as in the equations; weights are those of R_ans, R_len and R_fmt."""
+
+    rationale: bool = True
+    evidence: bool = True
+    full: bool = True
+    tau: Positive = 0.5
+    gamma: NotNegative = 0.5
+    omega: Share = 0.9
+    weights: tuple[NotNegative, NotNegative, NotNegative] = (0.8, 0.1, 0.1)
+
+    def check(self) -> None:
+        if not (self.rationale or self.evidence or self.full):
+            raise FieldError("full", "expected one of rationale, evidence and full to be true, got none")
+
+
+def episode(question: Question, tools: Tools, options: Options) -> Episode:
+    prompt = Prompt(tools.template, question.question, question.passages)
+    yield prompt
+    turn = yield Generate(stop=("</extract>",))
+    if hidden := branches(prompt, turn.text, options):
+        yield Fork(hidden)
+    if not turn.stopped_at("</extract>"):
+        return "ended"
+    turn = yield Generate(stop=ANSWERED)
+    return "answered" if turn.stopped_at("</answer>") and turn.inside("answer") else "ended"
+
+
+def branches(prompt: Prompt, written: bytes, options: Options) -> Mapping[str, Reprefill]:
+    """The contexts of o_r and o_e, made of what the policy wrote up to </extract>. None for a block that is missing,
+    and none at all where the reason lies inside the extract, for then neither could be hidden from the other."""
+    text = [Piece(Source.POLICY, written)]
+    reason, extract = next(iter(blocks(text, "reason")), None), next(iter(blocks(text, "extract")), None)
+    if reason and extract and extract.start < reason.end:
+        return {}
+    found = {}
+    if options.rationale and reason:
+        found["rationale"] = Reprefill(prompt, (Kept(0, reason.end), "<answer>"), ANSWERED)
+    if options.evidence and extract:
+        bare = Prompt(prompt.template, prompt.question)
+        found["evidence"] = Reprefill(bare, (Kept(extract.start, extract.end), "<answer>"), ANSWERED)
+    return found
+
+
+def system(options: Options) -> System:
+    return System(
+        name="eviomni",
+        tags=pair_tags("reason", "extract", "answer"),
+        episode=partial(episode, options=options),
+        reward=partial(eviomni_reward, **asdict(options)),
+        template=read_template(Path(__file__).with_name("eviomni.txt"), passages=True),
+        preset={
+            "retrieval": {"k": 5},
+            "rollout": {"group_size": 8, "temperature": 1.0, "max_passage_tokens": 1024},
+            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-2, "std_floor": 0.1},
+            "optim": {"lr": 1e-6},
+        },
+        given_passages=True,
+    )

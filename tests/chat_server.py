@@ -1,0 +1,89 @@
+"""A small chat model's server for tests: it says what a script tells it to, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+def completion(text: str | None) -> dict[str, Any]:
+    """A whole answer, in the parts that servers send."""
+    message = {"role": "assistant", "content": text}
+    return {"id": "c", "object": "chat.completion", "choices": [{"index": 0, "message": message}], "usage": {}}
+
+
+class ChatServer:
+    """script: what the coming requests get, one each: a text to reply, (status, body) or (status, body, headers), or a
+    word ("break", "half", "sleep"), or a function that gives one of these in its own time. When it is empty,
+    `reply(content of the last message)` is the text."""
+
+    def __init__(self) -> None:
+        self.script: list[Any] = []
+        self.reply: Callable[[str], str] = lambda content: f"re: {content}"
+        self.asked: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.keys: list[str | None] = []
+        self.hold: threading.Barrier | None = None  # requests wait for each other here
+        self._lock = threading.Lock()
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with stub._lock:
+                    stub.paths.append(self.path)
+                    stub.keys.append(self.headers.get("authorization"))
+                    stub.asked.append(request)
+                    said = stub.script.pop(0) if stub.script else stub.reply(request["messages"][-1]["content"])
+                if callable(said):
+                    said = said()
+                if stub.hold is not None:
+                    with suppress(threading.BrokenBarrierError):
+                        stub.hold.wait(5)
+                if said == "break":
+                    # Lingering for no time at all makes the close a reset.
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.close_connection = True
+                elif said == "half":
+                    self.wfile.write(b'HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"choices": ')
+                    self.close_connection = True
+                elif said == "sleep":
+                    threading.Event().wait(0.3)
+                    self.close_connection = True
+                elif isinstance(said, str):
+                    self.answer(200, completion(said))
+                else:
+                    self.answer(*said)
+
+            def answer(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+
+    def __enter__(self) -> ChatServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self._thread.join()
+        self.server.server_close()

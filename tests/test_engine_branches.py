@@ -1,0 +1,217 @@
+"""Branches: what is masked is absent from a context put together anew, tokens are kept whole, and nothing that is
+written there reaches the trajectory's own ids."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thresher.engine.branches import branch_seed, kept_ids
+from thresher.engine.episode import Fork, Generate, Kept, Prompt, Reprefill, System
+from thresher.engine.grpo import make_items
+from thresher.engine.judging import Judges, check_all, judge
+from thresher.engine.live import Job
+from thresher.engine.packing import Item
+from thresher.engine.recipe import Grpo
+from thresher.engine.rollout import Rollout
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.formats import Passage
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.result import RewardResult
+from thresher.rewards.transcript import Source
+
+Make = Callable[..., Rollout]
+TEMPLATE = "{passages}\nQuestion: {question}\n"
+TAGS = ("<reason>", "</reason>", "<extract>", "</extract>", "<answer>", "</answer>")
+QUESTION = Question("q", "Who?", ("Bel",), passages=(Passage("a", "A", "Bel did."), Passage("b", "B", "Nobody.")))
+
+
+def episode(question: Question, tools: Any) -> Any:
+    yield Prompt(TEMPLATE, question.question, question.passages)
+    turn = yield Generate(("</extract>",))
+    if turn.stop is None:
+        return "ended"
+    cut = turn.text.index(b"</reason>") + len(b"</reason>")
+    end = turn.text.index(b"</extract>") + len(b"</extract>")
+    whole, bare = Prompt(TEMPLATE, question.question, question.passages), Prompt(TEMPLATE, question.question)
+    yield Fork(
+        {
+            "rationale": Reprefill(whole, (Kept(0, cut), "<answer>"), ("</answer>",)),
+            "evidence": Reprefill(bare, (Kept(cut, end), "<answer>"), ("</answer>",)),
+        }
+    )
+    yield Generate(("</answer>",))
+    return "answered"
+
+
+SYSTEM = System("test", TAGS, episode, lambda attempt: RewardResult(0.0, {}, None), TEMPLATE, given_passages=True)
+
+
+def scripted(script: Callable[..., None], seed: int, trunk: list[str], rationale: str, evidence: str) -> None:
+    script({seed: trunk, branch_seed(seed, "rationale"): [rationale], branch_seed(seed, "evidence"): [evidence]})
+
+
+def test_what_is_masked_is_absent(tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]) -> None:
+    trunk = ["<reason>Bel it is</reason><extract>Bel did.</extract>", "<answer>Bel</answer>"]
+    scripted(script, 7, trunk, "Bel</answer>", "Nobody</answer>")
+    run = tiny_rollout(SYSTEM, max_passage_tokens=200)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    text = {
+        name: [(s.source, tiny_tokenizer.decode(s.ids)) for s in b.segments] for name, b in trajectory.branches.items()
+    }
+    passages = 'Doc 1(Title: "A") Bel did.\nDoc 2(Title: "B") Nobody.'
+    before = f"{passages}\nQuestion: Who?\n<reason>Bel it is</reason><answer>"
+    assert text["rationale"] == [(Source.PROMPT, before), (Source.POLICY, "Bel</answer>")]
+    before = "\nQuestion: Who?\n<extract>Bel did.</extract><answer>"
+    assert text["evidence"] == [(Source.PROMPT, before), (Source.POLICY, "Nobody</answer>")]
+    assert [segment.source for segment in trajectory.segments] == [Source.PROMPT, Source.POLICY, Source.POLICY]
+    assert trajectory.reason == "answered" and run.clock.branches == 2
+    # What the branches wrote is not trained: the update's rows are the trunk's tokens, each with its own log-prob.
+    (item,) = make_items([trajectory], [1.0], Grpo())
+    assert isinstance(item, Item) and [item.ids[row] for row in item.rows] == [
+        token for text in trunk for token in tiny_tokenizer.encode_template(text)
+    ]
+    (judged,) = judge([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())
+    check_all([judged], tiny_tokenizer, TAGS, run.limits.max_context)
+    assert [piece.text for piece in judged.attempt.branches["evidence"] if piece.source is Source.POLICY] == [
+        b"Nobody</answer>"
+    ]
+    stored = judged.to_dict(tiny_tokenizer)["branches"]["rationale"]
+    assert [segment["source"] for segment in stored] == ["prompt", "policy"]
+
+
+def test_a_branch_knows_only_its_context(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    """The log-probs of a branch are those of a fresh forward over its own ids, in which the masked part never was."""
+    trunk = ["<reason>Bel it is</reason><extract>Bel did.</extract>", "<answer>Bel</answer>"]
+    scripted(script, 7, trunk, "Bel</answer>", "Nobody</answer>")
+    run = tiny_rollout(SYSTEM, max_passage_tokens=200)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    for one in (trajectory, *trajectory.branches.values()):
+        ids, rows = torch.tensor(one.ids()), torch.tensor(one.policy_rows())
+        logits_TV = run.policy.logits(ids)[:, : tiny_tokenizer.vocab_size]
+        fresh = torch.log_softmax(logits_TV, -1)[rows - 1, ids[rows]]
+        torch.testing.assert_close(torch.tensor(one.policy_logprobs()), fresh, rtol=0, atol=1e-5)
+
+
+def test_branches_repeat_bit_for_bit_alone_and_in_a_crowd(tiny_rollout: Make, tiny_tokenizer: Tokenizer) -> None:
+    """Turns end at letters that random weights soon write, so that branches are reached without a script."""
+
+    def soon(question: Question, tools: Any) -> Any:
+        yield Prompt("{question}", question.question)
+        turn = yield Generate(("e", "a"))
+        half = len(turn.text) // 2
+        again = Prompt("{question}", question.question)
+        yield Fork({name: Reprefill(again, (Kept(0, half), name), ("o", "e")) for name in ("x", "y")})
+        yield Generate(("o",))
+        return "answered"
+
+    system = System("test", (), soon, lambda attempt: RewardResult(0.0, {}, None), "{question}")
+    questions = [Question(f"q{n}", "Who is that" + "?" * (n % 5), ("a",)) for n in range(12)]
+    jobs = [Job(question, group, n, 100 * group + n) for group, question in enumerate(questions) for n in range(2)]
+
+    def record(trajectories: Sequence[Any]) -> list[Any]:
+        return [
+            (name, [s.ids for s in branch.segments], [x.hex() for x in branch.policy_logprobs()], branch.reason)
+            for trajectory in trajectories
+            for name, branch in trajectory.branches.items()
+        ]
+
+    crowd = record(tiny_rollout(system).run(jobs, 1.0))
+    alone = tiny_rollout(system, max_running=1)
+    assert len(crowd) >= 8 and len({len(entry[1][1]) for entry in crowd}) > 2
+    assert record([alone.run([job], 1.0)[0] for job in jobs]) == crowd
+
+
+def test_a_branch_without_room_is_counted_and_left_out(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    trunk = ["<reason>x</reason><extract>y</extract>", "<answer>Bel</answer>"]
+    prompt = len(tiny_rollout(SYSTEM, max_passage_tokens=200).prompt(QUESTION))
+    total = prompt + sum(len(tiny_tokenizer.encode(text)) for text in trunk)
+
+    def long(question: Question, tools: Any) -> Any:
+        yield Prompt(TEMPLATE, question.question, question.passages)
+        yield Generate(("</extract>",))
+        parts = (Kept(0, 10**6), "<answer>" * 20)
+        yield Fork({"rationale": Reprefill(Prompt(TEMPLATE, "Who?", question.passages), parts, ("</answer>",))})
+        yield Generate(("</answer>",))
+        return "answered"
+
+    system = System("test", TAGS, long, SYSTEM.reward, TEMPLATE, given_passages=True)
+    script({7: trunk})
+    run = tiny_rollout(system, max_passage_tokens=200, max_context=total + 2)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    assert trajectory.reason == "answered" and not trajectory.branches and run.clock.branches_without_room == 1
+
+
+@given(text=st.text(max_size=40), start=st.integers(-2, 60), size=st.integers(0, 60))
+def test_kept_bytes_are_exact_and_whole_tokens_stay(
+    text: str, start: int, size: int, tiny_tokenizer: Tokenizer
+) -> None:
+    written = tiny_tokenizer.encode(text)
+    start = max(start, 0)
+    kept = kept_ids(Kept(start, start + size), written, tiny_tokenizer)
+    assert tiny_tokenizer.decode_bytes(kept) == tiny_tokenizer.decode_bytes(written)[start : start + size]
+    # Whole tokens inside the stretch come through as they were sampled, in order.
+    at, inside = 0, []
+    for token in written:
+        end = at + len(tiny_tokenizer.token_bytes(token))
+        if start <= at and end <= start + size:
+            inside.append(token)
+        at = end
+    found = iter(kept)
+    assert all(token in found for token in inside)
+
+
+def test_a_token_that_straddles_the_boundary_is_cut_by_bytes(tiny_tokenizer: Tokenizer) -> None:
+    long = next(n for n in range(tiny_tokenizer.vocab_size) if len(tiny_tokenizer.token_bytes(n)) >= 3)
+    text = tiny_tokenizer.token_bytes(long)
+    assert kept_ids(Kept(0, 2), [long, long], tiny_tokenizer) == tiny_tokenizer.byte_ids(text[:2])
+    across = kept_ids(Kept(1, len(text) + 1), [long, long], tiny_tokenizer)
+    assert across == tiny_tokenizer.byte_ids(text[1:] + text[:1])
+
+
+def test_judges_are_asked_once_for_all() -> None:
+    from thresher.engine.judging import ask_judges
+
+    class Judge:
+        name = "counts"
+        calls = 0
+
+        def probabilities(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+            self.calls += 1
+            return [len(premise) / 10 for premise, _ in pairs]
+
+        def rate(self, asked: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
+            self.calls += 1
+            return [answer in golds for golds, answer in asked]
+
+    from thresher.rewards.transcript import Piece
+
+    attempts = [
+        Attempt(pieces=[Piece(Source.POLICY, text)], golds=("Bel",), question=str(n))
+        for n, text in enumerate((b"<answer>Bel</answer>", b"nothing", b"<answer>No</answer>"))
+    ]
+    claims = {"0": [("abc", "h"), ("abcd", "h")], "1": [], "2": [("a", "h")]}
+    system = System(
+        "test", TAGS, episode, SYSTEM.reward, TEMPLATE, claims=lambda a: claims[a.question], wants_verdict=True
+    )
+    judge_ = Judge()
+    asked = ask_judges(attempts, system, Judges(entailment=judge_, verdict=judge_))
+    assert [attempt.entailment for attempt in asked] == [0.4, 0.0, 0.1]
+    assert [attempt.verdict for attempt in asked] == [True, False, False] and judge_.calls == 2
+
+
+@pytest.mark.parametrize("budget", [200, 30])
+def test_given_passages_share_their_budget(budget: int, tiny_rollout: Make, tiny_tokenizer: Tokenizer) -> None:
+    long = Question("q", "Who?", ("B",), passages=tuple(Passage(str(n), f"T{n}", "word " * 6) for n in range(3)))
+    run = tiny_rollout(SYSTEM, max_passage_tokens=budget)
+    text = tiny_tokenizer.decode(run.prompt(long))
+    assert all(f"Doc {n}" in text for n in (1, 2, 3))  # none is lost because of those before it
+    assert (text.count("word") == 18) == (budget == 200)
