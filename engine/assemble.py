@@ -5,6 +5,7 @@ without a question) is refused here, before anything is computed or written.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from thresher.engine.recipe import Data, Recipe, Retrieval, load_recipe
 from thresher.engine.recipe import System as SystemSection
 from thresher.engine.render import Renderer
 from thresher.engine.rollout import Limits, Rollout
-from thresher.engine.systems import load_system
+from thresher.engine.systems import load_system, own_digest
 from thresher.engine.verdicts import load_verdicts
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
@@ -33,7 +34,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The loaded parts of a run. `vocab_size` is the tokenizer's: columns beyond it are never sampled nor trained."""
+    """The loaded parts of a run. `vocab_size` is the tokenizer's: columns beyond it are never sampled nor trained.
+    `system_digest` is that of a user's own system file, None for a built-in system."""
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -42,6 +44,7 @@ class Parts:
     renderer: Renderer
     tools: Tools
     limits: Limits
+    system_digest: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -73,6 +76,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
     """Policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`, `system` that of the one
     which the recipe names."""
     section = recipe.need(SystemSection)
+    digest = own_digest(section.name) if system is None else None
     system = system or load_system(section.name, section.options)
     template = system.template if section.template is None else read_template(section.template, system.given_passages)
     folder = Path(recipe.model.path if model_path is None else model_path)
@@ -109,6 +113,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             max_running=rollout.max_running,
             page_size=rollout.page_size,
         ),
+        system_digest=digest,
     )
 
 
@@ -171,11 +176,33 @@ def load_judges(recipe: Recipe, system: System, replies: Path) -> Judges:
     )
 
 
-def load_questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
+def load_questions(recipe: Recipe, system: System) -> tuple[list[Question], list[Question]]:
     """Training questions (up to data.limit) and development questions (up to run.eval_questions; may be empty)."""
     data = recipe.need(Data)
-    dev = read_questions(data.dev) if data.dev is not None else []
-    return read_questions(data.train)[: data.limit], dev[: recipe.run.eval_questions]
+    train = read_questions(data.train)[: data.limit]
+    check_gold_indices(train, system, data.train, needed=True)
+    if data.dev is None:
+        return train, []
+    dev = read_questions(data.dev)[: recipe.run.eval_questions]
+    check_gold_indices(dev, system, data.dev)
+    return train, dev
+
+
+def check_gold_indices(questions: Sequence[Question], system: System, path: str, needed: bool = False) -> None:
+    """Say how many questions leave open which of their passages are gold, if the system's reward asks for it. UserError
+    where all do and some are `needed`."""
+    unknown = sum(question.gold_indices is None for question in questions)
+    if not system.needs_gold_indices or not unknown:
+        return
+    if needed and unknown == len(questions):
+        raise UserError(
+            f"{path}: no question tells which of its passages are gold, and {system.name} is rewarded for naming them; "
+            "give questions with passages and gold_indices, such as thresher data convert makes of HotpotQA"
+        )
+    _say(
+        f"{path}: {unknown:,} of {len(questions):,} questions do not tell which of their passages are gold, and naming "
+        f"some earns {system.name} nothing there"
+    )
 
 
 def read_run_recipe(path: str | Path, overrides: list[str]) -> Recipe:

@@ -1,7 +1,8 @@
 """`thresher bench retrieval`: its arguments.
 
-Apart from cli.py only because of their number; what they mean stands at bench/retrieval.py. Deliberately absent: running
-it, for cli.py alone reaches `bench`.
+Apart from cli.py only because of their number; what they mean stands at bench/retrieval.py.
+
+Deliberately absent: running it, for cli.py alone reaches `bench`.
 """
 
 import argparse
@@ -15,7 +16,9 @@ def retrieval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", **counts, default=SIZES, help="of synthetic sets of vectors; default: 10^4 to 10^6")
     parser.add_argument("--dim", **count, default=768, help="of synthetic vectors; default: 768")
     parser.add_argument("--kinds", nargs="+", default=("ivf", "hnsw"), metavar="KIND", help="beside flat")
-    parser.add_argument("--batches", **counts, default=BATCHES, help="queries at a time, up to 512; default: 1 8 64 512")
+    parser.add_argument(
+        "--batches", **counts, default=BATCHES, help="queries at a time, up to 512; default: 1 8 64 512"
+    )
     parser.add_argument("--corpus", help="real passages that come first, with --encoder")
     parser.add_argument("--encoder", metavar="FOLDER", help="a trained model to encode them")
     parser.add_argument("--questions", metavar="FILE", help="about them; default: runs of their words")

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from thresher.engine import flags
+from thresher.engine.benching import retrieval_arguments
 from thresher.engine.comparing import compare_arguments
 from thresher.engine.datasets import data_commands
 from thresher.engine.evaluating import eval_arguments
 from thresher.engine.extracting import extract_arguments
-from thresher.engine.benching import retrieval_arguments
 from thresher.engine.indexing import build_arguments, search_arguments
 from thresher.engine.planning import hybrid_arguments, plan_arguments
 from thresher.engine.serve import serve_arguments
@@ -72,9 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="train one on the strings of JSONL files",
     )
-    init.add_argument("--vocab-size", type=_count, default=1024, help="of a tokenizer that is trained")
+    init.add_argument("--vocab-size", type=flags.count, default=1024, help="of a tokenizer that is trained")
     init.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
     init.add_argument("--seed", type=int, default=0)
+    init.add_argument("--embedding-std", type=flags.positive, metavar="STD", help="default: initializer_range")
+    init.add_argument("--zero-outputs", action="store_true", help="every layer begins as the identity")
     init.add_argument("--out", required=True)
 
     sft = _command(commands, "sft", _sft, "supervised fine-tuning, of all weights or of adapters")
@@ -120,9 +123,9 @@ def build_parser() -> argparse.ArgumentParser:
     invent.add_argument("--seed", type=int, default=0)
     invent.add_argument("--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe")
     invent.add_argument(
-        "--forms", type=_whole, default=0, help="transcripts of each system's form, for `study systems`"
+        "--forms", type=flags.natural, default=0, help="transcripts of each system's form, for `study systems`"
     )
-    invent.add_argument("--aware", type=_share, help="share of warm-up transcripts that follow their question")
+    invent.add_argument("--aware", type=flags.share, help="share of warm-up transcripts that follow their question")
 
     report = _command(commands, "report", _report, "curves and trajectories of a run, as a page and pictures")
     report.add_argument("run", help="run folder")
@@ -130,19 +133,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure, beside peers").add_subparsers(required=True, metavar="WHAT")
     step = _command(bench, "step", _bench_step, "one GRPO step of the demo's model, beside TRL where it is installed")
-    step.add_argument("--steps", type=_count, default=5)
+    step.add_argument("--steps", type=flags.count, default=5)
     step.add_argument("--peer", choices=("trl", "none"), default="trl")
     step.add_argument("--out", help="JSON lines to append to")
     loss = _command(bench, "loss", _bench_loss, "the loss's forward and backward, beside peers and its matmuls' floor")
     loss.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     loss.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, else float32")
     for axis, text in (("hidden", "widths"), ("vocab", "vocabulary sizes"), ("tokens", "rows, masked ones included")):
-        loss.add_argument(f"--{axis}", type=_count, nargs="+", metavar="N", help=f"{text}; default: by device")
-    loss.add_argument("--density", type=_percent, nargs="+", metavar="PERCENT", help="shares of rows in the loss")
+        loss.add_argument(f"--{axis}", type=flags.count, nargs="+", metavar="N", help=f"{text}; default: by device")
+    loss.add_argument("--density", type=flags.percent, nargs="+", metavar="PERCENT", help="shares of rows in the loss")
     loss.add_argument("--peers", default="all", metavar="NAMES", help="all, none, or names with commas between them")
-    loss.add_argument("--chunk-rows", type=_count, help="of ours, and of the chunked naive form")
+    loss.add_argument("--chunk-rows", type=flags.count, help="of ours, and of the chunked naive form")
     loss.add_argument(
-        "--budget", type=_seconds, default=float("inf"), metavar="SECONDS", help="then leave out the rest"
+        "--budget", type=flags.seconds, default=float("inf"), metavar="SECONDS", help="then leave out the rest"
     )
     loss.add_argument("--out", help="JSON lines to append to")
     loss.add_argument("--plot", help="PNG to write")
@@ -177,41 +180,6 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return value
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text}")
-    return value
-
-
-def _percent(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 100, got {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text}")
-    return value
-
-
 def _load_recipe(options: argparse.Namespace) -> Any:
     from thresher.engine.assemble import read_run_recipe
 
@@ -231,6 +199,8 @@ def _init(options: argparse.Namespace) -> None:
         vocab_size=options.vocab_size,
         overrides=options.set,
         seed=options.seed,
+        embedding_std=options.embedding_std,
+        zero_outputs=options.zero_outputs,
     )
     console.figures(f"model with random weights in {options.out}", figures)
 

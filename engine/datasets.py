@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thresher.engine import console
+from thresher.engine import console, flags
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE:COUNT",
         help="several sets, and how many questions of each (default: all)",
     )
-    parser.add_argument("--limit", type=_count, metavar="N", help="with --in: how many questions")
+    parser.add_argument("--limit", type=flags.count, metavar="N", help="with --in: how many questions")
     parser.add_argument("--seed", type=int, help="draw them by lot and shuffle; without: the first ones, in order")
     parser.add_argument("--aliases", metavar="FILE", help="2Wiki's id_aliases.json: further gold answers")
     parser.add_argument(
@@ -62,7 +62,7 @@ def show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="questions in any format of data convert")
     parser.add_argument("--format", default="auto", help="as in data convert")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--n", type=_count, default=3, metavar="N", help="the first so many; default 3")
+    which.add_argument("--n", type=flags.count, default=3, metavar="N", help="the first so many; default 3")
     which.add_argument("--id", action="append", metavar="ID", help="the question with this id; may be given again")
     parser.add_argument("--full", action="store_true", help="passages and metadata to their end")
 
@@ -149,10 +149,3 @@ def _tell_conversion(out: str, figures: dict[str, Any]) -> None:
         told |= {f"{source['source']}: skipped, {reason}": n for reason, n in source["skipped"].items()}
         told |= {f"{source['source']}: {note}": n for note, n in source["notes"].items()}
     console.figures("in all", told)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return value

@@ -136,6 +136,7 @@ class System:
     given_passages: the prompt shows the question's passages; where it comes with none, the engine retrieves them first.
     claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
     attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer.
+    needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
     """
 
     name: str
@@ -147,6 +148,7 @@ class System:
     given_passages: bool = False
     claims: Callable[[Attempt], Sequence[tuple[str, str]]] | None = None
     wants_verdict: bool = False
+    needs_gold_indices: bool = False
 
 
 def pair_tags(*names: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.assemble import Parts, load_judges, load_parts, load_retrieval
+from thresher.engine.assemble import Parts, check_gold_indices, load_judges, load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
 from thresher.engine.best import Best
 from thresher.engine.episode import System
@@ -32,6 +32,7 @@ from thresher.engine.passages import with_noise, with_passages
 from thresher.engine.recipe import Data, Recipe
 from thresher.engine.recipe import System as SystemSection
 from thresher.engine.rollout import Rollout
+from thresher.engine.systems import own_digest
 from thresher.retrieval.formats import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
@@ -71,6 +72,7 @@ def run_evaluation(recipe: Recipe, asked: Asked, out: Path) -> dict[str, Any]:
         recipe, rollout=replace(recipe.rollout, max_running=min(recipe.rollout.max_running, len(questions)))
     )
     parts = _load(recipe, asked.baseline)
+    check_gold_indices(questions, parts.system, path)
     retriever = _retriever(recipe, parts.system)
     questions = prepare(questions, parts, retriever, asked.noise)
     rollout = parts.rollout(retriever)
@@ -112,6 +114,7 @@ def settings_of(recipe: Recipe, asked: Asked, path: str, questions: Sequence[Que
     content = blake2b(repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass"))
     return settings | {
         "baseline": asked.baseline,
+        "the system file's content": own_digest(recipe.system.name) if recipe.system else None,
         "questions": path,
         "limit": asked.limit,
         "the questions' content": content.hexdigest()[:16],

@@ -9,10 +9,10 @@ Deliberately absent: the evaluation itself (engine/evalrun.py), and imports of t
 """
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
+from thresher.engine import flags
 from thresher.engine.best import Best, best_checkpoint
 from thresher.engine.recipe import Recipe, make_recipe, read_tables
 from thresher.engine.runfolder import RunFolder
@@ -43,19 +43,19 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", help="a system's name, or the path of a system's file")
     add("--baseline", metavar="NAME", help="a baseline in the system's place, under the same settings")
     add("--questions", help="JSONL; default: data.dev of the recipe")
-    add("--limit", type=_count, help="only the first so many")
+    add("--limit", type=flags.count, help="only the first so many")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--index", help="index folder")
     where.add_argument("--url", help="of a retriever's server")
-    add("--k", type=_count, help="passages of a search, or of a question that brings none")
-    add("--noise", type=_natural, default=0, metavar="N", help="irrelevant passages added to those in the prompt")
+    add("--k", type=flags.count, help="passages of a search, or of a question that brings none")
+    add("--noise", type=flags.natural, default=0, metavar="N", help="irrelevant passages added to those in the prompt")
     add(
         "--prompt",
         choices=("raw", "chat"),
         help="chat: through the model's chat template; default: the recipe's, or raw",
     )
-    add("--temperature", type=_temperature, default=0.0, help="0 (the default) is greedy")
-    add("--seed", type=_natural, help="of sampling and of noise; default: run.seed of the recipe, or 0")
+    add("--temperature", type=flags.temperature, default=0.0, help="0 (the default) is greedy")
+    add("--seed", type=flags.natural, help="of sampling and of noise; default: run.seed of the recipe, or 0")
     add("--entailment", metavar="FOLDER", help="an NLI classifier; default: overlap of words, the stated stand-in")
     add("--judge-url", metavar="URL", help="an OpenAI-compatible server whose chat model judges the answers")
     add("--judge-model", metavar="NAME", help="that model's name")
@@ -139,25 +139,3 @@ def _preset(name: str, tables: dict[str, Any], options: argparse.Namespace, bare
         for section, values in layer.items():
             merged[section] = merged.get(section, {}) | values
     return merged
-
-
-def _count(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _natural(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    value = int(text)
-    if not least <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
-    return value

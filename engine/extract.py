@@ -93,7 +93,7 @@ def extract(
     plan: Plan, on_progress: Callable[[int, int], None] = lambda done, of: None, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Do what of the plan is not done yet; returns the figures over all of it, which F.json beside `plan.out` keeps."""
-    everything = read_questions(plan.questions)
+    everything = read_questions(plan.questions, golds_needed=False)
     needed = ("answer",) if plan.generator or plan.agent else ("evidence",)
     journal = Journal(plan.out, plan.settings(everything), needed)
     todo = [question for question in everything[: plan.limit] if question.id not in journal.done]
@@ -242,32 +242,38 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
     """Means over questions; a figure that a question has no value for is left out of its mean.
 
     compression_ratio: over questions with evidence, without_evidence counting the others. recall_*: share of questions
-    whose evidence or rationale holds a gold answer. extract_seconds: a batch's, shared among its questions.
+    whose evidence or rationale holds a gold answer; like em and f1 over those that have one, without_golds counting the
+    others. extract_seconds: a batch's, shared among its questions.
     """
     values: dict[str, list[float]] = {}
-    questions = without = 0
+    questions = without_evidence = without_golds = 0
     for record in records:
+        golds = record.get("golden_answers", ())
         questions += 1
-        without += not record["evidence"]
+        without_evidence += not record["evidence"]
+        without_golds += not golds
         found = {name: record.get(name) for name in MEASURES}
         for name in ("evidence", "rationale"):
-            if name in record:
-                found[f"recall_{name}"] = answer_recalled(record[name], record["golden_answers"])
+            if golds and name in record:
+                found[f"recall_{name}"] = answer_recalled(record[name], golds)
         for name, value in found.items():
             if value is not None:
                 values.setdefault(name, []).append(float(value))
     means = {name: sum(column) / len(column) for name, column in values.items()}
-    return {"questions": questions, "without_evidence": without} | means
+    counts = {"questions": questions, "without_evidence": without_evidence, "without_golds": without_golds}
+    return counts | means
 
 
 def _head(question: Question) -> Record:
-    return {"id": question.id, "question": question.question, "golden_answers": list(question.golds)}
+    head: Record = {"id": question.id, "question": question.question}
+    return head | {"golden_answers": list(question.golds)} if question.golds else head
 
 
 def _answered(outcome: Outcome) -> Record:
-    parts = outcome.result.parts
+    """What there is to say of an answer: right or wrong only where the question has gold answers."""
+    measures = ("em", "f1", "answered") if outcome.question.golds else ("answered",)
     return {
         "answer": outcome.result.answer,
-        **{name: parts[name] for name in ("em", "f1", "answered")},
+        **{name: outcome.result.parts[name] for name in measures},
         "answer_ended": outcome.reason,
     }

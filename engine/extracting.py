@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from thresher.engine import console
+from thresher.engine import console, flags
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 def extract_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder of the extractor")
-    parser.add_argument("--questions", required=True, help="JSONL, with passages or without")
+    parser.add_argument("--questions", required=True, help="JSONL; neither passages nor gold answers must be there")
     parser.add_argument("--out", required=True, metavar="F.jsonl", help="a line per question; goes on if it is there")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--index", help="folder to search for passages, where questions bring none")
     place.add_argument("--url", help="of a retrieval server instead")
-    parser.add_argument("--k", type=_count, default=5, help="passages of a search; default 5")
+    parser.add_argument("--k", type=flags.count, default=5, help="passages of a search; default 5")
     parser.add_argument("--template", metavar="FILE", help="the extractor's prompt, with {question} and {passages}")
     parser.add_argument("--prompt", choices=("raw", "chat"), default="raw", help="chat: in the local models' templates")
     parser.add_argument("--loop", choices=("traditional", "agentic"), default="traditional")
@@ -26,11 +26,13 @@ def extract_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{who}-url", metavar="URL", help="of a server that speaks OpenAI's chat completions")
         parser.add_argument(f"--{who}-name", metavar="MODEL", help="the model's name there")
         parser.add_argument(f"--{who}-template", metavar="FILE", help="its prompt, with {question}")
-    parser.add_argument("--actions", type=_count, default=4, help="searches of the agent, at most; default 4")
-    parser.add_argument("--limit", type=_count, help="only the first so many questions")
-    parser.add_argument("--batch", type=_count, default=64, help="questions done between two writes; default 64")
+    parser.add_argument("--actions", type=flags.count, default=4, help="searches of the agent, at most; default 4")
+    parser.add_argument("--limit", type=flags.count, help="only the first so many questions")
+    parser.add_argument("--batch", type=flags.count, default=64, help="questions done between two writes; default 64")
     parser.add_argument("--key-env", metavar="VARIABLE", help="environment variable that holds the chat server's key")
-    parser.add_argument("--patience", type=float, default=300.0, metavar="SECONDS", help="that a server may stay away")
+    parser.add_argument(
+        "--patience", type=flags.seconds, default=300.0, metavar="SECONDS", help="that a server may stay away"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -98,10 +100,3 @@ def _chosen(options: argparse.Namespace, who: str) -> "Chosen | None":
     if (given["model"] is None) == (given["url"] is None) or (given["url"] is None) != (given["name"] is None):
         raise UserError(f"expected either --{who}-model DIR, or --{who}-url URL with --{who}-name MODEL")
     return Chosen(**given)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return value

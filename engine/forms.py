@@ -2,12 +2,16 @@
 
     search_r1  eval_rar  evinote     think, search, read (and evaluate, or note down), answer
     eviomni    arena     naive_grpo  the passages stand in the prompt: all that is known of the question's subject and
-                                     of what its first relation leads to, each in an encyclopedia's fixed order
+                                     of what its first relation leads to, in an order that tells nothing
 
 As in world.py most transcripts are *blind*: whatever their question asks, they follow relations drawn at random, one or
-three in a search, one or two among given passages. They teach tags, copying, and to restate a fact before its object is
-used; which fact is wanted is left to reinforcement. Blind ones waste, too: they name references and extract sentences
-that nothing asked for, and leave a mark out of their notes, so that there is something to unlearn.
+three in a search, one or two among given passages, there by habit mostly the first that an entity has. They teach tags,
+copying, and to restate a fact before its object is used; which fact is wanted is left to reinforcement. Blind ones
+waste, too: they name references and extract sentences that nothing asked for. And of all notes half lack a mark.
+
+Before it comes a warm-up on *recitals*: six facts about names drawn anew each time, then the same facts restated in
+another order. Nothing in them can be learned but to look a fact up by subject and relation, and six look-ups in each
+transcript teach that within a thousand steps; the forms alone, with one or two, did not in three thousand.
 
 Each transcript brings its own prompt, which begins with the name of the protocol, cut into segments where the renderer
 cuts it. Everything is a function of the seed.
@@ -19,13 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
-from thresher.engine.world import BLIND_HOPS, Fact, Size, World, ask, policy_segment, walk
+from thresher.engine.world import BLIND_HOPS, RELATIONS, Fact, Size, World, ask, policy_segment, walk
 from thresher.retrieval.formats import Passage
 from thresher.retrieval.questions import Question
 
 SEARCHING = ("search_r1", "eval_rar", "evinote")
 GIVEN = ("eviomni", "arena", "naive_grpo")
 GIVEN_FORMAT = "{number} {text}"  # retrieval.passage_format of the recipes whose prompts show passages
+HABIT = (
+    0.6  # of what a blind transcript looks up among given passages: how often it is the first relation of its entity
+)
 Segments = list[dict[str, Any]]
 
 
@@ -34,15 +41,17 @@ def template(name: str) -> str:
     return f"{name}\n" + ("{passages}\n" if name in GIVEN else "") + "Question: {question}\n"
 
 
-def known(world: World, path: Sequence[Fact]) -> list[Fact]:
-    """All facts about the subject of `path`, then those about its first object, both in the order of RELATIONS."""
+def known(world: World, path: Sequence[Fact], rng: random.Random) -> list[Fact]:
+    """All facts about the subject of `path` and about its first object, shuffled."""
     entities = dict.fromkeys((path[0].subject, path[0].object))
-    return [world.facts[entity, relation] for entity in entities for relation in world.relations(entity)]
+    facts = [world.facts[entity, relation] for entity in entities for relation in world.relations(entity)]
+    rng.shuffle(facts)
+    return facts
 
 
-def given_question(world: World, question: Question, path: Sequence[Fact]) -> Question:
+def given_question(world: World, question: Question, path: Sequence[Fact], seed: int) -> Question:
     """The question with its passages, and which of them are on the way to its answer."""
-    facts = known(world, path)
+    facts = known(world, path, random.Random(f"given {seed} {question.id}"))
     return Question(
         question.id,
         question.question,
@@ -51,6 +60,28 @@ def given_question(world: World, question: Question, path: Sequence[Fact]) -> Qu
         tuple(Passage(str(n), f"{fact.subject}, {fact.relation}", fact.sentence) for n, fact in enumerate(facts, 1)),
         tuple(sorted(facts.index(fact) + 1 for fact in path)),
     )
+
+
+def recitals(worlds: Sequence[World], count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` transcripts that state and restate all facts about two entities, names drawn from those of `worlds`."""
+    rng = random.Random(f"recitals {seed}")
+    names = sorted({entity for world in worlds for entity in world.kinds})
+    found = []
+    for number in range(count):
+        subject, object_, *others = rng.sample(names, 8)
+        facts = [
+            Fact(entity, relation, others.pop() if others else subject)
+            for entity in (subject, object_)
+            for relation in RELATIONS[rng.choice(list(RELATIONS))]
+        ]
+        bridge = rng.randrange(3)
+        facts[bridge] = Fact(subject, facts[bridge].relation, object_)
+        rng.shuffle(facts)
+        parts = ["recite\n", _listed(facts), "\n"]
+        text = "".join(f" {'Then' if n else 'First'}{_say(fact, True)}" for n, fact in enumerate(rng.sample(facts, 6)))
+        segments = [{"source": "prompt", "text": part} for part in parts]
+        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, policy_segment(text)]})
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +118,24 @@ def form_transcripts(
     ]
 
 
+def _habit(world: World, entity: str, rng: random.Random) -> Fact:
+    first, *others = world.relations(entity)
+    return world.facts[entity, first if rng.random() < HABIT else rng.choice(others)]
+
+
 Body = tuple[bool, Segments]  # whether the passages are in the prompt; what follows it
 
 
 def _plan(world: World, name: str, subject: str, size: Size, rng: random.Random) -> Plan:
     asked = walk(world, subject, 1 + (rng.random() < size.two_hop), rng)
     blind = rng.random() >= size.aware
-    shown = known(world, asked)
+    shown = known(world, asked, rng)
     if not blind:
         followed = asked
     elif name in SEARCHING:
         followed = walk(world, subject, rng.choice(BLIND_HOPS), rng)
-    else:  # what is shown must hold it: one fact, or two from the first object on
-        followed = [rng.choice(shown)] if rng.random() < 0.5 else walk(world, subject, 1, rng)
+    else:  # what is shown must hold it: one fact, or two where the first leads to what is known of its object
+        followed = [_habit(world, subject, rng)]
         if followed[0].object == asked[0].object and rng.random() < 0.5:
             followed += rng.choice([[fact] for fact in shown if fact.subject == followed[0].object])
     return Plan(asked=asked, followed=followed, shown=shown, blind=blind)
@@ -107,12 +143,15 @@ def _plan(world: World, name: str, subject: str, size: Size, rng: random.Random)
 
 def _prompt(name: str, plan: Plan, body: Body) -> Segments:
     """The prompt, cut where engine/render.py cuts it, so that its tokens are the rollout's."""
-    texts = "\n".join(GIVEN_FORMAT.format(number=n, text=fact.sentence) for n, fact in enumerate(plan.shown, 1))
-    filled = {"{passages}": texts if body[0] else "", "{question}": ask(plan.asked)}
+    filled = {"{passages}": _listed(plan.shown) if body[0] else "", "{question}": ask(plan.asked)}
     parts = [template(name)]
     for place in filled:
         parts = [piece for part in parts for piece in _split(part, place)]
     return [{"source": "prompt", "text": filled.get(part, part)} for part in parts if filled.get(part, part)]
+
+
+def _listed(facts: Sequence[Fact]) -> str:
+    return "\n".join(GIVEN_FORMAT.format(number=n, text=fact.sentence) for n, fact in enumerate(facts, 1))
 
 
 def _split(text: str, place: str) -> list[str]:
@@ -144,16 +183,15 @@ def _searched(name: str, plan: Plan, found: Sequence[str], rng: random.Random) -
         turn = {
             "search_r1": "",
             "eval_rar": f"<evaluate>{_say(fact)} </evaluate>",
-            "evinote": f"<summary>{_note(fact, plan, rng)} </summary>",
+            "evinote": f"<summary>{_note(fact, rng)} </summary>",
         }[name]
     if name == "search_r1":
         turn += f"<think>{_say(plan.followed[-1])} </think>"
     return False, [*segments, policy_segment(turn + _answer(plan))]
 
 
-def _note(fact: Fact, plan: Plan, rng: random.Random) -> str:
-    sure, unsure = f"\n*{_say(fact)}", "\n- the rest"
-    return sure + unsure if not plan.blind or rng.random() < 0.5 else sure
+def _note(fact: Fact, rng: random.Random) -> str:
+    return f"\n*{_say(fact)}" + ("\n- the rest" if rng.random() < 0.5 else "")
 
 
 def _given(name: str, plan: Plan, rng: random.Random) -> list[Body]:

@@ -7,7 +7,7 @@ and its help printed, without FAISS.
 import argparse
 import json
 
-from thresher.engine import console
+from thresher.engine import console, flags
 from thresher.engine.recipe import parse_overrides
 
 # Settings of a trained encoder that may be given in the place of what its folder says.
@@ -28,11 +28,11 @@ def build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="such as 16GB: pick the kind that fits, and say why")
     parser.add_argument("--recall", type=float, default=0.95, help="what an approximate kind should find; default .95")
     parser.add_argument("--keep", default="float32", help="vectors for exact scores: float32, float16 or none")
-    parser.add_argument("--dim", type=_count, default=2048, help="of the lexical encoder")
+    parser.add_argument("--dim", type=flags.count, default=2048, help="of the lexical encoder")
     for name, text in MODEL_OPTIONS.items():
-        kind = _count if name == "max_length" else str
+        kind = flags.count if name == "max_length" else str
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"of a model, {text}")
-    parser.add_argument("--chunk-words", type=_count, default=0, help="cut passages into this many words")
+    parser.add_argument("--chunk-words", type=flags.count, default=0, help="cut passages into this many words")
     parser.add_argument("--skip-empty", action="store_true", help="leave out records without text")
     parser.add_argument("--out", required=True)
 
@@ -41,7 +41,7 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `search` and of `check`."""
     parser.add_argument("--index", required=True)
     parser.add_argument("--queries", required=True)
-    parser.add_argument("--k", type=_count, default=5)
+    parser.add_argument("--k", type=flags.count, default=5)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="such as nprobe=64")
     parser.add_argument("--gpu", action="store_true", help="lists on all GPUs, in float16")
 
@@ -83,10 +83,3 @@ def run_check(options: argparse.Namespace) -> None:
     figures = check(options.index, options.queries, options.k, parse_overrides(options.set), options.gpu)
     console.figures(f"{options.index} against the gold titles of {options.queries}", figures)
     print(json.dumps(figures))
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return value

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.assemble import check_fit
-from thresher.policy.config import ModelConfig, config_from_dict
+from thresher.policy.config import config_from_dict
 from thresher.policy.files import read_json_object, staged_folder
-from thresher.policy.model import init_policy
+from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from thresher.retrieval.jsonl import iter_jsonl
 from thresher.rewards.errors import UserError
@@ -31,6 +31,8 @@ def initialise(
     vocab_size: int = 1024,
     overrides: Sequence[str] = (),
     seed: int = 0,
+    embedding_std: float | None = None,
+    zero_outputs: bool = False,
 ) -> dict[str, Any]:
     """Write a model folder; returns its figures. Exactly one of tokenizer_path and train_on says where tokens come
     from."""
@@ -51,11 +53,12 @@ def initialise(
     if table.get("layer_types") is not None and "layer_types" not in {text.partition("=")[0] for text in overrides}:
         table.pop("layer_types")  # written per layer, and refused if the number of layers was overridden
     config = config_from_dict(table, str(config_path))
-    return write_model(config, tokenizer, out, seed)
+    policy = init_policy(config, seed, embedding_std=embedding_std, zero_outputs=zero_outputs)
+    return write_model(policy, tokenizer, out) | {"seed": seed}
 
 
-def write_model(config: ModelConfig, tokenizer: Tokenizer, out: str | Path, seed: int) -> dict[str, Any]:
-    policy = init_policy(config, seed)
+def write_model(policy: Policy, tokenizer: Tokenizer, out: str | Path) -> dict[str, Any]:
+    config = policy.config
     check_fit(policy, tokenizer, out)
     with staged_folder(out) as staged:
         policy.save(staged)
@@ -66,7 +69,6 @@ def write_model(config: ModelConfig, tokenizer: Tokenizer, out: str | Path, seed
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "tokenizer_tokens": tokenizer.vocab_size,
-        "seed": seed,
     }
 
 

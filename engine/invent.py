@@ -9,6 +9,7 @@ and, where asked for, what a base for all systems is made of (forms.py):
 
 given_train.jsonl, given_test.jsonl    the same questions with passages, gold indices among them
 forms.jsonl                            segmented transcripts of six protocols, prompts included
+recitals.jsonl                         what comes before them: facts restated
 """
 
 import tempfile
@@ -16,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thresher.engine.forms import GIVEN, SEARCHING, form_transcripts, given_question
+from thresher.engine.forms import GIVEN, SEARCHING, form_transcripts, given_question, recitals
 from thresher.engine.render import check_passage_format, passage_lines
-from thresher.engine.systems.eval_rar import AFTER, BEFORE
+from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.engine.world import Size, World, Worlds, invent, passages, questions, transcripts, with_paths
 from thresher.policy.files import staged_folder
 from thresher.retrieval.corpus import Corpus
@@ -27,6 +28,7 @@ from thresher.retrieval.jsonl import write_jsonl
 from thresher.retrieval.lexical import LexicalEncoder
 from thresher.retrieval.questions import question_record
 
+RECITALS = 10  # for each transcript of a form
 K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
 
 
@@ -69,7 +71,7 @@ def _write_forms(
         ("test", worlds.test, size.test_questions),
     ):
         pairs = with_paths(world, asked, size.two_hop, seed, name)
-        given = (given_question(world, question, path) for question, path in pairs)
+        given = (given_question(world, question, path, seed) for question, path in pairs)
         write_jsonl(folder / f"given_{name}.jsonl", map(question_record, given))
     mixed = []
     for number, world in enumerate(worlds.warmup):
@@ -77,6 +79,7 @@ def _write_forms(
         for name in (*SEARCHING, *GIVEN):
             mixed += form_transcripts(world, name, count // size.warmup_worlds, size, number, search)
     write_jsonl(folder / "forms.jsonl", mixed)
+    write_jsonl(folder / "recitals.jsonl", recitals(worlds.warmup, RECITALS * count, seed))
 
 
 def _search(world: World, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:

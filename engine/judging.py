@@ -59,6 +59,8 @@ class Judged:
             record["gold_indices"] = list(self.question.gold_indices)
         if self.attempt.entailment is not None:
             record["entailment"] = self.attempt.entailment
+        if self.attempt.verdict is not None:
+            record["verdict"] = self.attempt.verdict
         return record
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from thresher.engine import console
+from thresher.engine import console, flags
 
 # Columns of the table, which a file or a pipe has room for.
 WIDTH = 120
@@ -17,13 +17,13 @@ WIDTH = 120
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What `thresher index plan` takes."""
-    parser.add_argument("--passages", type=_whole, required=True, metavar="N")
-    parser.add_argument("--dim", type=_whole, metavar="D", help="of a vector; default: the encoder's, else 768")
+    parser.add_argument("--passages", type=flags.count, required=True, metavar="N")
+    parser.add_argument("--dim", type=flags.count, metavar="D", help="of a vector; default: the encoder's, else 768")
     parser.add_argument("--kind", action="append", help="as index build has it, or all (the default); may be repeated")
     parser.add_argument("--memory", metavar="SIZE", help="such as 16GB; default: this machine's")
     parser.add_argument("--encoder", metavar="DIR", help="a model's folder, to estimate the time of encoding as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder")
-    parser.add_argument("--sample", type=_whole, metavar="N", help="vectors to calibrate with; default: 65536")
+    parser.add_argument("--sample", type=flags.count, metavar="N", help="vectors to calibrate with; default: 65536")
     parser.add_argument("--disk", default=".", metavar="FOLDER", help="where the index will lie; default: here")
     parser.add_argument("--out", metavar="FILE", help="JSON to write as well")
 
@@ -92,7 +92,7 @@ def run_plan(options: argparse.Namespace) -> None:
 def hybrid_arguments(parser: argparse.ArgumentParser) -> None:
     """What `thresher index hybrid` takes."""
     parser.add_argument("members", nargs="+", metavar="INDEX", help="folders of two or more indexes of one corpus")
-    parser.add_argument("--depth", type=_whole, default=100, help="passages asked of each; default: 100")
+    parser.add_argument("--depth", type=flags.count, default=100, help="passages asked of each; default: 100")
     parser.add_argument("--out", required=True)
 
 
@@ -108,10 +108,3 @@ def run_hybrid(options: argparse.Namespace) -> None:
         "depth": hybrid.depth,
     }
     console.figures(f"hybrid index in {options.out}", figures)
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return value

@@ -6,9 +6,13 @@ Apart from cli.py only because of its many limits; what a limit is for stands at
 import argparse
 
 from thresher.engine.console import console
+from thresher.engine.flags import checked
 from thresher.engine.recipe import parse_overrides
 from thresher.rewards.errors import UserError
 
+PORT = checked(int, "a whole number from 0 to 65535", lambda value: 0 <= value <= 65_535)
+COUNT = checked(int, f"a whole number from 1 to {2**40}", lambda value: 1 <= value <= 2**40)
+POSITIVE = checked(float, "a number above 0, up to a million", lambda value: 0 < value <= 1e6)
 # name, default, unit, text
 LIMITS = (
     ("max-k", 100, "K", "passages that a request may ask for"),
@@ -28,10 +32,10 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="such as nprobe=64")
     parser.add_argument("--gpu", action="store_true", help="the index's lists on all GPUs, in float16")
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone, for there is no password")
-    parser.add_argument("--port", type=_port, default=8000, help="0: any that is free; default: 8000")
-    parser.add_argument("--k", type=_whole, default=3, help="passages for a request that does not say; default: 3")
+    parser.add_argument("--port", type=PORT, default=8000, help="0: any that is free; default: 8000")
+    parser.add_argument("--k", type=COUNT, default=3, help="passages for a request that does not say; default: 3")
     for name, default, unit, text in LIMITS:
-        kind = _whole if isinstance(default, int) else _positive
+        kind = COUNT if isinstance(default, int) else POSITIVE
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=unit, help=f"{text}; default: {default}")
 
 
@@ -60,24 +64,3 @@ def run_server(options: argparse.Namespace) -> None:
         parse_overrides(options.set),
         options.gpu,
     )
-
-
-def _port(text: str) -> int:
-    return _within(int(text), 0, 65_535)
-
-
-def _whole(text: str) -> int:
-    return _within(int(text), 1, 2**40)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
-
-
-def _within(value: int, low: int, high: int) -> int:
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {value}")
-    return value

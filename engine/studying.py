@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from thresher.engine import flags
+
 Parsers = Any  # what add_subparsers returns has no public name
 
 
@@ -14,45 +16,35 @@ def study_commands(studies: Parsers, parser: Callable[[], argparse.ArgumentParse
     kl.set_defaults(handler=lambda options: _kl(options, parser()))
     kl.add_argument("--out", default="runs/study-kl", help="folder; what is finished in it is not done again")
     kl.add_argument("--start", metavar="FOLDER", help="a folder of `thresher demo`, whose world and warm-up are used")
-    kl.add_argument("--steps", type=_count, default=30, help="of each training run")
-    kl.add_argument("--seeds", type=_seed, nargs="+", default=[0, 1], metavar="SEED")
+    kl.add_argument("--steps", type=flags.count, default=30, help="of each training run")
+    kl.add_argument("--seeds", type=flags.seed, nargs="+", default=[0, 1], metavar="SEED")
 
     mask = _study(studies, "mask", "retrieved tokens in the loss, zeroed, masked, removed: cost and gradient")
     mask.set_defaults(handler=_mask)
     mask.add_argument("--out", default="runs/study-mask", help="folder for mask.json and mask.png")
     batch = mask.add_mutually_exclusive_group()
     batch.add_argument("--run", help="folder of `thresher train` or `demo`: its last weights and stored trajectories")
-    batch.add_argument("--seed", type=_seed, default=0, help="of a scripted batch and random weights, without --run")
-    mask.add_argument("--limit", type=_count, default=64, help="trajectories in the batch, at most")
-    mask.add_argument("--repeats", type=_count, default=7, help="timed steps of each treatment")
+    batch.add_argument(
+        "--seed", type=flags.seed, default=0, help="of a scripted batch and random weights, without --run"
+    )
+    mask.add_argument("--limit", type=flags.count, default=64, help="trajectories in the batch, at most")
+    mask.add_argument("--repeats", type=flags.count, default=7, help="timed steps of each treatment")
     mask.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 
     systems = _study(studies, "systems", "every system from one base, over seeds, beside shuffled rewards")
     systems.set_defaults(handler=lambda options: _systems(options, parser()))
     systems.add_argument("--out", default="runs/study-systems", help="folder; what is finished is not done again")
     systems.add_argument("--system", action="append", metavar="NAME", help="may be repeated; default: all six")
-    systems.add_argument("--seeds", type=_seed, nargs="+", default=[0, 1, 2], metavar="SEED")
-    systems.add_argument("--controls", type=_seed, nargs="*", default=[0], metavar="SEED", help="with shuffled rewards")
+    systems.add_argument("--seeds", type=flags.seed, nargs="+", default=[0, 1, 2], metavar="SEED")
+    systems.add_argument(
+        "--controls", type=flags.seed, nargs="*", default=[0], metavar="SEED", help="with shuffled rewards"
+    )
     systems.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
 
 
 def _study(studies: Parsers, name: str, text: str) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = studies.add_parser(name, help=text, description=text)
     return made
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^63 - 1, got {text}")
-    return value
 
 
 def _kl(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

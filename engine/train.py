@@ -30,13 +30,12 @@ from thresher.engine.grpo import Updater, UpdateStats, advantages, make_items
 from thresher.engine.judging import Judged, Judges, check_all, judge
 from thresher.engine.live import Job
 from thresher.engine.passages import with_passages
-from thresher.engine.recipe import Recipe
+from thresher.engine.recipe import Recipe, System
 from thresher.engine.rollout import Rollout
 from thresher.engine.runfolder import RunFolder, read_metrics
 from thresher.engine.trained import starting_weights, trained_and_reference
 from thresher.policy.model import Policy
 from thresher.retrieval.questions import Question
-from thresher.retrieval.retriever import Unanswered
 from thresher.rewards.errors import UserError
 
 
@@ -76,8 +75,9 @@ def train(
     index = load_retrieval(recipe, parts.system)
     if checkpoint:
         _check_index(checkpoint.state.get("index"), index.identity if index else None)
+        _check_system(checkpoint.state.get("system"), parts)
     judges = load_judges(recipe, parts.system, Path(out) / "replies.jsonl")
-    train_questions, dev_questions = load_questions(recipe)
+    train_questions, dev_questions = load_questions(recipe, parts.system)
     rollout = parts.rollout(index)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
     with RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe) as run:
@@ -140,9 +140,10 @@ class Trainer:
                 ):
                     self._save(step, offset)
                     saved = step
-        except Unanswered:
-            # A step searches before it learns: what is lost is the sampling that was under way, once this is saved.
-            if learned > saved:
+        except UserError as error:
+            # A step searches and asks its judges before it learns: once this is saved, what a server that stays away
+            # costs is the sampling that was under way.
+            if learned > saved and not isinstance(error, Diverged):
                 self._save(learned, offset)
             raise
 
@@ -162,12 +163,17 @@ class Trainer:
 
     def _save(self, step: int, offset: float) -> None:
         index = self.rollout.index
+        state = {
+            "seconds": time.perf_counter() + offset,
+            "index": index.identity if index else None,
+            "system": self.parts.system_digest,
+        }
         save_checkpoint(
             self.run_folder.checkpoints,
             step,
             self.updater.master,
             self.updater.optimizer,
-            {"seconds": time.perf_counter() + offset, "index": index.identity if index else None},
+            state,
             tokenizer=self.parts.tokenizer,
         )
         prune(self.run_folder.checkpoints, self.recipe.run.keep_checkpoints, spare=self._best())
@@ -295,6 +301,15 @@ def _check_index(before: str | None, now: str | None) -> None:
         raise UserError(
             f"retrieval.url: the server has another index ({now or 'unnamed'}) than the one that the run has searched "
             f"({before}); start it with that one"
+        )
+
+
+def _check_system(before: str | None, parts: Parts) -> None:
+    """UserError where the user's own system file is another than the one that the run had until its checkpoint."""
+    if before is not None and before != parts.system_digest:
+        raise UserError(
+            f"{parts.recipe.need(System).name}: the file has changed since the run's last checkpoint was trained with "
+            "it; put the old one back, or start a new run"
         )
 
 

@@ -188,12 +188,22 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, device: to
     return policy
 
 
-def init_policy(config: ModelConfig, seed: int) -> Policy:
-    """A policy with random weights: normal(0, initializer_range), zero biases, unit norms; a function of the seed."""
+def init_policy(
+    config: ModelConfig, seed: int, *, embedding_std: float | None = None, zero_outputs: bool = False
+) -> Policy:
+    """A policy with random weights: normal(0, initializer_range), zero biases, unit norms; a function of the seed.
+
+    `embedding_std` takes initializer_range's place for the embeddings; `zero_outputs` makes every layer begin as the
+    identity, its projections into the residual stream being 0. A token is then still itself after all layers, which is
+    what looking it up needs: small models learn to copy from among shuffled passages so, and else hardly (docs/log.md).
+    """
     generator = torch.Generator().manual_seed(seed)
     policy = Policy(config)
     with torch.no_grad():
-        for _, parameter in sorted(policy.named_parameters()):
+        for name, parameter in sorted(policy.named_parameters()):
             if parameter.dim() == 2:
-                parameter.normal_(0.0, config.initializer_range, generator=generator)
+                own_std = embedding_std if name == "embed_VH" else None
+                parameter.normal_(0.0, own_std or config.initializer_range, generator=generator)
+                if zero_outputs and name.endswith(("o_weight", "down_weight")):
+                    parameter.zero_()
     return policy

@@ -58,23 +58,25 @@ class Query:
     gold_titles: tuple[str, ...] = ()
 
 
-def read_questions(path: str | Path) -> list[Question]:
+def read_questions(path: str | Path, *, golds_needed: bool = True) -> list[Question]:
     """Reads questions from JSONL (or a JSON list, `.json`), gzipped or not.
 
     The id defaults to the row number, from 0; that of a passage to its place among its question's, from 1. UserError,
-    naming file and line, for a malformed record, an empty question, an id seen before, a record without gold answers, a
-    passage without text and gold indices out of range; naming the file, when it holds no questions.
+    naming file and line, for a malformed record, an empty question, an id seen before, a record without gold answers
+    (where `golds_needed`; else `golds` is empty), a passage without text, gold indices out of range, and a record of a
+    published set whose passages stand under a key of its own; naming the file, when it holds no questions.
     """
-    return list(iter_questions(path))
+    return list(iter_questions(path, golds_needed=golds_needed))
 
 
-def iter_questions(path: str | Path) -> Iterator[Question]:
+def iter_questions(path: str | Path, *, golds_needed: bool = True) -> Iterator[Question]:
     """`read_questions`, one at a time; that a line is malformed shows when it is reached."""
     for where, id_, record in _records(path):
-        yield to_question(record, id_, where)
+        _refuse_original(record, where)
+        yield to_question(record, id_, where, golds_needed=golds_needed)
 
 
-def to_question(record: Record, id_: str, where: str) -> Question:
+def to_question(record: Record, id_: str, where: str, *, golds_needed: bool = True) -> Question:
     """The question that a record of our own format describes. UserError, starting with `where`, as `read_questions`."""
     metadata = record.get("metadata")
     extra = {
@@ -86,7 +88,7 @@ def to_question(record: Record, id_: str, where: str) -> Question:
     return Question(
         id=id_,
         question=string_field(record, "question", where),
-        golds=_golds(record, where),
+        golds=_golds(record, where, golds_needed),
         metadata={**(metadata if isinstance(metadata, dict) else {}), **extra},
         passages=passages,
         gold_indices=gold_indices,
@@ -142,14 +144,35 @@ def _records(path: str | Path) -> Iterator[tuple[str, str, Record]]:
         raise UserError(f"{path}: holds no questions; expected at least one")
 
 
-def _golds(record: Record, where: str) -> tuple[str, ...]:
+def _refuse_original(record: Record, where: str) -> None:
+    """UserError for HotpotQA, 2Wiki and MuSiQue as published: read as ours, their passages would be mere metadata."""
+    if "passages" in record:
+        return
+    paragraphs = record.get("paragraphs")
+    if "context" in record and "supporting_facts" in record:
+        key, name = "context", "2wiki" if "evidences" in record else "hotpotqa"
+        if name == "hotpotqa" and isinstance(record["context"], dict):
+            name = "hotpotqa-hub"
+    elif isinstance(paragraphs, list) and any(isinstance(p, dict) and "is_supporting" in p for p in paragraphs):
+        key, name = "paragraphs", "musique"
+    else:
+        return
+    raise UserError(
+        f'{where}: a record of a published set, whose passages stand under "{key}"; turn the file into our records '
+        f"first, with thresher data convert --format {name}"
+    )
+
+
+def _golds(record: Record, where: str, needed: bool) -> tuple[str, ...]:
     for key in GOLD_KEYS:
         if key in record:
             value = record[key]
             golds = _strings([value] if isinstance(value, str) else value, f'{where}: "{key}"')
-            if not golds:
+            if needed and not golds:
                 raise UserError(f'{where}: "{key}" is an empty list; expected at least one gold answer')
             return golds
+    if not needed:
+        return ()
     raise UserError(f'{where}: no gold answer; expected "golden_answers" (a list) or "answer" in every record')
 
 

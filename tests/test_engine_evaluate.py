@@ -14,6 +14,7 @@ import pytest
 from thresher.engine import assemble, cli
 from thresher.engine.best import best_checkpoint, steps_by_dev
 from thresher.engine.evalfolder import EvalFolder, Generated
+from thresher.engine.evalrun import Asked, settings_of
 from thresher.engine.evaltable import figures_of, markdown, rows_of
 from thresher.engine.evaluating import eval_arguments, eval_recipe
 from thresher.engine.recipe import Recipe
@@ -344,6 +345,28 @@ def test_a_judge_that_fails_costs_no_trajectory_and_scores_none(
     assert metrics["verdict"] == pytest.approx(1 / 7) and metrics["verdict_judge"] == "verdict of a stub"
     assert [record["measures"]["verdict"] for record in records].index(1.0) == [bool(a) for a in answers].index(True)
     assert "- Answers judged by: verdict of a stub" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_arena_is_evaluated_though_nobody_knows_the_gold_passages_and_says_so(
+    searching: list[str], asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked.with_name("prompt.txt").write_text("{passages} " + PROMPT)
+    command = ["arena" if word == "search_r1" else word for word in searching]
+    assert cli.run([*command, "--out", str(tmp_path / "out")]) == 0
+    assert f"{asked}: 7 of 7 questions do not tell which of their passages are gold" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["parts"]["relevance"] == 0
+
+
+def test_an_evaluation_does_not_go_on_with_a_system_file_that_changed(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("one = 1\n")
+    recipe = from_dict(Recipe, {"model": {"path": "m"}, "system": {"name": str(own)}}, "test")
+    with EvalFolder.open(tmp_path / "out", settings_of(recipe, Asked(), "q", [])):
+        pass
+    EvalFolder.check(tmp_path / "out", settings_of(recipe, Asked(), "q", []))
+    own.write_text("one = 2\n")
+    with pytest.raises(UserError, match="unfinished evaluation with the system file's content ="):
+        EvalFolder.check(tmp_path / "out", settings_of(recipe, Asked(), "q", []))
 
 
 def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_path: Path, capsys: Any) -> None:

@@ -123,6 +123,25 @@ def test_what_cannot_be_read_is_refused_before_anything_is(plan: Plan, tiny_ques
     assert not list(Path(plan.out).parent.glob("e.*"))
 
 
+def test_bare_questions_are_measured_by_nothing_that_takes_a_gold_answer(plan: Plan, script: Any) -> None:
+    asked = [json.loads(line) for line in Path(plan.questions).read_text().splitlines()]
+    bare = [{key: value for key, value in asked[0].items() if key != "golden_answers"}, asked[1] | {"answer": []}]
+    bare[1].pop("golden_answers")
+    Path(plan.questions).write_text("".join(json.dumps(question) + "\n" for question in [*bare, asked[2]]))
+    script({n: [extracted("r", "Eva"), "<answer>Eva</answer>"] for n in range(3)})
+    figures = extract(replace(plan, generator=Chosen(model=plan.model)))
+    first, second, third = lines(plan)
+    assert first.keys() == second.keys() == third.keys() - {"golden_answers", "em", "f1"}
+    assert (first["answer"], first["evidence"], first["answered"]) == ("Eva", "Eva", True)
+    assert (figures["questions"], figures["without_golds"], figures["answered"]) == (3, 2, 1)
+    assert figures["em"] == third["em"] and figures["recall_evidence"] == float(third["golden_answers"] == ["Eva"])
+    # With none at all there is no such figure.
+    Path(plan.questions).write_text(json.dumps(bare[0]) + "\n")
+    script({0: [extracted("r", "Eva"), "<answer>Eva</answer>"]})
+    figures = extract(replace(plan, generator=Chosen(model=plan.model), out=str(Path(plan.out).with_name("b.jsonl"))))
+    assert figures["without_golds"] == 1 and not {"em", "f1", "recall_evidence", "recall_rationale"} & figures.keys()
+
+
 def test_a_generator_of_ours_answers_from_the_evidence(plan: Plan, script: Any) -> None:
     # One queue per seed: the extractor takes its turn, then the generator.
     script({n: [extracted("r", f"note {n}"), [ANSWER, f"nothing{EOS}", "<answer>Eva</answer>"][n]] for n in range(3)})
@@ -332,12 +351,13 @@ def test_figures_leave_out_what_has_no_value() -> None:
     assert summarise(records) == {
         "questions": 2,
         "without_evidence": 1,
+        "without_golds": 0,
         "compression_ratio": 4.0,
         "em": 0.5,
         "recall_evidence": 0.5,
         "recall_rationale": 1.0,
     }
-    assert summarise([]) == {"questions": 0, "without_evidence": 0}
+    assert summarise([]) == {"questions": 0, "without_evidence": 0, "without_golds": 0}
 
 
 # --- Conversations

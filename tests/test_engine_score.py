@@ -240,12 +240,22 @@ class Half:
         return [0.5 + 0.01 * (len(pair[0]) % 7) for pair in pairs]
 
 
+class Yes:
+    """A chat model that takes every answer for right."""
+
+    name = "yes"
+
+    def rate(self, cases: Any) -> list[bool]:
+        return [True for _ in cases]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_run_stores_has_the_reward_that_it_had_there(
     name: str, tmp_path: Path, tiny_tokenizer: Tokenizer
 ) -> None:
-    """To the bit, by its ids: bytes that are no character, branches and a judge's word included."""
+    """To the bit, by its ids: bytes that are no character, branches and the judges' words included."""
     options = {"variant": "FS+EQR"} if name.startswith("evinote") else {}
+    options |= {"accuracy": "judge"} if name == "arena" else {}
     system = load_system(name, options)
     question = Question(
         "q",
@@ -256,7 +266,7 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
     )
     written = {
         "eviomni": [REASON + "<extract>in Paris \xc3\x84</extract>", "<answer>Paris</answer>"],
-        "arena": ["<relevance>[1]</relevance><analysis>x</analysis><answer>Paris</answer>"],
+        "arena": ["<relevance>[1]</relevance><analysis>x</analysis><answer>in Paris</answer>"],
         "naive_grpo": ["<think>x</think><answer>Paris</answer>"],
     }
     written |= {"lear": written["eviomni"]}
@@ -269,7 +279,7 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
         said = tiny_tokenizer.encode("Paris</answer>")
         branch = [Segment(Source.PROMPT, tiny_tokenizer.encode("<answer>")), Segment(Source.POLICY, said)]
         trajectory.branches = {kind: Trajectory("q", 0, 0, branch) for kind in ("rationale", "evidence")}
-    (judged,) = judge([question], [trajectory], system, tiny_tokenizer, Judges(entailment=Half()))
+    (judged,) = judge([question], [trajectory], system, tiny_tokenizer, Judges(entailment=Half(), verdict=Yes()))
     tiny_tokenizer.save(tmp_path / "tokenizer")
     record = judged.to_dict(tiny_tokenizer)
     (rated,) = score(tmp_path, name, record, options=options, tokenizer=tmp_path / "tokenizer")

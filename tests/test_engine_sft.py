@@ -14,7 +14,7 @@ from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.recipe import Optim, Sft
 from thresher.engine.render import Renderer, passage_lines
 from thresher.engine.sft import SftResult, Trainer, Transcript, encode_transcript, read_transcripts
-from thresher.engine.systems.eval_rar import AFTER, BEFORE, INVALID
+from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer

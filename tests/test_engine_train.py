@@ -2,83 +2,47 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from random import Random
-from threading import Timer
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from train_cases import (
+    DEV,
+    GROUPS,
+    NAMES,
+    SAMPLES,
+    STEPS,
+    assert_same_run,
+    metrics,
+    recipe_maker,
+    recipe_tables,
+    single_threaded,
+    untimed,
+    what_happened,
+)
 
-from thresher.engine import sft as sft_module
 from thresher.engine.assemble import load_parts, load_questions, load_retrieval
 from thresher.engine.best import best_checkpoint
 from thresher.engine.evaluate import evaluate, summarise
-from thresher.engine.recipe import Optim, Recipe, Sft, from_dict
-from thresher.engine.render import Renderer
-from thresher.engine.sft import encode_transcript
+from thresher.engine.recipe import Recipe
+from thresher.engine.systems import load_system
 from thresher.engine.train import Progress, train
-from thresher.policy.config import ModelConfig
-from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.client import RemoteRetriever
 from thresher.retrieval.questions import Question
-from thresher.retrieval.retriever import Unanswered
 from thresher.rewards.errors import UserError
-
-NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
-STEPS, GROUPS, SAMPLES, DEV = 4, 3, 4, 5
-TIMINGS = {"rollout_tokens_per_s", "train_tokens_per_s", "search_share"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums depend on the number of threads, and a subprocess below must have as many."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def drilled(tokenizer: Tokenizer, template: str) -> Policy:
-    """A small policy that knows the form of an episode and nothing else: it answers with any of the eight names."""
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size + 4,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=300.0,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        eos_token_ids=tuple(tokenizer.encode_template("<|endoftext|>")),
-    )
-    renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=9, passage_format="{text}")
-    draw, transcripts = Random(0), []
-    for _ in range(200):
-        one, other, third = (draw.choice(NAMES) for _ in range(3))
-        answer = {"source": "policy", "text": f"<evaluate>{other}</evaluate><answer>{one}</answer>"}
-        search = [
-            {"source": "policy", "text": f"<search>spouse of {other}</search>"},
-            {"source": "retrieved", "text": f"\n\n<information>{other} has spouse {third}.</information>\n\n"},
-        ]
-        record = {"question": f"What is the mayor of {third}?", "segments": [*search * draw.randrange(2), answer]}
-        transcripts.append(encode_transcript(record, tokenizer, renderer, template))
-    policy = init_policy(config, 0).requires_grad_(True)
-    sft = Sft(transcripts="none", steps=70, batch_size=16, lr=2e-2, schedule="linear", held_out=0.0)
-    drill = sft_module.Trainer(policy, transcripts, sft, Optim(), tokenizer.vocab_size, 0)
-    assert drill.run(lambda record: None).loss < 1
-    return policy
+    with single_threaded():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -88,46 +52,12 @@ def base(
     tiny_index_folder: Path,
     tiny_questions: list[Question],
 ) -> dict[str, dict[str, Any]]:
-    """The recipe of a run of four steps, as tables; its model, questions and template lie on the disk.
-
-    Half of the names are right, whatever the question, so that rewards differ within a group.
-    """
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "prompt.txt").write_text("Question: {question}\n")
-    drilled(tiny_tokenizer, "Question: {question}\n").save(folder / "model")
-    tiny_tokenizer.save(folder / "model")
-    for name, part in (("train", tiny_questions[DEV:]), ("dev", tiny_questions[:DEV])):
-        records = [{"id": q.id, "question": q.question, "golden_answers": NAMES[::2]} for q in part]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return {
-        "model": {"path": str(folder / "model")},
-        "data": {"train": str(folder / "train.jsonl"), "dev": str(folder / "dev.jsonl")},
-        "retrieval": {"index": str(tiny_index_folder), "k": 2, "passage_format": "{text}"},
-        "system": {"name": "eval_rar", "template": str(folder / "prompt.txt")},
-        "rollout": {
-            "group_size": SAMPLES,
-            "questions_per_step": GROUPS,
-            "max_turns": 3,
-            "max_turn_tokens": 40,
-            "max_policy_tokens": 80,
-            "max_context": 240,
-            "max_passage_tokens": 40,
-            "max_running": 8,
-        },
-        "grpo": {"kl_value": "k2", "beta": 0.02},
-        "optim": {"lr": 1e-3, "warmup_ratio": 0.25, "micro_batch_tokens": 400},
-        "run": {"steps": STEPS, "seed": 3, "eval_every": 2, "save_every": 2},
-    }
+    return recipe_tables(tmp_path_factory.mktemp("run"), tiny_tokenizer, tiny_index_folder, tiny_questions)
 
 
 @pytest.fixture(scope="module")
 def make_recipe(base: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
-    """make(grpo={..}, ..) -> Recipe: the base with some keys changed."""
-
-    def make(**changes: dict[str, Any]) -> Recipe:
-        return from_dict(Recipe, {name: base.get(name, {}) | changes.get(name, {}) for name in base}, "test")
-
-    return make
+    return recipe_maker(base)
 
 
 @pytest.fixture(scope="module")
@@ -148,35 +78,6 @@ def die_after(step: int) -> Callable[[Progress], None]:
             raise Killed
 
     return watch
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(record: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: untimed(value) if isinstance(value, dict) else value
-        for key, value in record.items()
-        if not key.endswith("seconds") and key not in TIMINGS
-    }
-
-
-def what_happened(run: Path) -> dict[str, Any]:
-    """All that a run wrote, but for what the clock says."""
-    files = [*run.glob("trajectories/*"), *run.glob("evaluations/*"), *run.glob("checkpoints/*/*.*")]
-    return {
-        "metrics": [untimed(record) for record in metrics(run)],
-        "summary": untimed(json.loads((run / "summary.json").read_text())),
-        "recipe": (run / "recipe.toml").read_bytes(),
-        **{str(path.relative_to(run)): path.read_bytes() for path in files if path.name != "state.json"},
-    }
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    first, second = what_happened(one), what_happened(other)
-    assert first.keys() == second.keys()
-    assert [key for key in first if first[key] != second[key]] == []
 
 
 def sampled(run: Path, step: int) -> list[dict[str, Any]]:
@@ -252,7 +153,7 @@ def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_i
     assert [entry["id"] for entry in written] == [question.id for question in tiny_questions[:DEV]]
     recipe = make_recipe()
     parts = load_parts(recipe, whole / f"checkpoints/step_{step:06d}" if step else None)
-    judged = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe)[1])
+    judged = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe, parts.system)[1])
     assert [entry.to_dict(parts.tokenizer) for entry in judged] == written
     (record,) = (record["eval"] for record in metrics(whole) if record["step"] == step and "eval" in record)
     assert untimed(record) == untimed(summarise(judged, parts.system.tags))
@@ -405,6 +306,50 @@ def test_a_prompt_that_does_not_fit_is_refused_before_there_is_a_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
 
 
+def marked(path: Path, *gold_indices: list[int] | None) -> Path:
+    """Questions with two passages each, of which they say that these are gold."""
+    passages = [{"title": name, "text": f"{name} is the mayor."} for name in NAMES[:2]]
+    asked = {"question": "Who?", "golden_answers": NAMES[:1], "passages": passages}
+    path.write_text("".join(json.dumps(asked | {"gold_indices": indices}) + "\n" for indices in gold_indices))
+    return path
+
+
+def test_arena_is_not_trained_where_no_question_knows_its_gold_passages(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
+    arena = {"name": "arena", "template": str(tmp_path / "prompt.txt")}
+    none, some = marked(tmp_path / "none.jsonl", None, None), marked(tmp_path / "some.jsonl", None, [1], [])
+    with pytest.raises(UserError, match=r"none.jsonl: no question tells .* arena .* give questions with passages and"):
+        train(make_recipe(system=arena, data={"train": str(none), "dev": None}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    # The same reward on the same questions, but for a system that does not ask.
+    load_questions(make_recipe(data={"train": str(none), "dev": str(none)}), load_system("naive_grpo", {}))
+    assert capsys.readouterr().out == ""
+    recipe = make_recipe(system=arena, data={"train": str(some), "dev": str(none)})
+    asked = load_questions(recipe, load_system("arena", {}))
+    assert [len(questions) for questions in asked] == [3, 2]
+    first, second = capsys.readouterr().out.splitlines()
+    assert f"{some}: 1 of 3 questions do not tell" in first and f"{none}: 2 of 2 questions do not tell" in second
+
+
+def test_a_run_does_not_go_on_with_a_system_file_that_changed(
+    tmp_path: Path, make_recipe: Callable[..., Recipe]
+) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(text := "from thresher.engine.systems.eval_rar import Options, system\n")
+    make = partial(make_recipe, system={"name": str(own)})
+    train(make(run={"steps": 1}), tmp_path / "run")
+    before = what_happened(tmp_path / "run")
+    own.write_text(text.replace("eval_rar", "search_r1"))
+    with pytest.raises(UserError, match=r"mine.py: the file has changed since .*; put the old one back, or start"):
+        train(make(run={"steps": 2}), tmp_path / "run", resume=True)
+    assert what_happened(tmp_path / "run") == before
+    own.write_text(text)
+    train(make(run={"steps": 2}), tmp_path / "run", resume=True)
+    assert [record["step"] for record in metrics(tmp_path / "run") if "eval" not in record] == [1, 2]
+
+
 def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
     out = tmp_path / "run"
     recipe = make_recipe(
@@ -484,143 +429,3 @@ def test_bfloat16_trains_float32_weights_and_resumes(tmp_path: Path, make_recipe
     assert {value.dtype for value in weights.values()} == {torch.float32}
     embedding = weights["model.embed_tokens.weight"]
     assert not torch.equal(embedding, embedding.bfloat16().float())
-
-
-# with a server in the place of the index
-
-
-class Behind:
-    """An index behind a URL, as a process that can be killed and started again at the same address."""
-
-    def __init__(self, index: Path) -> None:
-        self.index, self.port = index, 0
-        self.start()
-
-    def start(self) -> None:
-        arguments = ["serve-retriever", "--index", str(self.index), "--port", str(self.port)]
-        command = [sys.executable, "-P", "-m", "thresher.engine.cli", *arguments]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert self.process.stdout is not None
-        found = re.search(r" at (http://127\.0\.0\.1:(\d+))", self.process.stdout.readline())
-        assert found
-        self.url, self.port = found[1], int(found[2])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def behind(tiny_index_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Behind]:
-    """Asked for everything: so tiny a run would soon have all of its answers in the cache."""
-    monkeypatch.setattr("thresher.retrieval.retriever.CACHE_CHARACTERS", -1)
-    server = Behind(tiny_index_folder)
-    yield server
-    server.kill()
-
-
-def trouble_at(monkeypatch: pytest.MonkeyPatch, at: int, trouble: Callable[[], object]) -> list[int]:
-    """Calls `trouble` once, before the request of this number; returns a list that grows by the queries of each."""
-    sizes: list[int] = []
-    find = RemoteRetriever._find
-
-    def counted(self: RemoteRetriever, queries: list[str], k: int) -> Any:
-        sizes.append(len(queries))
-        if len(sizes) == at:
-            trouble()
-        return find(self, queries, k)
-
-    monkeypatch.setattr(RemoteRetriever, "_find", counted)
-    return sizes
-
-
-def assert_same_but_for_the_recipe(one: Path, other: Path) -> None:
-    first, second = what_happened(one), what_happened(other)
-    assert first.keys() == second.keys()
-    assert [key for key in first if first[key] != second[key]] == ["recipe"]
-
-
-def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
-    tmp_path: Path,
-    make_recipe: Callable[..., Recipe],
-    tiny_model_folder: Path,
-    behind: Behind,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A policy that searches at every turn; the server is away for a second in the middle of a step. The run is that of
-    the index in this process, to the bit."""
-    (tmp_path / "prompt.txt").write_text("<search> or <answer>: {question}\n")
-    changes: dict[str, dict[str, Any]] = {
-        "model": {"path": str(tiny_model_folder)},
-        "system": {"template": str(tmp_path / "prompt.txt")},
-        "run": {"steps": 2, "eval_every": None},
-    }
-
-    def killed_for_a_second() -> None:
-        behind.kill()
-        Timer(1.0, behind.start).start()
-
-    train(make_recipe(**changes), tmp_path / "index")
-    sizes = trouble_at(monkeypatch, 9, killed_for_a_second)
-    train(make_recipe(retrieval={"index": None, "url": behind.url}, **changes), tmp_path / "url")
-    assert behind.process.poll() is None and len(sizes) > 20
-    assert max(record["search_seconds"] for record in metrics(tmp_path / "url") if "eval" not in record) > 1
-    assert_same_but_for_the_recipe(tmp_path / "index", tmp_path / "url")
-
-
-def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, behind: Behind
-) -> None:
-    """Gone in step 2, when by the recipe there is no checkpoint yet; back at another address."""
-    out = tmp_path / "run"
-
-    def watch(progress: Progress) -> None:
-        if progress.step == 1:
-            behind.kill()
-
-    with pytest.raises(Unanswered, match=r"no answer for 0.2 s .* start the server again, and continue"):
-        train(make_recipe(retrieval={"index": None, "url": behind.url, "patience": 0.2}), out, watch=watch)
-    assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False)]
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
-    assert [path.name for path in (out / "trajectories").iterdir()] == ["step_000001.jsonl"]
-    behind.port = 0
-    behind.start()
-    train(make_recipe(retrieval={"index": None, "url": behind.url}), out, resume=True)
-    assert_same_but_for_the_recipe(whole, out)
-
-
-def test_an_evaluation_that_the_server_left_is_made_up_for(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The weights of step 2 are kept, and what was to be measured of them is measured when the run goes on."""
-    calls = 0
-
-    def away_at_the_second(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise Unanswered("away")
-        return evaluate(*arguments, **named)
-
-    monkeypatch.setattr("thresher.engine.train.evaluate", away_at_the_second)
-    out = tmp_path / "run"
-    with pytest.raises(Unanswered):
-        train(make_recipe(), out)
-    assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False), (2, False)]
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000002"]
-    train(make_recipe(), out, resume=True)
-    assert_same_run(whole, out)
-
-
-def test_a_run_is_not_resumed_with_another_index(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], behind: Behind
-) -> None:
-    recipe = make_recipe(retrieval={"index": None, "url": behind.url}, run={"steps": 1})
-    train(recipe, tmp_path / "run")
-    (state,) = tmp_path.glob("run/checkpoints/*/state.json")
-    record = json.loads(state.read_text())
-    assert re.fullmatch("[0-9a-f]{16}", record["state"]["index"])
-    state.write_text(json.dumps(record | {"state": record["state"] | {"index": "another"}}))
-    with pytest.raises(UserError, match=r"retrieval.url: the server has another index \([0-9a-f]{16}\) than .*another"):
-        train(recipe, tmp_path / "run", resume=True)

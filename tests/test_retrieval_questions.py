@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.retrieval.datasets.flavours import detect
 from thresher.retrieval.formats import Passage
 from thresher.retrieval.questions import Query, Question, question_record, read_queries, read_questions
 from thresher.rewards.errors import UserError
@@ -143,6 +144,44 @@ def test_a_bad_question_is_named_by_file_and_line(tmp_path, record, told):
     with pytest.raises(UserError) as caught:
         read_questions(path)
     assert str(caught.value).startswith(f"{path}:2: ") and told in str(caught.value)
+
+
+HOTPOT = {"question": "q?", "answer": "a", "supporting_facts": [["T", 0]], "context": [["T", ["One."]]]}
+HUB = {"context": {"title": ["T"], "sentences": [["One."]]}, "supporting_facts": {"title": ["T"], "sent_id": [0]}}
+MUSIQUE = {"question": "q?", "answer": "a", "paragraphs": [{"title": "T", "paragraph_text": "One."}]}
+SUPPORTING = {**MUSIQUE["paragraphs"][0], "is_supporting": True}
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "name"),
+    [
+        (HOTPOT, "context", "hotpotqa"),
+        ({**HOTPOT, **HUB}, "context", "hotpotqa-hub"),
+        ({**HOTPOT, "evidences": []}, "context", "2wiki"),
+        ({**MUSIQUE, "paragraphs": [SUPPORTING]}, "paragraphs", "musique"),
+    ],
+)
+def test_a_published_set_is_to_be_converted_first(tmp_path, record, key, name):
+    path = write(tmp_path / "q.jsonl", GOOD, record)
+    with pytest.raises(UserError) as caught:
+        read_questions(path)
+    assert str(caught.value).startswith(f'{path}:2: a record of a published set, whose passages stand under "{key}"')
+    assert str(caught.value).endswith(f"thresher data convert --format {name}")
+    assert detect(write(path, record)).name == name, "the reader named is not the one that takes such a record"
+    assert len(read_queries(path)) == 1, "a search needs no passages"
+
+
+@pytest.mark.parametrize("record", [{**HOTPOT, "passages": [ALPHA]}, {**GOOD, "context": "c"}, MUSIQUE])
+def test_what_only_resembles_a_published_set_is_read(tmp_path, record):
+    (question,) = read_questions(write(tmp_path / "q.jsonl", record))
+    assert question.golds == ("a",) and set(question.metadata) >= set(record) - {*GOOD, "passages"}
+
+
+def test_gold_answers_may_be_left_out_where_that_is_said(tmp_path):
+    path = write(tmp_path / "q.jsonl", {"question": "q?"}, {"question": "q?", "golden_answers": []}, GOOD)
+    assert [question.golds for question in read_questions(path, golds_needed=False)] == [(), (), ("a",)]
+    with pytest.raises(UserError, match="item 1, is empty"):
+        read_questions(write(path, {"question": "q?", "answer": ""}), golds_needed=False)
 
 
 def test_an_empty_file_is_refused(tmp_path):

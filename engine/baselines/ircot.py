@@ -9,11 +9,11 @@ thoughts holds them too, and the answer is written in it.
 
 from thresher.engine.baselines.common import Options, answer_reward, built_in
 from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, pair_tags
+from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.retrieval.questions import Question
 
 __all__ = ["Options", "system"]
 
-BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
 INVALID = "\nThat was neither a thought nor an answer. Write one of them between its tags.\n"
 LAST = "\nNo more documents will come. Give the final answer now, between answer tags.\n"
 

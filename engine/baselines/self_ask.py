@@ -9,11 +9,11 @@ from them, at the beginning of its next turn. Of N turns the last may only answe
 
 from thresher.engine.baselines.common import Options, answer_reward, built_in
 from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, pair_tags
+from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.retrieval.questions import Question
 
 __all__ = ["Options", "system"]
 
-BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
 INVALID = "\nThat was neither a follow-up question nor a final answer. Write one of them between its tags.\n"
 LAST = "\nNo more questions can be looked up. Give the final answer now, between answer tags.\n"
 

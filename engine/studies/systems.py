@@ -1,6 +1,6 @@
 """`thresher study systems`: does every system learn? Each from one shared base, over several seeds, beside a control.
 
-    world/   data invent --forms -> init -> index build -> sft        once; all runs begin from world/base
+    world/   data invent --forms -> init -> index build -> sft -> sft     once; all runs begin from world/base
     runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
     curves.png, table.md, systems.json
 
@@ -38,7 +38,7 @@ FORMS = 3200  # transcripts of each protocol in the base's warm-up
 # What a system's own claim is measured by, beside reward and EM: a key of the evaluation's record, and what to call it.
 CLAIMS = {
     "search_r1": ("searches", "searches"),
-    "eval_rar": ("evaluation", "gold in evaluate"),
+    "eval_rar": ("recall_evaluation", "gold in evaluate"),
     "evinote": ("entailment", "entailment"),
     "eviomni": ("compression", "compression"),
     "arena": ("relevance", "relevance"),
@@ -98,15 +98,18 @@ def run_study(
 def world_stages(world: Path) -> list[list[str]]:
     """The commands that make the shared base, each of which writes one folder whole or not at all."""
     data, model = world / "data", world / "init"
-    base = ["sft", str(RECIPES / "world" / "base.toml"), "--set", f"model.path={model}"]
+    sft = ["sft", str(RECIPES / "world" / "base.toml"), "--set"]
+    recite = ["--set", f"sft.transcripts={data / 'recitals.jsonl'}", "--out", str(world / "recite")]
+    forms = ["--set", f"sft.transcripts={data / 'forms.jsonl'}", "--out", str(world / "base")]
     trained_on = [str(data / name) for name in ("corpus.jsonl", "train.jsonl", "warmup.jsonl")]
     make_model = ["init", "--config", str(RECIPES / "world" / "config.json"), "--train-tokenizer", *trained_on]
     make_index = ["index", "build", "--corpus", str(data / "corpus.jsonl"), "--encoder", "lexical"]
     return [
         ["data", "invent", "--forms", str(FORMS), "--out", str(data)],
-        [*make_model, "--vocab-size", "800", "--out", str(model)],
+        [*make_model, "--vocab-size", "800", "--embedding-std", "0.4", "--zero-outputs", "--out", str(model)],
         [*make_index, "--embed", "title+text", "--dim", "2048", "--out", str(world / "index")],
-        [*base, "--set", f"sft.transcripts={data / 'forms.jsonl'}", "--out", str(world / "base")],
+        [*sft, f"model.path={model}", *recite],
+        [*sft, f"model.path={world / 'recite'}", *forms],
     ]
 
 
@@ -193,9 +196,15 @@ def summary_of(case: Case, records: Sequence[Mapping[str, Any]]) -> dict[str, An
     key, _ = CLAIMS[case.system]
     row: dict[str, Any] = {"name": case.name, "system": case.system, "seed": case.seed, "control": case.control}
     for name in ("reward", "em", "f1", key):
-        row[f"{name}_before"], row[f"{name}_after"] = evals[0].get(name), evals[-1].get(name)
+        row[f"{name}_before"], row[f"{name}_after"] = measure(evals[0], name), measure(evals[-1], name)
     row["seconds"] = json.loads((case.folder / "summary.json").read_text(encoding="utf-8"))["seconds"]
     return row
+
+
+def measure(evaluation: Mapping[str, Any], name: str) -> float | None:
+    """A measure of an evaluation, or else a part of its system's reward."""
+    value: float | None = evaluation.get(name, evaluation["parts"].get(name))
+    return value
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -45,9 +45,9 @@ def draw_curves(
 
 
 def _curve(axes: Axes, records: Records, name: str, control: bool) -> None:
-    points = [
-        (record["step"], record["eval"][name]) for record in records if record.get("eval", {}).get(name) is not None
-    ]
+    evaluations = [(record["step"], record["eval"]) for record in records if "eval" in record]
+    points = [(step, found.get(name, found["parts"].get(name))) for step, found in evaluations]
+    points = [(step, value) for step, value in points if value is not None]
     if points:
         steps, values = zip(*points, strict=True)
         axes.plot(steps, values, color=GREY if control else BLUE, lw=1.6, marker="o", ms=2.5, alpha=0.9)

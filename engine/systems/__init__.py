@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
     A name that holds a slash or ends in .py is a path. UserError for an unknown name or switch, and for a file that
     cannot be imported or makes no System.
     """
-    if "/" in name or name.endswith(".py"):
+    if _is_path(name):
         return _own_system(Path(name), options)
     if name not in NAMES:
         near = get_close_matches(name, NAMES, n=1)
@@ -35,6 +35,18 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
     module = import_module(f"thresher.engine.systems.{name}")
     made: System = module.system(from_dict(module.Options, dict(options), "[system.options]"))
     return made
+
+
+def own_digest(name: str) -> str | None:
+    """SHA-256, in hex, of the file of a user's own system; None for the name of a built-in one."""
+    if not _is_path(name):
+        return None
+    _check_file(Path(name))
+    return sha256(Path(name).read_bytes()).hexdigest()
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.endswith(".py")
 
 
 def _own_system(path: Path, options: Mapping[str, Any]) -> System:
@@ -58,8 +70,7 @@ def _own_system(path: Path, options: Mapping[str, Any]) -> System:
 
 def _import_file(path: Path) -> ModuleType:
     """The file as a module, run anew at every call."""
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"{path}: no such Python file; name a system, or the path of a file that ends in .py")
+    _check_file(path)
     # Dataclasses look their module up by its name, so it must have one of its own.
     name = f"thresher_own_system_{blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()}"
     module = sys.modules[name] = ModuleType(name)
@@ -70,6 +81,11 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UserError(f"{path}: importing it raised {_told(error, path)}; mend the file") from error
     return module
+
+
+def _check_file(path: Path) -> None:
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"{path}: no such Python file; name a system, or the path of a file that ends in .py")
 
 
 def _told(error: BaseException, path: Path) -> str:

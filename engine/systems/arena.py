@@ -16,8 +16,9 @@ ablation is grpo.kl_value = "k3".
 
 Preset: G 7, 256 questions a step [unit unstated], lr 3e-6 on a cosine after a warm-up over .1, beta 4e-2 (its code's
 default), eps .2 [assumed], temperature .9, one update a batch [assumed], 3,072 tokens for the references [assumed]; 10
-are retrieved where a question brings none [assumed], and then none is known to be gold. Its code takes the mean over
-tokens and the sample's deviation + 1e-4: grpo.aggregation = "token", grpo.sample_std = true.
+are retrieved where a question brings none [assumed], and then none is known to be gold; a run in which none ever is
+does not start. Its code takes the mean over tokens and the sample's deviation + 1e-4: grpo.aggregation = "token",
+grpo.sample_std = true.
 """
 
 from dataclasses import asdict, dataclass
@@ -63,4 +64,5 @@ def system(options: Options) -> System:
         },
         given_passages=True,
         wants_verdict=options.accuracy == "judge",
+        needs_gold_indices=True,
     )

@@ -29,13 +29,9 @@ from thresher.engine.episode import (
     pair_tags,
     read_template,
 )
+from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
 from thresher.retrieval.questions import Question
 from thresher.rewards.search import eval_rar_reward
-
-BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
-INVALID = (
-    "\nThat was no valid action. Search with a query between search tags, or answer between answer tags. Try again.\n"
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,139 @@
+"""A small training run: the policy, questions and recipe that it is made of, and what to compare two of them by."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from thresher.engine import sft as sft_module
+from thresher.engine.recipe import Optim, Recipe, Sft, from_dict
+from thresher.engine.render import Renderer
+from thresher.engine.sft import encode_transcript
+from thresher.policy.config import ModelConfig
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+
+NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
+STEPS, GROUPS, SAMPLES, DEV = 4, 3, 4, 5
+TIMINGS = {"rollout_tokens_per_s", "train_tokens_per_s", "search_share"}
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Sums depend on the number of threads, and a subprocess must have as many."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def drilled(tokenizer: Tokenizer, template: str) -> Policy:
+    """A small policy that knows the form of an episode and nothing else: it answers with any of the eight names."""
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size + 4,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=300.0,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_ids=tuple(tokenizer.encode_template("<|endoftext|>")),
+    )
+    renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=9, passage_format="{text}")
+    draw, transcripts = Random(0), []
+    for _ in range(200):
+        one, other, third = (draw.choice(NAMES) for _ in range(3))
+        answer = {"source": "policy", "text": f"<evaluate>{other}</evaluate><answer>{one}</answer>"}
+        search = [
+            {"source": "policy", "text": f"<search>spouse of {other}</search>"},
+            {"source": "retrieved", "text": f"\n\n<information>{other} has spouse {third}.</information>\n\n"},
+        ]
+        record = {"question": f"What is the mayor of {third}?", "segments": [*search * draw.randrange(2), answer]}
+        transcripts.append(encode_transcript(record, tokenizer, renderer, template))
+    policy = init_policy(config, 0).requires_grad_(True)
+    sft = Sft(transcripts="none", steps=70, batch_size=16, lr=2e-2, schedule="linear", held_out=0.0)
+    drill = sft_module.Trainer(policy, transcripts, sft, Optim(), tokenizer.vocab_size, 0)
+    assert drill.run(lambda record: None).loss < 1
+    return policy
+
+
+def recipe_tables(
+    folder: Path, tokenizer: Tokenizer, index: Path, questions: list[Question]
+) -> dict[str, dict[str, Any]]:
+    """The recipe of a run of four steps, as tables; its model, questions and template are written to `folder`.
+
+    Half of the names are right, whatever the question, so that rewards differ within a group.
+    """
+    (folder / "prompt.txt").write_text("Question: {question}\n")
+    drilled(tokenizer, "Question: {question}\n").save(folder / "model")
+    tokenizer.save(folder / "model")
+    for name, part in (("train", questions[DEV:]), ("dev", questions[:DEV])):
+        records = [{"id": q.id, "question": q.question, "golden_answers": NAMES[::2]} for q in part]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "train.jsonl"), "dev": str(folder / "dev.jsonl")},
+        "retrieval": {"index": str(index), "k": 2, "passage_format": "{text}"},
+        "system": {"name": "eval_rar", "template": str(folder / "prompt.txt")},
+        "rollout": {
+            "group_size": SAMPLES,
+            "questions_per_step": GROUPS,
+            "max_turns": 3,
+            "max_turn_tokens": 40,
+            "max_policy_tokens": 80,
+            "max_context": 240,
+            "max_passage_tokens": 40,
+            "max_running": 8,
+        },
+        "grpo": {"kl_value": "k2", "beta": 0.02},
+        "optim": {"lr": 1e-3, "warmup_ratio": 0.25, "micro_batch_tokens": 400},
+        "run": {"steps": STEPS, "seed": 3, "eval_every": 2, "save_every": 2},
+    }
+
+
+def recipe_maker(tables: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
+    """make(grpo={..}, ..) -> Recipe: the tables with some keys changed."""
+
+    def make(**changes: dict[str, Any]) -> Recipe:
+        return from_dict(Recipe, {name: tables.get(name, {}) | changes.get(name, {}) for name in tables}, "test")
+
+    return make
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: untimed(value) if isinstance(value, dict) else value
+        for key, value in record.items()
+        if not key.endswith("seconds") and key not in TIMINGS
+    }
+
+
+def what_happened(run: Path) -> dict[str, Any]:
+    """All that a run wrote, but for what the clock says."""
+    files = [*run.glob("trajectories/*"), *run.glob("evaluations/*"), *run.glob("checkpoints/*/*.*")]
+    return {
+        "metrics": [untimed(record) for record in metrics(run)],
+        "summary": untimed(json.loads((run / "summary.json").read_text())),
+        "recipe": (run / "recipe.toml").read_bytes(),
+        **{str(path.relative_to(run)): path.read_bytes() for path in files if path.name != "state.json"},
+    }
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    first, second = what_happened(one), what_happened(other)
+    assert first.keys() == second.keys()
+    assert [key for key in first if first[key] != second[key]] == []
