@@ -6,13 +6,17 @@ Deliberately absent: running it, for cli.py alone reaches `bench`.
 """
 
 import argparse
+from typing import Any
+
+from thresher.engine import flags
 
 SIZES, BATCHES = (10_000, 100_000, 1_000_000), (1, 8, 64, 512)
 
 
 def retrieval_arguments(parser: argparse.ArgumentParser) -> None:
     """What `thresher bench retrieval` takes."""
-    count, counts = {"type": _whole, "metavar": "N"}, {"type": _whole, "nargs": "+", "metavar": "N"}
+    count: dict[str, Any] = {"type": flags.count, "metavar": "N"}
+    counts: dict[str, Any] = {**count, "nargs": "+"}
     parser.add_argument("--sizes", **counts, default=SIZES, help="of synthetic sets of vectors; default: 10^4 to 10^6")
     parser.add_argument("--dim", **count, default=768, help="of synthetic vectors; default: 768")
     parser.add_argument("--kinds", nargs="+", default=("ivf", "hnsw"), metavar="KIND", help="beside flat")
@@ -25,24 +29,14 @@ def retrieval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passages", **count, default=10_000, help="how many of them; default: 10,000")
     parser.add_argument("--work", metavar="FOLDER", help="keep vectors and structures there, and use what it holds")
     parser.add_argument(
-        "--server", type=_seconds, default=10.0, metavar="SECONDS", help="of load on a server, twice; 0 for none"
+        "--server", type=flags.seconds, default=10.0, metavar="SECONDS", help="of load on a server, twice; 0 for none"
     )
     parser.add_argument(
-        "--budget", type=_seconds, default=3600.0, metavar="SECONDS", help="then leave out the rest; default: an hour"
+        "--budget",
+        type=flags.seconds,
+        default=3600.0,
+        metavar="SECONDS",
+        help="then leave out the rest; default: an hour",
     )
     parser.add_argument("--out", help="JSON lines to append to")
     parser.add_argument("--plot", help="PNG to write")
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text}")
-    return value

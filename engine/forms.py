@@ -10,8 +10,9 @@ copying, and to restate a fact before its object is used; which fact is wanted i
 waste, too: they name references and extract sentences that nothing asked for. And of all notes half lack a mark.
 
 Before it comes a warm-up on *recitals*: six facts about names drawn anew each time, then the same facts restated in
-another order. Nothing in them can be learned but to look a fact up by subject and relation, and six look-ups in each
-transcript teach that within a thousand steps; the forms alone, with one or two, did not in three thousand.
+another order, or for one in three their numbers. Nothing in them can be learned but to look a fact up by subject and
+relation, and six look-ups in each teach it within a thousand steps; the forms alone, with one or two, did not in three
+thousand.
 
 Each transcript brings its own prompt, which begins with the name of the protocol, cut into segments where the renderer
 cuts it. Everything is a function of the seed.
@@ -78,10 +79,25 @@ def recitals(worlds: Sequence[World], count: int, seed: int) -> list[dict[str, A
         facts[bridge] = Fact(subject, facts[bridge].relation, object_)
         rng.shuffle(facts)
         parts = ["recite\n", _listed(facts), "\n"]
-        text = "".join(f" {'Then' if n else 'First'}{_say(fact, True)}" for n, fact in enumerate(rng.sample(facts, 6)))
+        order = rng.sample(facts, len(facts))
         segments = [{"source": "prompt", "text": part} for part in parts]
-        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, policy_segment(text)]})
+        recited = _numbered(facts, order) if number % 3 == 0 else _restated(order)
+        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, recited]})
     return found
+
+
+def _restated(facts: Sequence[Fact]) -> dict[str, Any]:
+    return policy_segment("".join(f" {'Then' if n else 'First'}{_say(fact, True)}" for n, fact in enumerate(facts)))
+
+
+def _numbered(listed: Sequence[Fact], order: Sequence[Fact]) -> dict[str, Any]:
+    """For each fact of `order` the number under which it is listed; that number is what is copied."""
+    text, copied = "", []
+    for fact in order:
+        text += f" {fact.relation} of {fact.subject} ["
+        copied.append([len(text), len(text) + 1])
+        text += f"{listed.index(fact) + 1}]"
+    return {"source": "policy", "text": text, "copied": copied}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,8 +68,7 @@ class ListCandidates:
 
     def find(self, query_QD: Vectors, fetch: int, effort: int) -> tuple[Vectors, Rows]:
         """As Candidates has it."""
-        if self._rotation_DD is not None:
-            query_QD = (query_QD.astype(np.float64) @ self._rotation_DD.T.astype(np.float64)).astype(np.float32)
+        query_QD = _turned(query_QD, self._rotation_DD)
         effort = min(effort, self.most)
         nearest = self._centroids.top(query_QD, effort)
         list_QP = np.array([[row for row, _ in found] for found in nearest], np.int64)
@@ -80,19 +79,29 @@ class ListCandidates:
 
 
 class GraphCandidates:
-    """A FAISS HNSW graph with its vectors."""
+    """A FAISS HNSW graph with its vectors, or with the directions that stand in for them."""
 
     effort = "efSearch"
 
     def __init__(self, index: Any) -> None:
-        self._index = index
+        self._index = index  # owns what the next lines point into
+        self._projection_PD = rotation(index)
+        self._graph = index if self._projection_PD is None else faiss.downcast_index(index.index)
         self.most = int(index.ntotal)
 
     def find(self, query_QD: Vectors, fetch: int, effort: int) -> tuple[Vectors, Rows]:
         """As Candidates has it."""
-        self._index.hnsw.efSearch = max(effort, fetch)
-        score_QF, row_QF = self._index.search(query_QD, fetch)
+        self._graph.hnsw.efSearch = max(effort, fetch)
+        score_QF, row_QF = self._graph.search(_turned(query_QD, self._projection_PD), fetch)
         return score_QF, row_QF
+
+
+def _turned(query_QD: Vectors, rotation_PD: Vectors | None) -> Vectors:
+    """In float64, where a query's bits do not depend on the others' number once they are rounded."""
+    if rotation_PD is None:
+        return query_QD
+    turned_QP: Vectors = (query_QD.astype(np.float64) @ rotation_PD.T.astype(np.float64)).astype(np.float32)
+    return turned_QP
 
 
 class ApproximateSearch:

@@ -10,13 +10,18 @@ A graph (HNSW) grows vector by vector. It is kept every 2^18 of them, without th
 random numbers for the levels are set anew at each of these points, so that a graph that was gone on with is the graph
 of one go. That holds for one thread; with more, FAISS links in whatever order they come.
 
+Before either may stand a projection on the vectors' principal directions, found on a sample; such a graph has vectors
+of its own, which are kept with it. The directions are those of the inner product itself: the mean is not taken away,
+for that would change the order.
+
 Deliberately absent: FAISS's own `add` in a stream, whose vectors grow by doubling (twice the memory at the worst).
 
-Shape letters: N vectors, S a sample, B a slice, D dimension.
+Shape letters: N vectors, S a sample, B a slice, D dimension, P directions.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,8 @@ TRAINED_FILE, LISTS_FILE, GRAPH_FILE = "trained.faiss", "lists.npy", "graph.fais
 SCRATCH = (TRAINED_FILE, LISTS_FILE, GRAPH_FILE)
 # Vectors after which an unfinished graph is written.
 CHECKPOINT = 1 << 18
+# Sampled rows that are widened to float64 at a time.
+DIRECTIONS_CHUNK = 8192
 # k-means converges early and the lists' borders need no last digit: FAISS's 25 rounds find no better neighbours.
 KMEANS_ROUNDS, PQ_ROUNDS, OPQ_ROUNDS = 10, 15, 10
 EF_CONSTRUCTION = 100
@@ -49,7 +56,7 @@ def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
     if path.is_file():
         return read_structure(path, kind, vectors)
     if kind.family == "hnsw":
-        return _grow_graph(kind, vectors, work, on_stage)
+        return (_grow_projected if kind.directions else _grow_graph)(kind, vectors, work, on_stage)
     index = _trained(kind, vectors, work, on_stage)
     _assign(index, vectors, VectorFile(work / LISTS_FILE, vectors.rows, 1, "int32"), on_stage)
     list_N = VectorFile(work / LISTS_FILE, vectors.rows, 1, "int32").open()[:, 0]
@@ -59,9 +66,9 @@ def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
 
 
 def read_structure(path: Path, kind: Kind, vectors: VectorFile) -> Any:
-    """Reads `index.faiss`; a graph gets its vectors from `vectors`, copied to RAM. UserError when FAISS cannot, or it
-    holds something else."""
-    graph = kind.family == "hnsw"
+    """Reads `index.faiss`; a graph without directions gets its vectors from `vectors`, copied to RAM. UserError when
+    FAISS cannot, or it holds something else."""
+    graph = kind.family == "hnsw" and not kind.directions
     try:
         index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_SKIP_STORAGE if graph else 0)
     except RuntimeError:
@@ -85,7 +92,7 @@ def inner(index: Any) -> Any:
 
 
 def rotation(index: Any) -> Array | None:
-    """The rotation in front of the lists, float32 [D, D], to be applied as A x; None without."""
+    """The rotation, float32 [D, D], or projection, [P, D], in front of the structure, to be applied as A x; or None."""
     if not isinstance(index, faiss.IndexPreTransform):
         return None
     transform = faiss.downcast_VectorTransform(index.chain.at(0))
@@ -103,10 +110,14 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
     path = work / TRAINED_FILE
     if path.is_file():
         return faiss.read_index(os.fspath(path))
+    count = training_vectors(kind, vectors.rows)
+    on_stage("training", 0, count)
+    sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
     # "np": without the reordering of codes for polysemous search, which takes longer than all else and is not used.
-    index = faiss.index_factory(
-        vectors.dim, f"{kind.name}np" if kind.codes == "pq" else kind.name, faiss.METRIC_INNER_PRODUCT
-    )
+    name = f"{kind.name}np" if kind.codes == "pq" else replace(kind, directions=0).name
+    index = faiss.index_factory(kind.directions or vectors.dim, name, faiss.METRIC_INNER_PRODUCT)
+    if kind.directions:
+        index = _projected(sample_SD, index)
     lists = inner(index)
     lists.cp.niter, lists.cp.seed = KMEANS_ROUNDS, SEED
     quiet = [lists.cp]
@@ -123,9 +134,7 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
     for clustering in quiet:
         # FAISS writes a warning to the terminal for every clustering of a small corpus.
         clustering.min_points_per_centroid = 1
-    count = training_vectors(kind, vectors.rows)
-    on_stage("training", 0, count)
-    index.train(vectors.rows_at(sample_rows(vectors.rows, count, SEED)))
+    index.train(sample_SD)
     if kind.opq:
         transform.pq = None
     _write(index, path)
@@ -164,19 +173,67 @@ def _rotated(part_BD: Array, matrix_DD: Array | None) -> Array:
     return np.ascontiguousarray(part_BD if matrix_DD is None else part_BD @ matrix_DD.T)
 
 
+def _projected(sample_SD: Array, index: Any) -> Any:
+    """`index`, of P dimensions, behind the projection on the P strongest directions of `sample_SD`."""
+    dim = sample_SD.shape[1]
+    moment_DD = np.zeros((dim, dim))
+    for start in range(0, len(sample_SD), DIRECTIONS_CHUNK):
+        part_SD = sample_SD[start : start + DIRECTIONS_CHUNK].astype(np.float64)
+        moment_DD += part_SD.T @ part_SD
+    _, direction_DD = np.linalg.eigh(moment_DD)  # columns, the strongest last
+    projection_PD = direction_DD.T[::-1][: index.d]
+    transform = faiss.LinearTransform(dim, index.d, False)
+    faiss.copy_array_to_vector(np.ascontiguousarray(projection_PD, np.float32).ravel(), transform.A)
+    transform.is_trained = True
+    return faiss.IndexPreTransform(transform, index)
+
+
+def _grow_projected(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
+    """A graph over directions: as `_grow_graph`, but with its vectors, which no other file has."""
+    path = work / GRAPH_FILE
+    if path.is_file():
+        index = faiss.read_index(os.fspath(path))
+    else:
+        count = training_vectors(kind, vectors.rows)
+        sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
+        index = _projected(sample_SD, _empty_graph(kind.directions, kind.links))
+    graph = faiss.downcast_index(index.index)
+    _reserve(faiss.downcast_index(graph.storage).codes, 4 * kind.directions * vectors.rows)
+    projection_PD = rotation(index)
+    for start in _checkpoints(graph, kind, vectors.rows):
+        stop = min(start + CHECKPOINT, vectors.rows)
+        for first, part_BD in vectors.slices(start, stop):
+            graph.add(_rotated(part_BD, projection_PD))
+            on_stage("linking", first + len(part_BD), vectors.rows)
+        index.ntotal = graph.ntotal
+        _write(index, path if stop < vectors.rows else work / INDEX_FILE)
+    return index
+
+
+def _empty_graph(dim: int, links: int) -> Any:
+    graph = faiss.IndexHNSWFlat(dim, links, faiss.METRIC_INNER_PRODUCT)
+    graph.hnsw.efConstruction = EF_CONSTRUCTION
+    return graph
+
+
+def _checkpoints(graph: Any, kind: Kind, rows: int) -> Iterator[int]:
+    """The rows from which `graph` is to be gone on with, each with random numbers of its own."""
+    # Links of 2M on the ground and about M / (M - 1) above it; a little more, for levels are drawn.
+    _reserve(graph.hnsw.neighbors, int(rows * (2 * kind.links + 2) * 1.01))
+    for start in range(graph.ntotal, rows, CHECKPOINT):
+        graph.hnsw.rng = faiss.RandomGenerator(SEED + start // CHECKPOINT)
+        yield start
+
+
 def _grow_graph(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
     path = work / GRAPH_FILE
     if path.is_file():
         index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_SKIP_STORAGE)
         _attach(index, vectors, index.ntotal)
     else:
-        index = faiss.IndexHNSWFlat(vectors.dim, kind.links, faiss.METRIC_INNER_PRODUCT)
-        index.hnsw.efConstruction = EF_CONSTRUCTION
+        index = _empty_graph(vectors.dim, kind.links)
         _reserve(faiss.downcast_index(index.storage).codes, 4 * vectors.dim * vectors.rows)
-    # Links of 2M on the ground and about M / (M - 1) above it; a little more, for levels are drawn.
-    _reserve(index.hnsw.neighbors, int(vectors.rows * (2 * kind.links + 2) * 1.01))
-    for start in range(index.ntotal, vectors.rows, CHECKPOINT):
-        index.hnsw.rng = faiss.RandomGenerator(SEED + start // CHECKPOINT)
+    for start in _checkpoints(index, kind, vectors.rows):
         stop = min(start + CHECKPOINT, vectors.rows)
         for first, part_BD in vectors.slices(start, stop):
             index.add(part_BD)

@@ -8,29 +8,31 @@ A kind is written as FAISS's factory writes it, and nothing here needs FAISS:
     IVF4096,SQfp16          the same, vectors in the lists in float16
     [OPQ64,]IVF4096,PQ64    the same, 64 bytes a vector: product quantisation, with OPQ after a learned rotation
     HNSW32                  a graph with 32 links a vector (64 on the ground level), its effort `efSearch`
+    PCA192,HNSW32           any but PQ, over the vectors' 192 strongest directions; what it finds is scored in full
 
 A number of lists may be left out (`IVF,Flat`), and `ivf`, `ivfpq`, `hnsw` stand for the usual choice of each.
 
-Deliberately absent: graphs over compressed vectors, graphs over the centroids, quantisers of 4 bits.
+Deliberately absent: graphs over codes, graphs over the centroids, quantisers of 4 bits.
 """
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thresher.rewards.errors import UserError
 
-EXAMPLES = "flat, flat16, IVF4096,Flat, IVF4096,SQfp16, OPQ64,IVF4096,PQ64, HNSW32, or ivf, ivfpq, hnsw"
+EXAMPLES = "flat, flat16, IVF4096,Flat, IVF4096,SQfp16, OPQ64,IVF4096,PQ64, HNSW32, PCA192,HNSW32, or ivf, ivfpq, hnsw"
 HNSW_LINKS = 32
 # Passages a list should have to train its centroid on, at the least; and how many it is trained on, at the most.
 LEAST_PER_LIST, TRAIN_PER_LIST = 39, 50
-# Product quantisers have 256 centroids a byte; they and the rotation are trained on at most so many vectors.
+# Product quantisers have 256 centroids a byte; they, rotations and directions are found on at most so many vectors.
 PQ_CENTROIDS, TRAIN_PQ = 256, 65_536
 # Up to here an exact search over 768 dimensions takes two cores under .1 s: no approximation is worth its loss.
 FLAT_PASSAGES = 200_000
 # Bytes mapped or copied at a time while an index is built, and what interpreter, NumPy and FAISS need.
 SLICE_BYTES, PROCESS_BYTES = 64 * 2**20, 200 * 10**6
 
+_PCA = re.compile(r"PCA(\d+),(.+)", re.IGNORECASE)
 _IVF = re.compile(r"(?:OPQ(\d+),)?IVF(\d*),(?:(Flat)|(SQfp16)|PQ(\d+))", re.IGNORECASE)
 _HNSW = re.compile(r"HNSW(\d*)", re.IGNORECASE)
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -40,7 +42,8 @@ _FLAT = {"flat": "flat", "flat16": "flat16", "sqfp16": "flat16"}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     """A kind, read. `family` is flat, flat16, ivf or hnsw; `lists` the number of centroids; `codes` how a list holds a
-    vector: float32, float16 or pq; `pq` bytes of a code; `opq` whether a rotation precedes; `links` of a graph."""
+    vector: float32, float16 or pq; `pq` bytes of a code; `opq` whether a rotation precedes; `links` of a graph;
+    `directions`, on how many principal directions the structure sees the vectors, 0 where it sees all of them."""
 
     family: str
     lists: int = 0
@@ -48,25 +51,33 @@ class Kind:
     pq: int = 0
     opq: bool = False
     links: int = 0
+    directions: int = 0
 
     @property
     def name(self) -> str:
         """The factory string, numbers filled in."""
+        pca = f"PCA{self.directions}," if self.directions else ""
         if self.family == "hnsw":
-            return f"HNSW{self.links}"
+            return f"{pca}HNSW{self.links}"
         if self.family != "ivf":
             return self.family
         codes = {"float32": "Flat", "float16": "SQfp16", "pq": f"PQ{self.pq}"}[self.codes]
-        return f"{f'OPQ{self.pq},' if self.opq else ''}IVF{self.lists},{codes}"
+        return f"{pca}{f'OPQ{self.pq},' if self.opq else ''}IVF{self.lists},{codes}"
 
     @property
     def exact(self) -> bool:
         """Whether a search looks at every vector."""
         return self.family in ("flat", "flat16")
 
+    @property
+    def estimates(self) -> bool:
+        """Whether the structure's own scores are estimates, so that more candidates than hits are fetched."""
+        return self.codes == "pq" or self.directions > 0
+
     def bytes_per_vector(self, dim: int) -> int:
         """Bytes of RAM of one vector in the structure that is searched: its coordinates or code; in a list its row (8),
         in a graph its links of 4 bytes (2M on the ground, M / (M - 1) above on average), offset (8) and level (4)."""
+        dim = self.directions or dim
         width = {"float32": 4 * dim, "float16": 2 * dim, "pq": self.pq}[self.codes]
         if self.family == "hnsw":
             return width + 4 * (2 * self.links + math.ceil(self.links / (self.links - 1))) + 12
@@ -105,6 +116,8 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
     vectors: more lists than passages, a code that does not divide `dim`, fewer than 256 passages for PQ."""
     if text.lower() in _FLAT:
         return Kind(family=_FLAT[text.lower()])
+    if found := _PCA.fullmatch(text):
+        return _with_directions(text, int(found[1]), found[2], passages, dim)
     usual = next((size for size in pq_sizes(dim) if size <= dim // 8), dim)
     written = {"ivf": "IVF,Flat", "ivfpq": f"OPQ{usual},IVF,PQ{usual}", "hnsw": "HNSW"}.get(text.lower(), text)
     if found := _HNSW.fullmatch(written):
@@ -125,6 +138,15 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
     )
     _check_ivf(kind, text, rotation, passages, dim)
     return kind
+
+
+def _with_directions(text: str, directions: int, rest: str, passages: int, dim: int) -> Kind:
+    kind = parse_kind(rest, passages, dim)
+    if kind.exact or kind.codes == "pq" or kind.directions:
+        raise UserError(f"kind is {text!r}: PCA goes before HNSW, IVF,Flat and IVF,SQfp16 only; OPQ serves PQ")
+    if not 1 <= directions < dim:
+        raise UserError(f"kind is {text!r}: {directions} directions of {dim} dimensions; expected 1 to {dim - 1}")
+    return replace(kind, directions=directions)
 
 
 def _check_ivf(kind: Kind, text: str, rotation: str | None, passages: int, dim: int) -> None:
@@ -158,13 +180,15 @@ def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
         build RAM    max(training, filling) + 2 S + P
                      training    4 d T, three times that for PQ (its rotation and residuals are copies)
                      filling     N b + 4 d C + 4 N (every row's list) for lists, N b for a graph, 0 for flat
+        PCA          p directions in the place of d in b and C; a graph then has vectors of its own: 4 d N + N b of
+                     disk; training of 4 d min(N, 65,536)
         GPU          2 d N for flat, flat16 and uncompressed lists (float16), N b for PQ; + 4 d C; graphs have none
 
     21,015,324 x 768: flat 64.6 GB, flat16 32.3 GB, HNSW32 70.3 GB, OPQ96,IVF16384,PQ96 2.2 GB (+ P).
     """
     if isinstance(kind, str):
         kind = parse_kind(kind, passages, dim)
-    centroids = 4 * dim * kind.lists
+    centroids = 4 * (kind.directions or dim) * kind.lists
     structure = passages * kind.bytes_per_vector(dim) + centroids
     matrix = 4 * dim * passages
     if kind.exact:
@@ -174,26 +198,26 @@ def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
             build_ram_bytes=2 * SLICE_BYTES + PROCESS_BYTES,
             gpu_bytes=2 * dim * passages,
         )
+    training = 4 * dim * training_vectors(kind, passages) * (3 if kind.codes == "pq" else 1)
     if kind.family == "hnsw":
         return Estimate(
             ram_bytes=structure + PROCESS_BYTES,
-            disk_bytes=structure,
-            build_ram_bytes=structure + 2 * SLICE_BYTES + PROCESS_BYTES,
+            disk_bytes=structure + (matrix if kind.directions else 0),
+            build_ram_bytes=max(training, structure) + 2 * SLICE_BYTES + PROCESS_BYTES,
             gpu_bytes=0,
         )
-    training = 4 * dim * training_vectors(kind, passages) * (3 if kind.codes == "pq" else 1)
     return Estimate(
         ram_bytes=structure + PROCESS_BYTES,
         disk_bytes=matrix + structure,
         build_ram_bytes=max(training, structure + 4 * passages) + 2 * SLICE_BYTES + PROCESS_BYTES,
-        gpu_bytes=(structure if kind.codes == "pq" else 2 * dim * passages) + centroids,
+        gpu_bytes=(structure if kind.codes == "pq" else 2 * (kind.directions or dim) * passages) + centroids,
     )
 
 
 def training_vectors(kind: Kind, passages: int) -> int:
-    """How many vectors the centroids and quantisers of `kind` are trained on."""
+    """How many vectors the centroids, quantisers and directions of `kind` are found on."""
     wanted = TRAIN_PER_LIST * kind.lists
-    return min(passages, max(wanted, TRAIN_PQ) if kind.codes == "pq" else wanted)
+    return min(passages, max(wanted, TRAIN_PQ) if kind.estimates else wanted)
 
 
 def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
