@@ -22,7 +22,9 @@ from thresher.retrieval.questions import Question, passage_record
 from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.measures import compression_ratio
 
-NOTHING = Extraction(rationale="", evidence="", passage_tokens=0, evidence_tokens=0, reason="ended")
+NOTHING = Extraction(
+    rationale="", evidence="", passages=(), cut_passages=0, passage_tokens=0, evidence_tokens=0, reason="ended"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +49,13 @@ class Ask:
         return f"{self.question}{thinking}\nSearch: {self.query}"
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The passages that a search found, and what the extractor made of them."""
-
-    passages: tuple[Passage, ...]
-    extraction: Extraction
-
-
 class ReadingRetriever(Retriever):
     """Finds passages for packed `Ask`s and returns what the extractor takes from them; `readings`, by the packed ask,
-    keeps what was found on the way."""
+    keeps what was read on the way."""
 
     def __init__(self, retriever: Retriever, extractor: Extractor) -> None:
         super().__init__()
-        self.readings: dict[str, Reading] = {}
+        self.readings: dict[str, Extraction] = {}
         self._retriever, self._extractor = retriever, extractor
 
     def check_k(self, k: int) -> None:
@@ -78,8 +72,7 @@ class ReadingRetriever(Retriever):
         # Where nothing was found there is nothing to read.
         extracted = iter(self._extractor.extract([question for question in questions if question.passages]))
         extractions = [next(extracted) if given else NOTHING for given in passages]
-        for query, given, extraction in zip(queries, passages, extractions, strict=True):
-            self.readings[query] = Reading(given, extraction)
+        self.readings.update(zip(queries, extractions, strict=True))
         return [
             [Hit(-1, Passage("evidence", "", extraction.evidence), 0.0)] if extraction.evidence else []
             for extraction in extractions
@@ -111,27 +104,28 @@ def thinking(turn: Turn) -> str:
     return turn.inside("think") or turn.text.partition(b"<search>")[0].decode("utf-8", "replace").strip()
 
 
-def reading_record(packed: str, reading: Reading) -> dict[str, Any]:
+def reading_record(packed: str, reading: Extraction) -> dict[str, Any]:
     """One search of the agent, for the output: what it asked, what was found, what was made of it."""
-    ask, extraction = Ask.unpack(packed), reading.extraction
+    ask = Ask.unpack(packed)
     return {
         "thinking": ask.thinking,
         "query": ask.query,
         "passages": [passage_record(passage) for passage in reading.passages],
-        "rationale": extraction.rationale,
-        "evidence": extraction.evidence,
-        "compression_ratio": extraction.compression_ratio,
-        "ended": extraction.reason,
+        "rationale": reading.rationale,
+        "evidence": reading.evidence,
+        "compression_ratio": reading.compression_ratio,
+        "ended": reading.reason,
     }
 
 
-def reading_figures(readings: list[Reading]) -> dict[str, Any]:
+def reading_figures(readings: list[Extraction]) -> dict[str, Any]:
     """Of one question: how often it searched, how often in vain, and its compression ratio, None without evidence."""
-    useful = [reading.extraction for reading in readings if reading.extraction.evidence]
+    useful = [reading for reading in readings if reading.evidence]
     passages = sum(extraction.passage_tokens for extraction in useful)
     evidence = sum(extraction.evidence_tokens for extraction in useful)
     return {
         "searches": len(readings),
         "empty": len(readings) - len(useful),
         "compression_ratio": compression_ratio(passages, evidence),
+        "cut_passages": sum(reading.cut_passages for reading in readings),
     }

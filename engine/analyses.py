@@ -5,6 +5,7 @@ What it writes between the analysis tags is kept. An analysis that does not clos
 prompt leaves no room for one, give None. Greedy, through the engine's own rollout, so every run writes the same.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def write_analyses(
         tags=arena.tags,
         k=1,
         chat=tokenizer.chat_template is not None,
-        max_passage_tokens=room,
+        max_passage_tokens=sys.maxsize,  # nothing is cut: what exceeds the context is left out below
         passage_format=arena.preset["retrieval"]["passage_format"],
     )
     asked = {question.id: told(question) for question in questions}

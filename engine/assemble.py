@@ -164,15 +164,17 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
     return retriever
 
 
-def load_judges(recipe: Recipe, system: System, replies: Path) -> Judges:
-    """An entailment judge where the system claims something, and a chat model where one is named or rewarded by; what
-    that one said is kept in `replies`, unless the recipe names a file for it."""
+def load_judges(recipe: Recipe, system: System, replies: Path, rewarded_only: bool = False) -> Judges:
+    """An entailment judge where the system claims something, and a chat model where the system is rewarded by it, or
+    unless `rewarded_only` where the recipe names one; what that one said is kept in `replies`, unless the recipe names
+    a file for it. Nothing is asked or written yet."""
     section = recipe.judge
     if section.replies is None:
         section = replace(section, replies=str(replies))
+    asked = system.wants_verdict or (section.url is not None and not rewarded_only)
     return Judges(
         entailment=load_judge(section) if system.claims is not None else None,
-        verdict=load_verdicts(section, _say) if section.url is not None or system.wants_verdict else None,
+        verdict=load_verdicts(section, _say) if asked else None,
     )
 
 

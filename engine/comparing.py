@@ -47,6 +47,11 @@ class Evaluation:
     def name(self) -> str:
         return str(self.figures.get("baseline") or self.figures.get("system") or self.path.name)
 
+    @property
+    def rewarded_by(self) -> str | None:
+        """The reward function and its switches; the system's name in a folder that does not tell."""
+        return self.figures.get("rewarded_by") or self.figures.get("system")
+
 
 def run_compare(options: argparse.Namespace) -> None:
     first, second = read_evaluation(options.first), read_evaluation(options.second)
@@ -179,7 +184,7 @@ def _notes(first: Evaluation, second: Evaluation, matched: int, entailment: bool
         if used:
             by = str(names[0]) if names[0] == names[1] else f"{names[0]} and {names[1]}, whose numbers do not compare"
             notes.append(f"{what} judged by {by}.")
-    if first.figures.get("system") != second.figures.get("system"):
+    if first.rewarded_by != second.rewarded_by:
         notes.append("The two are rewarded differently: their rewards do not compare.")
     return notes
 

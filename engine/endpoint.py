@@ -61,7 +61,8 @@ class _Called(Exception):
 
 
 class Replies:
-    """Replies by the digest of their request, in memory and, where there is a path, as JSONL on disk.
+    """Replies by the digest of their request, in memory and, where there is a path, as JSONL on disk: made, with the
+    folders around it, when there is a first reply to keep.
 
     UserError for a file that cannot be read or written, or holds a line of another kind. Thread-safe; not for two
     processes at once.
@@ -73,7 +74,6 @@ class Replies:
         self._known: dict[str, str] = {}
         if self._path is not None:
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._known = _read_replies(self._path)
             except OSError as error:
                 raise UserError(f"{self._path}: cannot be used ({error.strerror}); name another file") from None
@@ -93,6 +93,7 @@ class Replies:
             if self._path is None:
                 return
             try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("ab", buffering=0) as file:
                     file.write(line)
             except OSError as error:
@@ -101,9 +102,10 @@ class Replies:
 
 def _read_replies(path: Path) -> dict[str, str]:
     """The replies in a file, which may be absent. What stands behind its last line feed is cut off."""
-    if not path.exists():
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
         return {}
-    data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
         os.truncate(path, whole)

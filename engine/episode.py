@@ -30,7 +30,7 @@ from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import blocks
+from thresher.rewards.tags import blocks, final_answer
 from thresher.rewards.transcript import Piece, Source
 
 
@@ -73,7 +73,8 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the policy has written so far, from byte `start` to `end`, all its turns counted as one text."""
+    """What the policy has written so far, from byte `start` to `end`, all its turns counted as one text (in which the
+    bytes that open a turn's text, because they trailed the one before, are there once)."""
 
     start: int
     end: int
@@ -103,7 +104,12 @@ Episode = Generator[Request, Any, str]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy wrote in one turn: its bytes, and the tag that stopped it (None: end of text)."""
+    """What the policy wrote in one turn: its bytes, and the tag that stopped it (None: end of text).
+
+    A token may hold a stop tag's end and bytes behind it. They stay in its turn, and where nothing is appended before
+    the next they open that one's text too: after `</extract><`, a turn that goes on with `answer>` begins `<answer>`,
+    as it does for the reward.
+    """
 
     text: bytes
     stop: str | None
@@ -125,6 +131,11 @@ class Tools:
     max_turns: int
 
 
+def last_answer(attempt: Attempt) -> str | None:
+    """The final answer of the transcript, as most systems read it (rewards/tags.py)."""
+    return final_answer(attempt.pieces)
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """One paper's method, as the engine needs it.
@@ -135,7 +146,8 @@ class System:
     preset: the paper's hyperparameters as recipe values, section -> key -> value.
     given_passages: the prompt shows the question's passages; where it comes with none, the engine retrieves them first.
     claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
-    attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer.
+    attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer, which is
+    answer(attempt), the one that the reward reads; None without one.
     needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
     """
 
@@ -148,7 +160,16 @@ class System:
     given_passages: bool = False
     claims: Callable[[Attempt], Sequence[tuple[str, str]]] | None = None
     wants_verdict: bool = False
+    answer: Callable[[Attempt], str | None] = last_answer
     needs_gold_indices: bool = False
+
+
+def first_prompt(system: System, question: Question, tools: Tools) -> Prompt:
+    """The episode's first request; TypeError for one that does not begin with a prompt."""
+    request = next(system.episode(question, tools))
+    if not isinstance(request, Prompt):
+        raise TypeError(f"the episode of {system.name} must begin with a Prompt, not {request}")
+    return request
 
 
 def pair_tags(*names: str) -> tuple[str, ...]:

@@ -30,11 +30,13 @@ from thresher.rewards.transcript import Source
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A trajectory; its share of the rollout's seconds; and of the passages found or given, which hold a gold."""
+    """A trajectory; of the passages found or given, which hold a gold; and its shares of what is known of its part as a
+    whole: the rollout's seconds, and the branches that found no room in the context."""
 
     trajectory: Trajectory
     seconds: float
     relevant: list[bool]
+    branches_without_room: float = 0.0
 
 
 class EvalFolder:
@@ -94,9 +96,7 @@ class EvalFolder:
             with self._generated.open("r+b") as file:
                 file.truncate(len(whole))
         records = [json.loads(line) for line in whole.splitlines()]
-        return [
-            Generated(_trajectory(record["trajectory"]), record["seconds"], record["relevant"]) for record in records
-        ]
+        return [Generated(**{**record, "trajectory": _trajectory(record["trajectory"])}) for record in records]
 
     def append(self, entries: Iterable[Generated]) -> None:
         """Add to what was generated, handed to the operating system before this returns."""

@@ -1,19 +1,20 @@
 """An evaluation from questions to table: generated part by part, kept as it grows, then judged and measured.
 
-    questions -> passages, noise -> parts of 2 x max_running: rollout, append to the folder
+    questions -> passages, noise, cut to what fits -> parts of 2 x max_running: rollout, append to the folder
               -> judges (entailment, verdicts) -> rewards -> measures, intervals -> trajectories, table
 
 What is costly comes first and is on the disk before any judge is asked. Whatever ends an evaluation early (a kill, a
 server that stays away, a judge that fails), the same command goes on from what the folder holds; a part that was under
 way is generated anew, with the same noise. No failure becomes a score.
 
-Latency is the rollouts' seconds (prefill, decoding, searches; no loading, no judges) by question: a figure of the whole
-batch, and stated with it.
+Latency is the rollouts' seconds by question: a figure of the whole batch, and stated with it. Prefill, decoding, the
+policy's searches and the branches are in it; loading, judges and the search for passages that prompts show are not.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,18 @@ from thresher.engine import console
 from thresher.engine.assemble import Parts, check_gold_indices, load_judges, load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
 from thresher.engine.best import Best
-from thresher.engine.episode import System
+from thresher.engine.episode import System, first_prompt
 from thresher.engine.evalfolder import EvalFolder, Generated, check_belongs
 from thresher.engine.evaltable import FACTS, figures_of, markdown, rows_of
 from thresher.engine.evaluate import jobs_of
 from thresher.engine.judging import Judged, Judges, check_all, judge
 from thresher.engine.measures import measures_of, parts_of, ranking_measures
-from thresher.engine.passages import with_noise, with_passages
+from thresher.engine.passages import Fitted, fit_passages, with_noise, with_passages
 from thresher.engine.recipe import Data, Recipe
 from thresher.engine.recipe import System as SystemSection
 from thresher.engine.rollout import Rollout
 from thresher.engine.systems import own_digest
+from thresher.engine.trajectory import Trajectory
 from thresher.retrieval.formats import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
@@ -74,7 +76,10 @@ def run_evaluation(recipe: Recipe, asked: Asked, out: Path) -> dict[str, Any]:
     parts = _load(recipe, asked.baseline)
     check_gold_indices(questions, parts.system, path)
     retriever = _retriever(recipe, parts.system)
-    questions = prepare(questions, parts, retriever, asked.noise)
+    shown = prepare(questions, parts, retriever, asked.noise)
+    questions = shown.questions
+    if told := shown.told():
+        console.console.print(f"eval: {told}", soft_wrap=True)
     rollout = parts.rollout(retriever)
     for question in questions:
         rollout.prompt(question)  # refused before anything is written
@@ -93,6 +98,9 @@ def run_evaluation(recipe: Recipe, asked: Asked, out: Path) -> dict[str, Any]:
         ]
         figures = figures_of(measures, [parts_of(entry) for entry in judged])
         figures |= _facts(parts, asked, path, judges, judged, sum(one.seconds for one in done))
+        roomless = round(sum(one.branches_without_room for one in done))
+        figures |= {"branches_without_room": roomless, "roomless": _roomless(roomless)}
+        figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.told()}
         records = (
             {**entry.to_dict(parts.tokenizer), "measures": values}
             for entry, values in zip(judged, measures, strict=True)
@@ -124,8 +132,8 @@ def settings_of(recipe: Recipe, asked: Asked, path: str, questions: Sequence[Que
     }
 
 
-def prepare(questions: Sequence[Question], parts: Parts, retriever: Retriever | None, noise: int) -> list[Question]:
-    """The questions with what their prompts show: passages found where they bring none, and noise.
+def prepare(questions: Sequence[Question], parts: Parts, retriever: Retriever | None, noise: int) -> Fitted:
+    """The questions with what their prompts show: passages found where they bring none, and noise, as far as they fit.
 
     Noise is drawn from the corpus where it is at hand, else from the passages of the other questions. UserError for
     passages that are nowhere, and for noise without a prompt to put it into.
@@ -133,11 +141,12 @@ def prepare(questions: Sequence[Question], parts: Parts, retriever: Retriever | 
     if not parts.system.given_passages:
         if noise:
             raise UserError(f"eval: --noise adds passages to a prompt, and that of {parts.system.name} shows none")
-        return list(questions)
+        return Fitted(list(questions), 0, 0, parts.renderer.max_passage_tokens)
     questions = with_passages(questions, retriever, parts.renderer.k)
     corpus: Sequence[Passage] | None = getattr(retriever, "corpus", None)  # a server keeps its own
     pool = [passage for question in questions for passage in question.passages] if corpus is None else corpus
-    return with_noise(questions, pool, noise, parts.recipe.run.seed)
+    questions = with_noise(questions, pool, noise, parts.recipe.run.seed)
+    return fit_passages(questions, parts.system, parts.tools, parts.renderer)
 
 
 def _load(recipe: Recipe, baseline: str | None) -> Parts:
@@ -186,18 +195,24 @@ def _part(
     progress: Callable[[int], None],
 ) -> list[Generated]:
     trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, progress)
-    seconds = rollout.clock.total / len(questions)
+    clock = rollout.clock
+    shares = {
+        "seconds": clock.total / len(questions),
+        "branches_without_room": clock.branches_without_room / len(questions),
+    }
     return [
-        Generated(trajectory, seconds, _relevant(question, [s["query"] for s in trajectory.searches], rollout))
+        Generated(trajectory, relevant=_relevant(question, trajectory, rollout), **shares)
         for question, trajectory in zip(questions, trajectories, strict=True)
     ]
 
 
-def _relevant(question: Question, queries: list[str], rollout: Rollout) -> list[bool]:
-    """Whether each passage holds a gold string: of those given, or of those found, best first, search after search."""
+def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout) -> list[bool]:
+    """Whether each passage holds a gold string: of those that the prompt shows, or of those found, best first, search
+    after search."""
     passages: Sequence[Passage] = ()
+    queries = [search["query"] for search in trajectory.searches]
     if rollout.system.given_passages:
-        passages = question.passages
+        passages = first_prompt(rollout.system, question, rollout.tools).passages
     elif queries and rollout.index is not None:  # which remembers what it found
         hits = [hit for found in rollout.index.search(queries, rollout.renderer.k) for hit in found]
         passages = list({hit.passage.id: hit.passage for hit in hits}.values())
@@ -222,10 +237,12 @@ def _facts(
         if best.lost is not None:
             chosen += f", among the checkpoints that are kept; step {best.lost} was better and is not"
     each, model, batch = seconds / len(judged), recipe.model, recipe.rollout.max_running
+    branches = ", branches included" if any(entry.trajectory.branches for entry in judged) else ""
     return {
         "system": None if asked.baseline else parts.system.name,
         "baseline": asked.baseline,
-        "options": recipe.system.options if recipe.system else {},
+        "options": (options := recipe.system.options if recipe.system else {}),
+        "switches": ", ".join(f"{name} = {value}" for name, value in sorted(options.items())) or None,
         "model": model.path,
         "prompt": model.prompt,
         "chosen": chosen,
@@ -239,10 +256,34 @@ def _facts(
         "seconds": seconds,
         "seconds_per_question": each,
         "batch": batch,
-        "latency": f"{each:.3g} s a question, at most {batch} at once, {model.dtype} on {model.device}",
+        "latency": f"{each:.3g} s a question, at most {batch} at once, {model.dtype} on {model.device}{branches}",
+        "gold": _gold(parts, judged),
+        "rewarded_by": rewarded_by(parts),
         "reasons": (reasons := dict(sorted(Counter(entry.trajectory.reason for entry in judged).items()))),
         "ended": ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
     }
+
+
+def _roomless(count: int) -> str | None:
+    return f"{count:,} found no room in rollout.max_context, and their answers count as missing" if count else None
+
+
+def _gold(parts: Parts, judged: Sequence[Judged]) -> str | None:
+    """How many questions leave open what their gold passages are, where the system's reward asks for it."""
+    unknown = sum(entry.question.gold_indices is None for entry in judged)
+    if not parts.system.needs_gold_indices or not unknown:
+        return None
+    return f"unknown for {unknown:,} of {len(judged):,} questions, to which naming some earns nothing"
+
+
+def rewarded_by(parts: Parts) -> str:
+    """The reward in words: two evaluations with the same have rewards that compare."""
+    if parts.system_digest is not None:
+        section = parts.recipe.need(SystemSection)
+        return f"{section.name}, {parts.system_digest[:16]}, {dict(sorted(section.options.items()))}"
+    given = parts.system.reward
+    reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
+    return f"{reward.__module__}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
 
 
 def _retrieval(parts: Parts) -> str | None:

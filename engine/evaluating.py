@@ -12,9 +12,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from thresher.engine import flags
+from thresher.engine import console, flags
 from thresher.engine.best import Best, best_checkpoint
-from thresher.engine.recipe import Recipe, make_recipe, read_tables
+from thresher.engine.recipe import Recipe, Rollout, make_recipe, read_tables
 from thresher.engine.runfolder import RunFolder
 from thresher.rewards.errors import UserError
 
@@ -66,6 +66,13 @@ def run_eval(options: argparse.Namespace) -> None:
     recipe, best = eval_recipe(options)
     from thresher.engine.evalrun import Asked, run_evaluation
 
+    if options.baseline is not None and options.system is not None:
+        console.console.print(
+            f"eval: baseline {options.baseline} answers; of {options.system} only the preset counts, and fills what is "
+            "left open",
+            markup=False,
+            soft_wrap=True,
+        )
     asked = Asked(
         questions=options.questions,
         limit=options.limit,
@@ -125,9 +132,6 @@ def _preset(name: str, tables: dict[str, Any], options: argparse.Namespace, bare
 
     switches = tables["system"].get("options", {})
     layers: list[dict[str, dict[str, Any]]] = []
-    if bare and isinstance(tables.get("model"), dict) and isinstance(tables["model"].get("path"), str):
-        positions = read_config(Path(tables["model"]["path"])).max_position_embeddings
-        layers.append({"rollout": {"max_context": min(4096, positions)}})
     if options.baseline is None:
         layers.append(load_system(name, {}).preset)
     else:
@@ -138,4 +142,8 @@ def _preset(name: str, tables: dict[str, Any], options: argparse.Namespace, bare
     for layer in layers:
         for section, values in layer.items():
             merged[section] = merged.get(section, {}) | values
+    if bare and isinstance(tables.get("model"), dict) and isinstance(tables["model"].get("path"), str):
+        positions = read_config(Path(tables["model"]["path"])).max_position_embeddings
+        rollout = merged.setdefault("rollout", {})
+        merged["rollout"] = rollout | {"max_context": min(rollout.get("max_context", Rollout.max_context), positions)}
     return merged

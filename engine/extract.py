@@ -97,6 +97,11 @@ def extract(
     needed = ("answer",) if plan.generator or plan.agent else ("evidence",)
     journal = Journal(plan.out, plan.settings(everything), needed)
     todo = [question for question in everything[: plan.limit] if question.id not in journal.done]
+    if plan.limit is not None and len(journal.done) > plan.limit:
+        say(
+            f"extract: {plan.out} holds {len(journal.done):,} questions already, more than --limit {plan.limit:,}; the "
+            "figures are over all of them"
+        )
     total = len(todo) + len(journal.done)
     if todo:
         loop = Loop(plan, journal, say)
@@ -108,6 +113,11 @@ def extract(
             (loop.agentic if plan.agent else loop.traditional)(batch)
             on_progress(len(journal.done), total)
     figures = summarise(journal.records())
+    if cut := figures["cut_questions"]:
+        say(
+            f"extract: {cut:,} of {figures['questions']:,} questions had passages cut to what fits; raise "
+            "rollout.max_passage_tokens with --set"
+        )
     journal.finish(figures)
     return figures
 
@@ -180,7 +190,8 @@ class Loop:
         records = {
             question.id: _head(question)
             | {
-                "passages": [passage_record(passage) for passage in question.passages],
+                "passages": [passage_record(passage) for passage in extraction.passages],
+                "cut_passages": extraction.cut_passages,
                 "rationale": extraction.rationale,
                 "evidence": extraction.evidence,
                 "compression_ratio": extraction.compression_ratio,
@@ -243,15 +254,16 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
 
     compression_ratio: over questions with evidence, without_evidence counting the others. recall_*: share of questions
     whose evidence or rationale holds a gold answer; like em and f1 over those that have one, without_golds counting the
-    others. extract_seconds: a batch's, shared among its questions.
+    others. cut_questions: those of which passages were cut. extract_seconds: a batch's, shared among its questions.
     """
     values: dict[str, list[float]] = {}
-    questions = without_evidence = without_golds = 0
+    questions = without_evidence = without_golds = cut = 0
     for record in records:
         golds = record.get("golden_answers", ())
         questions += 1
         without_evidence += not record["evidence"]
         without_golds += not golds
+        cut += record.get("cut_passages", 0) > 0
         found = {name: record.get(name) for name in MEASURES}
         for name in ("evidence", "rationale"):
             if golds and name in record:
@@ -261,6 +273,7 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
                 values.setdefault(name, []).append(float(value))
     means = {name: sum(column) / len(column) for name, column in values.items()}
     counts = {"questions": questions, "without_evidence": without_evidence, "without_golds": without_golds}
+    counts["cut_questions"] = cut
     return counts | means
 
 

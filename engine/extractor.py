@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from thresher.engine.assemble import Parts
 from thresher.engine.episode import Episode, Generate, System, Tools
 from thresher.engine.live import Job
+from thresher.engine.passages import fit_passages
 from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.eviomni import evidence_of, rationale_of
 from thresher.rewards.measures import compression_ratio
@@ -20,12 +22,15 @@ from thresher.rewards.measures import compression_ratio
 class Extraction:
     """What was made of some passages. Texts are stripped, and empty where their block is missing or was not closed.
 
+    passages: as it was shown them, cut_passages of them cut to fit.
     passage_tokens: length of the passages' texts, evidence_tokens: of the evidence, both in the extractor's tokens.
     reason: "extracted", or the limit that ended it ("turn_tokens", "context", ..), or "ended".
     """
 
     rationale: str
     evidence: str
+    passages: tuple[Passage, ...]
+    cut_passages: int
     passage_tokens: int
     evidence_tokens: int
     reason: str
@@ -48,16 +53,22 @@ class Extractor:
         self._rollout.check_prompts(questions)
 
     def extract(self, questions: Sequence[Question]) -> list[Extraction]:
-        """From each question's own passages. UserError where they and the prompt do not fit into the context."""
+        """From each question's own passages, cut where they must be. UserError where prompt and passages do not fit
+        into the context."""
+        run = self._rollout
+        given = [question.passages for question in questions]
+        questions = fit_passages(questions, run.system, run.tools, run.renderer).questions
         jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
         extractions = []
-        for question, trajectory in zip(questions, self._rollout.run(jobs, 0.0), strict=True):
+        for whole, question, trajectory in zip(given, questions, run.run(jobs, 0.0), strict=True):
             pieces = trajectory.pieces(self.tokenizer)
             evidence = evidence_of(pieces)
             extractions.append(
                 Extraction(
                     rationale=rationale_of(pieces),
                     evidence=evidence,
+                    passages=question.passages,
+                    cut_passages=sum(a is not b for a, b in zip(whole, question.passages, strict=True)),
                     passage_tokens=sum(len(self.tokenizer.encode(passage.text)) for passage in question.passages),
                     evidence_tokens=len(self.tokenizer.encode(evidence)),
                     reason=trajectory.reason,

@@ -126,12 +126,11 @@ class Updater:
 
     def _step(self, lr: float) -> float:
         """Step the trained weights on the policy's gradients; returns their norm before clipping."""
-        if self.master is self.policy:
-            return step_optimizer(self.master, self.optimizer, self.optim, lr)
         norm = step_optimizer(self.master, self.optimizer, self.optim, lr)
-        with torch.no_grad():
-            for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
-                parameter.copy_(trained)
+        if self.master is not self.policy:
+            with torch.no_grad():
+                for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
+                    parameter.copy_(trained)
         return norm
 
     def _collect_gradients(self) -> None:

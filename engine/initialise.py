@@ -5,12 +5,13 @@ the strings of JSONL files.
 """
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from thresher.engine.assemble import check_fit
-from thresher.policy.config import config_from_dict
+from thresher.policy.config import config_from_dict, known_keys
 from thresher.policy.files import read_json_object, staged_folder
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
@@ -39,7 +40,9 @@ def initialise(
     if (tokenizer_path is None) == (not train_on):
         raise UserError("init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither")
     table = read_json_object(Path(config_path))
-    table.update(_override(text) for text in overrides)
+    changes = [_override(text) for text in overrides]
+    _check_keys([key for key, _ in changes], table.keys(), config_path)
+    table.update(changes)
     if tokenizer_path is not None:
         tokenizer = load_tokenizer(tokenizer_path)
     else:
@@ -80,6 +83,15 @@ def _override(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value
+
+
+def _check_keys(keys: Sequence[str], given: Collection[str], config_path: str | Path) -> None:
+    """UserError for a key that neither the given config nor ours knows, for it would change nothing."""
+    for key in keys:
+        if key not in given and key not in known_keys():
+            near = get_close_matches(key, sorted({*given, *known_keys()}), n=1)
+            hint = f"did you mean {near[0]}?" if near else "write one of its keys, such as num_hidden_layers=2"
+            raise UserError(f"--set {key}: {config_path} has no such key, and nothing reads it; {hint}")
 
 
 def _strings(paths: Sequence[str | Path]) -> Iterator[str]:

@@ -14,7 +14,6 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt, lot
 from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import final_answer
 
 
 class VerdictJudge(Protocol):
@@ -105,7 +104,7 @@ def ask_judges(attempts: Sequence[Attempt], system: System, judges: Judges) -> l
             for attempt, pairs in zip(attempts, claims, strict=True)
         ]
     if system.wants_verdict and judges.verdict is not None:
-        answers = [final_answer(attempt.pieces) for attempt in attempts]
+        answers = [system.answer(attempt) for attempt in attempts]
         asked = [(a.golds, text) for a, text in zip(attempts, answers, strict=True) if text]
         told = iter(judges.verdict.rate(asked))
         attempts = [

@@ -8,7 +8,8 @@
     references  relevance_precision, relevance_recall: named against gold
     retrieval   ndcg@5, recall@5, recall_passages: of the passages given or found, in their order, those with a gold
                 string being positive
-    work        searches (valid ones), response_tokens (the policy's), branch_tokens (its, for the reward alone), tokens
+    work        searches (valid ones), evaluations and named (references) where a system has them, response_tokens (the
+                policy's), branch_tokens (its, for the reward alone), tokens
 
 A measure that a question has no value for is None and left out of means, never a 0 that nobody measured; which measures
 a system has at all follows from its tags. The parts of its own reward stand beside these, under their own names.
@@ -62,12 +63,15 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     f"recall@{CUTOFF}": (f"Recall@{CUTOFF} of the passages", "share"),
     "recall_passages": ("Answer recall of all passages", "share"),
     "searches": ("Valid searches", "number"),
+    "evaluations": ("Evaluations", "number"),
+    "named": ("References named", "number"),
     "response_tokens": ("Tokens written", "number"),
     "branch_tokens": ("Tokens written for the reward alone", "number"),
     "tokens": ("Tokens of the whole sequence", "number"),
 }
-# Among a reward's parts stand measures that have a place of their own above.
-NOT_PARTS = frozenset({"em", "f1", "answered", "searches"})
+COUNTS = ("evaluations", "named")  # measures that only the reward of a system with such blocks can tell
+# Among a reward's parts stand measures that have a place of their own above: evaluate_contains as recall_evaluation.
+NOT_PARTS = frozenset({"em", "f1", "answered", "searches", "evaluate_contains", "entailment", *COUNTS})
 
 
 def measures_of(entry: Judged, tags: Sequence[str] = ()) -> Values:
@@ -76,16 +80,17 @@ def measures_of(entry: Judged, tags: Sequence[str] = ()) -> Values:
     answer, golds = entry.result.answer or "", attempt.golds
     values: Values = {
         "reward": entry.result.reward,
-        "em": float(parts["em"]),
-        "f1": float(parts["f1"]),
+        "em": _value(parts["em"]),
+        "f1": _value(parts["f1"]),
         "char_f1": char_f1(answer, golds),
         "sub_em": float(sub_em(answer, golds)),
         "contains": float(contains_answer(answer, golds)),
-        "answered": float(parts["answered"]),
+        "answered": _value(parts["answered"]),
         "searches": float(len(trajectory.searches)),
         "response_tokens": float(trajectory.count(Source.POLICY)),
         "tokens": float(len(trajectory)),
     }
+    values |= {name: _value(parts[name]) for name in COUNTS if name in parts}
     if attempt.verdict is not None:
         values["verdict"] = float(attempt.verdict)
     if attempt.entailment is not None:
@@ -106,8 +111,8 @@ def measures_of(entry: Judged, tags: Sequence[str] = ()) -> Values:
 
 
 def parts_of(entry: Judged) -> Values:
-    """The parts of the system's own reward."""
-    return {name: float(value) for name, value in entry.result.parts.items() if name not in NOT_PARTS}
+    """The parts of the system's own reward; None for one that nobody measured."""
+    return {name: _value(part) for name, part in entry.result.parts.items() if name not in NOT_PARTS}
 
 
 def ranking_measures(relevant: Sequence[bool]) -> Values:
@@ -137,6 +142,10 @@ def shown(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.1%}" if NAMES.get(name, ("", "number"))[1] == "share" else f"{value:,.2f}"
+
+
+def _value(part: float | None) -> float | None:
+    return None if part is None else float(part)  # a flag is 1.0 or 0.0
 
 
 def _place(name: str) -> int:

@@ -2,17 +2,120 @@
 
 Systems that answer in a single pass read their passages in the prompt, before anything is sampled. So this happens once
 per question, before a rollout, and all samples of the question see the same.
+
+Passages that exceed `rollout.max_passage_tokens` are cut here, and nowhere else, before the rollout: what is stored,
+rewarded and measured is then what was shown. The longest give way first, until all that are cut have the same share, so
+that none is lost because of those before it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
+from thresher.engine.episode import System, Tools, first_prompt
+from thresher.engine.render import Renderer
 from thresher.retrieval.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.errors import UserError
 from thresher.rewards.text import contains_answer
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Questions with passages as their prompts show them; how many questions and passages were cut for it, and to how
+    many tokens a question."""
+
+    questions: list[Question]
+    cut_questions: int
+    cut_passages: int
+    budget: int
+
+    def told(self) -> str | None:
+        """What was cut, in a sentence; None where nothing was."""
+        if not self.cut_questions:
+            return None
+        return (
+            f"{self.cut_questions:,} of {len(self.questions):,} questions had passages cut to {self.budget:,} tokens; "
+            "raise rollout.max_passage_tokens"
+        )
+
+
+def fit_passages(questions: Sequence[Question], system: System, tools: Tools, renderer: Renderer) -> Fitted:
+    """The questions, passages that their prompts show cut to what fits; those that none shows stay as they are.
+
+    UserError where a budget is too small for the form of a question's passages alone.
+    """
+    fitted: list[Question] = []
+    cut_questions = cut_passages = 0
+    for question in questions:
+        shown = first_prompt(system, question, tools).passages
+        lost = {
+            id(before): after
+            for before, after in zip(shown, fit(shown, renderer, question.id), strict=True)
+            if after is not before
+        }
+        if lost:
+            cut_questions, cut_passages = cut_questions + 1, cut_passages + len(lost)
+            question = replace(question, passages=tuple(lost.get(id(one), one) for one in question.passages))
+        fitted.append(question)
+    return Fitted(fitted, cut_questions, cut_passages, renderer.max_passage_tokens)
+
+
+def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tuple[Passage, ...]:
+    """Passages whose lines have `renderer.max_passage_tokens` together, at most; those that need no cut as they are."""
+    budget = renderer.max_passage_tokens
+    if len(renderer.passages(passages)) <= budget:
+        return tuple(passages)
+    numbered = list(enumerate(passages, start=1))
+    share = _share([renderer.line_tokens(number, passage) for number, passage in numbered], budget)
+    while True:
+        kept = [_cut(number, passage, share, renderer) for number, passage in numbered]
+        if None in kept:
+            raise UserError(
+                f"question {question_id}: rollout.max_passage_tokens = {budget} leaves {share} tokens for each "
+                f"of {len(passages)} passages, fewer than retrieval.passage_format takes without its text; raise it"
+            )
+        found = tuple(passage for passage in kept if passage is not None)
+        if len(renderer.passages(found)) <= budget:
+            return found
+        share -= 1  # side by side, lines may take a token more than one by one
+
+
+def _share(lengths: Sequence[int], budget: int) -> int:
+    """The largest bound on each length under which they sum to `budget` at most; no more than the largest of them."""
+    share = 0
+    for place, length in enumerate(sorted(lengths)):
+        share = budget // (len(lengths) - place)
+        if length > share:
+            break
+        budget -= length
+    return min(share, max(lengths))
+
+
+def _cut(number: int, passage: Passage, share: int, renderer: Renderer) -> Passage | None:
+    """The passage with as many whole tokens of its text as leave its line `share` tokens, at most; if no text does,
+    with as many of its title. None where the format alone takes more."""
+    if renderer.line_tokens(number, passage) <= share:
+        return passage
+    for part in ("text", "title"):
+        ids = renderer.tokenizer.encode(getattr(passage, part))
+        low, high = 0, min(len(ids), share)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if renderer.line_tokens(number, _headed(passage, part, ids[:middle], renderer)) <= share:
+                low = middle
+            else:
+                high = middle - 1
+        passage = _headed(passage, part, ids[:low], renderer)
+        if renderer.line_tokens(number, passage) <= share:
+            return passage
+    return None
+
+
+def _headed(passage: Passage, part: str, ids: Sequence[int], renderer: Renderer) -> Passage:
+    """The passage with these tokens for its text or title; a character that they end within is left out."""
+    return replace(passage, **{part: renderer.tokenizer.decode_bytes(ids).decode("utf-8", "ignore")})
 
 
 def with_passages(questions: Sequence[Question], retriever: Retriever | None, k: int) -> list[Question]:
@@ -30,7 +133,9 @@ def with_passages(questions: Sequence[Question], retriever: Retriever | None, k:
         )
     found = iter(retriever.search([question.question for question in bare], k))
     return [
-        question if question.passages else replace(question, passages=tuple(hit.passage for hit in next(found)))
+        question
+        if question.passages
+        else replace(question, passages=tuple(hit.passage for hit in next(found)), gold_indices=None)
         for question in questions
     ]
 

@@ -91,7 +91,7 @@ class Retrieval(Section):
 class System(Section):
     """[system] the paper's protocol: prompt, tags, episode, reward."""
 
-    name: str  # "eval_rar", "search_r1"
+    name: str  # of engine/systems/, or the path of a file of one's own, my_system.py
     template: str | None = None  # file that replaces the built-in prompt template
     options: dict[str, Any] = field(default_factory=dict)  # the system's own switches, checked by it
 
@@ -106,7 +106,7 @@ class Rollout(Section):
     max_turn_tokens: Count = 256  # one turn of the policy
     max_policy_tokens: Count | None = None  # all turns of a trajectory together
     max_context: Count = 4096  # the whole trajectory, prompt and passages included
-    max_passage_tokens: Count = 512  # one retrieved block
+    max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
     temperature: Positive = 1.0
     max_running: Count = 128  # sequences decoded at once
     page_size: Count = 16  # positions in a block of the KV cache
@@ -153,6 +153,10 @@ class Optim(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; 0 after the last step
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
+
+    def depends_on_steps(self) -> bool:
+        """Whether the learning rate of a step hangs on how many there are in all."""
+        return self.schedule != "constant" or self.warmup_ratio > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +220,9 @@ class Judge(Section):
     batch_tokens: Count | None = None  # padded tokens of one forward; None: what suits the device
     device: Literal["cpu", "cuda"] = "cpu"
     remember: Natural = 65_536  # judged pairs kept in memory
-    url: str | None = None  # of a server that speaks OpenAI's /v1/chat/completions, for verdicts
+    # A server that speaks OpenAI's /v1/chat/completions, for verdicts: of all answers in `eval`, and in `train` where
+    # the system is rewarded by them.
+    url: str | None = None
     model: str | None = None  # the chat model's name there
     key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
     timeout: Positive = 120.0  # seconds that one reply may take
@@ -249,7 +255,8 @@ class Lora(Section):
             raise FieldError("targets", f"expected at least one, each once, got {shown(list(self.targets))}")
 
 
-# What a resumed run may change: how long it goes on, what it keeps, the machine it runs on, and where its server is.
+# What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
+# though that only at a constant learning rate (Optim.depends_on_steps).
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}

@@ -2,7 +2,8 @@
 
 Templates may emit control tokens and tags. Questions, passages and feedback may emit neither: they are encoded as plain
 text, and every tag of the system's grammar that they hold is neutralised after rendering, so that no two pieces can
-join into one. Passages are cut to a budget of tokens, the tags around them never.
+join into one. What a search brings is cut to a budget of tokens, the tags around it never; a prompt's passages come cut
+(engine/passages.py), so that what is stored and rated is what was shown.
 """
 
 import re
@@ -23,7 +24,8 @@ _QUESTION, _PASSAGES = "\ue000question\ue000", "\ue000passages\ue000"
 class Renderer:
     """How one system's texts become ids.
 
-    k: passages per search. chat: wrap the prompt in the model's chat template. max_passage_tokens: budget of a search.
+    k: passages per search. chat: wrap the prompt in the model's chat template. max_passage_tokens: budget of a search,
+    and of a prompt's passages.
     """
 
     tokenizer: Tokenizer
@@ -51,20 +53,26 @@ class Renderer:
         return ids
 
     def _given(self, passages: Sequence[Passage]) -> list[int]:
-        """A prompt's passages. Where they exceed `max_passage_tokens` together, each may have an equal share of it, so
-        that none is lost because of those before it."""
-        text = passage_lines(passages, self.passage_format)
-        ids = self.tokenizer.encode(neutralise(text, self.tags))
-        if len(ids) <= self.max_passage_tokens:
-            return ids
-        share = self.max_passage_tokens // len(passages)
-        lines = [passage_line(number, passage, self.passage_format) for number, passage in enumerate(passages, start=1)]
-        lines[1:] = ["\n" + line for line in lines[1:]]
-        return [token for line in lines for token in self.tokenizer.encode(neutralise(line, self.tags))[:share]]
+        """A prompt's passages, whole. UserError where they exceed their budget: nothing is cut unrecorded."""
+        ids = self.passages(passages)
+        if len(ids) > self.max_passage_tokens:
+            raise UserError(
+                f"a prompt's passages take {len(ids)} tokens, more than rollout.max_passage_tokens = "
+                f"{self.max_passage_tokens}; raise it, or let the system show a question's own passages, which are cut"
+            )
+        return ids
+
+    def passages(self, passages: Sequence[Passage]) -> list[int]:
+        """Passages one a line, as a prompt shows them, of whatever length."""
+        return self.tokenizer.encode(neutralise(passage_lines(passages, self.passage_format), self.tags))
+
+    def line_tokens(self, number: int, passage: Passage) -> int:
+        """The tokens of one passage's line, with the break before it."""
+        line = "\n" * (number > 1) + passage_line(number, passage, self.passage_format)
+        return len(self.tokenizer.encode(neutralise(line, self.tags)))
 
     def retrieved(self, request: Retrieved) -> list[int]:
-        text = passage_lines([hit.passage for hit in request.hits], self.passage_format)
-        passages = self.tokenizer.encode(neutralise(text, self.tags))
+        passages = self.passages([hit.passage for hit in request.hits])
         encode = self.tokenizer.encode_template
         return encode(request.before) + passages[: self.max_passage_tokens] + encode(request.after)
 

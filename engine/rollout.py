@@ -35,9 +35,11 @@ from thresher.engine.episode import (
     System,
     Tools,
     Turn,
+    first_prompt,
 )
 from thresher.engine.kvcache import PagedKV, PagedStep
 from thresher.engine.live import Feed, Job, Live, Opening
+from thresher.engine.passages import fit_passages
 from thresher.engine.render import Renderer
 from thresher.engine.scheduler import Group, Scheduler
 from thresher.engine.tags import TagMatcher
@@ -158,7 +160,7 @@ class Rollout:
 
     def prompt(self, question: Question, room: int = 0) -> list[int]:
         """The ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the context."""
-        ids = self.renderer.prompt(self._request(question))
+        ids = self.renderer.prompt(first_prompt(self.system, question, self.tools))
         if len(ids) + room + 1 > self.limits.max_context:
             and_passages = f" and passages of up to {room}" if room else ""
             raise UserError(
@@ -173,18 +175,13 @@ class Rollout:
         around: dict[str, int] = {}  # the tokens of a template without a question
         budget = self.renderer.max_passage_tokens if self.system.given_passages else 0
         for question in questions:
-            request = self._request(question)
+            request = first_prompt(self.system, question, self.tools)
             if request.template not in around:
                 around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
             longest = len(neutralise(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
             if around[request.template] + longest + 1 > self.limits.max_context:
-                self.prompt(question, room=0 if question.passages else budget)
-
-    def _request(self, question: Question) -> Prompt:
-        request = next(self.system.episode(question, self.tools))
-        if not isinstance(request, Prompt):
-            raise TypeError(f"the episode of {self.system.name} must begin with a Prompt, not {request}")
-        return request
+                (shown,) = fit_passages([question], self.system, self.tools, self.renderer).questions
+                self.prompt(shown, room=0 if question.passages else budget)
 
     def matcher(self, stop: tuple[str, ...]) -> TagMatcher:
         if stop not in self._matchers:
@@ -320,7 +317,10 @@ class _Run:
                 live.episode.close()
             return None
         live.turn = None
-        return Turn(self.engine.tokenizer.decode_bytes(segment.ids), segment.stop)
+        decode = self.engine.tokenizer.decode_bytes
+        before = live.trajectory.segments[-2]  # the prompt at least; `segment` is the last
+        lead = decode(before.ids[-1:])[-before.trailing :] if before.trailing else b""
+        return Turn(lead + decode(segment.ids), segment.stop)
 
     def _serve(self, ready: "Sequence[tuple[Live, Turn | None]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once."""

@@ -5,6 +5,7 @@
     trajectories/step_000010.jsonl    what was sampled in a step
     evaluations/step_000010.jsonl     every question of an evaluation, with its trajectory
     checkpoints/step_000010/          see engine/checkpoint.py
+    replies.jsonl                     of a chat model, where one was asked: nothing is paid for twice
     summary.json, plots/, report.html at the end
 
 The folder appears whole, with its recipe and its lock, or not at all. One process at a time writes to it; the
@@ -12,7 +13,7 @@ lock is the operating system's, so a killed run leaves none behind. A killed run
 
     run = RunFolder.resume(path, recipe)
     checkpoint = latest_checkpoint(run.checkpoints)
-    run.truncate_after(checkpoint.step if checkpoint else 0)
+    run.truncate_after(checkpoint.step if checkpoint else -1)  # without one, not even the evaluation before step 1
 
 after which the folder is as it was when that checkpoint was saved, provided that a step's records are written
 before its checkpoint.
@@ -99,9 +100,9 @@ class RunFolder:
     def resume(cls, path: str | Path, recipe: Recipe) -> "RunFolder":
         """The run folder of a run that was killed, or that is to go on for longer.
 
-        `recipe` may differ from the stored one in `MAY_CHANGE` only, and is stored in its place. Raises
-        UserError if there is no such folder, if it belongs to another recipe, or while another process writes
-        to it.
+        `recipe` may differ from the stored one in `MAY_CHANGE` only, in its steps only where the learning rate
+        does not depend on them, and is stored in its place. Raises UserError if there is no such folder, if it
+        belongs to another recipe, or while another process writes to it.
         """
         path = Path(path)
         cls.check(path, resume=True)
@@ -114,6 +115,11 @@ class RunFolder:
                 raise UserError(
                     f"{path}: the run folder belongs to another recipe ({'; '.join(differences[:3])}{more});"
                     " resume with its own recipe.toml, or choose another folder"
+                )
+            if stored.run.steps != recipe.run.steps and stored.optim.depends_on_steps():
+                raise UserError(
+                    f"{path}: run.steps was {stored.run.steps}, and by optim.schedule and warmup_ratio the learning"
+                    f" rate of every step hangs on it; resume with run.steps={stored.run.steps}, or start a new run"
                 )
             recipe.write(path / "recipe.toml")
             run = cls(path, lock)

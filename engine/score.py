@@ -23,7 +23,6 @@ from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.jsonl import iter_jsonl, string_field, write_jsonl
 from thresher.rewards.attempt import Attempt, count_words, lot
 from thresher.rewards.errors import UserError
-from thresher.rewards.tags import final_answer
 from thresher.rewards.transcript import Piece, Source
 
 ANSWERS = ("rationale", "evidence", "full")
@@ -91,7 +90,7 @@ def check_judged(attempt: Attempt, system: System, where: str) -> None:
             f"{where}: {system.name} is rewarded for entailment, and no judge is asked here; add entailment, a number "
             "from 0 to 1, or choose a variant without it"
         )
-    if system.wants_verdict and attempt.verdict is None and final_answer(attempt.pieces):
+    if system.wants_verdict and attempt.verdict is None and system.answer(attempt):
         raise UserError(
             f"{where}: {system.name} is rewarded by a judge's verdict, and no judge is asked here; add verdict, true "
             "or false, or choose another accuracy"

@@ -12,7 +12,7 @@ seeds, and reinforcement cannot teach a policy that never does it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from thresher.engine import console
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.grpo import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import Item, pack
+from thresher.engine.passages import fit
 from thresher.engine.recipe import Optim, Sft
 from thresher.engine.render import Renderer
 from thresher.engine.sftdata import Unused, make_records, refuse_nothing
@@ -38,11 +40,13 @@ from thresher.rewards.transcript import Source
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Token ids, the positions that are trained, and those among them that were copied from a passage."""
+    """Token ids, the positions that are trained, and those among them that were copied from a passage;
+    whether passages of its prompt were cut."""
 
     ids: list[int]
     rows: list[int]
     copied: list[int]
+    cut: bool = False
 
 
 def read_transcripts(
@@ -88,6 +92,12 @@ def encode_all(
             raise UserError(
                 f"{place}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
             ) from error
+    if cut := sum(transcript.cut for transcript in result):
+        console.console.print(
+            f"sft: {cut:,} of {len(result):,} prompts had passages cut to {renderer.max_passage_tokens:,} tokens; "
+            "raise rollout.max_passage_tokens",
+            soft_wrap=True,
+        )
     return result
 
 
@@ -97,11 +107,15 @@ def encode_transcript(
     """One transcript's tokens; `end_id` is the end of text. LookupError, TypeError or ValueError for one that is
     malformed or trains nothing."""
     segments = record["segments"]
+    cut = False
     ids: list[int] = []
     rows: list[int] = []
     copied: list[int] = []
     if segments[0]["source"] != Source.PROMPT:
-        ids = renderer.prompt(_prompt(record, record.get("template", template)))
+        prompt = _prompt(record, record.get("template", template))
+        passages = fit(prompt.passages, renderer, str(record.get("id", "")))
+        cut = passages != tuple(prompt.passages)
+        ids = renderer.prompt(replace(prompt, passages=passages))
     for segment in segments:
         source = Source(segment["source"])
         new = (
@@ -119,7 +133,7 @@ def encode_transcript(
                 ids.append(end_id)
     if not rows or rows[0] == 0:
         raise ValueError("no text of a policy segment" if not rows else "nothing before the first policy segment")
-    return Transcript(ids, rows, copied)
+    return Transcript(ids, rows, copied, cut)
 
 
 def _prompt(record: dict[str, Any], template: str) -> Prompt:

@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from thresher.engine import console
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
 from thresher.engine.best import steps_by_dev
 from thresher.engine.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
@@ -29,7 +30,7 @@ from thresher.engine.evaluate import evaluate, summarise
 from thresher.engine.grpo import Updater, UpdateStats, advantages, make_items
 from thresher.engine.judging import Judged, Judges, check_all, judge
 from thresher.engine.live import Job
-from thresher.engine.passages import with_passages
+from thresher.engine.passages import Fitted, fit_passages, with_passages
 from thresher.engine.recipe import Recipe, System
 from thresher.engine.rollout import Rollout
 from thresher.engine.runfolder import RunFolder, read_metrics
@@ -76,7 +77,7 @@ def train(
     if checkpoint:
         _check_index(checkpoint.state.get("index"), index.identity if index else None)
         _check_system(checkpoint.state.get("system"), parts)
-    judges = load_judges(recipe, parts.system, Path(out) / "replies.jsonl")
+    judges = load_judges(recipe, parts.system, Path(out) / "replies.jsonl", rewarded_only=True)
     train_questions, dev_questions = load_questions(recipe, parts.system)
     rollout = parts.rollout(index)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
@@ -108,6 +109,7 @@ class Trainer:
     ) -> None:
         self.parts, self.recipe, self.rollout, self.run_folder = parts, parts.recipe, rollout, run
         self.judges = judges
+        self.cut_told = False
         self.train_questions, self.dev_questions = train_questions, dev_questions
         self.updater = Updater(
             parts.policy,
@@ -182,10 +184,10 @@ class Trainer:
         """One step, from questions to new weights; its metrics."""
         recipe = self.recipe
         questions = questions_of_step(self.train_questions, recipe.rollout.questions_per_step, recipe.run.seed, step)
-        questions = self._with_passages(questions)
+        shown = self._shown(questions)
         jobs = [
             Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
-            for group, question in enumerate(questions)
+            for group, question in enumerate(shown.questions)
             for sample in range(recipe.rollout.group_size)
         ]
         trajectories = self.rollout.run(jobs, recipe.rollout.temperature)
@@ -205,23 +207,30 @@ class Trainer:
                     for entry, value in zip(judged, advantage, strict=True)
                 ),
             )
-        groups: dict[int, set[float]] = {}
-        for job, reward in zip(jobs, rewards, strict=True):
-            groups.setdefault(job.group, set()).add(reward)
-        flat = sum(len(values) == 1 for values in groups.values())
+        with_signal = {job.group for job, value in zip(jobs, advantage, strict=True) if value}
         return {
             "step": step,
             **summarise(judged, self.parts.system.tags),
-            "zero_advantage_groups": flat,
+            "cut_passages": shown.cut_passages,
+            "zero_advantage_groups": len(questions) - len(with_signal),
             **_update_metrics(updates),
             "reward_seconds": reward_seconds,
             **_rollout_metrics(self.rollout),
         }
 
-    def _with_passages(self, questions: Sequence[Question]) -> list[Question]:
-        """What the prompts need: the passages to show, where the system does not search for itself."""
-        given = self.parts.system.given_passages
-        return with_passages(questions, self.rollout.index, self.parts.renderer.k) if given else list(questions)
+    def _shown(self, questions: Sequence[Question]) -> Fitted:
+        """What the prompts need: the passages to show, where the system does not search for itself, as far as they fit.
+        The first cut is told; all are counted in the metrics."""
+        parts = self.parts
+        if parts.system.given_passages:
+            questions = with_passages(questions, self.rollout.index, parts.renderer.k)
+        fitted = fit_passages(questions, parts.system, parts.tools, parts.renderer)
+        if (told := fitted.told()) and not self.cut_told:
+            console.console.print(
+                f"train: {told} (told once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
+            )
+            self.cut_told = True
+        return fitted
 
     def _update(self, judged: Sequence[Judged], advantage: Sequence[float], step: int) -> list[UpdateStats]:
         """One optimiser step per part of the batch; a part holds whole groups."""
@@ -262,9 +271,11 @@ class Trainer:
         if not self.dev_questions:
             return
         started = time.perf_counter()
-        judged = evaluate(self.rollout, self._with_passages(self.dev_questions), judges=self.judges)
+        shown = self._shown(self.dev_questions)
+        judged = evaluate(self.rollout, shown.questions, judges=self.judges)
         self._check(judged, step)
-        measures = summarise(judged, self.parts.system.tags) | {"seconds": time.perf_counter() - started}
+        measures = summarise(judged, self.parts.system.tags)
+        measures |= {"cut_passages": shown.cut_passages, "seconds": time.perf_counter() - started}
         self.run_folder.write_evaluation(step, (entry.to_dict(self.parts.tokenizer) for entry in judged))
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)

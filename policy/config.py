@@ -23,6 +23,14 @@ from thresher.rewards.errors import UserError
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
+# Keys that are read in order to refuse a model, and the values that are supported.
+_REFUSED = {
+    "hidden_act": "'silu'",
+    "use_sliding_window": "false",
+    "rope_scaling": "null",
+    "partial_rotary_factor": "1.0",
+    "quantization_config": "none (weights in float32, bfloat16 or float16)",
+}
 # Written anew from the fields, or meaningful only to the file that was read.
 _NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "hidden_act", "layer_types", *_ROPE_KEYS}
 
@@ -85,6 +93,14 @@ class ModelConfig:
             hidden = changes.get("hidden_size", self.hidden_size)
             changes["head_dim"] = hidden // changes.get("num_attention_heads", self.num_attention_heads)
         return dataclasses.replace(self, **changes)
+
+
+def known_keys() -> frozenset[str]:
+    """The keys of config.json that mean something here; others are kept for whoever reads the saved model."""
+    ours = {field.name for field in dataclasses.fields(ModelConfig)}
+    return frozenset(
+        ours - {"eos_token_ids", "extra", "generation_extra"} | {"eos_token_id"} | _NOT_KEPT | set(_REFUSED)
+    )
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -220,17 +236,10 @@ def _refuse_unsupported(d: dict[str, Any], where: str) -> None:
         "partial_rotary_factor": d.get("partial_rotary_factor") not in (None, 1.0),
         "quantization_config": d.get("quantization_config") is not None,
     }
-    wanted = {
-        "hidden_act": "'silu'",
-        "use_sliding_window": "false",
-        "rope_scaling": "null",
-        "partial_rotary_factor": "1.0",
-        "quantization_config": "none (weights in float32, bfloat16 or float16)",
-    }
     for key, refused in unsupported.items():
         if refused:
             raise UserError(
-                f"{where}: {key} is {_short(d[key])}, only {wanted[key]} is supported; use a model without it"
+                f"{where}: {key} is {_short(d[key])}, only {_REFUSED[key]} is supported; use a model without it"
             )
 
 

@@ -60,7 +60,8 @@ def evinote_reward(attempt: Attempt, *, variant: Variant = "SEN+EQR", marks: Mar
     """The reward of one attempt under one of the eight variants. `marks`: what note-taking asks for.
 
     Parts: format, answer, notes (note-taking), each 1 or 0, and entailment (the judge's probability, 0 where there is
-    no note or nobody was asked), of every variant, whether it rewards them or not. Measures em, f1, answered, searches.
+    no note, None where the variant does not reward it and nobody was asked), of every variant, whether it rewards them
+    or not. Measures em, f1, answered, searches.
     UserError for an unknown variant or marks, a probability outside [0, 1], and where the variant rewards EQR, there is
     something to judge, and nobody has.
     """
@@ -76,9 +77,10 @@ def evinote_reward(attempt: Attempt, *, variant: Variant = "SEN+EQR", marks: Mar
         "format": float(_formatted(attempt.pieces, tag)),
         "answer": float(measures["em"]),
         "notes": float(_marked(noted, marks)),
-        "entailment": _entailment(attempt, variant),
     }
-    eqr = parts["entailment"] if variant.endswith("+EQR") else 0.0
+    rewarded = variant.endswith("+EQR")
+    entailment = _entailment(attempt, variant) if rewarded or attempt.entailment is not None else None
+    eqr = (entailment or 0.0) if rewarded else 0.0
     if variant.startswith("SEN"):
         base = parts["answer"] or CONSOLATION * parts["notes"]
         reward = base + eqr if parts["format"] and base else 0.0
@@ -87,7 +89,8 @@ def evinote_reward(attempt: Attempt, *, variant: Variant = "SEN+EQR", marks: Mar
         reward = (parts["answer"] or CONSOLATION * lucky) + eqr if noted else 0.0
     else:
         reward = parts["answer"]
-    return RewardResult(reward, parts | measures | {"searches": len(valid_searches(attempt.pieces))}, answer)
+    measures["searches"] = len(valid_searches(attempt.pieces))
+    return RewardResult(reward, {**parts, "entailment": entailment, **measures}, answer)
 
 
 def evinote_claims(attempt: Attempt, tag: str = "summary") -> list[tuple[str, str]]:
@@ -132,12 +135,10 @@ def _entailment(attempt: Attempt, variant: Variant) -> float:
     if tag is None or not evinote_claims(attempt, tag):
         return 0.0
     if attempt.entailment is None:
-        if variant.endswith("+EQR"):
-            raise UserError(
-                f"EviNote's variant {variant} rewards entailment, and no judge has given a probability; give a judge, "
-                "an entailment with each transcript, or a variant without EQR"
-            )
-        return 0.0
+        raise UserError(
+            f"EviNote's variant {variant} rewards entailment, and no judge has given a probability; give a judge, "
+            "an entailment with each transcript, or a variant without EQR"
+        )
     if not 0 <= attempt.entailment <= 1:
         raise UserError(f"entailment {attempt.entailment} is no probability; give a number from 0 to 1")
     return float(attempt.entailment)

@@ -48,11 +48,13 @@ def eviomni_reward(
 
     rationale, evidence, full: which of the three answers count. tau > 0, gamma >= 0, omega in [0, 1]; weights are those
     of answer, length and format. `attempt.branches` holds o_r as "rationale" and o_e as "evidence"; one that is missing
-    (the policy never closed its evidence) has F1 0. "full" holds o_f where the transcript itself has none.
+    (the policy never closed its evidence) has F1 0. "full" holds o_f where the transcript itself has none: no rollout
+    writes it, a record of `thresher score` may.
 
     Parts: answer, answer_rationale, answer_evidence, answer_full, length, length_rationale, length_evidence, format,
-    all in [0, 1] and before weighting; an answer that is switched off is measured all the same. Measures em, f1,
-    answered, of o_f. UserError for values outside their range, and where no answer is left to count.
+    all in [0, 1] and before weighting. An answer that is switched off and was not written, as in a rollout, is None;
+    where a branch holds it, it is measured all the same. Measures em, f1, answered, of o_f. UserError for values
+    outside their range, and where no answer is left to count.
     """
     _check(tau, gamma, omega, weights)
     answer = full_answer(attempt)
@@ -61,7 +63,9 @@ def eviomni_reward(
         "answer_evidence": _branch_f1(attempt, "evidence"),
         "answer_full": 0.0 if answer is None else f1_score(answer, attempt.golds),
     }
-    counted = [score for score, on in zip(scores.values(), (rationale, evidence, full), strict=True) if on]
+    unwritten = {"answer_rationale", "answer_evidence"} - {f"answer_{name}" for name in attempt.branches}
+    switches = dict(zip(scores, (rationale, evidence, full), strict=True))
+    counted = [score for name, score in scores.items() if switches[name]]
     if not counted:
         raise UserError("rationale, evidence and full are all switched off: EviOmni needs one answer to reward")
     length_of_r, length_of_e = (
@@ -71,15 +75,14 @@ def eviomni_reward(
         "length_rationale": rationale_length_reward(length_of_r, length_of_e, tau=tau),
         "length_evidence": evidence_length_reward(length_of_e, length_of_passages(attempt), gamma=gamma, omega=omega),
     }
-    parts = {
+    weighed = {
         "answer": math.fsum(counted) / len(counted),
-        **scores,
         "length": sum(lengths.values()) / 2,
-        **lengths,
         "format": float(_formatted(attempt)),
     }
-    reward = math.fsum(w * parts[part] for w, part in zip(weights, ("answer", "length", "format"), strict=True))
-    return RewardResult(reward, parts | answer_measures(answer, attempt.golds), answer)
+    told = {name: None if name in unwritten and not switches[name] else score for name, score in scores.items()}
+    reward = math.fsum(weight * part for weight, part in zip(weights, weighed.values(), strict=True))
+    return RewardResult(reward, {**weighed, **told, **lengths, **answer_measures(answer, attempt.golds)}, answer)
 
 
 def rationale_of(pieces: Sequence[Piece]) -> str:

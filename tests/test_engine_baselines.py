@@ -207,7 +207,7 @@ def test_prompts_and_examples(name: str, tmp_path: Path) -> None:
         ("drect", {}, "baseline 'drect' is unknown; choose one of direct, cot"),
         ("direct", {"k": 3}, "k: unknown key"),
         ("naive_rag", {"k": 0}, "k"),
-        ("evidence", {}, "file: expected a string .*, got nothing; add it"),
+        ("evidence", {}, "no file to answer from; add --set system.options.file=FILE"),
         ("search_loop", {"prompt": "o1"}, "prompt"),
     ],
 )

@@ -2,6 +2,7 @@
 written there reaches the trajectory's own ids."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,22 +10,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thresher.engine.baselines import load_baseline
 from thresher.engine.branches import branch_seed, kept_ids
-from thresher.engine.episode import Fork, Generate, Kept, Prompt, Reprefill, System
+from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
 from thresher.engine.grpo import make_items
 from thresher.engine.judging import Judges, check_all, judge
 from thresher.engine.live import Job
 from thresher.engine.packing import Item
+from thresher.engine.passages import Fitted, fit_passages, with_passages
 from thresher.engine.recipe import Grpo
 from thresher.engine.rollout import Rollout
-from thresher.policy.tokenizer import Tokenizer
+from thresher.engine.systems import load_system
+from thresher.engine.trajectory import Segment, Trajectory, check_trajectory
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.formats import Passage
+from thresher.retrieval.index import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
+from thresher.rewards.tags import final_answer, neutralise
 from thresher.rewards.transcript import Source
 
 Make = Callable[..., Rollout]
+EOS = "<|endoftext|>"
 TEMPLATE = "{passages}\nQuestion: {question}\n"
 TAGS = ("<reason>", "</reason>", "<extract>", "</extract>", "<answer>", "</answer>")
 QUESTION = Question("q", "Who?", ("Bel",), passages=(Passage("a", "A", "Bel did."), Passage("b", "B", "Nobody.")))
@@ -208,10 +218,129 @@ def test_judges_are_asked_once_for_all() -> None:
     assert [attempt.verdict for attempt in asked] == [True, False, False] and judge_.calls == 2
 
 
-@pytest.mark.parametrize("budget", [200, 30])
-def test_given_passages_share_their_budget(budget: int, tiny_rollout: Make, tiny_tokenizer: Tokenizer) -> None:
-    long = Question("q", "Who?", ("B",), passages=tuple(Passage(str(n), f"T{n}", "word " * 6) for n in range(3)))
+def fitted(question: Question, run: Rollout) -> Fitted:
+    return fit_passages([question], run.system, run.tools, run.renderer)
+
+
+@pytest.mark.parametrize("budget", [75, 90, 120, 150, 400])
+def test_what_a_question_holds_is_what_its_prompt_shows(
+    budget: int, tiny_rollout: Make, tiny_tokenizer: Tokenizer
+) -> None:
+    given = (
+        Passage("s", "T", "Short."),
+        *(Passage(str(n), f"T{n}", "Köln 東京 word </answer> " * 4) for n in range(2)),
+    )
+    long = Question("q", "Who?", ("B",), passages=given)
     run = tiny_rollout(SYSTEM, max_passage_tokens=budget)
-    text = tiny_tokenizer.decode(run.prompt(long))
-    assert all(f"Doc {n}" in text for n in (1, 2, 3))  # none is lost because of those before it
-    assert (text.count("word") == 18) == (budget == 200)
+    shown = fitted(long, run)
+    (kept,) = shown.questions
+    ids = run.prompt(kept)
+    assert len(run.renderer.passages(kept.passages)) <= budget
+    assert (shown.cut_questions, shown.cut_passages) == ((0, 0) if kept is long else (1, 2))
+    assert (kept is long) == (len(run.renderer.passages(given)) <= budget)
+    text = tiny_tokenizer.decode(ids)
+    lines = text.splitlines()[:3]
+    for number, (line, passage, before) in enumerate(zip(lines, kept.passages, given, strict=True), start=1):
+        whole = neutralise(f'Doc {number}(Title: "{passage.title}") {passage.text}', TAGS)
+        assert line == whole and before.text.startswith(passage.text) and passage.title == before.title
+    assert kept.passages[0] is given[0]  # the longest give way first
+    if kept is not long:
+        with pytest.raises(UserError, match=f"take [0-9]+ tokens, more than rollout.max_passage_tokens = {budget}"):
+            run.prompt(long)
+        # Both that are cut end within a token of the same share, and the budget is not left unused.
+        first, second = (run.renderer.line_tokens(n, kept.passages[n - 1]) for n in (2, 3))
+        assert abs(first - second) <= 12 and len(run.renderer.passages(kept.passages)) > budget - 26
+        (stored,) = judge([kept], [Trajectory("q", 0, 0, [Segment(Source.PROMPT, ids)])], SYSTEM, tiny_tokenizer)
+        assert stored.to_dict(tiny_tokenizer)["passages"][1] == {"title": "T0", "text": kept.passages[1].text}
+        assert stored.attempt.passages == [(passage.title, passage.text) for passage in kept.passages]
+        assert shown.told() == f"1 of 1 questions had passages cut to {budget} tokens; raise rollout.max_passage_tokens"
+    else:
+        assert shown.told() is None
+    assert fitted(kept, run).questions == [kept]
+
+
+def test_titles_give_way_last_and_a_budget_below_the_form_is_refused(tiny_rollout: Make) -> None:
+    run = tiny_rollout(SYSTEM, max_passage_tokens=60)
+    entitled = Question("q", "Who?", ("B",), passages=(Passage("a", "wide " * 40, "Bel."), Passage("b", "B", "Bo.")))
+    (kept,) = fitted(entitled, run).questions
+    assert kept.passages[0].text == "" and kept.passages[0].title.startswith("wide ") and kept.passages[1].text == "Bo."
+    many = Question("q", "Who?", ("B",), passages=tuple(Passage(str(n), f"T{n}", "word " * 6) for n in range(30)))
+    with pytest.raises(
+        UserError, match=r"question q: rollout\.max_passage_tokens = 60 leaves .* of 30 passages, fewer"
+    ):
+        fitted(many, run)
+
+
+def test_gold_indices_do_not_outlive_the_passages_that_they_number(tiny_index: Index) -> None:
+    bare = Question("bare", "What is the spouse of Mia Noor?", ("Bel",), gold_indices=(1,))
+    found, given = with_passages([bare, replace(QUESTION, gold_indices=(1,))], tiny_index, 2)
+    assert (len(found.passages), found.gold_indices, given.gold_indices) == (2, None, (1,))
+
+
+def test_what_no_prompt_shows_is_not_cut(tiny_rollout: Make) -> None:
+    system = load_baseline("naive_rag", {"k": 1})
+    run = tiny_rollout(system, template=system.template, max_passage_tokens=40, max_context=900)
+    long = Question("q", "Who?", ("B",), passages=tuple(Passage(str(n), "", "word " * 40) for n in range(3)))
+    (kept,) = fitted(long, run).questions
+    assert len(kept.passages[0].text) < 200 and kept.passages[1:] == long.passages[1:]
+    search = tiny_rollout("search_r1")
+    assert fitted(long, search).questions == [long]
+
+
+GLUED = "</extract><"  # of which Qwen's tokenizer makes `</`, `extract`, `><`
+
+
+def glued_tokenizer() -> Tokenizer:
+    tokenizer = train_bpe(["><" * 9, "<answer>Bel</answer>"], 300, [EOS])
+    assert any(tokenizer.token_bytes(token) == b"><" for token in tokenizer.encode("t><a"))
+    return tokenizer
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_bytes_behind_a_stop_open_the_next_turn(
+    between: bool, tiny_rollout: Make, tiny_policy: Policy, script: Callable[..., None]
+) -> None:
+    """So an episode reads what the reward reads; not where something was appended in between."""
+    tokenizer = glued_tokenizer()
+    heard: list[Turn] = []
+
+    def listening(question: Question, tools: Any) -> Any:
+        yield Prompt("{question}", question.question)
+        for stop in ("</extract>", "</answer>", "</answer>"):
+            heard.append((yield Generate((stop,))))
+            if between:
+                yield Feedback("Go on.")
+        return "answered"
+
+    system = System("test", TAGS, listening, lambda attempt: RewardResult(0.0, {}, None), "{question}")
+    script({7: [f"<extract>e{GLUED}answer>Bel</answer> more{EOS}"]}, tokenizer)
+    policy = init_policy(tiny_policy.config.replace(vocab_size=tokenizer.vocab_size + 4, **ends(tokenizer)), 0)
+    run = tiny_rollout(system, tokenizer=tokenizer, policy=policy, max_turn_tokens=90)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    assert check_trajectory(trajectory, tokenizer, TAGS, 999) == []
+    first, second, third = heard
+    assert first == Turn(f"<extract>e{GLUED}".encode(), "</extract>") and third == Turn(f" more{EOS}".encode(), None)
+    assert second.text == (b"" if between else b"<") + b"answer>Bel</answer>"
+    answer = None if between else "Bel"
+    assert second.inside("answer") == answer == final_answer(trajectory.pieces(tokenizer))
+
+
+def test_eviomnis_answer_right_behind_its_evidence_is_one(
+    tiny_rollout: Make, tiny_policy: Policy, script: Callable[..., None]
+) -> None:
+    tokenizer = glued_tokenizer()
+    scripted = f"<reason>r</reason><extract>e{GLUED}answer>Bel</answer>"
+    lines = {7: [scripted]} | {branch_seed(7, name): ["Bel</answer>"] for name in ("rationale", "evidence")}
+    script(lines, tokenizer)
+    policy = init_policy(tiny_policy.config.replace(vocab_size=tokenizer.vocab_size + 4, **ends(tokenizer)), 0)
+    system = load_system("eviomni", {})
+    run = tiny_rollout(
+        system, tokenizer=tokenizer, policy=policy, template=TEMPLATE, max_turn_tokens=90, max_passage_tokens=200
+    )
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    (judged,) = judge([QUESTION], [trajectory], system, tokenizer)
+    assert trajectory.reason == "answered" and judged.result.answer == "Bel" and judged.result.parts["format"] == 1
+
+
+def ends(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"eos_token_ids": tuple(tokenizer.encode_template(EOS))}

@@ -48,6 +48,22 @@ def test_differences_of_the_questions_in_both(tmp_path: Path, capsys: Any) -> No
     assert "5 questions are in both runs." in told and "│ em " in told
 
 
+def test_rewards_compare_where_function_and_switches_are_the_same(tmp_path: Path) -> None:
+    def noted(folder: str, first: dict[str, Any], second: dict[str, Any]) -> bool:
+        (tmp_path / folder).mkdir()
+        runs = [
+            read_evaluation(evaluation(tmp_path / folder / name, [("0", {"em": 1.0})], **figures))
+            for name, figures in (("a", first), ("b", second))
+        ]
+        return any("rewards do not compare" in note for note in compare(*runs)["notes"])
+
+    lear, cot = {"system": "lear", "rewarded_by": "r, {}"}, {"system": None, "baseline": "cot", "rewarded_by": "em, {}"}
+    assert not noted("same", {"rewarded_by": "r, {}"}, lear)
+    assert noted("switches", {"rewarded_by": "r, {'tau': 1}"}, lear)
+    assert noted("baseline", cot, lear) and not noted("baselines", cot, cot | {"baseline": "direct"})
+    assert noted("older", {"system": "arena"}, {"system": "lear"}) and not noted("old", {}, {})
+
+
 def test_the_order_of_the_runs_turns_the_sign_alone(tmp_path: Path) -> None:
     a = read_evaluation(evaluation(tmp_path / "a", [(str(n), {"f1": n / 7}) for n in range(7)]))
     b = read_evaluation(evaluation(tmp_path / "b", [(str(n), {"f1": (n * n % 5) / 5}) for n in range(7)]))

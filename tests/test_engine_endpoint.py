@@ -118,7 +118,9 @@ def test_a_secret_in_the_address_is_refused_and_not_shown() -> None:
 
 def test_a_reply_is_paid_for_once_across_runs_and_addresses(server: ChatServer, tmp_path: Path) -> None:
     replies = tmp_path / "deep" / "replies.jsonl"
-    Endpoint(server.url, "m", replies=replies).complete(said("a", "b"))
+    first = Endpoint(server.url, "m", replies=replies)
+    assert list(tmp_path.iterdir()) == []  # a run folder is made where nothing is
+    first.complete(said("a", "b"))
     with ChatServer() as moved:
         again = Endpoint(moved.url, "m", replies=replies, key="k")
         assert again.complete(said("b", "a", "c")) == ["re: b", "re: a", "re: c"]

@@ -7,24 +7,28 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from thresher.engine import assemble, cli
+from thresher.engine.baselines import load_baseline
 from thresher.engine.best import best_checkpoint, steps_by_dev
 from thresher.engine.evalfolder import EvalFolder, Generated
-from thresher.engine.evalrun import Asked, settings_of
+from thresher.engine.evalrun import Asked, rewarded_by, settings_of
 from thresher.engine.evaltable import figures_of, markdown, rows_of
 from thresher.engine.evaluating import eval_arguments, eval_recipe
 from thresher.engine.recipe import Recipe
 from thresher.engine.rollout import Rollout
 from thresher.engine.runfolder import RunFolder
+from thresher.engine.systems import load_system
 from thresher.engine.tables import from_dict
 from thresher.engine.train import questions_of_step, seed_of
 from thresher.engine.trajectory import Segment, Trajectory
 from thresher.retrieval.questions import Question, passage_record, question_record
 from thresher.rewards.errors import UserError
+from thresher.rewards.text import contains_answer
 from thresher.rewards.transcript import Source
 
 SHORT = ("--set", "rollout.max_turn_tokens=40", "--set", "rollout.max_context=900")
@@ -124,7 +128,8 @@ def test_another_system_leaves_the_files_template_and_switches_behind(tmp_path: 
 def test_without_a_file_the_flags_must_say_enough(tiny_model_folder: Path) -> None:
     model = str(tiny_model_folder)
     recipe = told("--model", model, "--system", "evinote")
-    assert recipe.rollout.max_context == 2048  # the model's, which has no room for 4,096
+    assert recipe.rollout.max_context == 2048  # the model's, which has no room for 6,144
+    assert recipe.rollout.max_turn_tokens == 500  # as in training, not the 256 of a recipe that says nothing
     # What a baseline leaves open is as in the system that it stands in for.
     beside = told("--model", model, "--system", "arena", "--baseline", "direct")
     assert beside.retrieval and beside.retrieval.k == 10 and beside.rollout.max_turns == 1
@@ -221,6 +226,28 @@ def test_given_passages_and_noise(
         assert after["passages"][place - 1] == before["passages"][2]
         assert before["measures"]["recall@5"] == 1.0 and before["measures"]["ndcg@5"] == 0.5  # at rank 3
     assert json.loads((tmp_path / "2" / "metrics.json").read_text())["noise"] == 2
+    # Where they do not fit, the table says so, and what is stored and measured is what was shown.
+    tight = [*arena, "--questions", str(given), "--set", "rollout.max_passage_tokens=36"]
+    capsys.readouterr()
+    assert cli.run([*tight, "--out", str(tmp_path / "tight")]) == 0
+    sentence = "7 of 7 questions had passages cut to 36 tokens; raise rollout.max_passage_tokens"
+    assert f"eval: {sentence}" in " ".join(capsys.readouterr().out.split())
+    assert f"- Passages cut: {sentence}" in (tmp_path / "tight" / "table.md").read_text()
+    metrics = json.loads((tmp_path / "tight" / "metrics.json").read_text())
+    shown = [json.loads(line) for line in (tmp_path / "tight" / "trajectories.jsonl").read_text().splitlines()]
+    lost = 0
+    for whole, entry in zip(clean, shown, strict=True):
+        prompt = entry["segments"][0]["text"]
+        for number, (before, after) in enumerate(zip(whole["passages"], entry["passages"], strict=True), start=1):
+            assert (
+                before["text"].startswith(after["text"]) and f"[{number}] {after['title']}: {after['text']}" in prompt
+            )
+            lost += before["text"] != after["text"]
+        holds = [contains_answer(passage["text"], entry["golden_answers"]) for passage in entry["passages"]]
+        assert entry["measures"]["recall_passages"] == float(any(holds))
+    assert (metrics["cut_questions"], metrics["cut_passages"]) == (7, lost) and lost >= 7
+    clean_figures = json.loads((tmp_path / "0" / "metrics.json").read_text())
+    assert clean_figures["cut_passages"] == 0 and clean_figures["cut"] is None
     search = ["eval", "--model", str(tiny_model_folder), "--system", "search_r1", "--questions", str(given)]
     assert "that of search_r1 shows none" in refusal(
         capsys, *search, "--noise", "1", "--index", str(tiny_index_folder), "--out", "x"
@@ -229,13 +256,63 @@ def test_given_passages_and_noise(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_baseline_in_the_systems_place(tiny_model_folder: Path, asked: Path, tmp_path: Path) -> None:
+def test_the_table_counts_questions_without_gold_indices(
+    tiny_model_folder: Path, asked: Path, tiny_index: Any, tmp_path: Path
+) -> None:
+    given = with_given(asked, tiny_index)
+    records = [json.loads(line) for line in given.read_text().splitlines()]
+    for record in records[:2]:
+        del record["gold_indices"]
+    given.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for system, told in (("arena", True), ("eviomni", False)):
+        command = ["eval", "--model", str(tiny_model_folder), "--system", system, *SHORT, "--questions", str(given)]
+        assert cli.run([*command, "--limit", "3", "--out", str(tmp_path / system)]) == 0
+        page = (tmp_path / system / "table.md").read_text()
+        assert ("- Gold passages: unknown for 2 of 3 questions, to which naming some earns nothing" in page) == told
+
+
+def test_what_found_no_room_and_which_switches_were_set_is_told(
+    tiny_model_folder: Path, asked: Path, tiny_index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Rollout.run
+
+    def crowded(self: Rollout, *arguments: Any) -> Any:
+        done = run(self, *arguments)
+        self.clock.branches_without_room = 2
+        return done
+
+    monkeypatch.setattr(Rollout, "run", crowded)
+    command = ["eval", "--model", str(tiny_model_folder), "--system", "eviomni", *SHORT, "--limit", "3"]
+    command += ["--questions", str(with_given(asked, tiny_index)), "--set", "system.options.rationale=false"]
+    assert cli.run([*command, "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["branches_without_room"] == 2
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert "- Branches: 2 found no room in rollout.max_context" in page and "- Options: rationale = False" in page
+
+
+def test_the_reward_is_told_by_function_and_switches() -> None:
+    def told(name: str, baseline: bool = False, **options: Any) -> str:
+        system = load_baseline(name, options) if baseline else load_system(name, options)
+        return rewarded_by(SimpleNamespace(system=system, system_digest=None))  # type: ignore[arg-type]
+
+    assert told("lear") == told("eviomni") != told("eviomni", tau=0.2)
+    assert told("arena") != told("arena", accuracy="f1") and told("evinote") == told("evinote_code")
+    assert told("eval_rar") != told("eval_rar", substring=True)
+    assert told("cot", baseline=True) == told("search_loop", baseline=True) != told("search_r1")
+
+
+def test_a_baseline_in_the_systems_place(tiny_model_folder: Path, asked: Path, tmp_path: Path, capsys: Any) -> None:
     flags = ["eval", "--model", str(tiny_model_folder), "--questions", str(asked), *SHORT, "--system", "search_r1"]
     assert cli.run([*flags, "--baseline", "direct", "--limit", "2", "--out", str(tmp_path / "out")]) == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["baseline"], metrics["system"], metrics["retrieval"]) == ("direct", None, None)
     assert metrics["questions"] == 2 and "recall@5" not in metrics
     assert "- Baseline: direct" in (tmp_path / "out" / "table.md").read_text()
+    line = "eval: baseline direct answers; of search_r1 only the preset counts, and fills what is left open"
+    assert line in capsys.readouterr().out
+    assert "system.options.file=FILE, which thresher extract wrote" in refusal(
+        capsys, *flags, "--baseline", "evidence", "--out", str(tmp_path / "x")
+    )
 
 
 # what a kill leaves

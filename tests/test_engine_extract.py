@@ -100,6 +100,33 @@ def test_evidence_of_every_question(plan: Plan, script: Any, tiny_tokenizer: Any
     assert isinstance(prompt, Prompt) and prompt.question == "Who?\n\nEvidence: Carl Dorn"
 
 
+def test_what_is_kept_and_measured_is_what_was_shown(plan: Plan, script: Any, tiny_tokenizer: Any) -> None:
+    small = (*SMALL[:2], "rollout.max_passage_tokens=44")
+    script({n: [extracted("why", "Carl Dorn")] for n in range(3)})
+    said: list[str] = []
+    figures = extract(replace(plan, overrides=small), say=said.append)
+    assert said == [
+        "extract: 3 of 3 questions had passages cut to what fits; raise rollout.max_passage_tokens with --set"
+    ]
+    evidence = len(tiny_tokenizer.encode("Carl Dorn"))
+    for line in lines(plan):
+        texts = [passage["text"] for passage in line["passages"]]
+        assert all(whole.text.startswith(text) for text, whole in zip(texts, PASSAGES, strict=True))
+        assert line["cut_passages"] == sum(text != whole.text for text, whole in zip(texts, PASSAGES, strict=True)) > 0
+        assert line["compression_ratio"] == sum(len(tiny_tokenizer.encode(text)) for text in texts) / evidence
+    assert figures["cut_questions"] == 3
+
+
+def test_a_limit_below_what_is_there_is_told(plan: Plan, script: Any) -> None:
+    script({n: [EOS] for n in range(3)})
+    figures, said = extract(plan), list[str]()
+    assert extract(replace(plan, limit=3), say=said.append) == figures and not said
+    assert extract(replace(plan, limit=2), say=said.append) == figures
+    assert said == [
+        f"extract: {plan.out} holds 3 questions already, more than --limit 2; the figures are over all of them"
+    ]
+
+
 def test_passages_are_retrieved_where_a_question_brings_none(
     plan: Plan, script: Any, tiny_index: Index, tiny_index_folder: Path, tiny_questions: list[Question]
 ) -> None:
@@ -221,8 +248,16 @@ class Pen:
     def extract(self, questions: list[Question]) -> list[Extraction]:
         self.calls.append(questions)
         return [
-            Extraction(rationale="", evidence=f"E{n}", passage_tokens=8, evidence_tokens=2, reason="extracted")
-            for n, _ in enumerate(questions)
+            Extraction(
+                rationale="",
+                evidence=f"E{n}",
+                passages=question.passages,
+                cut_passages=0,
+                passage_tokens=8,
+                evidence_tokens=2,
+                reason="extracted",
+            )
+            for n, question in enumerate(questions)
         ]
 
 
@@ -237,7 +272,7 @@ def test_the_extractor_gets_question_thinking_and_query(tiny_index: Index) -> No
     assert questions[1].question == "Who?\nSearch: rival"
     found = tiny_index.search(["mayor", "rival"], 2)
     assert [q.passages for q in questions] == [tuple(hit.passage for hit in one) for one in found]
-    assert reader.readings[asks[1].packed()].extraction.evidence == "E1"
+    assert reader.readings[asks[1].packed()].evidence == "E1"
     # Where nothing is found there is nothing to read, and no model is asked.
     assert reader.search([Ask("Who?", "", "zzz").packed()], 2) == [[]] and tiny_index.search(["zzz"], 2) == [[]]
     assert [len(call) for call in pen.calls] == [2, 0]
@@ -352,12 +387,13 @@ def test_figures_leave_out_what_has_no_value() -> None:
         "questions": 2,
         "without_evidence": 1,
         "without_golds": 0,
+        "cut_questions": 0,
         "compression_ratio": 4.0,
         "em": 0.5,
         "recall_evidence": 0.5,
         "recall_rationale": 1.0,
     }
-    assert summarise([]) == {"questions": 0, "without_evidence": 0, "without_golds": 0}
+    assert summarise([]) == {"questions": 0, "without_evidence": 0, "without_golds": 0, "cut_questions": 0}
 
 
 # --- Conversations

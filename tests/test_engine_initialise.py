@@ -60,6 +60,14 @@ def test_a_trained_tokenizer_decides_the_vocabulary_and_its_end(here: Path) -> N
     assert len(tokenizer.encode("Anna")) == 1  # every string of a record is learnt from, however deep
 
 
+def test_a_key_that_the_config_brings_or_that_is_known_may_be_set(here: Path) -> None:
+    (here / "config.json").write_text(json.dumps(CONFIG | {"house_mark": 1}))
+    sets = ["--set", "house_mark=2", "--set", "initializer_range=0.5", "--set", "bos_token_id=1"]
+    assert init(here, "--tokenizer", str(here / "tokenizer"), *sets) == 0
+    config = load_policy(here / "new").config
+    assert (config.extra["house_mark"], config.initializer_range, config.bos_token_id) == (2, 0.5, 1)
+
+
 def test_layer_types_follow_the_number_of_layers(here: Path) -> None:
     table = CONFIG | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
     (here / "config.json").write_text(json.dumps(table))
@@ -104,6 +112,11 @@ GIVEN = ["--tokenizer", "{here}/tokenizer"]
         ([*GIVEN, "--set", "hidden_size"], "--set hidden_size: expected key=value"),
         ([*GIVEN, "--set", "hidden_size=wide"], 'config.json: hidden_size is "wide", expected'),
         ([*GIVEN, "--set", "num_key_value_heads=3"], "config.json: "),
+        (
+            [*GIVEN, "--set", "num_hidden_layer=1"],
+            "config.json has no such key, and nothing reads it; did you mean num_hidden_layers?",
+        ),
+        ([*GIVEN, "--set", "zzz=1"], "--set zzz: "),
         ([*GIVEN, "--set", "model_type=llama"], "config.json: model_type is"),
         ([*GIVEN, "--set", "use_sliding_window=true"], "config.json: use_sliding_window"),
         (

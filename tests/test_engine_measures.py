@@ -15,14 +15,31 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.transcript import Piece, Source
 
+# The parts of each system's own reward: measures that stand among what it hands back have a place of their own.
+PARTS = {
+    "eviomni": {"answer", "answer_rationale", "answer_evidence", "answer_full", "format"}
+    | {"length", "length_rationale", "length_evidence"},
+    "evinote": {"format", "answer", "notes"},
+    "arena": {"format", "accuracy", "relevance", "bonus"},
+    "eval_rar": {"answer", "evaluation"},
+    "search_r1": {"answer"},
+    "naive_grpo": {"format", "answer"},
+}
+PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
 PASSAGES = (("Paris", "Paris is the capital of France , as all know"), ("Bonn", "Bonn was a capital"))
 
 
 def judged(
-    system: str, *said: str, golds: tuple[str, ...] = ("Paris",), searches: int = 0, branch: int = 0, **known: Any
+    system: str,
+    *said: str,
+    golds: tuple[str, ...] = ("Paris",),
+    searches: int = 0,
+    branch: int = 0,
+    options: dict[str, Any] | None = None,
+    **known: Any,
 ) -> Judged:
     """What a system's policy said, rated; of ids only the number counts: one a piece."""
-    made = load_system(system, {})
+    made = load_system(system, options or {})
     pieces = [Piece(Source.PROMPT, b"Q"), *(Piece(Source.POLICY, text.encode()) for text in said)]
     attempt = Attempt(pieces=pieces, golds=golds, **known)
     segments = [Segment(piece.source, [1]) for piece in pieces]
@@ -118,10 +135,22 @@ def test_rankings() -> None:
 def test_every_system_is_measured_under_known_names(system: str) -> None:
     entry = judged(system, "<answer>Paris</answer>", passages=PASSAGES, gold_indices=(1,), entailment=0.5)
     values = measures_of(entry, load_system(system, {}).tags)
-    assert set(values) <= set(NAMES) and values["em"] == float(entry.result.parts["em"])
-    parts = parts_of(entry)
-    assert parts and not {"em", "f1", "answered", "searches"} & set(parts)
-    assert all(isinstance(value, float) for value in parts.values())
+    assert set(values) <= set(NAMES) and values["em"] == 1.0 == entry.result.parts["em"]
+    assert parts_of(entry).keys() == PARTS[system]
+    assert all(isinstance(value, float) for value in parts_of(entry).values())
+
+
+def test_what_nobody_measured_is_no_zero() -> None:
+    said = "<reason>a</reason><extract>Paris</extract><answer>Paris</answer>"
+    parts = parts_of(judged("eviomni", said, options={"rationale": False}))
+    assert (parts["answer_rationale"], parts["answer_evidence"], parts["answer_full"]) == (None, 0.0, 1.0)
+    assert "entailment" not in measured("evinote", "<summary>* x</summary>", options={"variant": "SEN"})
+    assert means([parts])["answer_rationale"] is None
+
+
+def test_counts_of_what_a_system_writes() -> None:
+    assert measured("arena", "<relevance>[1,2]</relevance>", passages=PASSAGES)["named"] == 2.0
+    assert measured("eval_rar", "<evaluate>a</evaluate><evaluate>b</evaluate>")["evaluations"] == 2.0
 
 
 def test_means_leave_out_what_has_no_value() -> None:

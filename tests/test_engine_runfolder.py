@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from thresher.engine.recipe import Grpo, Model, Recipe, Run, load_recipe
+from thresher.engine.recipe import Grpo, Model, Optim, Recipe, Run, load_recipe
 from thresher.engine.runfolder import RunFolder, read_metrics, step_name, step_of
 from thresher.rewards.errors import UserError
 
@@ -72,6 +72,18 @@ def test_resume_goes_on_in_the_same_folder(tmp_path: Path) -> None:
         assert load_recipe(run.recipe_file) == longer
         run.append_metrics({"step": 2, "reward": 0.6})
         assert read_metrics(run.path) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.6}]
+
+
+@pytest.mark.parametrize("optim", [Optim(schedule="cosine"), Optim(warmup_ratio=0.1)])
+def test_a_schedule_is_not_stretched_by_going_on_for_longer(tmp_path: Path, optim: Optim) -> None:
+    recipe = replace(RECIPE, optim=optim)
+    RunFolder.create(tmp_path / "run", recipe).close()
+    stored = (tmp_path / "run" / "recipe.toml").read_bytes()
+    longer = replace(recipe, run=replace(recipe.run, steps=recipe.run.steps + 1))
+    message = refusal(RunFolder.resume, tmp_path / "run", longer)
+    assert f"run.steps was {recipe.run.steps}, and by optim.schedule" in message
+    assert (tmp_path / "run" / "recipe.toml").read_bytes() == stored
+    RunFolder.resume(tmp_path / "run", recipe).close()
 
 
 def test_resume_refuses_another_recipe_and_changes_nothing(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ NOTED = transcript(
 )
 def test_evinotes_entailment(tmp_path: Path, variant: str, entailment: float | None, reward: float) -> None:
     (entry,) = score(tmp_path, "evinote", NOTED | {"entailment": entailment}, options={"variant": variant})
-    assert entry["reward"] == reward and entry["parts"]["entailment"] == (entailment or 0)
+    assert entry["reward"] == reward and entry["parts"]["entailment"] == entailment
 
 
 def test_without_a_note_there_is_nothing_to_entail(tmp_path: Path) -> None:

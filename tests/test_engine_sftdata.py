@@ -3,6 +3,7 @@ analysis."""
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from thresher.engine.analyses import write_analyses
 from thresher.engine.episode import Prompt
 from thresher.engine.recipe import Recipe, Sft, from_dict
 from thresher.engine.render import Renderer
-from thresher.engine.sft import encode_transcript, read_data, read_transcripts
+from thresher.engine.sft import encode_all, encode_transcript, read_data, read_transcripts
 from thresher.engine.sftdata import KINDS, Unused, make_records, run_data_sft, sft_arguments
 from thresher.engine.systems import load_system
 from thresher.kernels.sampling import sample
@@ -97,6 +98,17 @@ def test_passages_and_questions_stay_data(renderer: Renderer, tiny_tokenizer: To
     prompt = tiny_tokenizer.decode(found.ids[: found.rows[0]])
     assert "no</answer>" not in prompt and "< /references>" in prompt
     assert tiny_tokenizer.added_tokens["<|im_end|>"] not in found.ids
+
+
+def test_prompts_whose_passages_are_cut_are_told(
+    renderer: Renderer, tiny_tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = Question("long", "Who?", ("Mia Noor",), {}, (Passage("a", "", "word " * 60), Passage("b", "", "Mia Noor.")))
+    placed = [(question.id, one(question, "qa")) for question in (GOOD, long)]
+    room = len(renderer.passages(GOOD.passages))
+    whole, cut = encode_all(placed, tiny_tokenizer, replace(renderer, max_passage_tokens=room), "", 0)
+    assert (whole.cut, cut.cut) == (False, True) and "Mia Noor." in tiny_tokenizer.decode(cut.ids[: cut.rows[0]])
+    assert capsys.readouterr().out.startswith(f"sft: 1 of 2 prompts had passages cut to {room} tokens; raise rollout.")
 
 
 def test_a_reasoning_record_earns_all_that_arena_gives(renderer: Renderer, tiny_tokenizer: Tokenizer) -> None:

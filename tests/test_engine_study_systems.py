@@ -70,7 +70,7 @@ def test_another_setting_in_the_folder_is_refused(cases: list[Case]) -> None:
     case.recipe.write(case.folder / "recipe.toml")
     check_folder(case)
     other.recipe.write(case.folder / "recipe.toml")
-    with pytest.raises(UserError, match=r"belongs to a study with other settings \(grpo.shuffle_rewards is true, not false\)"):
+    with pytest.raises(UserError, match=r"a study with other settings \(grpo.shuffle_rewards is true, not false\)"):
         check_folder(case)
 
 

@@ -16,8 +16,9 @@ from thresher.engine.rollout import Job, Rollout
 from thresher.engine.systems import NAMES, load_system
 from thresher.retrieval.formats import Passage
 from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
-from thresher.rewards.transcript import Source
+from thresher.rewards.transcript import Piece, Source
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "systems.md"
 PAGE = DOCS.read_text(encoding="utf-8")
@@ -146,6 +147,56 @@ def test_a_file_that_is_no_system_ends_in_a_sentence(
     assert message.startswith(f"thresher: {path}: ") and told in message and message.count("\n") == 1
 
 
+OWN = (
+    "from thresher.engine.episode import System\nfrom thresher.rewards.result import RewardResult\n\n\n"
+    "def reward(attempt):\n"
+)
+NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; mend the file"),
+        ("return 1.0", "returned float; it should return a RewardResult; mend the file"),
+        ("return RewardResult(1.0, {'em': 1}, None)", "returned parts without f1 and answered, which answer_measures"),
+        ("return RewardResult(1.0, None, None)", "returned parts of NoneType; they should be a dict"),
+        (f"return RewardResult(1.0, {NONE_YET} | {{'x': 'y'}}, None)", "returned x = 'y', which is no finite number"),
+        (
+            f"return RewardResult(1.0, {NONE_YET} | {{'em': None}}, None)",
+            "returned em = None, which is no finite number",
+        ),
+        (f"return RewardResult(float('nan'), {NONE_YET}, None)", "returned reward = nan, which is no finite number"),
+        (f"return RewardResult(0, {NONE_YET}, 3)", "returned an answer of int; it should be a string"),
+    ],
+)
+def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_made(
+    body: str, told: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    made = (
+        "\n\ndef system(options):\n    return System('mine', ('<answer>', '</answer>'), None, reward, '{question}')\n"
+    )
+    path.write_text(GOOD + OWN + f"    {body}\n" + made)
+    (tmp_path / "r.toml").write_text(f'[model]\npath = "none"\n[system]\nname = "{path}"\n')
+    out = ["--out", str(tmp_path / "out")]
+    for command in (
+        ["score", "--system", str(path), "--transcripts", "none.jsonl"],
+        ["eval", "--model", str(tiny_model_folder), "--system", str(path), "--questions", "none.jsonl"],
+        ["train", str(tmp_path / "r.toml")],
+    ):
+        assert cli.run([*command, *out]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"thresher: {path}: reward(attempt) ") and told in message
+        assert message.count("\n") == 1 and not (tmp_path / "out").exists()
+    # What only what the policy wrote brings to light ends the same way, later.
+    later = f"    if not attempt.pieces[-1].text:\n        return RewardResult(0, {NONE_YET}, None)\n    {body}\n"
+    path.write_text(GOOD + OWN + later + made)
+    attempt = Attempt(pieces=[Piece(Source.POLICY, b"x")], golds=("x",))
+    with pytest.raises(UserError, match=r"mine\.py: reward\(attempt\) r.*; mend the file"):
+        load_system(str(path), {}).reward(attempt)
+
+
 def test_switches_of_an_own_system_are_checked_and_a_folder_is_no_file(quote: Path) -> None:
     with pytest.raises(UserError, match=r"\[system.options\]: bonuss: unknown key; did you mean bonus\?"):
         load_system(str(quote), {"bonuss": 1})
@@ -156,8 +207,8 @@ def test_switches_of_an_own_system_are_checked_and_a_folder_is_no_file(quote: Pa
 
 
 def test_a_file_is_read_anew_and_two_of_one_name_are_two(tmp_path: Path) -> None:
-    made = "from thresher.engine.episode import System\n\n\n"
-    made += "def system(options):\n    return System({!r}, (), None, None, '')\n"
+    made = OWN + "    parts = {{'em': 0, 'f1': 0, 'answered': 0}}\n    return RewardResult(0, parts, None)\n"
+    made += "\n\ndef system(options):\n    return System({!r}, (), None, reward, '')\n"
     paths = [tmp_path / folder / "mine.py" for folder in "ab"]
     for path in paths:
         path.parent.mkdir()

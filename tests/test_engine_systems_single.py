@@ -1,14 +1,17 @@
 """The systems that answer in one pass, driven by hand, and what every system owes: tags, template, preset, parts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from thresher.engine.assemble import read_run_recipe
-from thresher.engine.branches import context_ids
+from thresher.engine.branches import branch_seed, context_ids
 from thresher.engine.episode import Fork, Generate, Kept, Prompt, Reprefill, System, Tools, Turn, pair_tags
+from thresher.engine.judges import LexicalJudge
+from thresher.engine.judging import Judges, ask_judges, check_all, judge
 from thresher.engine.rollout import Job, Rollout
 from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
@@ -246,10 +249,49 @@ def test_every_system_runs_in_a_rollout(
     template = "{question}\n{passages}\n" if system.given_passages else "{question}\n"
     run = tiny_rollout(system, template=template)
     jobs = [Job(tiny_questions[i], i, 0, i) for i in range(6)]
-    for trajectory in run.run(jobs, 1.0):
-        assert trajectory.reason
-        attempt = Attempt(pieces=trajectory.pieces(run.tokenizer), golds=("x",), entailment=0.0)
-        assert system.reward(attempt).reward >= 0
+    trajectories = run.run(jobs, 1.0)
+    judges = Judges(entailment=LexicalJudge())
+    judged = judge([job.question for job in jobs], trajectories, system, run.tokenizer, judges)
+    check_all(judged, run.tokenizer, system.tags, run.limits.max_context)
+    assert all(entry.trajectory.reason and entry.result.reward >= 0 for entry in judged)
+
+
+@pytest.mark.parametrize(("evidence", "answer"), [(True, (0 + 1 + 0.5) / 3), (False, (0 + 0.5) / 2)])
+def test_eviomnis_three_answers_meet_in_one_reward(
+    evidence: bool, answer: float, tiny_rollout: Callable[..., Rollout], script: Callable[..., None]
+) -> None:
+    """From branches to reward: wrong from the rationale, right from the evidence, half right in the transcript."""
+    system = load_system("eviomni", {"evidence": evidence, "weights": [1, 0, 0]})
+    lines = {7: [f"{REASON}{EXTRACT}", "<answer>Anna Frost</answer>"], branch_seed(7, "rationale"): ["Bo</answer>"]}
+    script(lines | {branch_seed(7, "evidence"): ["Anna Bell</answer>"]})
+    run = tiny_rollout(system, template="{question}\n{passages}\n", max_passage_tokens=120, max_turn_tokens=60)
+    (entry,) = judge([QUESTION], run.run([Job(QUESTION, 0, 0, 7)], 1.0), system, run.tokenizer)
+    check_all([entry], run.tokenizer, system.tags, run.limits.max_context)
+    parts = entry.result.parts
+    scores = [parts[f"answer_{name}"] for name in ("rationale", "evidence", "full")]
+    assert scores == [0.0, 1.0 if evidence else None, 0.5] and parts["format"] == 1
+    assert entry.result.reward == pytest.approx(answer) and entry.trajectory.reason == "answered"
+
+
+def test_the_verdict_is_on_the_answer_that_is_rewarded() -> None:
+    """EviOmni's is the first behind its evidence, not one that was written into the rationale."""
+    text = "<reason><answer>Bo</answer></reason><extract>b</extract><answer>Anna Bell</answer>"
+    attempt = attempt_of(text)
+    system = load_system("eviomni", {})
+    assert system.answer(attempt) == system.reward(attempt).answer == "Anna Bell"
+    arena = load_system("arena", {})
+    assert arena.answer(attempt) == arena.reward(attempt).answer == "Bo"
+    asked: list[str] = []
+
+    class Chat:
+        name = "chat"
+
+        def rate(self, cases: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
+            asked.extend(response for _, response in cases)
+            return [True] * len(cases)
+
+    ask_judges([attempt], replace(system, wants_verdict=True), Judges(verdict=Chat()))
+    assert asked == ["Anna Bell"]
 
 
 RECIPES = [path for name in NAMES for path in sorted((ROOT / "recipes" / name).glob("*.toml"))]

@@ -33,7 +33,7 @@ from thresher.engine.best import best_checkpoint
 from thresher.engine.evaluate import evaluate, summarise
 from thresher.engine.recipe import Recipe
 from thresher.engine.systems import load_system
-from thresher.engine.train import Progress, train
+from thresher.engine.train import Progress, Trainer, train
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
@@ -127,6 +127,8 @@ def test_the_metrics_of_a_step_are_those_of_its_trajectories(whole: Path) -> Non
         assert sum(record["reasons"].values()) == len(entries)
         rewards = [{entry["reward"] for entry in entries if entry["group"] == group} for group in range(GROUPS)]
         assert record["zero_advantage_groups"] == sum(len(values) == 1 for values in rewards)
+        signals = {entry["group"] for entry in entries if entry["advantage"] != 0}
+        assert record["zero_advantage_groups"] == GROUPS - len(signals)
         assert record["lr"] == 1e-3
         assert 0 < record["grad_norm"] < 1e3
     assert any(record.get("zero_advantage_groups", GROUPS) < GROUPS for record in metrics(whole))
@@ -156,7 +158,7 @@ def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_i
     judged = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe, parts.system)[1])
     assert [entry.to_dict(parts.tokenizer) for entry in judged] == written
     (record,) = (record["eval"] for record in metrics(whole) if record["step"] == step and "eval" in record)
-    assert untimed(record) == untimed(summarise(judged, parts.system.tags))
+    assert untimed(record) == untimed(summarise(judged, parts.system.tags)) | {"cut_passages": 0}
 
 
 def test_the_summary_has_these_keys(whole: Path) -> None:
@@ -213,10 +215,11 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     assert DEV != SAMPLES * GROUPS  # how an evaluation is told from a step here
     monkeypatch.setattr("thresher.engine.train.summarise", told)
     run = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}
-    train(make_recipe(run={**run, "steps": 4}), tmp_path / "run")
+    constant = {"warmup_ratio": 0.0}
+    train(make_recipe(run={**run, "steps": 4}, optim=constant), tmp_path / "run")
     kept = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in kept.iterdir()) == ["step_000002", "step_000004"]  # as good later is no better
-    train(make_recipe(run={**run, "steps": 5}), tmp_path / "run", resume=True)
+    train(make_recipe(run={**run, "steps": 5}, optim=constant), tmp_path / "run", resume=True)
     assert sorted(path.name for path in kept.iterdir()) == ["step_000002", "step_000005"]
     assert best_checkpoint(tmp_path / "run").step == 2
 
@@ -333,12 +336,36 @@ def test_arena_is_not_trained_where_no_question_knows_its_gold_passages(
     assert f"{some}: 1 of 3 questions do not tell" in first and f"{none}: 2 of 2 questions do not tell" in second
 
 
+def test_cut_passages_are_told_once_counted_and_stored_as_shown(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
+    passages = [{"title": "", "text": f"{name} is the mayor. " * 8} for name in NAMES[:2]]
+    asked = {"question": "Who?", "golden_answers": NAMES[:1], "passages": passages}
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(asked | {"id": str(n)}) + "\n" for n in range(2)))
+    recipe = make_recipe(
+        system={"name": "naive_grpo", "template": str(tmp_path / "prompt.txt")},
+        data={"train": str(tmp_path / "q.jsonl"), "dev": str(tmp_path / "q.jsonl")},
+        rollout={"questions_per_step": 1, "group_size": 2},
+        run={"steps": 2, "eval_every": None},
+    )
+    train(recipe, tmp_path / "run")
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("raise rollout.max_passage_tokens") == 1
+    assert "train: 2 of 2 questions had passages cut to 40 tokens" in told  # of the evaluation before the first step
+    assert [record.get("eval", record)["cut_passages"] for record in metrics(tmp_path / "run")] == [4, 2, 2, 4]
+    for entry in sampled(tmp_path / "run", 1):
+        texts = [passage["text"] for passage in entry["passages"]]
+        assert entry["segments"][0]["text"] == f"Who? {texts[0]}\n{texts[1]}\n"
+        assert all(whole["text"].startswith(text) for whole, text in zip(passages, texts, strict=True))
+
+
 def test_a_run_does_not_go_on_with_a_system_file_that_changed(
     tmp_path: Path, make_recipe: Callable[..., Recipe]
 ) -> None:
     own = tmp_path / "mine.py"
     own.write_text(text := "from thresher.engine.systems.eval_rar import Options, system\n")
-    make = partial(make_recipe, system={"name": str(own)})
+    make = partial(make_recipe, system={"name": str(own)}, optim={"warmup_ratio": 0.0})
     train(make(run={"steps": 1}), tmp_path / "run")
     before = what_happened(tmp_path / "run")
     own.write_text(text.replace("eval_rar", "search_r1"))
@@ -388,7 +415,7 @@ def test_shuffled_rewards_stay_in_their_group(tmp_path: Path, make_recipe: Calla
 
 
 def test_without_a_signal_nothing_is_updated_if_so_asked(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], base: dict[str, Any]
+    tmp_path: Path, make_recipe: Callable[..., Recipe], base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = {"id": "1", "question": "What is the spouse of Mia Noor?", "golden_answers": ["no one can say this"]}
     (tmp_path / "questions.jsonl").write_text(json.dumps(line) + "\n")
@@ -399,6 +426,12 @@ def test_without_a_signal_nothing_is_updated_if_so_asked(
     assert record["zero_advantage_groups"] == GROUPS  # three times the same question is three groups
     assert (record["train_tokens"], record["loss_tokens"]) == (0, 0) and "loss" not in record
     assert summary["train_tokens_per_s"] is None
+    # Sums that only rounding tells apart are one reward.
+    rounded = [0.3, 0.1 + 0.2] * (GROUPS * SAMPLES // 2)
+    monkeypatch.setattr(Trainer, "_rewards", lambda *_: rounded)
+    train(recipe, tmp_path / "rounded")
+    (record,) = (record for record in metrics(tmp_path / "rounded") if "eval" not in record)
+    assert record["zero_advantage_groups"] == GROUPS and record["loss_tokens"] == 0
     start = load_file(Path(base["model"]["path"]) / "model.safetensors")
     end = load_file(tmp_path / "run" / "checkpoints" / "step_000001" / "model.safetensors")
     assert all(torch.equal(start[name], end[name]) for name in start)

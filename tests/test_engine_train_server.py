@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
 import pytest
+from chat_server import ChatServer
 from train_cases import (
     assert_same_run,
     metrics,
@@ -23,7 +25,7 @@ from train_cases import (
 
 from thresher.engine.evaluate import evaluate
 from thresher.engine.judging import judge
-from thresher.engine.recipe import Recipe
+from thresher.engine.recipe import Judge, Recipe
 from thresher.engine.train import Progress, train
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.client import RemoteRetriever
@@ -218,3 +220,26 @@ def test_a_judge_that_fails_costs_no_step_that_was_learned(
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
     train(make_recipe(), out, resume=True)
     assert_same_run(whole, out)
+
+
+@pytest.mark.parametrize("accuracy", ["judge", "em"])
+def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], accuracy: str
+) -> None:
+    (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
+    asked = {"question": "Who?", "golden_answers": ["nobody"], "gold_indices": [1]}
+    asked["passages"] = [{"title": "Anna", "text": "Anna is the mayor."}]
+    (tmp_path / "questions.jsonl").write_text(json.dumps(asked | {"id": "1"}) + "\n")
+    arena = {"name": "arena", "template": str(tmp_path / "prompt.txt"), "options": {"accuracy": accuracy}}
+    path = str(tmp_path / "questions.jsonl")
+    recipe = make_recipe(system=arena, data={"train": path, "dev": path}, run={"steps": 1})
+    out = tmp_path / "run"
+    with ChatServer() as server:
+        server.reply = lambda content: "yes"
+        train(replace(recipe, judge=Judge(url=server.url, model="m")), out)
+        assert bool(server.asked) == (out / "replies.jsonl").exists() == (accuracy == "judge")
+    entries = [json.loads(line) for line in (out / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
+    assert any(entry["answer"] for entry in entries)
+    for entry in entries:
+        assert entry.get("verdict") == (bool(entry["answer"]) if accuracy == "judge" else None)
+        assert entry["parts"]["accuracy"] == (accuracy == "judge" and bool(entry["answer"]))

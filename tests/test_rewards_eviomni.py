@@ -148,8 +148,11 @@ def test_each_answer_can_be_switched_off_and_is_measured_all_the_same(
     rationale, evidence, full = on
     result = eviomni_reward(tried, rationale=rationale, evidence=evidence, full=full, weights=(1, 0, 0))
     assert result.reward == result.parts["answer"] == pytest.approx(expected)
-    scores = [result.parts[f"answer_{name}"] for name in ("rationale", "evidence", "full")]
-    assert scores == pytest.approx([0.5, 0, 1])
+    names = [f"answer_{name}" for name in ("rationale", "evidence", "full")]
+    assert [result.parts[name] for name in names] == pytest.approx([0.5, 0, 1])
+    # Of those that were not written only one that counts is 0: it was due, and is missing.
+    bare = eviomni_reward(attempt(*WHOLE), rationale=rationale, evidence=evidence, full=full)
+    assert [bare.parts[name] for name in names] == [0 if rationale else None, 0 if evidence else None, 1]
 
 
 BRANCH = [

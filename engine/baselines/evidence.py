@@ -21,10 +21,15 @@ from thresher.rewards.errors import UserError
 class Options(common.Options):
     """file: JSONL with an id and evidence (a string, which may be empty) in every line."""
 
-    file: str
+    file: str | None = None
 
 
 def system(options: Options) -> System:
+    if options.file is None:
+        raise UserError(
+            "baseline evidence: no file to answer from; add --set system.options.file=FILE, which thresher "
+            "extract wrote"
+        )
     return answers_from(read_evidence(options.file), options.file, built_in("evidence", options))
 
 

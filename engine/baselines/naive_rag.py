@@ -27,6 +27,6 @@ def system(options: Options) -> System:
         episode=one_turn(lambda question: question.passages[: options.k]),
         reward=answer_reward,
         template=built_in("passages", options, passages=True),
-        preset={"retrieval": {"k": options.k}, "rollout": {"max_turns": 1}},
+        preset={"retrieval": {"k": options.k}, "rollout": {"max_turns": 1, "max_passage_tokens": 3072}},
         given_passages=True,
     )

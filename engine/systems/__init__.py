@@ -2,19 +2,25 @@
 System`; so has a user's own system, a file that is named by its path where others are named by name."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from hashlib import blake2b, sha256
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from thresher.engine.episode import System
 from thresher.engine.tables import from_dict
+from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
+from thresher.rewards.result import RewardResult
+from thresher.rewards.transcript import Piece, Source
 
+MEASURES = ("em", "f1", "answered")  # among the parts of every reward
 NAMES = ("eviomni", "lear", "evinote", "evinote_code", "arena", "eval_rar", "search_r1", "naive_grpo")
 
 
@@ -65,7 +71,52 @@ def _own_system(path: Path, options: Mapping[str, Any]) -> System:
         raise UserError(f"{path}: system(options) raised {_told(error, path)}; mend the file") from error
     if not isinstance(made, System):
         raise UserError(f"{path}: system(options) returned {type(made).__name__}; it should return a System")
+    made = replace(made, reward=partial(_own_reward, path=path, reward=made.reward))
+    made.reward(_nothing_written(made))
     return made
+
+
+def _own_reward(attempt: Attempt, *, path: Path, reward: Callable[[Attempt], RewardResult]) -> RewardResult:
+    """What the file's reward gives. UserError where it raises, or gives what no step or table could use."""
+    try:
+        result = reward(attempt)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: reward(attempt) raised {_told(error, path)}; mend the file") from error
+    if wrong := _wrong(result):
+        raise UserError(f"{path}: reward(attempt) returned {wrong}; mend the file")
+    return result
+
+
+def _wrong(result: object) -> str | None:
+    if not isinstance(result, RewardResult):
+        return f"{type(result).__name__}; it should return a RewardResult"
+    if not isinstance(result.parts, dict):
+        return f"parts of {type(result.parts).__name__}; they should be a dict of numbers"
+    if missing := [name for name in MEASURES if name not in result.parts]:
+        return f"parts without {' and '.join(missing)}, which answer_measures(answer, attempt.golds) makes"
+    for name, value in {"reward": result.reward, **result.parts}.items():
+        if value is None and name not in ("reward", *MEASURES):
+            continue  # a part that nobody measured
+        if not isinstance(value, int | float) or not isfinite(value):
+            return f"{name} = {value!r}, which is no finite number"
+    if not isinstance(result.answer, str | None):
+        return f"an answer of {type(result.answer).__name__}; it should be a string, or None without one"
+    return None
+
+
+def _nothing_written(system: System) -> Attempt:
+    """What every reward must be able to rate, since a policy may end its text at once: no text, no branch. Judges have
+    had their say, and a passage was shown where any is."""
+    return Attempt(
+        pieces=[Piece(Source.PROMPT, b"Who?"), Piece(Source.POLICY, b"")],
+        golds=("somebody",),
+        question="Who?",
+        passages=[("Somebody", "It was somebody.")] * system.given_passages,
+        entailment=None if system.claims is None else 0.0,
+        verdict=False if system.wants_verdict else None,
+    )
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -15,10 +15,10 @@ KL: k2, d^2/2 with d = log pi - log pi_ref, since k3 explodes where the policy a
 ablation is grpo.kl_value = "k3".
 
 Preset: G 7, 256 questions a step [unit unstated], lr 3e-6 on a cosine after a warm-up over .1, beta 4e-2 (its code's
-default), eps .2 [assumed], temperature .9, one update a batch [assumed], 3,072 tokens for the references [assumed]; 10
-are retrieved where a question brings none [assumed], and then none is known to be gold; a run in which none ever is
-does not start. Its code takes the mean over tokens and the sample's deviation + 1e-4: grpo.aggregation = "token",
-grpo.sample_std = true.
+default), eps .2 [assumed], temperature .9, one update a batch [assumed], 3,072 tokens for the references, 768 for what
+is written, a context of 4,608 [assumed]; 10 are retrieved where a question brings none [assumed], and then none is
+known to be gold; a run in which none ever is does not start. Its code takes the mean over tokens and the sample's
+deviation + 1e-4: grpo.aggregation = "token", grpo.sample_std = true.
 """
 
 from dataclasses import asdict, dataclass
@@ -58,7 +58,14 @@ def system(options: Options) -> System:
         template=read_template(Path(__file__).with_name("arena.txt"), passages=True),
         preset={
             "retrieval": {"k": 10, "passage_format": "[{number}] {title}: {text}"},
-            "rollout": {"group_size": 7, "questions_per_step": 256, "temperature": 0.9, "max_passage_tokens": 3072},
+            "rollout": {
+                "group_size": 7,
+                "questions_per_step": 256,
+                "max_turn_tokens": 768,
+                "max_context": 4608,
+                "max_passage_tokens": 3072,
+                "temperature": 0.9,
+            },
             "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k2", "beta": 4e-2, "updates_per_batch": 1},
             "optim": {"lr": 3e-6, "warmup_ratio": 0.1, "schedule": "cosine"},
         },

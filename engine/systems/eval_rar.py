@@ -11,26 +11,18 @@ evaluates and answers].
              .1   else if a gold occurs in an <evaluate> block
              0    else
 
-Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assumed], 512 questions a step, 3 passages.
+Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assumed], 512 questions a step, 3 passages,
+turns of 500 tokens, 2,048 for all [assumed].
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from thresher.engine.episode import (
-    Episode,
-    Feedback,
-    Generate,
-    Prompt,
-    Retrieved,
-    Search,
-    System,
-    Tools,
-    pair_tags,
-    read_template,
-)
-from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
-from thresher.retrieval.questions import Question
+from thresher.engine.episode import System, pair_tags, read_template
+from thresher.engine.systems.search_r1 import search_loop
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.result import RewardResult
 from thresher.rewards.search import eval_rar_reward
 
 
@@ -45,31 +37,27 @@ class Options:
     substring: bool = False
 
 
-def episode(question: Question, tools: Tools) -> Episode:
-    yield Prompt(tools.template, question.question)
-    for turns_left in reversed(range(tools.max_turns)):
-        turn = yield Generate(stop=("</search>", "</answer>"))
-        if turn.stopped_at("</answer>") and turn.inside("answer"):
-            return "answered"
-        if turns_left == 0:
-            break
-        if turn.stopped_at("</search>") and (query := turn.inside("search")):
-            yield Retrieved((yield Search(query)), BEFORE, AFTER)
-        else:
-            yield Feedback(INVALID)
-    return "turns"
+def reward(attempt: Attempt, **switches: bool) -> RewardResult:
+    return eval_rar_reward(attempt.pieces, attempt.golds, **switches)
 
 
 def system(options: Options) -> System:
     return System(
         name="eval_rar",
         tags=pair_tags("think", "search", "information", "evaluate", "answer"),
-        episode=episode,
-        reward=lambda attempt: eval_rar_reward(attempt.pieces, attempt.golds, **asdict(options)),
+        episode=search_loop,
+        reward=partial(reward, **asdict(options)),
         template=read_template(Path(__file__).with_name("eval_rar.txt")),
         preset={
             "retrieval": {"k": 3},
-            "rollout": {"group_size": 5, "questions_per_step": 512, "max_turns": 5, "temperature": 1.0},
+            "rollout": {
+                "group_size": 5,
+                "questions_per_step": 512,
+                "max_turns": 5,
+                "max_turn_tokens": 500,
+                "max_policy_tokens": 2048,
+                "temperature": 1.0,
+            },
             "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-3},
             "optim": {"lr": 1e-6},
         },

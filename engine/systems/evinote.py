@@ -19,27 +19,16 @@ The ablation's variants: Base (Search-R1, EM) · NS (a plain summary, EM [assume
 SEN (the equation with EQR 0) · SEN+EQR. Prompt and tags go with the variant.
 
 Preset: 3 passages (code), 5 searches, G 4, 600 questions a step, lr 1e-5, its warm-up over .078 (code), k3 with beta
-1e-3 (code), eps .2 [assumed], temperature 1. Where the released code says otherwise is the system `evinote_code`.
+1e-3 (code), eps .2 [assumed], temperature 1; turns of 500 tokens, 2,560 for all, a context of 6,144 [assumed]. Where
+the released code says otherwise is the system `evinote_code`.
 """
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from thresher.engine.episode import (
-    Episode,
-    Feedback,
-    Generate,
-    Prompt,
-    Retrieved,
-    Search,
-    System,
-    Tools,
-    pair_tags,
-    read_template,
-)
-from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
-from thresher.retrieval.questions import Question
+from thresher.engine.episode import System, pair_tags, read_template
+from thresher.engine.systems.search_r1 import search_loop
 from thresher.rewards.evinote import NOTE_TAGS, Marks, Variant, evinote_claims, evinote_reward
 
 
@@ -49,21 +38,6 @@ class Options:
 
     variant: Variant = "SEN+EQR"
     marks: Marks = "both"
-
-
-def episode(question: Question, tools: Tools) -> Episode:
-    yield Prompt(tools.template, question.question)
-    for searches_left in reversed(range(tools.max_turns)):
-        turn = yield Generate(stop=("</search>", "</answer>"))
-        if turn.stopped_at("</answer>") and turn.inside("answer"):
-            return "answered"
-        if searches_left == 0:
-            break
-        if turn.stopped_at("</search>") and (query := turn.inside("search")):
-            yield Retrieved((yield Search(query)), BEFORE, AFTER)
-        else:
-            yield Feedback(INVALID)
-    return "turns"
 
 
 def template_name(variant: Variant) -> str:
@@ -78,12 +52,20 @@ def system(options: Options) -> System:
     return System(
         name="evinote",
         tags=pair_tags("think", "search", "information", *([tag] if tag else []), "answer"),
-        episode=episode,
+        episode=search_loop,
         reward=partial(evinote_reward, variant=options.variant, marks=options.marks),
         template=read_template(Path(__file__).with_name(template_name(options.variant))),
         preset={
             "retrieval": {"k": 3},
-            "rollout": {"group_size": 4, "questions_per_step": 600, "max_turns": 6, "temperature": 1.0},
+            "rollout": {
+                "group_size": 4,
+                "questions_per_step": 600,
+                "max_turns": 6,
+                "max_turn_tokens": 500,
+                "max_policy_tokens": 2560,
+                "max_context": 6144,
+                "temperature": 1.0,
+            },
             "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-3},
             "optim": {"lr": 1e-5, "warmup_ratio": 0.078},
         },

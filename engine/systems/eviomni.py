@@ -14,12 +14,14 @@
     R_fmt   = 1 where r, e and o_f obey the tags, else 0
 
 A first turn without a closed <extract> ends the trajectory; a reason or an extract that is not there has no branch, and
-the answer that is missing counts as F1 0. The context of o_e is the same template without passages. o_f is written even
+the answer that is missing counts as F1 0. A limit that cuts the first turn (of tokens, or of the context) ends it
+before any branch, a closed reason or not. The context of o_e is the same template without passages. o_f is written even
 where it is not rewarded, since the format and every measure of the trained model's answer are read from it.
 
 Preset: 5 passages (of 100 words, hence 1,024 tokens [assumed]), beta 1e-2, k3 [assumed], eps .2, G 8 [assumed], lr
 1e-6, temperature 1 [assumed], advantages divided by max(std, .1). tau and gamma are .5 [assumed: the paper tunes them,
-over .1 .2 .5 1 and over .1 .3 .5 .8 1], omega .9.
+over .1 .2 .5 1 and over .1 .3 .5 .8 1], omega .9. Turns of 640 tokens and a context of 3,072 are assumed, the 768 new
+tokens of a trajectory are those of its latency table.
 
 Deliberately absent: the loop around a trained extractor, which is `thresher extract`.
 """
@@ -43,7 +45,7 @@ from thresher.engine.episode import (
 )
 from thresher.engine.tables import FieldError, NotNegative, Positive, Section, Share
 from thresher.retrieval.questions import Question
-from thresher.rewards.eviomni import eviomni_reward
+from thresher.rewards.eviomni import eviomni_reward, full_answer
 from thresher.rewards.tags import blocks
 from thresher.rewards.transcript import Piece, Source
 
@@ -102,10 +104,18 @@ def system(options: Options) -> System:
         tags=pair_tags("reason", "extract", "answer"),
         episode=partial(episode, options=options),
         reward=partial(eviomni_reward, **asdict(options)),
+        answer=full_answer,
         template=read_template(Path(__file__).with_name("eviomni.txt"), passages=True),
         preset={
             "retrieval": {"k": 5},
-            "rollout": {"group_size": 8, "temperature": 1.0, "max_passage_tokens": 1024},
+            "rollout": {
+                "group_size": 8,
+                "max_turn_tokens": 640,
+                "max_policy_tokens": 768,
+                "max_context": 3072,
+                "max_passage_tokens": 1024,
+                "temperature": 1.0,
+            },
             "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-2, "std_floor": 0.1},
             "optim": {"lr": 1e-6},
         },

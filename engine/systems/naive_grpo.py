@@ -41,7 +41,14 @@ def system(options: Options) -> System:
         template=read_template(Path(__file__).with_name(template), passages=options.passages),
         preset={
             "retrieval": {"k": 10},
-            "rollout": {"group_size": 7, "questions_per_step": 256, "temperature": 0.9, "max_passage_tokens": 3072},
+            "rollout": {
+                "group_size": 7,
+                "questions_per_step": 256,
+                "max_turn_tokens": 768,
+                "max_context": 4608,
+                "max_passage_tokens": 3072,
+                "temperature": 0.9,
+            },
             "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 4e-2},
             "optim": {"lr": 3e-6, "warmup_ratio": 0.1, "schedule": "cosine"},
         },

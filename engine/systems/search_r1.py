@@ -9,7 +9,8 @@ counts as a turn and gets a line of feedback.
     reward = EM(answer, golds)
 
 Preset: eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions a step in two updates of 256, lr warm-up over .285 of the
-steps (its script). Retrieved tokens are outside the loss because of their source; no second mask is kept.
+steps (its script), turns of 500 tokens (its script), 2,048 for all [assumed]. Retrieved tokens are outside the loss
+because of their source; no second mask is kept.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from thresher.engine.episode import (
     read_template,
 )
 from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.result import RewardResult
 from thresher.rewards.search import search_r1_reward
 
 BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
@@ -44,10 +47,11 @@ class Options:
     answer_after_searches: bool = True
 
 
-def episode(question: Question, tools: Tools, options: Options) -> Episode:
+def search_loop(question: Question, tools: Tools, answer_after_searches: bool = True) -> Episode:
+    """Search-R1's episode, and that of all who only ask the policy for other tags inside its turns."""
     yield Prompt(tools.template, question.question)
     for searches_left in reversed(range(tools.max_turns)):
-        if searches_left == 0 and not options.answer_after_searches:
+        if searches_left == 0 and not answer_after_searches:
             break
         turn = yield Generate(stop=("</search>", "</answer>"))
         if turn.stopped_at("</answer>") and turn.inside("answer"):
@@ -61,16 +65,27 @@ def episode(question: Question, tools: Tools, options: Options) -> Episode:
     return "turns"
 
 
+def reward(attempt: Attempt) -> RewardResult:
+    return search_r1_reward(attempt.pieces, attempt.golds)
+
+
 def system(options: Options) -> System:
     return System(
         name="search_r1",
         tags=pair_tags("think", "search", "information", "answer"),
-        episode=partial(episode, options=options),
-        reward=lambda attempt: search_r1_reward(attempt.pieces, attempt.golds),
+        episode=partial(search_loop, answer_after_searches=options.answer_after_searches),
+        reward=reward,
         template=read_template(Path(__file__).with_name("search_r1.txt")),
         preset={
             "retrieval": {"k": 3},
-            "rollout": {"group_size": 5, "questions_per_step": 512, "max_turns": 5, "temperature": 1.0},
+            "rollout": {
+                "group_size": 5,
+                "questions_per_step": 512,
+                "max_turns": 5,
+                "max_turn_tokens": 500,
+                "max_policy_tokens": 2048,
+                "temperature": 1.0,
+            },
             "grpo": {
                 "clip_low": 0.2,
                 "clip_high": 0.2,
