@@ -27,11 +27,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import urllib3
 
 from thresher.engine.recipe import Judge
+from thresher.retrieval.http import in_words, json_of, service_address
 from thresher.rewards.errors import UserError
 
 Messages = Sequence[Mapping[str, str]]
@@ -268,7 +269,7 @@ class Endpoint:
         try:
             response = self._pool.request("POST", self.url, body=body, headers=headers, timeout=timeout, redirect=False)
         except urllib3.exceptions.HTTPError as error:
-            raise _Passing(_in_words(error, self._timeout)) from None
+            raise _Passing(in_words(error, self._timeout, "a reply")) from None
         if response.status == 200:
             return response
         reason, code = _reason(response)
@@ -280,7 +281,7 @@ class Endpoint:
         raise UserError(f"{self.url}: refuses a request with {words}; mend what it names ({self._kept})")
 
     def _read(self, response: urllib3.BaseHTTPResponse) -> str:
-        answer = _json(response)
+        answer = json_of(response)
         try:
             reply = answer["choices"][0]["message"]["content"]
         except (TypeError, KeyError, IndexError):
@@ -317,32 +318,18 @@ def read_key(variable: str) -> str:
 
 
 def _address(url: str) -> str:
-    """The address of the chat completions."""
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
-    except ValueError:
-        good = False
-    if not good:
-        raise UserError(f"{url}: is no address of a chat model's server; expected one such as http://127.0.0.1:8000/v1")
+    """The address of the chat completions; a secret in it is refused, for addresses are printed."""
+    address = service_address(url, PATH, "a chat model's server", "http://127.0.0.1:8000/v1", root="/v1")
+    parts = urlsplit(address)
     if "@" in parts.netloc:
         raise UserError(f"{parts.hostname}: the address holds a secret; leave it out and name its variable in key_env")
-    path = parts.path.rstrip("/") or "/v1"
-    return urlunsplit((parts.scheme, parts.netloc, path if path.endswith(PATH) else path + PATH, "", ""))
-
-
-def _json(response: urllib3.BaseHTTPResponse) -> Any:
-    """The response's value; None where it holds no JSON."""
-    try:
-        return json.loads(response.data)
-    except (ValueError, RecursionError):
-        return None
+    return address
 
 
 def _reason(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
     """What a server says about a refusal, in one line, and its code: OpenAI's {"error": {"message", "code"}}, or
     {"error": text}, {"message": text} or {"detail": text} as others do."""
-    report = _json(response)
+    report = json_of(response)
     if not isinstance(report, dict):
         return "", ""
     told = report.get("error", report.get("message", report.get("detail")))
@@ -360,16 +347,6 @@ def _retry_after(response: urllib3.BaseHTTPResponse) -> float:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
         return 0.0
-
-
-def _in_words(error: Exception, timeout: float) -> str:
-    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
-        return f"a reply that took longer than {timeout:g} s"
-    if isinstance(error, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError):
-        return "a connection that could not be made"
-    if isinstance(error, urllib3.exceptions.ProtocolError):
-        return "a connection that broke"
-    return type(error).__name__
 
 
 def _line(text: str) -> str:

@@ -17,13 +17,12 @@ import math
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import urllib3
 
+from thresher.retrieval.http import in_words, json_of, service_address
 from thresher.retrieval.retriever import Hit, Retriever, Unanswered, check_positive
 from thresher.retrieval.wire import IDENTITY_HEADER, Bounds, passage_of
-from thresher.rewards.errors import UserError
 
 PATH = "/retrieve"
 # Queries in one request: as many samples as decode at once, and an answer of a few megabytes.
@@ -52,7 +51,7 @@ class RemoteRetriever(Retriever):
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self.url = _address(url)
+        self.url = service_address(url, PATH, "a retrieval server", "http://127.0.0.1:8000")
         self.timeout, self.patience, self.max_batch, self._say = timeout, patience, max_batch, say
         self.retries = 0  # attempts that had to be repeated, since the beginning
         self._pool = urllib3.PoolManager(num_pools=1, maxsize=1, retries=False)
@@ -82,7 +81,7 @@ class RemoteRetriever(Retriever):
     def _read_health(self) -> int | None:
         """How many passages the server has, None if it does not say: /health is ours, and other servers lack it."""
         response = self._ask("GET", self.url.removesuffix(PATH) + "/health", None)
-        report = _json(response) if response.status == 200 else None
+        report = json_of(response) if response.status == 200 else None
         self._check_identity(response)
         passages = report.get("passages") if isinstance(report, dict) else None
         return passages if type(passages) is int and passages > 0 else None
@@ -102,7 +101,7 @@ class RemoteRetriever(Retriever):
                     return response
                 failure = f"status {response.status}{_reason(response)}"
             except urllib3.exceptions.HTTPError as error:
-                failure = _in_words(error, self.timeout)
+                failure = in_words(error, self.timeout, "an answer")
             now = time.monotonic()
             if deadline is None:
                 deadline = now + self.patience
@@ -128,7 +127,7 @@ class RemoteRetriever(Retriever):
         self.identity = identity
 
     def _read_answer(self, response: urllib3.BaseHTTPResponse, count: int, k: int) -> list[list[Hit]]:
-        answer = _json(response)
+        answer = json_of(response)
         lists = answer.get("result") if isinstance(answer, dict) else None
         if not isinstance(lists, list) or len(lists) != count:
             got = f"{len(lists)} of them" if isinstance(lists, list) else "none"
@@ -161,39 +160,8 @@ class RemoteRetriever(Retriever):
         )
 
 
-def _address(url: str) -> str:
-    """The address of /retrieve."""
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
-    except ValueError:
-        good = False
-    if not good:
-        raise UserError(f"{url}: is no address of a retrieval server; expected one such as http://127.0.0.1:8000")
-    path = parts.path.rstrip("/")
-    return urlunsplit((parts.scheme, parts.netloc, path if path.endswith(PATH) else path + PATH, "", ""))
-
-
-def _json(response: urllib3.BaseHTTPResponse) -> Any:
-    """The response's value; None where it holds no JSON."""
-    try:
-        return json.loads(response.data)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _reason(response: urllib3.BaseHTTPResponse) -> str:
     """What the server says about a refusal, as ours says it and as others do."""
-    report = _json(response)
+    report = json_of(response)
     told = report.get("error", report.get("detail")) if isinstance(report, dict) else None
     return f" ({told[:200]})" if isinstance(told, str) else ""
-
-
-def _in_words(error: Exception, timeout: float) -> str:
-    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
-        return f"an answer that took longer than {timeout:g} s"
-    if isinstance(error, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError):
-        return "a connection that could not be made"
-    if isinstance(error, urllib3.exceptions.ProtocolError):
-        return "a connection that broke"
-    return type(error).__name__
