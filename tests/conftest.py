@@ -20,6 +20,7 @@ import pytest
 # Imported where they are used, so that the tests of a folder need no more than that folder does.
 if TYPE_CHECKING:
     from thresher.engine.episode import System
+    from thresher.engine.recipe import Recipe
     from thresher.engine.rollout import Rollout
     from thresher.policy.config import ModelConfig
     from thresher.policy.model import Policy
@@ -257,3 +258,33 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
         monkeypatch.setattr(rollout, "sample", say)
 
     return install
+
+
+@pytest.fixture(scope="module")
+def base(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_tokenizer: Tokenizer,
+    tiny_index_folder: Path,
+    tiny_questions: list[Question],
+) -> dict[str, dict[str, Any]]:
+    """The recipe of a small training run, as tables; see train_cases.py."""
+    from train_cases import recipe_tables
+
+    return recipe_tables(tmp_path_factory.mktemp("run"), tiny_tokenizer, tiny_index_folder, tiny_questions)
+
+
+@pytest.fixture(scope="module")
+def make_recipe(base: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
+    from train_cases import recipe_maker
+
+    return recipe_maker(base)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, make_recipe: Callable[..., Recipe]) -> Path:
+    """The run that nothing interrupted."""
+    from thresher.engine.train import train
+
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(make_recipe(), out)
+    return out

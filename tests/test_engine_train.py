@@ -21,8 +21,6 @@ from train_cases import (
     STEPS,
     assert_same_run,
     metrics,
-    recipe_maker,
-    recipe_tables,
     single_threaded,
     untimed,
     what_happened,
@@ -34,7 +32,6 @@ from thresher.engine.evaluate import evaluate, summarise
 from thresher.engine.recipe import Recipe
 from thresher.engine.systems import load_system
 from thresher.engine.train import Progress, Trainer, train
-from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -43,29 +40,6 @@ from thresher.rewards.errors import UserError
 def one_thread() -> Iterator[None]:
     with single_threaded():
         yield
-
-
-@pytest.fixture(scope="module")
-def base(
-    tmp_path_factory: pytest.TempPathFactory,
-    tiny_tokenizer: Tokenizer,
-    tiny_index_folder: Path,
-    tiny_questions: list[Question],
-) -> dict[str, dict[str, Any]]:
-    return recipe_tables(tmp_path_factory.mktemp("run"), tiny_tokenizer, tiny_index_folder, tiny_questions)
-
-
-@pytest.fixture(scope="module")
-def make_recipe(base: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
-    return recipe_maker(base)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, make_recipe: Callable[..., Recipe]) -> Path:
-    """The run that nothing interrupted."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(make_recipe(), out)
-    return out
 
 
 class Killed(BaseException):
