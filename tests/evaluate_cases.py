@@ -1,0 +1,44 @@
+"""What the tests of `thresher eval` share: questions on the disk, flags that want only an --out, and its refusals."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from thresher.engine import cli
+from thresher.engine.evaluating import eval_arguments, eval_recipe
+from thresher.engine.recipe import Recipe
+from thresher.retrieval.questions import Question, question_record
+
+SHORT = ("--set", "rollout.max_turn_tokens=40", "--set", "rollout.max_context=900")
+PROMPT = "<search> or <answer>: {question}\n"  # which the tiny policy was taught to go on from
+
+
+def write_asked(folder: Path, questions: list[Question]) -> Path:
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(question_record(question)) + "\n" for question in questions[:7]))
+    return path
+
+
+def searching_flags(model: Path, index: Path, asked: Path) -> list[str]:
+    """An evaluation that only wants an --out, of a policy that searches and answers at times."""
+    template = asked.with_name("prompt.txt")
+    template.write_text(PROMPT)
+    flags = ["--model", str(model), "--index", str(index), "--k", "2"]
+    prompt = ["--set", f"system.template={template}", "--set", "rollout.max_policy_tokens=80"]
+    return ["eval", *flags, "--system", "search_r1", "--questions", str(asked), *SHORT, *prompt]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert cli.run(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("thresher: ") and error.count("\n") == 1
+    return error
+
+
+def told(*arguments: str) -> Recipe:
+    parser = argparse.ArgumentParser()
+    eval_arguments(parser)
+    return eval_recipe(parser.parse_args([*arguments, "--out", "o"]))[0]

@@ -1,0 +1,55 @@
+"""What the tests of `thresher extract` share: a plan for a tiny model, what it is made to write, and what was kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from chat_server import ChatServer
+
+from thresher.engine.extract import Chosen, Plan
+from thresher.retrieval.formats import Passage
+from thresher.retrieval.questions import Question, question_record
+
+EOS = "<|endoftext|>"
+ANSWER = "<answer>Carl Dorn</answer>"
+SMALL = ("rollout.max_running=8", "rollout.max_turn_tokens=120", "rollout.max_passage_tokens=200")
+TEMPLATE = "Q: {question}\nP: {passages}\n"
+PASSAGES = (
+    Passage("a", "Anna", "Anna Bell has birthplace Carl Dorn."),
+    Passage("b", "Ida", "Ida Jones has rival Mia Noor."),
+)
+
+
+def extracted(rationale: str, evidence: str) -> str:
+    return f"<reason>{rationale}</reason><extract>{evidence}</extract>"
+
+
+def make_plan(folder: Path, model: Path, questions: list[Question]) -> Plan:
+    """Three questions with passages, the extractor a tiny model."""
+    asked = [replace(question, passages=PASSAGES) for question in questions[:3]]
+    (folder / "q.jsonl").write_text("".join(json.dumps(question_record(q)) + "\n" for q in asked))
+    (folder / "t.txt").write_text(TEMPLATE)
+    return Plan(
+        model=str(model),
+        questions=str(folder / "q.jsonl"),
+        out=str(folder / "e.jsonl"),
+        template=str(folder / "t.txt"),
+        overrides=SMALL,
+    )
+
+
+def make_agentic(plan: Plan, index: Path, folder: Path) -> Plan:
+    (folder / "agent.txt").write_text("Search: {question}\n")
+    agent = Chosen(model=plan.model, template=str(folder / "agent.txt"))
+    return replace(plan, index=str(index), k=2, agent=agent, limit=1)
+
+
+def lines(plan: Plan) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(plan.out).read_text().splitlines()]
+
+
+def chat(server: ChatServer, template: str | None = None) -> Chosen:
+    return Chosen(url=server.url, name="m", template=template)
