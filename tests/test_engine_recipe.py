@@ -1,101 +1,25 @@
-"""Recipes: what is read back, what is refused and in which words, what a resumed run may change."""
+"""Recipes: what is read back, what is refused and in which words, what `--set` overrides."""
 
 import math
 import re
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_cases import FULL, SMALLEST, refusal, writer
 
-from thresher.engine.recipe import (
-    MAY_CHANGE,
-    Data,
-    Grpo,
-    Model,
-    Optim,
-    Recipe,
-    Retrieval,
-    Rollout,
-    Run,
-    Sft,
-    System,
-    from_dict,
-    load_recipe,
-)
-from thresher.engine.tables import Section, hints, section_in, to_toml, toml_value
+from thresher.engine.recipe import Data, Grpo, Model, Optim, Recipe, Rollout, System, from_dict, load_recipe
+from thresher.engine.tables import to_toml, toml_value
 from thresher.rewards.errors import UserError
-
-SMALLEST = '[model]\npath = "m"\n'
-FULL = """
-[model]
-path = "models/tiny"
-dtype = "bfloat16"
-device = "cuda"
-prompt = "chat"
-[data]
-train = "train.jsonl"
-dev = "dev.jsonl"
-limit = 100
-[retrieval]
-index = "index"
-[system]
-name = "eval_rar"
-[system.options]
-partial_credit = false
-weights = [0.1, 1, "x"]
-"odd key" = { deep = 1.0 }
-[grpo]
-clip_high = 1
-kl_value = "k2"
-aggregation = "constant"
-aggregation_constant = 256
-[optim]
-betas = [0.9, 0.95]
-max_grad_norm = inf
-[run]
-steps = 7
-[sft]
-transcripts = "t.jsonl"
-gate = 0.9
-[lora]
-rank = 8
-[judge]
-entailment = "models/nli"
-labels = ["entailment", "neutral", "contradiction"]
-max_tokens = 256
-batch_tokens = 4096
-device = "cuda"
-url = "http://h:1"
-model = "chat"
-key_env = "CHAT_KEY"
-replies = "replies.jsonl"
-"""
-
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    def write(text: str, name: str = "r.toml") -> Path:
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
-def refusal(path: Path, *overrides: str) -> str:
-    """The message of the UserError, the folder cut off."""
-    with pytest.raises(UserError) as caught:
-        load_recipe(path, overrides)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message.replace(f"{path.parent}/", "")
+    return writer(tmp_path)
 
 
 def test_defaults_fill_what_the_file_leaves_out(write: Any) -> None:
@@ -349,105 +273,3 @@ def test_unreadable_files(tmp_path: Path, write: Any) -> None:
     path = write(SMALLEST)
     path.write_bytes(b"\xff\xfe")
     assert "r.toml: expected a recipe in TOML, but 'utf-8' codec can't decode" in refusal(path)
-
-
-def test_searches_go_to_an_index_or_to_a_server(write: Any) -> None:
-    remote = load_recipe(write('[model]\npath = "m"\n[retrieval]\nurl = "http://h:1"\npatience = 0\n'))
-    section = remote.need(Retrieval)
-    assert (section.index, section.url, section.timeout, section.patience) == (None, "http://h:1", 60.0, 0.0)
-    message = refusal(write('[model]\npath = "m"\n[retrieval]\nindex = "i"\nurl = "u"\n'))
-    assert message == "r.toml: [retrieval] index: expected either index, a folder, or url, a server, got both"
-    moved = replace(remote, retrieval=replace(section, url="http://other:2", timeout=1.0, patience=2.0))
-    assert moved.digest() == remote.digest()
-    at_home = replace(remote, retrieval=Retrieval(index="i"))
-    assert remote.differences(at_home) == ['retrieval.index is unset, not "i"']
-    with pytest.raises(UserError, match=r"no section \[retrieval\], which .*; add it with index or url"):
-        Recipe(model=Model(path="m")).need(Retrieval)
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.toml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_the_recipes_that_come_with_it(path: Path) -> None:
-    recipe = load_recipe(path)
-    assert ((recipe.retrieval or Retrieval()).url is not None) == path.stem.endswith("-server")
-    folder = path.parent.name
-    assert recipe.need(System).name == {"demo": "eval_rar", "world": "search_r1"}.get(folder, folder)
-
-
-def test_need_names_the_missing_section() -> None:
-    recipe = Recipe(model=Model(path="m"), data=Data(train="q"))
-    assert recipe.need(Data).train == "q"
-    assert recipe.need(Run) == Run()
-    with pytest.raises(
-        UserError, match=re.escape("no section [sft], which this command needs; add it with transcripts or data")
-    ):
-        recipe.need(Sft)
-
-
-def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
-    recipe = load_recipe(write(FULL))
-    changed: dict[str, Any] = {
-        bool: lambda value: not value,
-        int: lambda value: value + 1,
-        float: lambda value: (value + 1) / 4,
-        str: lambda value: value + "x",
-        tuple: lambda value: (0.5, 0.5),
-        dict: lambda value: {**value, "more": 1},
-        NoneType: lambda value: None,
-    }
-    choices = {"dtype": "float32", "device": "cpu", "prompt": "raw", "kl_value": "k3", "schedule": "linear"}
-    choices |= {"format": "direct", "answer": "plain", "targets": ("q", "down"), "labels": ("no", "yes")}
-    seen, skipped = {recipe.digest()}, []
-    for name, hint in hints(Recipe).items():
-        section = getattr(recipe, name)
-        for key in hints(section_in(hint)):  # type: ignore[arg-type]
-            value = getattr(section, key)
-            new = choices[key] if key in choices else changed[type(value)](value)
-            if value is None or key in ("aggregation", "max_grad_norm"):  # inf, or bound to another field
-                skipped.append(key)
-                continue
-            other = replace(recipe, **{name: replace(section, **{key: new})})
-            dotted = f"{name}.{key}"
-            if dotted in MAY_CHANGE:
-                assert other.digest() == recipe.digest() and recipe.differences(other) == []
-            else:
-                assert other.digest() not in seen, dotted
-                (difference,) = recipe.differences(other)
-                assert difference.startswith(dotted)
-                seen.add(other.digest())
-    assert len(seen) > 55 and len(skipped) < 20
-
-
-def test_the_digest_is_stable_and_tells_types_apart() -> None:
-    recipe = Recipe(model=Model(path="m"), system=System(name="s", options={"a": 1, "b": 2}))
-    reordered = Recipe(model=Model(path="m"), system=System(name="s", options={"b": 2, "a": 1}))
-    as_bool = Recipe(model=Model(path="m"), system=System(name="s", options={"a": True, "b": 2}))
-    assert recipe.digest() == reordered.digest() and recipe.differences(reordered) == []
-    assert recipe == as_bool and recipe.digest() != as_bool.digest()
-    assert recipe.differences(as_bool) == ["system.options.a is 1, not true"]
-    assert recipe.differences(Recipe(model=Model(path="m"))) == [
-        'system.name is "s", not unset',
-        "system.options.a is 1, not unset",
-        "system.options.b is 2, not unset",
-    ]
-    assert re.fullmatch("[0-9a-f]{64}", recipe.digest())
-
-
-def test_options_are_copied() -> None:
-    options = {"a": [1]}
-    system = System(name="s", options=options)
-    options["a"].append(2)
-    assert system.options == {"a": [1]}
-
-
-def all_sections() -> list[type[Section]]:
-    return [section for hint in hints(Recipe).values() if (section := section_in(hint)) is not None]
-
-
-def test_every_field_can_be_written_and_what_may_change_exists() -> None:
-    names = {f"{name}.{key}" for name, hint in hints(Recipe).items() for key in hints(section_in(hint))}  # type: ignore[arg-type]
-    assert names >= MAY_CHANGE
-    for section in [*all_sections(), Recipe]:
-        for f in fields(section):  # type: ignore[arg-type]
-            optional = NoneType in get_args(hints(section)[f.name])
-            # TOML cannot say "nothing", so it must be what the absent key means.
-            assert not optional or f.default is None, f"{section.__name__}.{f.name}"
