@@ -26,7 +26,7 @@ from thresher.retrieval.dense import DenseIndex
 from thresher.retrieval.encoder import Encoder, Vectors
 from thresher.retrieval.exact import MARGIN, ExactRows, Found, Rows, RowScores, faiss
 from thresher.retrieval.gpu import FLAT_FACTOR, GpuLists, flat_on_gpus
-from thresher.retrieval.grow import INDEX_FILE, inner, read_structure, rotation
+from thresher.retrieval.grow import INDEX_FILE, behind, inner, read_structure, rotation
 from thresher.retrieval.kinds import Kind, parse_kind
 from thresher.retrieval.manifest import Manifest, check_file
 from thresher.retrieval.vectors import VectorFile
@@ -79,14 +79,14 @@ class ListCandidates:
 
 
 class GraphCandidates:
-    """A FAISS HNSW graph with its vectors, or with the directions that stand in for them."""
+    """A FAISS HNSW graph with its vectors, or with the directions and codes that stand in for them."""
 
     effort = "efSearch"
 
     def __init__(self, index: Any) -> None:
         self._index = index  # owns what the next lines point into
         self._projection_PD = rotation(index)
-        self._graph = index if self._projection_PD is None else faiss.downcast_index(index.index)
+        self._graph = behind(index)
         self.most = int(index.ntotal)
 
     def find(self, query_QD: Vectors, fetch: int, effort: int) -> tuple[Vectors, Rows]:

@@ -68,7 +68,7 @@ class BuildSettings:
             raise UserError(f"keep is {self.keep!r}; expected one of {', '.join(KEEPS)}")
         if self.kind.exact and self.keep != "float32":
             raise UserError(f"keep is {self.keep!r}, but {self.kind.name} keeps what it searches; leave it out")
-        if self.keep == NOT_KEPT and self.kind.family == "hnsw":
+        if self.keep == NOT_KEPT and self.kind.borrows:
             raise UserError("keep is 'none', but a graph is searched over its vectors; keep them in float32 or float16")
         if self.keep == NOT_KEPT and self.kind.directions:
             raise UserError(f"keep is 'none', but {self.kind.name} only finds what is to be scored; keep float16")

@@ -118,7 +118,7 @@ class Calibration:
         return self._once("multiply", measure)
 
     def lists(self, codes: str) -> Speed:
-        """The scan of lists of float32 ("Flat") or float16 ("SQfp16") vectors."""
+        """The scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits ("SQ8")."""
         return self._once(("lists", codes), lambda: self._scan(self._filled(f"IVF{LISTS},{codes}")))
 
     def product(self, pq: int, opq: bool) -> Codes:
@@ -144,12 +144,14 @@ class Calibration:
 
         return self._once(("product", pq, opq), measure)
 
-    def graph(self, links: int, construction: int, effort: int) -> Graph:
-        """A graph built with `construction` candidates a vector (FAISS's efConstruction), searched with `effort`."""
+    def graph(self, factory: str, construction: int, effort: int) -> Graph:
+        """A graph ("HNSW32", "HNSW32_SQ8") built with `construction` candidates a vector (FAISS's efConstruction),
+        searched with `effort`."""
 
         def measure() -> Graph:
-            index = faiss.IndexHNSWFlat(self.dim, links, faiss.METRIC_INNER_PRODUCT)
+            index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
             index.hnsw.efConstruction, index.hnsw.efSearch = construction, effort
+            index.train(self._vectors_ND[:FEW])
             first, *parts = np.array_split(self._vectors_ND[:FEW], GRAPH_PARTS)
             index.add(first)
             later = [timed(partial(index.add, part_ND)) / len(part_ND) for part_ND in parts]
@@ -158,7 +160,7 @@ class Calibration:
             search = self._speed(lambda query_QD: index.search(query_QD, K), 1, ALONE_GRAPH)
             return Graph(vectors=min(FEW, self.sample), add=add, search=search)
 
-        return self._once(("graph", links, construction, effort), measure)
+        return self._once((factory, construction, effort), measure)
 
     def _quantiser(self, pq: int) -> Any:
         quantiser = faiss.ProductQuantizer(self.dim, pq, 8)

@@ -6,13 +6,13 @@ Lists (IVF) in four steps, so that memory is known beforehand and little is lost
   fill    every list made exactly as long as it will be, then the vectors laid into it; starts anew after a kill, being
           no more than a copy (or, for PQ, an encoding)
   write   `index.faiss`
-A graph (HNSW) grows vector by vector. It is kept every 2^18 of them, without the vectors, which the file has; FAISS's
-random numbers for the levels are set anew at each of these points, so that a graph that was gone on with is the graph
-of one go. That holds for one thread; with more, FAISS links in whatever order they come.
+A graph (HNSW) grows vector by vector. It is kept every 2^18 of them: over codes or directions with these, which no
+other file has, else without its vectors. FAISS's random numbers for the levels are set anew at each of these points, so
+that a graph that was gone on with is the graph of one go. That holds for one thread; with more, FAISS links in whatever
+order they come.
 
-Before either may stand a projection on the vectors' principal directions, found on a sample; such a graph has vectors
-of its own, which are kept with it. The directions are those of the inner product itself: the mean is not taken away,
-for that would change the order.
+Before either may stand a projection on the vectors' principal directions, found on a sample. The directions are those
+of the inner product itself: the mean is not taken away, for that would change the order.
 
 Deliberately absent: FAISS's own `add` in a stream, whose vectors grow by doubling (twice the memory at the worst).
 
@@ -20,8 +20,7 @@ Shape letters: N vectors, S a sample, B a slice, D dimension, P directions.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import numpy as np
 
 from thresher.policy.files import atomic_path
 from thresher.retrieval.exact import Rows, faiss
-from thresher.retrieval.kinds import PQ_CENTROIDS, TRAIN_PQ, Kind, training_vectors
+from thresher.retrieval.kinds import PQ_CENTROIDS, TRAIN_CODES, Kind, training_vectors
 from thresher.retrieval.vectors import Array, VectorFile
 from thresher.rewards.errors import UserError
 
@@ -56,7 +55,7 @@ def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
     if path.is_file():
         return read_structure(path, kind, vectors)
     if kind.family == "hnsw":
-        return (_grow_projected if kind.directions else _grow_graph)(kind, vectors, work, on_stage)
+        return _grow_graph(kind, vectors, work, on_stage)
     index = _trained(kind, vectors, work, on_stage)
     _assign(index, vectors, VectorFile(work / LISTS_FILE, vectors.rows, 1, "int32"), on_stage)
     list_N = VectorFile(work / LISTS_FILE, vectors.rows, 1, "int32").open()[:, 0]
@@ -66,29 +65,42 @@ def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
 
 
 def read_structure(path: Path, kind: Kind, vectors: VectorFile) -> Any:
-    """Reads `index.faiss`; a graph without directions gets its vectors from `vectors`, copied to RAM. UserError when
+    """Reads `index.faiss`; a graph that borrows its vectors gets them from `vectors`, copied to RAM. UserError when
     FAISS cannot, or it holds something else."""
-    graph = kind.family == "hnsw" and not kind.directions
     try:
-        index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_SKIP_STORAGE if graph else 0)
+        index = faiss.read_index(os.fspath(path), _flags(kind))
     except RuntimeError:
         raise UserError(f"{path}: FAISS cannot read it; build the index again") from None
-    fits = (
-        isinstance(index, faiss.IndexHNSWFlat) if graph else isinstance(index, faiss.IndexPreTransform | faiss.IndexIVF)
-    )
-    if not fits or (index.ntotal, index.d) != (vectors.rows, vectors.dim):
+    if not isinstance(index, _expected(kind)) or (index.ntotal, index.d) != (vectors.rows, vectors.dim):
         raise UserError(
             f"{path}: holds {index.ntotal} x {index.d} vectors in a {type(index).__name__}, expected {vectors.rows} x "
             f"{vectors.dim} in {kind.name}; build the index again"
         )
-    if graph:
+    if kind.borrows:
         _attach(index, vectors, index.ntotal)
     return index
+
+
+def _expected(kind: Kind) -> Any:
+    if kind.directions or kind.opq:
+        return faiss.IndexPreTransform
+    if kind.family == "hnsw":
+        return faiss.IndexHNSWFlat if kind.codes == "float32" else faiss.IndexHNSWSQ
+    return faiss.IndexIVF
+
+
+def _flags(kind: Kind) -> int:
+    return int(faiss.IO_FLAG_SKIP_STORAGE) if kind.borrows else 0
 
 
 def inner(index: Any) -> Any:
     """The lists of `index`, behind its rotation if it has one."""
     return faiss.downcast_index(faiss.extract_index_ivf(index))
+
+
+def behind(index: Any) -> Any:
+    """The structure of `index` that stands behind its rotation or projection, if it has one."""
+    return faiss.downcast_index(index.index) if isinstance(index, faiss.IndexPreTransform) else index
 
 
 def rotation(index: Any) -> Array | None:
@@ -114,7 +126,7 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
     on_stage("training", 0, count)
     sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
     # "np": without the reordering of codes for polysemous search, which takes longer than all else and is not used.
-    name = f"{kind.name}np" if kind.codes == "pq" else replace(kind, directions=0).name
+    name = f"{kind.name}np" if kind.codes == "pq" else kind.structure
     index = faiss.index_factory(kind.directions or vectors.dim, name, faiss.METRIC_INNER_PRODUCT)
     if kind.directions:
         index = _projected(sample_SD, index)
@@ -127,7 +139,7 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
         quiet.append(lists.pq.cp)
     if kind.opq:
         transform = faiss.downcast_VectorTransform(index.chain.at(0))
-        transform.niter, transform.max_train_points = OPQ_ROUNDS, TRAIN_PQ
+        transform.niter, transform.max_train_points = OPQ_ROUNDS, TRAIN_CODES
         held.append(faiss.ProductQuantizer(vectors.dim, kind.pq, PQ_CENTROIDS.bit_length() - 1))
         transform.pq = held[0]
         quiet.append(held[0].cp)
@@ -188,57 +200,39 @@ def _projected(sample_SD: Array, index: Any) -> Any:
     return faiss.IndexPreTransform(transform, index)
 
 
-def _grow_projected(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
-    """A graph over directions: as `_grow_graph`, but with its vectors, which no other file has."""
+def _grow_graph(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
     path = work / GRAPH_FILE
     if path.is_file():
-        index = faiss.read_index(os.fspath(path))
+        index = faiss.read_index(os.fspath(path), _flags(kind))
+        if kind.borrows:
+            _attach(index, vectors, index.ntotal)
     else:
-        count = training_vectors(kind, vectors.rows)
-        sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
-        index = _projected(sample_SD, _empty_graph(kind.directions, kind.links))
-    graph = faiss.downcast_index(index.index)
-    _reserve(faiss.downcast_index(graph.storage).codes, 4 * kind.directions * vectors.rows)
-    projection_PD = rotation(index)
-    for start in _checkpoints(graph, kind, vectors.rows):
+        index = _empty_graph(kind, vectors)
+    graph, projection_PD = behind(index), rotation(index)
+    storage = faiss.downcast_index(graph.storage)
+    _reserve(storage.codes, storage.sa_code_size() * vectors.rows)
+    # Links of 2M on the ground and about M / (M - 1) above it; a little more, for levels are drawn.
+    _reserve(graph.hnsw.neighbors, int(vectors.rows * (2 * kind.links + 2) * 1.01))
+    for start in range(graph.ntotal, vectors.rows, CHECKPOINT):
+        graph.hnsw.rng = faiss.RandomGenerator(SEED + start // CHECKPOINT)
         stop = min(start + CHECKPOINT, vectors.rows)
         for first, part_BD in vectors.slices(start, stop):
             graph.add(_rotated(part_BD, projection_PD))
             on_stage("linking", first + len(part_BD), vectors.rows)
         index.ntotal = graph.ntotal
-        _write(index, path if stop < vectors.rows else work / INDEX_FILE)
+        _write(index, path if stop < vectors.rows else work / INDEX_FILE, _flags(kind))
     return index
 
 
-def _empty_graph(dim: int, links: int) -> Any:
-    graph = faiss.IndexHNSWFlat(dim, links, faiss.METRIC_INNER_PRODUCT)
-    graph.hnsw.efConstruction = EF_CONSTRUCTION
-    return graph
-
-
-def _checkpoints(graph: Any, kind: Kind, rows: int) -> Iterator[int]:
-    """The rows from which `graph` is to be gone on with, each with random numbers of its own."""
-    # Links of 2M on the ground and about M / (M - 1) above it; a little more, for levels are drawn.
-    _reserve(graph.hnsw.neighbors, int(rows * (2 * kind.links + 2) * 1.01))
-    for start in range(graph.ntotal, rows, CHECKPOINT):
-        graph.hnsw.rng = faiss.RandomGenerator(SEED + start // CHECKPOINT)
-        yield start
-
-
-def _grow_graph(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
-    path = work / GRAPH_FILE
-    if path.is_file():
-        index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_SKIP_STORAGE)
-        _attach(index, vectors, index.ntotal)
-    else:
-        index = _empty_graph(vectors.dim, kind.links)
-        _reserve(faiss.downcast_index(index.storage).codes, 4 * vectors.dim * vectors.rows)
-    for start in _checkpoints(index, kind, vectors.rows):
-        stop = min(start + CHECKPOINT, vectors.rows)
-        for first, part_BD in vectors.slices(start, stop):
-            index.add(part_BD)
-            on_stage("linking", first + len(part_BD), vectors.rows)
-        _write(index, path if stop < vectors.rows else work / INDEX_FILE, faiss.IO_FLAG_SKIP_STORAGE)
+def _empty_graph(kind: Kind, vectors: VectorFile) -> Any:
+    """A graph of no vectors, behind its projection, its codes' extremes known: whatever needs a sample is done."""
+    index = faiss.index_factory(kind.directions or vectors.dim, kind.structure, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = EF_CONSTRUCTION
+    if count := training_vectors(kind, vectors.rows):
+        sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
+        if kind.directions:
+            index = _projected(sample_SD, index)
+        index.train(sample_SD)
     return index
 
 

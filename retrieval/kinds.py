@@ -5,14 +5,16 @@ A kind is written as FAISS's factory writes it, and nothing here needs FAISS:
     flat                    every vector in float32; every search looks at all of them and is exact
     flat16                  the same over vectors rounded to float16
     IVF4096,Flat            lists around 4,096 centroids; a search looks through the nearest lists, its effort `nprobe`
-    IVF4096,SQfp16          the same, vectors in the lists in float16
+    IVF4096,SQfp16          the same, vectors in the lists in float16; SQ8 in 8 bits a coordinate, between its extremes
     [OPQ64,]IVF4096,PQ64    the same, 64 bytes a vector: product quantisation, with OPQ after a learned rotation
     HNSW32                  a graph with 32 links a vector (64 on the ground level), its effort `efSearch`
-    PCA192,HNSW32           any but PQ, over the vectors' 192 strongest directions; what it finds is scored in full
+    HNSW32_SQ8              the same over vectors of its own, in 8 bits a coordinate; or SQfp16
+    PCA192,HNSW32_SQ8       any but PQ, over the vectors' 192 strongest directions
 
-A number of lists may be left out (`IVF,Flat`), and `ivf`, `ivfpq`, `hnsw` stand for the usual choice of each.
+What 8 bits, PQ or PCA let a search find is scored in full, from the kept vectors. A number of lists may be left out
+(`IVF,Flat`), and `ivf`, `ivfpq`, `hnsw` stand for the usual choice of each.
 
-Deliberately absent: graphs over codes, graphs over the centroids, quantisers of 4 bits.
+Deliberately absent: graphs over product codes, graphs over the centroids, quantisers of 4 bits.
 """
 
 import math
@@ -21,29 +23,37 @@ from dataclasses import dataclass, replace
 
 from thresher.rewards.errors import UserError
 
-EXAMPLES = "flat, flat16, IVF4096,Flat, IVF4096,SQfp16, OPQ64,IVF4096,PQ64, HNSW32, PCA192,HNSW32, or ivf, ivfpq, hnsw"
+EXAMPLES = (
+    "flat, flat16, IVF4096,Flat, IVF4096,SQfp16, OPQ64,IVF4096,PQ64, HNSW32, HNSW32_SQ8, PCA192,HNSW32_SQ8, or ivf, "
+    "ivfpq, hnsw"
+)
 HNSW_LINKS = 32
 # Passages a list should have to train its centroid on, at the least; and how many it is trained on, at the most.
 LEAST_PER_LIST, TRAIN_PER_LIST = 39, 50
-# Product quantisers have 256 centroids a byte; they, rotations and directions are found on at most so many vectors.
-PQ_CENTROIDS, TRAIN_PQ = 256, 65_536
+# Product quantisers have 256 centroids a byte; they, rotations, directions and the extremes of coordinates are found on
+# at most so many vectors.
+PQ_CENTROIDS, TRAIN_CODES = 256, 65_536
 # Up to here an exact search over 768 dimensions takes two cores under .1 s: no approximation is worth its loss.
 FLAT_PASSAGES = 200_000
 # Bytes mapped or copied at a time while an index is built, and what interpreter, NumPy and FAISS need.
 SLICE_BYTES, PROCESS_BYTES = 64 * 2**20, 200 * 10**6
 
 _PCA = re.compile(r"PCA(\d+),(.+)", re.IGNORECASE)
-_IVF = re.compile(r"(?:OPQ(\d+),)?IVF(\d*),(?:(Flat)|(SQfp16)|PQ(\d+))", re.IGNORECASE)
-_HNSW = re.compile(r"HNSW(\d*)", re.IGNORECASE)
+_IVF = re.compile(r"(?:OPQ(\d+),)?IVF(\d*),(?:(Flat|SQfp16|SQ8)|PQ(\d+))", re.IGNORECASE)
+_HNSW = re.compile(r"HNSW(\d*)(?:_(Flat|SQfp16|SQ8))?", re.IGNORECASE)
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _FLAT = {"flat": "flat", "flat16": "flat16", "sqfp16": "flat16"}
+# How a coordinate is held, and what FAISS calls that.
+SCALARS = {"float32": "Flat", "float16": "SQfp16", "uint8": "SQ8"}
+_CODES = {name.lower(): codes for codes, name in SCALARS.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind, read. `family` is flat, flat16, ivf or hnsw; `lists` the number of centroids; `codes` how a list holds a
-    vector: float32, float16 or pq; `pq` bytes of a code; `opq` whether a rotation precedes; `links` of a graph;
-    `directions`, on how many principal directions the structure sees the vectors, 0 where it sees all of them."""
+    """A kind, read. `family` is flat, flat16, ivf or hnsw; `lists` the number of centroids; `codes` how a list or a
+    graph holds a vector: float32, float16, uint8 (between each coordinate's extremes) or pq; `pq` bytes of a code;
+    `opq` whether a rotation precedes; `links` of a graph; `directions`, on how many principal directions the structure
+    sees the vectors, 0 where it sees all of them."""
 
     family: str
     lists: int = 0
@@ -56,13 +66,17 @@ class Kind:
     @property
     def name(self) -> str:
         """The factory string, numbers filled in."""
-        pca = f"PCA{self.directions}," if self.directions else ""
+        return f"PCA{self.directions},{self.structure}" if self.directions else self.structure
+
+    @property
+    def structure(self) -> str:
+        """The factory string without PCA."""
         if self.family == "hnsw":
-            return f"{pca}HNSW{self.links}"
+            return f"HNSW{self.links}" + ("" if self.codes == "float32" else f"_{SCALARS[self.codes]}")
         if self.family != "ivf":
             return self.family
-        codes = {"float32": "Flat", "float16": "SQfp16", "pq": f"PQ{self.pq}"}[self.codes]
-        return f"{pca}{f'OPQ{self.pq},' if self.opq else ''}IVF{self.lists},{codes}"
+        codes = f"PQ{self.pq}" if self.codes == "pq" else SCALARS[self.codes]
+        return f"{f'OPQ{self.pq},' if self.opq else ''}IVF{self.lists},{codes}"
 
     @property
     def exact(self) -> bool:
@@ -72,13 +86,18 @@ class Kind:
     @property
     def estimates(self) -> bool:
         """Whether the structure's own scores are estimates, so that more candidates than hits are fetched."""
-        return self.codes == "pq" or self.directions > 0
+        return self.codes in ("pq", "uint8") or self.directions > 0
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the structure is a graph alone, whose vectors are read from the kept ones' file."""
+        return self.family == "hnsw" and self.codes == "float32" and not self.directions
 
     def bytes_per_vector(self, dim: int) -> int:
         """Bytes of RAM of one vector in the structure that is searched: its coordinates or code; in a list its row (8),
         in a graph its links of 4 bytes (2M on the ground, M / (M - 1) above on average), offset (8) and level (4)."""
         dim = self.directions or dim
-        width = {"float32": 4 * dim, "float16": 2 * dim, "pq": self.pq}[self.codes]
+        width = {"float32": 4 * dim, "float16": 2 * dim, "uint8": dim, "pq": self.pq}[self.codes]
         if self.family == "hnsw":
             return width + 4 * (2 * self.links + math.ceil(self.links / (self.links - 1))) + 12
         if self.family == "ivf":
@@ -124,15 +143,15 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
         links = int(found[1] or HNSW_LINKS)
         if not 4 <= links <= 128:
             raise UserError(f"kind is {text!r}: a graph of {links} links a vector; expected 4 to 128")
-        return Kind(family="hnsw", links=links)
+        return Kind(family="hnsw", links=links, codes=_CODES[(found[2] or "Flat").lower()])
     found = _IVF.fullmatch(written)
     if not found:
         raise UserError(f"kind is {text!r}; expected one of {EXAMPLES}")
-    rotation, lists, flat, half, pq = found.groups()
+    rotation, lists, scalar, pq = found.groups()
     kind = Kind(
         family="ivf",
         lists=int(lists) if lists else default_lists(passages),
-        codes="float32" if flat else "float16" if half else "pq",
+        codes=_CODES[scalar.lower()] if scalar else "pq",
         pq=int(pq or 0),
         opq=rotation is not None,
     )
@@ -143,7 +162,7 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
 def _with_directions(text: str, directions: int, rest: str, passages: int, dim: int) -> Kind:
     kind = parse_kind(rest, passages, dim)
     if kind.exact or kind.codes == "pq" or kind.directions:
-        raise UserError(f"kind is {text!r}: PCA goes before HNSW, IVF,Flat and IVF,SQfp16 only; OPQ serves PQ")
+        raise UserError(f"kind is {text!r}: PCA goes before graphs and lists of scalars only; OPQ serves PQ")
     if not 1 <= directions < dim:
         raise UserError(f"kind is {text!r}: {directions} directions of {dim} dimensions; expected 1 to {dim - 1}")
     return replace(kind, directions=directions)
@@ -175,16 +194,18 @@ def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
     S = 64 MiB (a slice) and P = 200 MB (interpreter, NumPy, FAISS):
 
         RAM          N b + 4 d C + P        for flat the mapped file: searches want it in memory, the loader does not
-        disk         4 d N, the vectors kept for exact scores, plus the structure: N b + 4 d C of lists, N (b - 4 d)
-                     of a graph (it shares the vectors' file), nothing for flat; flat16 keeps 2 d N
+        disk         4 d N, the vectors kept for exact scores, plus the structure: N b + 4 d C of lists, N b of a
+                     graph with codes, N (b - 4 d) of one without (the vectors' file is its own), nothing for flat;
+                     flat16 keeps 2 d N
         build RAM    max(training, filling) + 2 S + P
-                     training    4 d T, three times that for PQ (its rotation and residuals are copies)
+                     training    4 d T, three times that for PQ (its rotation and residuals are copies); a graph with
+                                 codes or PCA 4 d min(N, 65,536)
                      filling     N b + 4 d C + 4 N (every row's list) for lists, N b for a graph, 0 for flat
-        PCA          p directions in the place of d in b and C; a graph then has vectors of its own: 4 d N + N b of
-                     disk; training of 4 d min(N, 65,536)
-        GPU          2 d N for flat, flat16 and uncompressed lists (float16), N b for PQ; + 4 d C; graphs have none
+        PCA          p directions in the place of d in b and C; a graph then has vectors of its own, as with codes
+        GPU          2 d N for flat, flat16 and uncompressed lists (float16), N b for codes; + 4 d C; graphs have none
 
-    21,015,324 x 768: flat 64.6 GB, flat16 32.3 GB, HNSW32 70.3 GB, OPQ96,IVF16384,PQ96 2.2 GB (+ P).
+    21,015,324 x 768: flat 64.6 GB, flat16 32.3 GB, HNSW32 70.4 GB, HNSW32_SQ8 21.9 GB, PCA192,HNSW32_SQ8 9.8 GB,
+    OPQ96,IVF16384,PQ96 2.2 GB (+ P).
     """
     if isinstance(kind, str):
         kind = parse_kind(kind, passages, dim)
@@ -202,7 +223,7 @@ def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
     if kind.family == "hnsw":
         return Estimate(
             ram_bytes=structure + PROCESS_BYTES,
-            disk_bytes=structure + (matrix if kind.directions else 0),
+            disk_bytes=structure + (0 if kind.borrows else matrix),
             build_ram_bytes=max(training, structure) + 2 * SLICE_BYTES + PROCESS_BYTES,
             gpu_bytes=0,
         )
@@ -210,25 +231,27 @@ def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
         ram_bytes=structure + PROCESS_BYTES,
         disk_bytes=matrix + structure,
         build_ram_bytes=max(training, structure + 4 * passages) + 2 * SLICE_BYTES + PROCESS_BYTES,
-        gpu_bytes=(structure if kind.codes == "pq" else 2 * (kind.directions or dim) * passages) + centroids,
+        gpu_bytes=(structure if kind.codes in ("pq", "uint8") else 2 * (kind.directions or dim) * passages) + centroids,
     )
 
 
 def training_vectors(kind: Kind, passages: int) -> int:
     """How many vectors the centroids, quantisers and directions of `kind` are found on."""
     wanted = TRAIN_PER_LIST * kind.lists
-    return min(passages, max(wanted, TRAIN_PQ) if kind.estimates else wanted)
+    return min(passages, max(wanted, TRAIN_CODES) if kind.estimates else wanted)
 
 
 def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
     """The kind to build for so much RAM, and why, as a sentence.
 
-    The first that fits, built and searched, of: flat (up to 200,000 passages), HNSW32, IVF with float16, OPQ with
-    codes of falling size. UserError when not even the smallest fits.
+    The first that fits, built and searched, of: flat (up to 200,000 passages), HNSW32, HNSW32_SQ8, IVF with 8 bits, OPQ
+    with codes of falling size. PCA is not among them: whether fewer directions do depends on the vectors, and shows in
+    the recall only. UserError when not even the smallest fits.
     """
-    half = f"IVF{default_lists(passages)},SQfp16"
+    lists = f"IVF{default_lists(passages)}"
     sizes = pq_sizes(dim) if passages >= PQ_CENTROIDS else []
-    names = [f"HNSW{HNSW_LINKS}", half, *(f"OPQ{size},IVF{default_lists(passages)},PQ{size}" for size in sizes)]
+    names = [f"HNSW{HNSW_LINKS}", f"HNSW{HNSW_LINKS}_SQ8", f"{lists},SQ8"]
+    names += [f"OPQ{size},{lists},PQ{size}" for size in sizes]
     if passages <= FLAT_PASSAGES:
         names.insert(0, "flat")
     needs = {name: _most(estimate(name, passages, dim)) for name in names}

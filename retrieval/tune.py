@@ -29,8 +29,8 @@ QUERIES = 200
 QUERY_WORDS = 12
 SEED = 4321
 KS = (5, 10)
-# Candidates fetched per hit: for vectors that the structure holds whole, and for codes, whose order is an estimate.
-WHOLE_FACTORS, CODE_FACTORS = (1,), (4, 16, 64)
+# Candidates fetched per hit, few first: where the structure holds whole vectors, and where it estimates their order.
+WHOLE_FACTORS, CODE_FACTORS = (1,), (2, 4, 16, 64)
 # A step of effort that brings less than this is not worth the next, as long as more candidates may be fetched instead.
 LEAST_GAIN = 0.004
 BATCH = 64

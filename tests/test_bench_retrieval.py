@@ -76,7 +76,7 @@ def test_recall_counts_what_was_found(made: VectorSet, truth: Truth) -> None:
     assert truth.recall(np.where(np.arange(11) < 5, row_QK, -1), 10) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("name", ["IVF16,Flat", "HNSW8", "PCA18,HNSW8", "PCA18,IVF16,Flat"])
+@pytest.mark.parametrize("name", ["IVF16,Flat", "HNSW8", "PCA18,HNSW8", "PCA18,HNSW8_SQ8", "PCA18,IVF16,Flat"])
 def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: Truth, tmp_path: Path, name: str) -> None:
     kind = parse_kind(name, N, D)
     index = grow(kind, made.vectors, tmp_path, lambda *_: None)

@@ -24,7 +24,9 @@ from thresher.retrieval.vectors import VectorFile
 from thresher.rewards.errors import UserError
 
 COUNT = 4000
-KINDS = ("IVF64,Flat", "IVF64,SQfp16", "OPQ4,IVF64,PQ4", "HNSW16", "PCA12,HNSW16", "PCA12,IVF64,SQfp16")
+LISTS = ("IVF64,Flat", "IVF64,SQfp16", "IVF64,SQ8", "OPQ4,IVF64,PQ4", "PCA12,IVF64,SQfp16")
+GRAPHS = ("HNSW16", "HNSW16_SQ8", "HNSW16_SQfp16", "PCA12,HNSW16", "PCA12,HNSW16_SQ8")
+KINDS = (*LISTS, *GRAPHS)
 # Four bytes a vector and nothing else, and a recall that they cannot give.
 UNSCORED = ("IVF64,PQ4", "none", 0.999)
 QUERIES = [str(number) for number in range(3, COUNT, 57)]
@@ -111,7 +113,7 @@ def test_alone_and_in_a_crowd_to_the_last_bit(world, folders, kind):
     assert again == crowd
 
 
-@pytest.mark.parametrize("kind", ["IVF64,Flat", "OPQ4,IVF64,PQ4", "HNSW16", "PCA12,HNSW16"])
+@pytest.mark.parametrize("kind", ["IVF64,Flat", "OPQ4,IVF64,PQ4", *GRAPHS])
 def test_all_effort_and_all_candidates_are_the_exact_answer(world, folders, truth, kind):
     folder = folders(kind)
     effort = {"efSearch": COUNT} if "HNSW" in kind else {"nprobe": 64}

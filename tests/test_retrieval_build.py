@@ -106,6 +106,8 @@ def content(folder: Path) -> dict[str, bytes]:
         # The graph was last kept at 1,200; the fifth slice had been linked, and is linked again.
         ("HNSW8", "float32", [("linking", 3), ("linking", 3)], ("linking", 1500)),
         ("PCA6,HNSW8", "float16", [("linking", 3), ("linking", 3)], ("linking", 1500)),
+        ("HNSW8_SQ8", "none", [("linking", 3), ("linking", 3)], ("linking", 1500)),
+        ("PCA6,HNSW8_SQ8", "float16", [("linking", 3), ("linking", 3)], ("linking", 1500)),
         ("PCA6,IVF8,Flat", "float32", [("training", 2), ("assigning to lists", 3)], ("assigning to lists", 1200)),
     ],
 )

@@ -30,10 +30,15 @@ WIKI = (21_015_324, 768)
         ("OPQ96,IVF4096,PQ96", "OPQ96,IVF4096,PQ96"),
         ("HNSW", "HNSW32"),
         ("HNSW16", "HNSW16"),
+        ("HNSW16_Flat", "HNSW16"),
+        ("hnsw_sq8", "HNSW32_SQ8"),
+        ("HNSW_sqfp16", "HNSW32_SQfp16"),
+        ("ivf100,sq8", "IVF100,SQ8"),
         ("ivf", "IVF4096,Flat"),
         ("ivfpq", "OPQ96,IVF4096,PQ96"),
         ("hnsw", "HNSW32"),
         ("pca192,hnsw", "PCA192,HNSW32"),
+        ("PCA192,hnsw_sq8", "PCA192,HNSW32_SQ8"),
         ("PCA64,IVF,SQfp16", "PCA64,IVF4096,SQfp16"),
     ],
 )
@@ -57,7 +62,8 @@ def test_a_kind_is_read_and_its_own_name_reads_the_same(text, name):
         ("HNSW2", "expected 4 to 128"),
         ("PCA768,HNSW32", "768 directions of 768 dimensions; expected 1 to 767"),
         ("PCA0,HNSW32", "0 directions"),
-        ("PCA64,flat", "PCA goes before HNSW, IVF,Flat and IVF,SQfp16 only"),
+        ("HNSW32_PQ8", "expected one of flat"),
+        ("PCA64,flat", "PCA goes before graphs and lists of scalars only"),
         ("PCA64,IVF16,PQ48", "PCA goes before"),
         ("PCA64,PCA32,HNSW32", "PCA goes before"),
         ("PCA64,LSH", "expected one of flat"),
@@ -94,6 +100,11 @@ def test_sizes_of_the_case_everyone_has():
     assert seen.disk_bytes == flat.disk_bytes + 21_015_324 * (4 * 192 + 4 * 66 + 12)
     # The directions of a small set take more memory to be found than its graph.
     assert estimate("PCA8,HNSW4", 65_536, 768).build_ram_bytes == 65_536 * 3072 + 2 * 64 * 2**20 + 200_000_000
+    # A byte a coordinate, and vectors of its own beside the kept ones.
+    for kind, width in (("HNSW32_SQ8", 768), ("PCA192,HNSW32_SQ8", 192), ("HNSW32_SQfp16", 2 * 768)):
+        coded = estimate(kind, *WIKI)
+        assert coded.ram_bytes == 21_015_324 * (width + 4 * 66 + 12) + 200_000_000
+        assert coded.disk_bytes == flat.disk_bytes + coded.ram_bytes - 200_000_000 and coded.gpu_bytes == 0
     codes = estimate("OPQ96,IVF16384,PQ96", *WIKI)
     centroids = 16_384 * 768 * 4
     assert codes.ram_bytes == 21_015_324 * (96 + 8) + centroids + 200_000_000
@@ -104,7 +115,8 @@ def test_sizes_of_the_case_everyone_has():
 
 def test_a_million_vectors_are_built_in_less_than_their_own_size_and_a_fifth():
     own = 10**6 * 768 * 4
-    for kind in ("flat", "flat16", "ivf", "IVF4096,SQfp16", "ivfpq", "hnsw", "PCA192,HNSW32", "PCA192,IVF,Flat"):
+    graphs = ("hnsw", "HNSW32_SQ8", "HNSW32_SQfp16", "PCA192,HNSW32", "PCA192,HNSW32_SQ8")
+    for kind in ("flat", "flat16", "ivf", "IVF4096,SQfp16", "IVF4096,SQ8", "ivfpq", "PCA192,IVF,Flat", *graphs):
         assert estimate(kind, 10**6, 768).build_ram_bytes <= 1.2 * own, kind
 
 
@@ -115,9 +127,10 @@ def test_a_million_vectors_are_built_in_less_than_their_own_size_and_a_fifth():
         (200_000, 768, "2GB", "flat"),
         (200_001, 768, "2GB", "HNSW32"),
         (10**6, 768, "16GB", "HNSW32"),
-        (10**6, 768, "3GB", "IVF4096,SQfp16"),
+        (10**6, 768, "3GB", "HNSW32_SQ8"),
         (*WIKI, "128GB", "HNSW32"),
-        (*WIKI, "64GB", "IVF16384,SQfp16"),
+        (*WIKI, "64GB", "HNSW32_SQ8"),
+        (*WIKI, "20GB", "IVF16384,SQ8"),
         (*WIKI, "16GB", "OPQ192,IVF16384,PQ192"),
         (*WIKI, "8GB", "OPQ192,IVF16384,PQ192"),
     ],
@@ -134,7 +147,7 @@ def test_what_a_memory_picks(passages, dim, memory, kind):
 def test_the_reason_names_what_was_passed_over():
     _, reason = choose_kind(*WIKI, 64 * 10**9)
     assert reason == (
-        "21,015,324 x 768 and 64.0 GB of memory: IVF16384,SQfp16 needs 32.9 GB and is the most precise that fits; "
+        "21,015,324 x 768 and 64.0 GB of memory: HNSW32_SQ8 needs 22.3 GB and is the most precise that fits; "
         "HNSW32 would need 70.7 GB"
     )
 

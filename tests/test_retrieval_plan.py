@@ -54,8 +54,8 @@ class Given(Calibration):
         self.asked.add(f"pq{pq}")
         return Codes(train=1e-4, code=1e-5, scan=Speed(one=40 * NS, batch=20 * NS), rotation=2.0 if opq else 0.0)
 
-    def graph(self, links: int, construction: int, effort: int) -> Graph:
-        self.asked.add("graph")
+    def graph(self, factory: str, construction: int, effort: int) -> Graph:
+        self.asked.add(factory)
         return Graph(vectors=2**14, add=4e-4, search=Speed(one=1e-3, batch=5e-4))
 
 
@@ -88,7 +88,7 @@ def test_flat16_halves_the_bytes_and_is_measured():
 
 def test_a_graph_grows_with_the_logarithm():
     row, asked = one("HNSW32")
-    assert asked == {"graph", "flat"}
+    assert asked == {"HNSW32", "flat"}
     # From 2^14 to 2^20: a search takes 20/14 of its time, an addition 1 + 6/4 of its.
     assert row.one_seconds == pytest.approx(1e-3 * 20 / 14)
     assert row.batch_seconds == pytest.approx(64 * 5e-4 * 20 / 14)
@@ -131,7 +131,8 @@ def test_codes_are_trained_and_made():
 
 def test_directions_are_reckoned_at_their_own_width():
     (row, asked), (whole, _) = one("PCA192,HNSW32"), one("HNSW32")
-    assert asked == {"flat", "multiply", "graph", "at 192"}
+    assert asked == {"flat", "multiply", "HNSW32", "at 192"}
+    assert one("PCA192,HNSW32_SQ8")[1] == {"flat", "multiply", "HNSW32_SQ8", "at 192"}
     projecting = 2 * 2**20 * D * 192 / 1e11
     written = (row.disk_bytes - whole.disk_bytes) / 1e9
     assert row.build_seconds - whole.build_seconds == pytest.approx(projecting + written)
@@ -160,7 +161,7 @@ def test_the_case_that_everyone_has():
         )
         assert len(row.row()) == len(COLUMNS)
     assert rows["flat"].row()[:2] == ("flat", "no")
-    assert usual_kinds(N, D, 10**12)[-1] == "OPQ96,IVF16384,PQ96" and len(usual_kinds(N, D, 1)) == 6
+    assert usual_kinds(N, D, 10**12)[-1] == "OPQ96,IVF16384,PQ96" and len(usual_kinds(N, D, 1)) == 8
     assert "not enough for any index" in advice(N, D, 1000)
 
 
@@ -169,6 +170,7 @@ def test_a_kind_is_planned_once_and_all_of_them_are_offered_to_few():
         "flat",
         "flat16",
         "HNSW32",
+        "HNSW32_SQ8",
         "IVF16,Flat",
         "IVF16,SQfp16",
     ]
@@ -217,7 +219,9 @@ def small() -> Calibration:
         lambda c: c.lists("Flat"),
         lambda c: c.lists("SQfp16"),
         lambda c: c.product(8, True).scan,
-        lambda c: c.graph(8, 20, 16).search,
+        lambda c: c.graph("HNSW8", 20, 16).search,
+        lambda c: c.graph("HNSW8_SQ8", 20, 16).search,
+        lambda c: c.lists("SQ8"),
     ],
 )
 def test_a_calibration_measures_each_rate_once(small: Calibration, measure: Callable[[Calibration], Speed]):
