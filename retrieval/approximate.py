@@ -24,7 +24,7 @@ import numpy as np
 from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.dense import DenseIndex
 from thresher.retrieval.encoder import Encoder, Vectors
-from thresher.retrieval.exact import MARGIN, ExactRows, Found, Rows, RowScores, faiss
+from thresher.retrieval.exact import MARGIN, ExactRows, Found, Rows, RowScores, best_first, faiss
 from thresher.retrieval.gpu import FLAT_FACTOR, GpuLists, flat_on_gpus
 from thresher.retrieval.grow import INDEX_FILE, behind, inner, read_structure, rotation
 from thresher.retrieval.kinds import Kind, parse_kind
@@ -125,14 +125,10 @@ class ApproximateSearch:
             effort *= 2
             score_QF[short_S], row_QF[short_S] = self.candidates.find(query_QD[short_S], fetch, effort)
             short_S = _short(row_QF, k)
-        return [self._ordered(*each, k) for each in zip(query_QD, score_QF, row_QF, strict=True)]
-
-    def _ordered(self, query_D: Vectors, score_F: Vectors, row_F: Rows, k: int) -> Found:
-        score_F, row_F = score_F[row_F >= 0], row_F[row_F >= 0]
+        rows = [row_F[row_F >= 0] for row_F in row_QF]
         if self._exact is not None:
-            return self._exact.ranked(query_D, row_F, k)
-        order = np.lexsort((row_F, -score_F))[:k]
-        return list(zip(row_F[order].tolist(), score_F[order].tolist(), strict=True))
+            return self._exact.ranked(query_QD, rows, k)
+        return [best_first(score_F[: len(row_F)], row_F, k) for score_F, row_F in zip(score_QF, rows, strict=True)]
 
 
 def _short(row_QF: Rows, k: int) -> Rows:

@@ -15,7 +15,7 @@ Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ except ModuleNotFoundError:
 # query of HotpotQA's 500 needs it), few enough that scoring them again costs less than FAISS itself.
 MARGIN = 8
 # Rows scored at a time: bounds the float64 scratch of a k near N.
-SCORE_CHUNK = 1024
+SCORE_CHUNK = 512
 
 Rows = npt.NDArray[np.int64]
 # (row, score), best first.
@@ -49,20 +49,27 @@ class RowScores:
     def __init__(self, take: Callable[[Rows], Array]) -> None:
         self._take = take
 
-    def ranked(self, query_D: Vectors, row_F: Rows, k: int) -> Found:
-        """Scores the rows one by one and returns the first `k` by (-score, row)."""
-        score_F = self.scores(query_D, row_F)
-        order = np.lexsort((row_F, -score_F))[:k]
-        return list(zip(row_F[order].tolist(), score_F[order].tolist(), strict=True))
+    def ranked(self, query_QD: Vectors, rows: Sequence[Rows] | Rows, k: int) -> list[Found]:
+        """Scores every query's own rows, `rows[q]`, one by one and returns the first `k` by (-score, row)."""
+        if not len(rows):
+            return []
+        query_F = np.repeat(np.arange(len(rows)), [len(row_F) for row_F in rows])
+        score_F = self._scores(query_QD, query_F, np.concatenate(rows))
+        border_Q = np.cumsum([len(row_F) for row_F in rows])[:-1]
+        return [best_first(*each, k) for each in zip(np.split(score_F, border_Q), rows, strict=True)]
 
     def scores(self, query_D: Vectors, row_F: Rows) -> Vectors:
         """float32 [F]: the inner products of the query with the rows `row_F`, each summed in float64."""
-        query64_D = query_D.astype(np.float64)
+        return self._scores(query_D[None], np.zeros(len(row_F), np.int64), row_F)
+
+    def _scores(self, query_QD: Vectors, query_F: Rows, row_F: Rows) -> Vectors:
+        """Of query `query_F[f]` with row `row_F[f]`; rows of all queries are fetched together."""
+        query64_QD = query_QD.astype(np.float64)
         score_F = np.empty(len(row_F), np.float32)
         for start in range(0, len(row_F), SCORE_CHUNK):
             part = slice(start, start + SCORE_CHUNK)
             # Not a matmul: numpy sums each row in the same order however many there are.
-            score_F[part] = (self._take(row_F[part]) * query64_D).sum(axis=1)
+            score_F[part] = (self._take(row_F[part]) * query64_QD[query_F[part]]).sum(axis=1)
         return score_F
 
 
@@ -81,11 +88,10 @@ class ExactRows(RowScores):
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
         """The exact top min(k, N) of every query, float32 [Q, D]; equal scores by ascending row."""
+        k = min(k, len(self))
         score_QF, row_QF = self._candidates(query_QD, min(len(self), k + MARGIN))
-        return [
-            self._best(query_D, score_F, row_F, min(k, len(self)))
-            for query_D, score_F, row_F in zip(query_QD, score_QF, row_QF, strict=True)
-        ]
+        best = self.ranked(query_QD, row_QF, k)
+        return [self._proved(*each) for each in zip(query_QD, score_QF, best, strict=True)]
 
     def _candidates(self, query_QD: Vectors, fetch: int) -> tuple[Vectors, Rows]:
         """FAISS's `fetch` best of every query, best first: scores and rows, [Q, F]."""
@@ -98,17 +104,17 @@ class ExactRows(RowScores):
         ]
         return best_of(found, fetch)
 
-    def _best(self, query_D: Vectors, score_F: Vectors, row_F: Rows, k: int) -> Found:
-        """The exact top `k`, out of FAISS's candidates if they provably hold it, else out of all rows."""
-        error = self._error_bound(query_D)
-        best = self.ranked(query_D, row_F, k)
+    def _proved(self, query_D: Vectors, score_F: Vectors, best: Found) -> Found:
+        """`best`, of the candidates that FAISS gave the scores `score_F`, if they provably hold it; else out of all
+        rows."""
+        k, error = len(best), self._error_bound(query_D)
         # Rows that were not fetched score at most the last fetched one's, give or take the error.
-        if len(row_F) == len(self) or best[-1][1] > score_F[-1] + error:
+        if len(score_F) == len(self) or best[-1][1] > score_F[-1] + error:
             return best
         self.full_scans += 1
         rough_N = np.concatenate([block_BD @ query_D for _, block_BD in self._blocks()])
         kth = np.partition(rough_N, len(rough_N) - k)[len(rough_N) - k]
-        return self.ranked(query_D, np.flatnonzero(rough_N >= kth - 2 * error), k)
+        return self.ranked(query_D[None], [np.flatnonzero(rough_N >= kth - 2 * error)], k)[0]
 
     def _blocks(self) -> Iterator[tuple[int, Vectors]]:
         """(first row, rows in float32): all of them at once where they are float32, else widened in blocks."""
@@ -125,6 +131,12 @@ class ExactRows(RowScores):
         to float32."""
         norm = float(np.sqrt(np.square(query_D, dtype=np.float64).sum()))
         return 2 * (len(query_D) + 1) * 2.0**-24 * norm * self._largest_norm
+
+
+def best_first(score_F: Vectors, row_F: Rows, k: int) -> Found:
+    """The first `k` rows by (-score, row)."""
+    order = np.lexsort((row_F, -score_F))[:k]
+    return list(zip(row_F[order].tolist(), score_F[order].tolist(), strict=True))
 
 
 def best_of(found: list[tuple[Vectors, Rows]], fetch: int) -> tuple[Vectors, Rows]:

@@ -51,7 +51,7 @@ class Truth:
             score_QF, row_QF = faiss.knn(query_QD, part_BD, min(fetch, len(part_BD)), metric=faiss.METRIC_INNER_PRODUCT)
             found = [best_of([*found, (score_QF, start + row_QF)], fetch)]
             on_stage("exact answers", start + len(part_BD), vectors.rows)
-        best = [self._exact.ranked(query_D, row_F, fetch) for query_D, row_F in zip(query_QD, found[0][1], strict=True)]
+        best = self._exact.ranked(query_QD, found[0][1], fetch)
         self._kth = {k: [ranked[k - 1][1] for ranked in best] for k in self.ks}
 
     def recall(self, top: Top, k: int) -> float:

@@ -14,7 +14,8 @@ Deliberately absent: rows that change, and files that grow past the shape they w
 import os
 import weakref
 from collections.abc import Iterator
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from thresher.retrieval.kinds import SLICE_BYTES
 from thresher.rewards.errors import UserError
 
 Array = npt.NDArray[Any]
+# Threads that read single rows, each at least so many of them.
+READERS, READ_FEWEST = 4, 128
 
 
 class VectorFile:
@@ -93,13 +96,22 @@ class VectorFile:
 
     def take(self, row_S: npt.NDArray[np.int64]) -> Array:
         """The rows `row_S`, in any order, each read on its own: [len(row_S), dim]. A map would draw 64 kB into the
-        process with every touch; this costs no memory but the rows'."""
+        process with every touch; this costs no memory but the rows'. Many are read by several threads, for a read
+        waits: for the disk, or for memory that no cache holds."""
         taken_SD = np.empty((len(row_S), self.dim), self.dtype)
+        if len(row_S) < 2 * READ_FEWEST:
+            self._read_into(taken_SD, row_S)
+        else:
+            parts = min(READERS, len(row_S) // READ_FEWEST)
+            # Consumed, so that a reader's error is raised here.
+            list(_readers().map(self._read_into, np.array_split(taken_SD, parts), np.array_split(row_S, parts)))
+        return taken_SD
+
+    def _read_into(self, taken_SD: Array, row_S: npt.NDArray[np.int64]) -> None:
         offset = self._header_bytes()
         for row_D, row in zip(taken_SD, row_S.tolist(), strict=True):
             if os.preadv(self._descriptor, [row_D.data], offset + row * self._row_bytes) != self._row_bytes:
                 raise UserError(f"{self.path}: ends before row {row}; build the index again")
-        return taken_SD
 
     @cached_property
     def _descriptor(self) -> int:
@@ -139,3 +151,8 @@ class VectorFile:
         # Version 1.0 of the format: magic, version, length of the text; padded so that the rows begin at byte 128.
         text = described.ljust(117) + "\n"
         return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("ascii")
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(READERS, "vectors")
