@@ -19,7 +19,9 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What `thresher index plan` takes."""
     parser.add_argument("--passages", type=flags.count, required=True, metavar="N")
     parser.add_argument("--dim", type=flags.count, metavar="D", help="of a vector; default: the encoder's, else 768")
-    parser.add_argument("--kind", action="append", help="as index build has it, or all (the default); may be repeated")
+    parser.add_argument(
+        "--kind", action="append", help="as index build has it, or bm25; default: all (of vectors); may be repeated"
+    )
     parser.add_argument("--memory", metavar="SIZE", help="such as 16GB; default: this machine's")
     parser.add_argument("--encoder", metavar="DIR", help="a model's folder, to estimate the time of encoding as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder")

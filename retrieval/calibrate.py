@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -45,6 +45,9 @@ DISK_BYTES = 128 * 2**20
 # A passage of wiki-18 has 100 words; these are as long as English ones are on average.
 PASSAGE = " ".join(f"{word} of the council" for word in ("history", "mayor", "river", "station", "treaty") * 5)
 ENCODE_SECONDS = 4.0
+
+if TYPE_CHECKING:
+    from thresher.retrieval.calibrate_words import WordRates
 
 T = TypeVar("T")
 
@@ -161,6 +164,12 @@ class Calibration:
             return Graph(vectors=min(FEW, self.sample), add=add, search=search)
 
         return self._once((factory, construction, effort), measure)
+
+    def words(self) -> "WordRates":
+        """BM25, whose passages have words in the place of dimensions."""
+        from thresher.retrieval.calibrate_words import measure_words  # vectors need no bm25s
+
+        return self._once("words", measure_words)
 
     def _quantiser(self, pq: int) -> Any:
         quantiser = faiss.ProductQuantizer(self.dim, pq, 8)

@@ -20,6 +20,9 @@ before recall is measured on the real vectors; the plan assumes C / 32 lists, an
 measured when an index is built, and is not guessed here. All times hold while the index is in memory: where it does not
 fit, searching reads the disk, and the plan says that it does not fit instead of how slow that would be.
 
+BM25 (`--kind bm25`) is N times what a made-up passage costs, and for its vocabulary some sqrt(N) (`calibrate_words`); a
+search holds three numbers of every passage besides the index.
+
 Encoding the passages comes first and is mostly the longest; it is estimated only where an encoder is given.
 """
 
@@ -29,9 +32,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thresher.retrieval.calibrate import BATCH, Calibration, Speed
+from thresher.retrieval.calibrate_words import WordRates
 from thresher.retrieval.exact import faiss
 from thresher.retrieval.grow import EF_CONSTRUCTION, KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS
 from thresher.retrieval.kinds import (
+    PROCESS_BYTES,
     SCALARS,
     TRAIN_CODES,
     Kind,
@@ -46,7 +51,9 @@ from thresher.retrieval.kinds import (
 from thresher.retrieval.tune import QUERIES
 from thresher.rewards.errors import UserError
 
-ALL = "all"
+ALL, WORDS = "all", "bm25"
+# Bytes of RAM a passage that a search by words holds: its score, and row and score of one that has such a word.
+WORD_SEARCH_BYTES = 16
 LISTS_PER_PROBE = 32
 # Dimensions from which a quarter of the directions is worth a line: of 768 it held the five best of every question, but
 # a sixth of 384 .81 of them.
@@ -111,13 +118,19 @@ def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
 def plan(
     passages: int, dim: int, kinds: Sequence[str], memory: int, calibration: Calibration, disk_rate: float
 ) -> list[Plan]:
-    """One `Plan` for each of `kinds`, where "all" stands for the usual ones; `memory` in bytes, `disk_rate` in bytes a
-    second. UserError for a kind that does not exist or fit the vectors, and for fewer than 1 passage or dimension."""
+    """One `Plan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words; `memory`
+    in bytes, `disk_rate` in bytes a second. UserError for a kind that does not exist or fit the vectors, and for fewer
+    than 1 passage or dimension."""
     if passages < 1 or dim < 1:
         raise UserError(f"{passages} passages of {dim} dimensions; expected at least 1 of each")
     named = [name for kind in kinds for name in (usual_kinds(passages, dim, memory) if kind == ALL else [kind])]
-    read = list(dict.fromkeys(parse_kind(name, passages, dim) for name in named))
-    return [_plan_one(kind, passages, dim, memory, calibration, disk_rate) for kind in read]
+    read = dict.fromkeys(WORDS if name.lower() == WORDS else parse_kind(name, passages, dim) for name in named)
+    return [
+        _plan_words(passages, memory, calibration.words(), disk_rate)
+        if isinstance(kind, str)
+        else _plan_one(kind, passages, dim, memory, calibration, disk_rate)
+        for kind in read
+    ]
 
 
 def advice(passages: int, dim: int, memory: int) -> str:
@@ -154,6 +167,25 @@ def _plan_one(kind: Kind, passages: int, dim: int, memory: int, calibration: Cal
         batch_seconds=BATCH * speed.batch,
         effort=effort,
         recall=recall,
+    )
+
+
+def _plan_words(passages: int, memory: int, rates: WordRates, disk_rate: float) -> Plan:
+    disk_bytes = rates.disk_bytes.at(passages)
+    ram_bytes = disk_bytes + WORD_SEARCH_BYTES * passages + PROCESS_BYTES
+    build_ram_bytes = rates.build_bytes.at(passages) + PROCESS_BYTES
+    return Plan(
+        kind=WORDS,
+        fits=max(ram_bytes, build_ram_bytes) <= memory,
+        ram_bytes=ram_bytes,
+        build_ram_bytes=build_ram_bytes,
+        disk_bytes=disk_bytes,
+        gpu_bytes=0,
+        build_seconds=passages * rates.build + disk_bytes / disk_rate,
+        one_seconds=passages * rates.search,
+        batch_seconds=BATCH * passages * rates.search,
+        effort="-",
+        recall="-",
     )
 
 

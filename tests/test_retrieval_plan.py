@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from thresher.engine import cli
 from thresher.retrieval import calibrate
+from thresher.retrieval.bm25 import build_bm25
 from thresher.retrieval.calibrate import (
     Calibration,
     Codes,
@@ -20,7 +22,8 @@ from thresher.retrieval.calibrate import (
     encode_rate,
     synthetic_vectors,
 )
-from thresher.retrieval.kinds import estimate
+from thresher.retrieval.calibrate_words import Growth, WordRates, made_up, measure_words
+from thresher.retrieval.kinds import PROCESS_BYTES, estimate
 from thresher.retrieval.plan import COLUMNS, advice, own_memory, plan, show_seconds, usual_kinds
 from thresher.rewards.errors import UserError
 
@@ -57,6 +60,15 @@ class Given(Calibration):
     def graph(self, factory: str, construction: int, effort: int) -> Graph:
         self.asked.add(factory)
         return Graph(vectors=2**14, add=4e-4, search=Speed(one=1e-3, batch=5e-4))
+
+    def words(self) -> WordRates:
+        self.asked.add("words")
+        return WordRates(
+            build=1e-4,
+            build_bytes=Growth(passage=3000, root=1024),
+            disk_bytes=Growth(passage=500, root=0),
+            search=50 * NS,
+        )
 
 
 def one(kind: str, passages: int = 2**20, memory: int = 10**12, disk: float = 1e9):
@@ -141,6 +153,44 @@ def test_directions_are_reckoned_at_their_own_width():
     assert lists.build_seconds == pytest.approx(
         projecting + products + lists.disk_bytes / 1e9 + measured(2**20, lists.batch_seconds / 64, 6)
     )
+
+
+def test_words_cost_the_same_for_every_passage():
+    row, asked = one("BM25")
+    assert asked == {"words"} and (row.kind, row.effort, row.recall, row.gpu_bytes) == ("bm25", "-", "-", 0)
+    assert row.disk_bytes == 500 * 2**20 and row.build_ram_bytes == 3001 * 2**20 + PROCESS_BYTES
+    assert row.ram_bytes == 516 * 2**20 + PROCESS_BYTES
+    assert row.build_seconds == pytest.approx(2**20 * 1e-4 + row.disk_bytes / 1e9)
+    assert (row.one_seconds, row.batch_seconds) == pytest.approx((2**20 * 50 * NS, 64 * 2**20 * 50 * NS))
+    assert row.fits and not one("bm25", memory=2 * 10**9)[0].fits
+    assert [each.kind for each in plan(1000, 64, ["bm25", "flat", "bm25"], 10**9, Given(), 1e9)] == ["bm25", "flat"]
+
+
+def test_made_up_passages_are_like_real_ones():
+    corpus = made_up(1500)
+    assert corpus.sha256 == made_up(1500).sha256 and len(corpus) == 1500
+    found = [passage.text.split() for passage in corpus]
+    assert {len(words) for words in found} == {100}
+    different = [set(words) for words in found]
+    assert 60 < sum(map(len, different)) / 1500 < 72  # HotpotQA: 66 of 100
+    passages = Counter(word for words in different for word in words)
+    share = sum(passages[word] for words in found for word in words) / (100 * 1500 * 1500)
+    assert 0.2 < share < 0.3  # HotpotQA: a word of a question stands in .247 of the passages
+
+
+def test_words_are_measured(tmp_path: Path):
+    rates = measure_words(400, 400)
+    again = measure_words(400, 400)
+    assert rates.disk_bytes == again.disk_bytes
+    # A score and a row for each different word; and what it was fitted to.
+    assert rates.disk_bytes.passage > 8 * 60
+    build_bm25(made_up(400), tmp_path / "ix")
+    assert rates.disk_bytes.at(400) == pytest.approx(
+        sum(f.stat().st_size for f in (tmp_path / "ix" / "scores").iterdir())
+    )
+    assert rates.build_bytes.at(400) == pytest.approx(again.build_bytes.at(400), rel=0.1)
+    assert rates.build_bytes.at(400) > rates.disk_bytes.at(400)
+    assert rates.build > 0 and rates.search > 0
 
 
 def test_the_case_that_everyone_has():
