@@ -41,7 +41,9 @@ CHECKPOINT = 1 << 18
 DIRECTIONS_CHUNK = 8192
 # k-means converges early and the lists' borders need no last digit: FAISS's 25 rounds find no better neighbours.
 KMEANS_ROUNDS, PQ_ROUNDS, OPQ_ROUNDS = 10, 15, 10
-EF_CONSTRUCTION = 100
+# At 100 a graph over 192 directions of 10^6 vectors takes half as long to build, and efSearch 256 instead of 96 to find
+# .95 of the best five.
+EF_CONSTRUCTION = 200
 SEED = 1234
 
 # (what is being done, how far, of how many)
