@@ -118,7 +118,9 @@ def follow(search: ApproximateSearch, truth: Truth, peers: Sequence[Searcher], d
 def _efforts(search: ApproximateSearch, k: int) -> list[int]:
     # A graph keeps as many candidates as its effort, and never fewer than are fetched.
     least = k * search.factor + MARGIN if search.candidates.effort == "efSearch" else 1
-    return [effort for effort in EFFORTS if least <= effort < search.candidates.most] + [search.candidates.most]
+    most = search.candidates.most
+    # All there is, where that is a step away; a large graph would be at it for minutes.
+    return [effort for effort in EFFORTS if least <= effort < most] + ([most] if most < 2 * EFFORTS[-1] else [])
 
 
 def _measure(search: ApproximateSearch, point: Point, batch_QD: Vectors, k: int) -> None:
