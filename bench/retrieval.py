@@ -33,7 +33,7 @@ import torch
 from thresher.bench.machine import facts, memory_gib
 from thresher.bench.measure import in_turn, spread
 from thresher.bench.retrieval_build import built
-from thresher.bench.retrieval_curve import CURVE_BATCH, Rotation, follow
+from thresher.bench.retrieval_curve import CURVE_BATCH, Rotation, follow, settle
 from thresher.bench.retrieval_peers import Search, Searcher, Truth, bare, exact_peers, ours
 from thresher.bench.retrieval_service import measure_service, unavailable
 from thresher.bench.retrieval_sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
@@ -242,9 +242,9 @@ def _batches(
             continue
         searches = {"ours": search} | ({"alone": lone} if lone else {}) | {peer.name: peer.search for peer in peers}
         calls = [Rotation(each, question_QD, size, k) for each in searches.values()]
-        before = 1e-3 * sum(times[0] for times in in_turn(calls, 1, CPU, _nothing))
+        before = 1e-3 * sum(times[0] for times in in_turn(calls, 1, CPU, settle))
         rounds = min(max(int(CELL_SECONDS / before), FEWEST), MOST)
-        times = dict(zip(searches, in_turn(calls, rounds, CPU, _nothing), strict=True))
+        times = dict(zip(searches, in_turn(calls, rounds, CPU, settle), strict=True))
         ratios = {
             peer: spread([theirs / mine for theirs, mine in zip(times[peer], times["ours"], strict=True)])
             for peer in times
@@ -264,10 +264,6 @@ def _batches(
             "speedup": {"over": fastest, **ratios[fastest]} if fastest in ratios else None,
         }
     return found
-
-
-def _nothing() -> None:
-    pass
 
 
 def _measure_server(run: Run, scratch: Path) -> None:

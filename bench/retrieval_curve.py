@@ -25,6 +25,7 @@ from thresher.retrieval.exact import MARGIN, Rows
 WANTED, WANTED_K = 0.95, 5
 ENOUGH = 0.99
 CURVE_BATCH = 64
+SETTLE_SECONDS = 0.05
 RECALLS = (1, 5, 10)
 EFFORTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
@@ -130,7 +131,14 @@ def _measure(search: ApproximateSearch, point: Point, batch_QD: Vectors, k: int)
     point.found.append(row_QK)
 
 
+def settle() -> None:
+    """To be called before a search is timed. Threads of the libraries that searched before go on waiting busily for
+    some 25 ms (OpenBLAS's, for 2^26 cycles), and who comes next would pay for it."""
+    time.sleep(SETTLE_SECONDS)
+
+
 def _timed(search: Search, batch_QD: Vectors, k: int) -> tuple[float, Rows]:
+    settle()
     started = time.perf_counter()
     row_QK = search(batch_QD, k)
     return 1e3 * (time.perf_counter() - started), row_QK

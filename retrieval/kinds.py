@@ -244,13 +244,13 @@ def training_vectors(kind: Kind, passages: int) -> int:
 def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
     """The kind to build for so much RAM, and why, as a sentence.
 
-    The first that fits, built and searched, of: flat (up to 200,000 passages), HNSW32, HNSW32_SQ8, IVF with 8 bits, OPQ
-    with codes of falling size. PCA is not among them: whether fewer directions do depends on the vectors, and shows in
-    the recall only. UserError when not even the smallest fits.
+    The first that fits, built and searched, of: flat (up to 200,000 passages), HNSW32_SQ8, IVF with 8 bits, OPQ with
+    codes of falling size. HNSW32 takes three times the memory and is slower; PCA is not among them because whether
+    fewer directions do depends on the vectors, and shows in the recall only. UserError when not even the smallest fits.
     """
     lists = f"IVF{default_lists(passages)}"
     sizes = pq_sizes(dim) if passages >= PQ_CENTROIDS else []
-    names = [f"HNSW{HNSW_LINKS}", f"HNSW{HNSW_LINKS}_SQ8", f"{lists},SQ8"]
+    names = [f"HNSW{HNSW_LINKS}_SQ8", f"{lists},SQ8"]
     names += [f"OPQ{size},{lists},PQ{size}" for size in sizes]
     if passages <= FLAT_PASSAGES:
         names.insert(0, "flat")

@@ -12,7 +12,7 @@ from index_cases import DIM, Clustered, numbered
 
 from thresher.retrieval import grow, tune
 from thresher.retrieval import index as index_module
-from thresher.retrieval.approximate import ApproximateIndex, ApproximateSearch, GraphCandidates, ListCandidates
+from thresher.retrieval.approximate import ApproximateIndex, ApproximateSearch, GraphCandidates, ListCandidates, Turn
 from thresher.retrieval.build import BuildSettings, build_folder
 from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.exact import RowScores
@@ -326,3 +326,16 @@ def test_fewer_candidates_than_hits_are_ordered_and_passed_on(world):
     lists.add(world[1].matrix_ND[:3])
     found = ApproximateSearch(ListCandidates(lists), None, 3, 1, 1).top(query_QD, 3)
     assert [sorted(row for row, _ in hits) for hits in found] == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize(("directions", "dim"), [(3, 5), (192, 768), (40, 3000)])
+def test_queries_are_turned_alone_as_in_a_crowd(directions, dim):
+    draw = np.random.default_rng(0)
+    rotation_PD, query_QD = (draw.standard_normal((count, dim), np.float32) for count in (directions, 21))
+    turn = Turn(rotation_PD)
+    turned_QP = turn(query_QD)
+    wanted_QP = query_QD.astype(np.float64) @ rotation_PD.T.astype(np.float64)
+    assert turned_QP.dtype == np.float32 and turned_QP.shape == (21, directions)
+    assert np.abs(turned_QP - wanted_QP).max() <= 2.0**-24 * np.abs(wanted_QP).max()
+    assert (np.concatenate([turn(query_QD[place : place + 1]) for place in range(21)]) == turned_QP).all()
+    assert Turn(None)(query_QD) is query_QD

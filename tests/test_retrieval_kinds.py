@@ -125,10 +125,10 @@ def test_a_million_vectors_are_built_in_less_than_their_own_size_and_a_fifth():
     [
         (5_000, 384, "1GB", "flat"),
         (200_000, 768, "2GB", "flat"),
-        (200_001, 768, "2GB", "HNSW32"),
-        (10**6, 768, "16GB", "HNSW32"),
-        (10**6, 768, "3GB", "HNSW32_SQ8"),
-        (*WIKI, "128GB", "HNSW32"),
+        (200_001, 768, "2GB", "HNSW32_SQ8"),
+        (10**6, 768, "16GB", "HNSW32_SQ8"),
+        (10**6, 768, "1.2GB", "IVF4096,SQ8"),
+        (*WIKI, "128GB", "HNSW32_SQ8"),
         (*WIKI, "64GB", "HNSW32_SQ8"),
         (*WIKI, "20GB", "IVF16384,SQ8"),
         (*WIKI, "16GB", "OPQ192,IVF16384,PQ192"),
@@ -145,20 +145,20 @@ def test_what_a_memory_picks(passages, dim, memory, kind):
 
 
 def test_the_reason_names_what_was_passed_over():
-    _, reason = choose_kind(*WIKI, 64 * 10**9)
+    _, reason = choose_kind(*WIKI, 20 * 10**9)
     assert reason == (
-        "21,015,324 x 768 and 64.0 GB of memory: HNSW32_SQ8 needs 22.3 GB and is the most precise that fits; "
-        "HNSW32 would need 70.7 GB"
+        "21,015,324 x 768 and 20.0 GB of memory: IVF16384,SQ8 needs 16.8 GB and is the most precise that fits; "
+        "HNSW32_SQ8 would need 22.3 GB"
     )
 
 
 def test_the_reason_is_a_sentence_for_the_small_too():
     assert choose_kind(400, 2048, 4 * 10**9)[1] == "400 x 2048 and 4.0 GB of memory: flat needs 334 MB and is exact"
     assert choose_kind(10**6, 768, 16 * 10**9)[1] == (
-        "1,000,000 x 768 and 16.0 GB of memory: HNSW32 needs 3.7 GB and is the fastest to search"
+        "1,000,000 x 768 and 16.0 GB of memory: HNSW32_SQ8 needs 1.4 GB and is the fastest to search"
     )
-    passed_over = choose_kind(200_000, 768, 700 * 10**6)[1]
-    assert passed_over.endswith("most precise that fits; flat would need 814 MB, HNSW32 would need 1.0 GB")
+    passed_over = choose_kind(200_000, 768, 600 * 10**6)[1]
+    assert passed_over.endswith("HNSW32_SQ8 needs 544 MB and is the most precise that fits; flat would need 814 MB")
 
 
 def test_a_memory_that_is_too_small_is_refused():
