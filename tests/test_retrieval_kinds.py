@@ -158,7 +158,7 @@ def test_the_reason_is_a_sentence_for_the_small_too():
         "1,000,000 x 768 and 16.0 GB of memory: HNSW32_SQ8 needs 1.4 GB and is the fastest to search"
     )
     passed_over = choose_kind(200_000, 768, 600 * 10**6)[1]
-    assert passed_over.endswith("HNSW32_SQ8 needs 544 MB and is the most precise that fits; flat would need 814 MB")
+    assert passed_over.endswith("HNSW32_SQ8 needs 543 MB and is the most precise that fits; flat would need 814 MB")
 
 
 def test_a_memory_that_is_too_small_is_refused():
