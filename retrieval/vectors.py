@@ -15,7 +15,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +99,19 @@ class VectorFile:
         process with every touch; this costs no memory but the rows'. Many are read by several threads, for a read
         waits: for the disk, or for memory that no cache holds."""
         taken_SD = np.empty((len(row_S), self.dim), self.dtype)
+        read = partial(self._read_into, self._descriptor)
         if len(row_S) < 2 * READ_FEWEST:
-            self._read_into(taken_SD, row_S)
+            read(taken_SD, row_S)
         else:
             parts = min(READERS, len(row_S) // READ_FEWEST)
             # Consumed, so that a reader's error is raised here.
-            list(_readers().map(self._read_into, np.array_split(taken_SD, parts), np.array_split(row_S, parts)))
+            list(_readers().map(read, np.array_split(taken_SD, parts), np.array_split(row_S, parts)))
         return taken_SD
 
-    def _read_into(self, taken_SD: Array, row_S: npt.NDArray[np.int64]) -> None:
+    def _read_into(self, descriptor: int, taken_SD: Array, row_S: npt.NDArray[np.int64]) -> None:
         offset = self._header_bytes()
         for row_D, row in zip(taken_SD, row_S.tolist(), strict=True):
-            if os.preadv(self._descriptor, [row_D.data], offset + row * self._row_bytes) != self._row_bytes:
+            if os.preadv(descriptor, [row_D.data], offset + row * self._row_bytes) != self._row_bytes:
                 raise UserError(f"{self.path}: ends before row {row}; build the index again")
 
     @cached_property

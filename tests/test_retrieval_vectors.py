@@ -70,11 +70,12 @@ def test_slices_and_single_rows(tmp_path, monkeypatch):
     assert np.array_equal(file.rows_at(wanted), whole[wanted])
 
 
-def test_rows_are_taken_in_any_order_and_never_from_beyond_the_end(tmp_path):
+@pytest.mark.parametrize("more", [0, 2 * vectors.READ_FEWEST + 1, 5 * vectors.READERS * vectors.READ_FEWEST])
+def test_rows_are_taken_in_any_order_and_never_from_beyond_the_end(tmp_path, more):
     whole = rows_of(10)
     file = VectorFile(tmp_path / "v.npy", 10, 3)
     file.append(whole)
-    wanted = np.array([7, 0, 7, 9])
+    wanted = np.array([7, 0, 7, *np.random.default_rng(0).integers(0, 9, more), 9])
     assert np.array_equal(file.take(wanted), whole[wanted])
     file.path.write_bytes(file.path.read_bytes()[:-5])
     with pytest.raises(UserError, match=r"v\.npy: ends before row 9; build the index again"):
