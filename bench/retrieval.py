@@ -33,7 +33,7 @@ import torch
 from thresher.bench.machine import facts, memory_gib
 from thresher.bench.measure import in_turn, spread
 from thresher.bench.retrieval_build import built
-from thresher.bench.retrieval_curve import CURVE_BATCH, Rotation, follow, settle
+from thresher.bench.retrieval_curve import CURVE_BATCH, SETTLE_SECONDS, Rotation, follow, settle
 from thresher.bench.retrieval_peers import Search, Searcher, Truth, bare, exact_peers, ours
 from thresher.bench.retrieval_service import measure_service, unavailable
 from thresher.bench.retrieval_sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
@@ -242,7 +242,7 @@ def _batches(
             continue
         searches = {"ours": search} | ({"alone": lone} if lone else {}) | {peer.name: peer.search for peer in peers}
         calls = [Rotation(each, question_QD, size, k) for each in searches.values()]
-        before = 1e-3 * sum(times[0] for times in in_turn(calls, 1, CPU, settle))
+        before = sum(1e-3 * times[0] + SETTLE_SECONDS for times in in_turn(calls, 1, CPU, settle))
         rounds = min(max(int(CELL_SECONDS / before), FEWEST), MOST)
         times = dict(zip(searches, in_turn(calls, rounds, CPU, settle), strict=True))
         ratios = {

@@ -20,7 +20,7 @@ from thresher.bench.measure import spread
 from thresher.bench.retrieval_peers import Search, Searcher, Truth, ours
 from thresher.retrieval.approximate import ApproximateSearch
 from thresher.retrieval.encoder import Vectors
-from thresher.retrieval.exact import MARGIN, Rows
+from thresher.retrieval.exact import Rows
 
 WANTED, WANTED_K = 0.95, 5
 ENOUGH = 0.99
@@ -117,10 +117,8 @@ def follow(search: ApproximateSearch, truth: Truth, peers: Sequence[Searcher], d
 
 
 def _efforts(search: ApproximateSearch, k: int) -> list[int]:
-    # A graph keeps as many candidates as its effort, and never fewer than are fetched.
-    least = k * search.factor + MARGIN if search.candidates.effort == "efSearch" else 1
-    most = search.candidates.most
-    # All there is, where that is a step away; a large graph would be at it for minutes.
+    least, most = search.span(k)
+    # All there is, where that is a step away.
     return [effort for effort in EFFORTS if least <= effort < most] + ([most] if most < 2 * EFFORTS[-1] else [])
 
 

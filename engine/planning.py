@@ -35,7 +35,7 @@ def run_plan(options: argparse.Namespace) -> None:
     from thresher.policy.files import atomic_write_text
     from thresher.retrieval.calibrate import SAMPLE, Calibration, disk_rate, encode_rate
     from thresher.retrieval.kinds import parse_memory, show_bytes
-    from thresher.retrieval.plan import ALL, COLUMNS, advice, own_memory, plan, show_seconds
+    from thresher.retrieval.plan import ALL, COLUMNS, WORDS, advice, own_memory, plan, show_seconds
 
     memory = own_memory() if options.memory is None else parse_memory(options.memory)
     dim, encoded = options.dim or 768, None
@@ -46,7 +46,7 @@ def run_plan(options: argparse.Namespace) -> None:
         dim, encoded = options.dim or encoder.dim, encode_rate(encoder)
     calibration = Calibration(dim, options.sample or SAMPLE)
     console.console.print(
-        f"Measuring this machine for up to a minute: {calibration.sample:,} vectors, {calibration.threads} threads."
+        f"Measuring this machine for up to a minute: samples of {calibration.sample:,}, {calibration.threads} threads."
     )
     if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
         console.console.print(f"It is busy (load {os.getloadavg()[0]:.1f}), and on a quiet one all times are shorter.")
@@ -54,8 +54,10 @@ def run_plan(options: argparse.Namespace) -> None:
         console.console.width = max(WIDTH, console.console.width)
     written = disk_rate(options.disk)
     plans = plan(options.passages, dim, options.kind or [ALL], memory, calibration, written)
+    words = all(row.kind == WORDS for row in plans)
+    shape = f"{options.passages:,} passages" + ("" if words else f" x {dim}")
     drawn = Table(
-        title=f"{options.passages:,} passages x {dim}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s",
+        title=f"{shape}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -67,7 +69,9 @@ def run_plan(options: argparse.Namespace) -> None:
         drawn.add_row(*row.row())
     console.console.print(drawn)
     console.console.print("1 query and 64 together: seconds of the search; effort: nprobe or efSearch, assumed.")
-    if encoded is None:
+    if words:
+        console.console.print(f"BM25 counts words; build it with --encoder {WORDS}.")
+    elif encoded is None:
         console.console.print("Encoding comes before the build and is not in it; give --encoder to have it measured.")
     else:
         console.console.print(
@@ -75,7 +79,8 @@ def run_plan(options: argparse.Namespace) -> None:
             f"{encoded:,.0f} passages of 100 words a second with {options.encoder} on {options.device}."
         )
     said = advice(options.passages, dim, memory)
-    console.console.print(said[0].upper() + said[1:] + ".")
+    if not words:
+        console.console.print(said[0].upper() + said[1:] + ".")
     if options.out is not None:
         record = {
             "passages": options.passages,

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -91,9 +91,15 @@ class Calibration:
             raise UserError(f"sample is {sample}; expected at least {LEAST_SAMPLE} vectors, or the times mean nothing")
         self.dim, self.sample = dim, sample
         self.threads = int(faiss.omp_get_max_threads())
-        self._vectors_ND = synthetic_vectors(sample, dim)
-        self._queries_QD = synthetic_vectors(BATCH, dim, seed=1)
         self._known: dict[Any, Any] = {}
+
+    @cached_property
+    def _vectors_ND(self) -> Vectors:
+        return synthetic_vectors(self.sample, self.dim)
+
+    @cached_property
+    def _queries_QD(self) -> Vectors:
+        return synthetic_vectors(BATCH, self.dim, seed=1)
 
     def at(self, dim: int) -> "Calibration":
         """The rates at another number of dimensions."""

@@ -73,7 +73,7 @@ def read_structure(path: Path, kind: Kind, vectors: VectorFile) -> Any:
         index = faiss.read_index(os.fspath(path), _flags(kind))
     except RuntimeError:
         raise UserError(f"{path}: FAISS cannot read it; build the index again") from None
-    if not isinstance(index, _expected(kind)) or (index.ntotal, index.d) != (vectors.rows, vectors.dim):
+    if (index.ntotal, index.d) != (vectors.rows, vectors.dim) or not _is_of(index, kind):
         raise UserError(
             f"{path}: holds {index.ntotal} x {index.d} vectors in a {type(index).__name__}, expected {vectors.rows} x "
             f"{vectors.dim} in {kind.name}; build the index again"
@@ -83,12 +83,17 @@ def read_structure(path: Path, kind: Kind, vectors: VectorFile) -> Any:
     return index
 
 
-def _expected(kind: Kind) -> Any:
-    if kind.directions or kind.opq:
-        return faiss.IndexPreTransform
+def _is_of(index: Any, kind: Kind) -> bool:
+    structure = behind(index)
+    if (structure is not index) != (kind.directions > 0 or kind.opq) or structure.d != (kind.directions or index.d):
+        return False
     if kind.family == "hnsw":
-        return faiss.IndexHNSWFlat if kind.codes == "float32" else faiss.IndexHNSWSQ
-    return faiss.IndexIVF
+        wanted = faiss.IndexHNSWFlat if kind.codes == "float32" else faiss.IndexHNSWSQ
+        held = structure.storage.sa_code_size() if isinstance(structure, faiss.IndexHNSW) and structure.storage else 0
+    else:
+        wanted = {"float32": faiss.IndexIVFFlat, "pq": faiss.IndexIVFPQ}.get(kind.codes, faiss.IndexIVFScalarQuantizer)
+        held = structure.code_size if isinstance(structure, faiss.IndexIVF) else 0
+    return isinstance(structure, wanted) and (kind.borrows or held == kind.code_bytes(index.d))
 
 
 def _flags(kind: Kind) -> int:
@@ -211,6 +216,7 @@ def _grow_graph(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) 
     else:
         index = _empty_graph(kind, vectors)
     graph, projection_PD = behind(index), rotation(index)
+    graph.hnsw.efConstruction = EF_CONSTRUCTION
     storage = faiss.downcast_index(graph.storage)
     _reserve(storage.codes, storage.sa_code_size() * vectors.rows)
     # Links of 2M on the ground and about M / (M - 1) above it; a little more, for levels are drawn.
@@ -229,7 +235,6 @@ def _grow_graph(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) 
 def _empty_graph(kind: Kind, vectors: VectorFile) -> Any:
     """A graph of no vectors, behind its projection, its codes' extremes known: whatever needs a sample is done."""
     index = faiss.index_factory(kind.directions or vectors.dim, kind.structure, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = EF_CONSTRUCTION
     if count := training_vectors(kind, vectors.rows):
         sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
         if kind.directions:

@@ -93,11 +93,15 @@ class Kind:
         """Whether the structure is a graph alone, whose vectors are read from the kept ones' file."""
         return self.family == "hnsw" and self.codes == "float32" and not self.directions
 
+    def code_bytes(self, dim: int) -> int:
+        """Bytes in which a list or a graph holds one vector of `dim` dimensions."""
+        dim = self.directions or dim
+        return {"float32": 4 * dim, "float16": 2 * dim, "uint8": dim, "pq": self.pq}[self.codes]
+
     def bytes_per_vector(self, dim: int) -> int:
         """Bytes of RAM of one vector in the structure that is searched: its coordinates or code; in a list its row (8),
         in a graph its links of 4 bytes (2M on the ground, M / (M - 1) above on average), offset (8) and level (4)."""
-        dim = self.directions or dim
-        width = {"float32": 4 * dim, "float16": 2 * dim, "uint8": dim, "pq": self.pq}[self.codes]
+        width = self.code_bytes(dim)
         if self.family == "hnsw":
             return width + 4 * (2 * self.links + math.ceil(self.links / (self.links - 1))) + 12
         if self.family == "ivf":
@@ -145,6 +149,8 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
             raise UserError(f"kind is {text!r}: a graph of {links} links a vector; expected 4 to 128")
         return Kind(family="hnsw", links=links, codes=_CODES[(found[2] or "Flat").lower()])
     found = _IVF.fullmatch(written)
+    if text.lower() == "bm25":
+        raise UserError("kind is 'bm25', which has no vectors; build it with --encoder bm25")
     if not found:
         raise UserError(f"kind is {text!r}; expected one of {EXAMPLES}")
     rotation, lists, scalar, pq = found.groups()
@@ -190,8 +196,8 @@ def _check_ivf(kind: Kind, text: str, rotation: str | None, passages: int, dim: 
 def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
     """What an index of N = `passages` vectors of d = `dim` dimensions needs.
 
-    With b bytes a vector (`bytes_per_vector`), C centroids, T = min(N, 50 C) training vectors (for PQ at least 65,536),
-    S = 64 MiB (a slice) and P = 200 MB (interpreter, NumPy, FAISS):
+    With b bytes a vector (`bytes_per_vector`), C centroids, T = min(N, 50 C) training vectors (for PQ, SQ8 and PCA at
+    least 65,536), S = 64 MiB (a slice) and P = 200 MB (interpreter, NumPy, FAISS):
 
         RAM          N b + 4 d C + P        for flat the mapped file: searches want it in memory, the loader does not
         disk         4 d N, the vectors kept for exact scores, plus the structure: N b + 4 d C of lists, N b of a
@@ -199,7 +205,7 @@ def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
                      flat16 keeps 2 d N
         build RAM    max(training, filling) + 2 S + P
                      training    4 d T, three times that for PQ (its rotation and residuals are copies); a graph with
-                                 codes or PCA 4 d min(N, 65,536)
+                                 SQ8 or PCA 4 d min(N, 65,536)
                      filling     N b + 4 d C + 4 N (every row's list) for lists, N b for a graph, 0 for flat
         PCA          p directions in the place of d in b and C; a graph then has vectors of its own, as with codes
         GPU          2 d N for flat, flat16 and uncompressed lists (float16), N b for codes; + 4 d C; graphs have none
@@ -261,7 +267,7 @@ def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
             before = [f"{other} would need {show_bytes(needs[other])}" for other in names[max(0, number - 2) : number]]
             why = "the most precise that fits"
             if name in ("flat", names[0]):
-                why = "exact" if name == "flat" else "the fastest to search"
+                why = "exact" if name == "flat" else "the fastest over all dimensions"
             told = f"; {', '.join(before)}" if before else ""
             return name, f"{have}: {name} needs {show_bytes(needs[name])} and is {why}{told}"
     smallest = min(needs, key=lambda name: needs[name])

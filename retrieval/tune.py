@@ -93,8 +93,9 @@ def tune(search: ApproximateSearch, truth: Truth, wanted: float, factors: tuple[
     best = (-1.0, search.effort, search.factor)
     for factor in factors:
         before = -1.0
-        for effort in efforts(search.candidates.most):
-            search.effort, search.factor = effort, factor
+        search.factor = factor
+        for effort in efforts(*search.span(truth.ks[-1])):
+            search.effort = effort
             recall = min(truth.recall(search.top, k) for k in truth.ks)
             on_stage("tuning", min(int(1000 * recall), int(1000 * wanted)), int(1000 * wanted))
             if recall > best[0]:
@@ -107,9 +108,10 @@ def tune(search: ApproximateSearch, truth: Truth, wanted: float, factors: tuple[
     _, search.effort, search.factor = best
 
 
-def efforts(most: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24, .. up to `most`: steps of a third to a half, and `most` itself."""
-    effort = 1
+def efforts(least: int, most: int) -> Iterator[int]:
+    """From the least up to the most, as 1, 2, 3, 4, 6, 8, 12, 16, 24, ..: steps of a third to a half, and `most`
+    itself."""
+    effort = least
     while effort < most:
         yield effort
         effort = max(effort + 1, effort * 4 // 3 if effort & (effort - 1) else effort * 3 // 2)

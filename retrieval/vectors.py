@@ -157,3 +157,7 @@ class VectorFile:
 @cache
 def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(READERS, "vectors")
+
+
+# A forked process has the pool but not its threads.
+os.register_at_fork(after_in_child=_readers.cache_clear)

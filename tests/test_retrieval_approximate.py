@@ -12,7 +12,14 @@ from index_cases import DIM, Clustered, numbered
 
 from thresher.retrieval import grow, tune
 from thresher.retrieval import index as index_module
-from thresher.retrieval.approximate import ApproximateIndex, ApproximateSearch, GraphCandidates, ListCandidates, Turn
+from thresher.retrieval.approximate import (
+    ApproximateIndex,
+    ApproximateSearch,
+    GraphCandidates,
+    ListCandidates,
+    Turn,
+    candidates_of,
+)
 from thresher.retrieval.build import BuildSettings, build_folder
 from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.exact import RowScores
@@ -175,6 +182,9 @@ class Steps:
         self.table, self.candidates, self.ks, self.asked = table, self, (5,), []
         self.effort = self.factor = 1
 
+    def span(self, k):
+        return 1, self.most
+
     def top(self, *_):
         raise AssertionError("only its recall is asked for")
 
@@ -201,8 +211,33 @@ def test_tuning_raises_effort_until_it_pays_no_more(table, wanted, chosen, asked
 
 
 def test_efforts_grow_by_a_third_to_a_half_and_end_at_the_most():
-    assert list(tune.efforts(1)) == [1]
-    assert list(tune.efforts(50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
+    assert list(tune.efforts(1, 1)) == [1]
+    assert list(tune.efforts(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
+    assert list(tune.efforts(28, 90)) == [28, 37, 49, 65, 86, 90]
+
+
+def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
+    """Below, every effort is the same search; up to its last vector, one over 10^6 took minutes."""
+    file = VectorFile(folders("HNSW16_SQ8") / "vectors.npy", COUNT, DIM)
+    kind = parse_kind("HNSW16_SQ8", COUNT, DIM)
+    graph = candidates_of(kind, grow.read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
+    search = ApproximateSearch(graph, RowScores(file.take), COUNT, 1, 2)
+    assert search.span(10) == (28, COUNT)
+    graph.most = 10**6
+    assert search.span(10) == (28, 4096)
+    search.factor = 1000
+    assert search.span(10) == (COUNT, 4096)
+    graph.most = COUNT
+    # An effort that no C integer holds is all there is.
+    assert len(search.top(file.open()[:1], COUNT)[0]) == COUNT
+    search.effort, search.factor = 10**11, 1
+    assert [row for row, _ in search.top(file.open()[:1], 1)[0]] == [0]
+
+
+def test_codes_are_tuned_by_effort_before_more_candidates(folders):
+    for kind in ("HNSW16_SQ8", "PCA12,HNSW16_SQ8"):
+        chosen = read_manifest(folders(kind)).parameters
+        assert chosen["efSearch"] >= 10 * chosen["candidates"] + 8
 
 
 def test_equal_vectors_count_for_each_other(tmp_path):
@@ -339,3 +374,15 @@ def test_queries_are_turned_alone_as_in_a_crowd(directions, dim):
     assert np.abs(turned_QP - wanted_QP).max() <= 2.0**-24 * np.abs(wanted_QP).max()
     assert (np.concatenate([turn(query_QD[place : place + 1]) for place in range(21)]) == turned_QP).all()
     assert Turn(None)(query_QD) is query_QD
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_structure_of_another_kind_is_refused(folders, kind):
+    file = VectorFile(folders("flat") / "vectors.npy", COUNT, DIM)
+    for other in KINDS:
+        path = folders(other) / "index.faiss"
+        if other == kind:
+            assert grow.read_structure(path, parse_kind(kind, COUNT, DIM), file).ntotal == COUNT
+        else:
+            with pytest.raises(UserError, match=r"index\.faiss: (holds|FAISS cannot read it).*build the index again"):
+                grow.read_structure(path, parse_kind(kind, COUNT, DIM), file)

@@ -53,6 +53,7 @@ def test_a_kind_is_read_and_its_own_name_reads_the_same(text, name):
         ("", "expected one of flat, flat16"),
         ("IVF4096", "expected one of flat"),
         ("LSH", "expected one of flat"),
+        ("BM25", "no vectors; build it with --encoder bm25"),
         ("IVF1001,Flat", "1001 lists for 1000 passages; IVF16 would be usual"),
         ("IVF0,Flat", "0 lists"),
         ("IVF16,PQ50", "50 does not divide 768 dimensions; these do well: 192, 128, 96, 64, 48, 32, 24"),
@@ -155,7 +156,7 @@ def test_the_reason_names_what_was_passed_over():
 def test_the_reason_is_a_sentence_for_the_small_too():
     assert choose_kind(400, 2048, 4 * 10**9)[1] == "400 x 2048 and 4.0 GB of memory: flat needs 334 MB and is exact"
     assert choose_kind(10**6, 768, 16 * 10**9)[1] == (
-        "1,000,000 x 768 and 16.0 GB of memory: HNSW32_SQ8 needs 1.4 GB and is the fastest to search"
+        "1,000,000 x 768 and 16.0 GB of memory: HNSW32_SQ8 needs 1.4 GB and is the fastest over all dimensions"
     )
     passed_over = choose_kind(200_000, 768, 600 * 10**6)[1]
     assert passed_over.endswith("HNSW32_SQ8 needs 543 MB and is the most precise that fits; flat would need 814 MB")

@@ -4,13 +4,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from thresher.engine import cli
-from thresher.retrieval import calibrate
+from thresher.retrieval import calibrate, calibrate_words
 from thresher.retrieval.bm25 import build_bm25
 from thresher.retrieval.calibrate import (
     Calibration,
@@ -344,6 +345,15 @@ def test_the_command_prints_a_table_and_writes_it(tmp_path: Path, capsys, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     assert cli.run([*arguments, "--memory", "lots"]) == 2
     assert "memory is 'lots'; expected a size such as 16GB" in capsys.readouterr().err
+
+
+def test_a_plan_of_words_speaks_of_words(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(calibrate, "DISK_BYTES", 2**21)
+    monkeypatch.setattr(calibrate_words, "measure_words", partial(measure_words, 400, 400))
+    assert cli.run(["index", "plan", "--passages", "1000000", "--kind", "bm25", "--disk", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "1,000,000 passages, " in printed and "--encoder bm25" in printed
+    assert "x 768" not in printed and "Encoding" not in printed and "Build" not in printed
 
 
 def test_the_command_joins_indexes(tmp_path: Path, capsys):

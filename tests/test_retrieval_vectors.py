@@ -1,5 +1,8 @@
 """Files of vectors that grow and are gone on with, and exact search over rows in float16."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -80,6 +83,18 @@ def test_rows_are_taken_in_any_order_and_never_from_beyond_the_end(tmp_path, mor
     file.path.write_bytes(file.path.read_bytes()[:-5])
     with pytest.raises(UserError, match=r"v\.npy: ends before row 9; build the index again"):
         file.take(wanted)
+
+
+def test_a_forked_process_has_readers_of_its_own(tmp_path):
+    file = VectorFile(tmp_path / "v.npy", 10, 3)
+    file.append(rows_of(10))
+    wanted = np.arange(4 * vectors.READ_FEWEST) % 10
+    taken = file.take(wanted)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if np.array_equal(file.take(wanted), taken) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_best_of_several_searches():
