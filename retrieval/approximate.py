@@ -5,7 +5,7 @@ score is its true inner product and equal scores go by row. Only the choice of c
 falls short was measured when the index was built and stands in the manifest, with the effort (`nprobe` lists, or
 `efSearch` vertices) and the number of candidates that reached the recall wanted. Scoring again reads `candidates` * k +
 8 rows a query from the file: two to four microseconds each where the operating system has them in memory, a seek on a
-cold disk. An index that discarded its vectors orders by FAISS's own scores, which for PQ are estimates.
+cold disk. An index that discarded its vectors orders by FAISS's own scores, which for codes are estimates.
 
 A query's result does not depend on what else is asked. FAISS keeps that inside the lists and the graph; the nearest
 lists themselves are chosen exactly, by `ExactRows` over the centroids, and a rotation is done in float64.

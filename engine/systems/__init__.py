@@ -11,7 +11,7 @@ from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from thresher.engine.episode import System
 from thresher.engine.tables import from_dict
@@ -22,6 +22,8 @@ from thresher.rewards.transcript import Piece, Source
 
 MEASURES = ("em", "f1", "answered")  # among the parts of every reward
 NAMES = ("eviomni", "lear", "evinote", "evinote_code", "arena", "eval_rar", "search_r1", "naive_grpo")
+
+T = TypeVar("T")
 
 
 def load_system(name: str, options: Mapping[str, Any]) -> System:
@@ -63,12 +65,7 @@ def _own_system(path: Path, options: Mapping[str, Any]) -> System:
             f"{path}: a system's file needs a dataclass Options and a function system(options); add what is missing"
         )
     chosen = from_dict(kind, dict(options), "[system.options]")
-    try:
-        made = make(chosen)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{path}: system(options) raised {_told(error, path)}; mend the file") from error
+    made = _called(partial(make, chosen), "system(options)", path)
     if not isinstance(made, System):
         raise UserError(f"{path}: system(options) returned {type(made).__name__}; it should return a System")
     made = replace(made, reward=partial(_own_reward, path=path, reward=made.reward))
@@ -76,14 +73,19 @@ def _own_system(path: Path, options: Mapping[str, Any]) -> System:
     return made
 
 
-def _own_reward(attempt: Attempt, *, path: Path, reward: Callable[[Attempt], RewardResult]) -> RewardResult:
-    """What the file's reward gives. UserError where it raises, or gives what no step or table could use."""
+def _called(call: Callable[[], T], what: str, path: Path) -> T:
+    """What a function of the file gives; whatever it raises becomes a UserError."""
     try:
-        result = reward(attempt)
+        return call()
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path}: reward(attempt) raised {_told(error, path)}; mend the file") from error
+        raise UserError(f"{path}: {what} raised {_told(error, path)}; mend the file") from error
+
+
+def _own_reward(attempt: Attempt, *, path: Path, reward: Callable[[Attempt], RewardResult]) -> RewardResult:
+    """What the file's reward gives. UserError where it raises, or gives what no step or table could use."""
+    result = _called(partial(reward, attempt), "reward(attempt)", path)
     if wrong := _wrong(result):
         raise UserError(f"{path}: reward(attempt) returned {wrong}; mend the file")
     return result
