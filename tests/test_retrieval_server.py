@@ -1,61 +1,26 @@
 """The server: two dialects answered to the letter, nonsense refused with a reason, load shared, and never a trace."""
 
-import http.client
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
+from retrieval_server_cases import SERVED, Scripted, address, ask, until
 
 from thresher.bench.retrieval_server import measure_server
 from thresher.engine import cli
-from thresher.retrieval.batcher import Batcher, Full
 from thresher.retrieval.corpus import Passage
-from thresher.retrieval.index import Index
 from thresher.retrieval.manifest import read_manifest
 from thresher.retrieval.metrics import Metrics
-from thresher.retrieval.retriever import Hit, Retriever, check_positive
+from thresher.retrieval.retriever import Retriever
 from thresher.retrieval.server import Served, Server, Settings, serve_folder
 from thresher.retrieval.wire import DIALECTS, Bounds, Refused, contents, passage_of, read_request
 from thresher.rewards.errors import UserError
-
-FUZZED = int(os.environ.get("THRESHER_FUZZ", "1500"))
-SERVED = Served(passages=9, kind="flat", corpus_sha256="ab" * 32, identity="0123456789abcdef")
-
-
-class Scripted(Retriever):
-    """Finds passages named after the query; does at once, or slowly, or never, what a query says."""
-
-    def __init__(self, passages: int = 9) -> None:
-        super().__init__()
-        self.passages = passages
-        self.searched: list[tuple[list[str], int]] = []
-        self.go = threading.Event()
-        self.go.set()
-
-    def check_k(self, k: int) -> None:
-        check_positive(k, self.passages)
-
-    def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        self.searched.append((queries, k))
-        assert self.go.wait(20)
-        if "explode" in queries:
-            raise ZeroDivisionError("secret of the index")
-        if "mistake" in queries:
-            raise UserError("the index is gone; build it again")
-        return [[Hit(n, Passage(f"{q}-{n}", f"T{n}", f"about {q}"), 1 / (n + 1)) for n in range(k)] for q in queries]
 
 
 @pytest.fixture
@@ -80,19 +45,17 @@ def serve() -> Iterator[Callable[..., Server]]:
         server.__exit__(None, None, None)
 
 
-def ask(
-    server: Server | str, path: str, body: Any = None, method: str | None = None
-) -> tuple[int, Any, dict[str, str]]:
-    """(status, parsed JSON or text, headers) of one request on a connection of its own; `body` is JSON unless bytes."""
-    address = (server if isinstance(server, str) else server.url).removeprefix("http://")
-    connection = http.client.HTTPConnection(address, timeout=20)
-    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    connection.request(method or ("GET" if body is None else "POST"), path, data)
-    response = connection.getresponse()
-    text = response.read().decode()
-    connection.close()
-    headers = {name.lower(): value for name, value in response.getheaders()}
-    return response.status, json.loads(text) if "json" in headers["content-type"] and text else text, headers
+def exchange(server: Server, sent: bytes) -> bytes:
+    """Everything that comes back until the server ends the connection or falls silent."""
+    answer = b""
+    with socket.create_connection(address(server), timeout=1.0) as connection:
+        connection.sendall(sent)
+        try:
+            while part := connection.recv(65_536):
+                answer += part
+        except (TimeoutError, ConnectionResetError):
+            pass
+    return answer
 
 
 # what is answered
@@ -362,85 +325,7 @@ def test_the_histogram_counts_up() -> None:
     assert counts == [1, *[2] * 10, 3, 3, 3, 3, 4] and "request_seconds_sum 1003.0021" in metrics.text(())
 
 
-# micro-batches
-
-
-def searching(log: list[tuple[list[str], int]], gate: threading.Event) -> Callable[[list[str], int], list[list[Hit]]]:
-    def search(queries: list[str], k: int) -> list[list[Hit]]:
-        gate.wait(20)
-        log.append((queries, k))
-        if "bad" in queries:
-            raise ValueError("bad")
-        return [[Hit(0, Passage(query, "", "x"), float(k))] for query in queries]
-
-    return search
-
-
-def ids(future: "Future[list[list[Hit]]]") -> list[str]:
-    return [hit.passage.id for hits in future.result(20) for hit in hits]
-
-
-def test_requests_that_wait_are_searched_together_in_their_order() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=100)
-    first = batcher.submit(["first"], 1)
-    until(lambda: batcher.waiting == 0)  # the thread is at it, and the rest will wait
-    asked = [(["a"], 2), (["b", "c"], 2), (["d"], 3), (["e", "f"], 2), (["g"], 3), (["h"] * 9, 2)]
-    futures = [batcher.submit(queries, k) for queries, k in asked]
-    given_up = batcher.submit(["nobody waits for this"], 2)
-    assert given_up.cancel() and batcher.waiting == 17
-    gate.set()
-    assert ids(first) == ["first"]
-    for future, (queries, k) in zip(futures, asked, strict=True):
-        assert ids(future) == queries and {hit.score for hits in future.result() for hit in hits} == {float(k)}
-    batcher.close()
-    expected = [["first"], ["a", "b", "c"], ["d", "g"], ["e", "f"], ["h"] * 4, ["h"] * 4, ["h"]]
-    assert [queries for queries, _ in log] == expected and batcher.batches == len(log)
-    with pytest.raises(CancelledError):
-        given_up.result()
-
-
-def test_a_batch_waits_for_others_but_not_once_it_is_full() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    gate.set()
-    batcher = Batcher(searching(log, gate), max_batch=2, max_wait=30.0, max_waiting=100)
-    futures = [batcher.submit([query], 1) for query in "abcd"]
-    assert [ids(future) for future in futures] == [["a"], ["b"], ["c"], ["d"]]
-    assert log == [(["a", "b"], 1), (["c", "d"], 1)]
-    last = batcher.submit(["e"], 1)
-    time.sleep(0.05)
-    assert not last.done()
-    batcher.close()  # whoever still waits is answered, and nobody new
-    assert ids(last) == ["e"]
-    with pytest.raises(Full):
-        batcher.submit(["f"], 1)
-
-
-def test_who_asks_alone_does_not_wait() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    gate.set()
-    batcher = Batcher(searching(log, gate), max_batch=2, max_wait=60.0, max_waiting=100)
-    for queries in (["a", "b"], ["c"], ["d"]):  # the first fills a batch
-        assert ids(batcher.submit(queries, 1)) == queries
-    batcher.close()
-
-
-def test_only_the_guilty_request_fails() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    batcher = Batcher(searching(log, gate), max_batch=8, max_wait=0.0, max_waiting=4)
-    first = batcher.submit(["bad"], 1)
-    until(lambda: batcher.waiting == 0)
-    futures = [batcher.submit([query], 1) for query in ("a", "bad", "b")]
-    with pytest.raises(Full):
-        batcher.submit(["c", "d"], 1)
-    gate.set()
-    assert [isinstance(future.exception(20), ValueError) for future in (first, *futures)] == [True, False, True, False]
-    assert ids(futures[0]) == ["a"] and ids(futures[2]) == ["b"]
-    batcher.close()
+# connections
 
 
 def test_connections_share_searches(serve: Callable[..., Server], scripted: Scripted) -> None:
@@ -458,62 +343,7 @@ def test_connections_share_searches(serve: Callable[..., Server], scripted: Scri
     assert [len(queries) for queries, _ in scripted.searched] == [1, 16]
 
 
-# the process
-
-
-def spawn(index: Path, *flags: str, log: Any = None) -> tuple["subprocess.Popen[str]", str]:
-    """`thresher serve-retriever` and its address; `log` is a file for what it says on stderr."""
-    command = [sys.executable, "-P", "-m", "thresher.engine.cli", "serve-retriever", "--index", str(index), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.search(r"passages \(flat\) of .* at (http://127\.0\.0\.1:\d+)", line)
-    assert found, line
-    return process, found[1]
-
-
-Spawned = tuple["subprocess.Popen[str]", str, Path]
-
-
-@pytest.fixture(scope="module")
-def spawned(tiny_index_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawned]:
-    """The process, its address, and the file of what it says on stderr."""
-    path = tmp_path_factory.mktemp("log") / "stderr"
-    with path.open("w") as log:
-        process, url = spawn(tiny_index_folder, "--port", "0", log=log)
-        yield process, url, path
-        process.kill()
-        process.wait()
-
-
-def test_the_command_serves_an_index(spawned: Spawned, tiny_index: Index, tiny_index_folder: Path) -> None:
-    _, url, _ = spawned
-    status, health, _ = ask(url, "/health")
-    assert (status, health["passages"]) == (200, len(tiny_index))
-    assert health["corpus_sha256"] == read_manifest(tiny_index_folder).corpus_sha256 == tiny_index.corpus.sha256
-    query = "the rival of Mia Noor"
-    _, answer, _ = ask(url, "/retrieve", {"queries": [query], "topk": 4, "return_scores": True})
-    for hit, said in zip(tiny_index.search([query], 4)[0], answer["result"][0], strict=True):
-        assert said == {"document": {"id": hit.passage.id, "contents": contents(hit.passage)}, "score": hit.score}
-
-
-def test_sigterm_lets_what_has_arrived_finish(tiny_index_folder: Path) -> None:
-    """A batch that waits for others is searched at once, and answered; what is idle or half sent holds nobody up."""
-    process, url = spawn(tiny_index_folder, "--port", "0", "--max-wait-ms", "700")
-    half = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
-    open_ones = [socket.create_connection(address(url)) for _ in range(3)]
-    for connection, sent in zip(open_ones, (b"", half[:9], half), strict=True):
-        connection.sendall(sent)
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, url, "/retrieve", {"queries": ["Mia Noor"]})
-        until(lambda: '"waiting_queries": 1' in json.dumps(ask(url, "/health")[1]))
-        process.send_signal(signal.SIGTERM)
-        assert answer.result()[0] == 200
-    assert process.wait(20) == 0
-    for connection in open_ones:
-        connection.close()
-    assert process.stdout is not None and "ended; 1 queries were searched" in process.stdout.read()
+# address, command, figures
 
 
 def test_an_address_that_is_taken_or_foreign(scripted: Scripted) -> None:
@@ -576,136 +406,6 @@ def test_the_load_generator_counts_what_it_was_answered(
     assert 0 < figures["p50_ms"] <= figures["p99_ms"] <= figures["largest_ms"]
     refused = measure_server(server.url, ["a"], connections=2, seconds=0.1, k=10)
     assert refused["requests"] == 0 and refused["failed"] == server.app.metrics.requests["/retrieve", 400] > 0
-
-
-# fuzzing
-
-
-def fuzzed(draw: Random) -> bytes:
-    """A request that is wrong somewhere, or is no request at all; a few are right."""
-    body = draw.choice((some_json(draw, 3), some_request(draw)))
-    data = json.dumps(body).encode() if draw.random() < 0.8 else draw.randbytes(draw.randrange(200))
-    if draw.random() < 0.1:
-        data = draw.choice((b"[" * 50_000, b'{"queries": ["' + b"q" * 100_000 + b'"]}', data[: len(data) // 2]))
-    path = draw.choice((*DIALECTS, "/retrieve", "/health", "/metrics", "/", "/%00%ff", "*", "/retrieve?x=\x7f", "//"))
-    method = draw.choice(("POST", "POST", "POST", "POST", "GET", "PUT", "HEAD", "OPTIONS", "CONNECT", "BREW", "post"))
-    length = draw.choice((str(len(data)),) * 8 + ("-1", "1e3", str(len(data) + 5), str(10**30), "", "0", "0, 5"))
-    headers = [f"Host: {draw.choice(('x', '', 'a b', 'x' * 300))}", f"Content-Length: {length}"]
-    extra = (
-        "Transfer-Encoding: chunked",
-        "Transfer-Encoding: gzip",
-        "Connection: upgrade\r\nUpgrade: websocket",
-        "Expect: 100-continue",
-        "Content-Length: 3",
-        "X: " + "y" * draw.choice((10, 40_000)),
-        " folded: yes",
-        "Nö: ü",
-        "Connection: close",
-    )
-    headers += draw.sample(extra, draw.choice((0, 0, 0, 1, 2)))
-    version = draw.choice(("HTTP/1.1",) * 8 + ("HTTP/1.0", "HTTP/2.0", "HTTP/9", ""))
-    request = "\r\n".join((f"{method} {path} {version}", *headers)).encode("latin-1") + b"\r\n\r\n" + data
-    mutation = draw.random()
-    if mutation < 0.1:
-        at = draw.randrange(len(request))
-        request = request[:at] + draw.randbytes(3) + request[at + draw.randrange(5) :]
-    elif mutation < 0.15:
-        request = draw.randbytes(draw.randrange(1, 400))
-    elif mutation < 0.2:
-        request *= draw.randrange(2, 5)  # pipelined
-    return request
-
-
-def some_json(draw: Random, depth: int) -> Any:
-    kinds = [None, True, 0, -1, 10**25, 1.5, float("nan"), "", "\ud800", "queries", "x" * 50]
-    value = draw.choice(kinds)
-    if depth and draw.random() < 0.6:
-        parts = [some_json(draw, depth - 1) for _ in range(draw.randrange(4))]
-        names = ("queries", "topk", "return_scores", "query", "top_n", "return_score", "")
-        return {draw.choice(names): part for part in parts} if draw.random() < 0.7 else parts
-    return value
-
-
-def some_request(draw: Random) -> Any:
-    body: dict[str, Any] = {"queries": [draw.choice(("rival", "spouse of Mia", "é"))] * draw.randrange(3)}
-    if draw.random() < 0.3:
-        body = {"query": body["queries"] if draw.random() < 0.5 else "rival"}
-    if draw.random() < 0.7:
-        key = draw.choice(("topk", "top_n"))
-        body[key] = draw.choice((1, 2, 3, 3, 41, 10**9, some_json(draw, 1)))
-    return body
-
-
-def test_fuzzed_requests_leave_it_alive_and_small(spawned: Spawned) -> None:
-    """With THRESHER_FUZZ=10000, as many. Most connections end without having read, as a careless client's do."""
-    process, url, log = spawned
-    draw = Random(5)
-    for number in range(FUZZED // 4):  # what a server needs once, it needs before the count begins
-        throw(url, fuzzed(draw), number % 4 == 0)
-    before, statuses = resident_kib(process.pid), set()
-    for number in range(FUZZED):
-        status = throw(url, fuzzed(draw), number % 4 == 0)
-        if status:
-            statuses.add(status)
-    assert log.read_text() == ""
-    assert statuses >= {200, 400, 404, 405} and statuses <= {200, 400, 404, 405, 413, 100}
-    assert process.poll() is None and ask(url, "/health")[0] == 200
-    assert ask(url, "/retrieve", {"queries": ["rival"], "topk": 1})[0] == 200
-    values = ask(url, "/metrics")[1]
-    assert 'code="500"' not in values and "thresher_waiting_queries 0" in values
-    assert resident_kib(process.pid) - before < 16 * 1024
-
-
-def throw(url: str, request: bytes, read: bool) -> int:
-    """Send bytes; the status of the answer, 0 without one."""
-    with socket.create_connection(address(url), timeout=20) as connection:
-        try:
-            connection.sendall(request)
-            if not read:
-                return 0
-            connection.settimeout(0.05)
-            answer = connection.recv(65_536)
-        except (TimeoutError, ConnectionError):
-            return 0
-    if not answer:
-        return 0
-    assert answer.startswith(b"HTTP/1.1 ") and b"Traceback" not in answer
-    return int(answer[9:12])
-
-
-def resident_kib(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        pytest.skip("no /proc to read a process's memory from")
-    return int(re.search(r"VmRSS:\s+(\d+)", status.read_text())[1])  # type: ignore[index]
-
-
-# helpers
-
-
-def address(server: Server | str) -> tuple[str, int]:
-    host, _, port = (server if isinstance(server, str) else server.url).removeprefix("http://").rpartition(":")
-    return host, int(port)
-
-
-def exchange(server: Server, sent: bytes) -> bytes:
-    """Everything that comes back until the server ends the connection or falls silent."""
-    answer = b""
-    with socket.create_connection(address(server), timeout=1.0) as connection:
-        connection.sendall(sent)
-        try:
-            while part := connection.recv(65_536):
-                answer += part
-        except (TimeoutError, ConnectionResetError):
-            pass
-    return answer
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_a_request_is_read_without_a_server() -> None:
