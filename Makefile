@@ -87,7 +87,7 @@ demo: .venv
 	exec $(VENV)/bin/thresher demo --out "$$out" --seed $(SEED)
 
 # mypy does not know setup.py's mapping of folders to packages; links in a folder that git ignores spell it out.
-FOLDERS := kernels rewards policy retrieval engine bench recipes
+FOLDERS := kernels rewards policy retrieval engine bench cli recipes
 .PHONY: lint
 lint: .venv
 	@mkdir -p .typecheck/thresher
@@ -129,9 +129,9 @@ gpu-check:
 	"$(PYTHON)" -c "$$NEEDS_CUDA" $(PEERS)
 	"$(PYTHON)" -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 	tests=0
-	timeout --kill-after=10 300 "$(PYTHON)" -m pytest tests/test_kernels_*.py || tests=$$?
+	timeout --kill-after=10 300 "$(PYTHON)" -m pytest tests/kernels || tests=$$?
 	gpu="$$("$(PYTHON)" -c 'import re, torch; print(re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()))')"
-	"$(PYTHON)" -m thresher.engine.cli bench loss --device cuda --budget $$((450 - (SECONDS - started))) \
+	"$(PYTHON)" -m thresher.cli bench loss --device cuda --budget $$((450 - (SECONDS - started))) \
 	    --out "$(RESULTS)/loss-$$gpu.jsonl" --plot "$(RESULTS)/loss-$$gpu.png" || tests=$$((tests ? tests : $$?))
 	exit $$tests
 

@@ -1,25 +1,17 @@
 """Packaging: the folders at the top of the repository are the packages `thresher.<folder>`."""
 
+from pathlib import Path
+
 from setuptools import setup
 
 # For the interpreter and the compile checks; beside a CUDA build of torch it is there already, in torch's own version.
 TRITON = "triton>=3.6,<3.10; platform_system == 'Linux' and platform_machine == 'x86_64'"
-# Below 1: retrieval/server.py builds upon its connection, which is not meant to be built upon.
+# Below 1: retrieval/serving/server.py builds upon its connection, which is not meant to be built upon.
 SERVER = "uvicorn>=0.30,<1"
 ARROW = "pyarrow>=15"
-FOLDERS = [
-    "kernels",
-    "rewards",
-    "policy",
-    "retrieval",
-    "retrieval.datasets",
-    "engine",
-    "engine.systems",
-    "engine.baselines",
-    "engine.studies",
-    "bench",
-    "recipes",
-]
+ROOT = Path(__file__).resolve().parent
+TOPS = ("kernels", "rewards", "policy", "retrieval", "engine", "bench", "cli", "recipes")
+FOLDERS = sorted(str(init.parent.relative_to(ROOT)) for top in TOPS for init in (ROOT / top).rglob("__init__.py"))
 
 setup(
     name="thresher",
@@ -27,11 +19,11 @@ setup(
     description="GRPO for Qwen models that reason over retrieved text, from scratch on torch and Triton",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
-    packages=[f"thresher.{folder}" for folder in FOLDERS],
-    package_dir={f"thresher.{folder}": folder.replace(".", "/") for folder in FOLDERS},
+    packages=["thresher." + folder.replace("/", ".") for folder in FOLDERS],
+    package_dir={"thresher." + folder.replace("/", "."): folder for folder in FOLDERS},
     package_data={
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
-        "thresher.engine": ["*.html"],
+        "thresher.engine.reporting": ["*.html"],
         "thresher.engine.systems": ["*.txt"],
         "thresher.engine.baselines": ["*.txt"],
     },
@@ -71,5 +63,5 @@ setup(
             "cut-cross-entropy>=25.1; sys_platform == 'linux'",
         ],
     },
-    entry_points={"console_scripts": ["thresher=thresher.engine.cli:main"]},
+    entry_points={"console_scripts": ["thresher=thresher.cli.main:main"]},
 )

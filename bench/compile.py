@@ -39,7 +39,7 @@ from thresher.engine.console import console, progress_line, shown
 from thresher.kernels.specialise import Specialisation
 from thresher.rewards.errors import UserError
 
-KERNEL_MODULES = ("thresher.kernels.head", "thresher.kernels.coefficients")
+KERNEL_MODULES = ("thresher.kernels.head_triton", "thresher.kernels.coefficients_triton")
 KIB = 1024
 
 
@@ -293,7 +293,9 @@ def _listed(name: str) -> tuple[Specialisation, ...]:
             raise
         raise UserError(f"--module {name}: there is no such module; expected a dotted name to import") from None
     if not hasattr(module, "specialisations"):
-        raise UserError(f"--module {name}: expected a module with a function specialisations(), as kernels/head.py")
+        raise UserError(
+            f"--module {name}: expected a module with a function specialisations(), as kernels/head_triton.py"
+        )
     found: tuple[Specialisation, ...] = module.specialisations()
     return found
 

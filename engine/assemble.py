@@ -11,22 +11,22 @@ from pathlib import Path
 
 import torch
 
+from thresher.engine.config.recipe import Data, Recipe, Retrieval, load_recipe
+from thresher.engine.config.recipe import System as SystemSection
 from thresher.engine.console import console
 from thresher.engine.episode import System, Tools, read_template
-from thresher.engine.judges import load_judge
-from thresher.engine.judging import Judges
-from thresher.engine.kvcache import PagedKV
-from thresher.engine.recipe import Data, Recipe, Retrieval, load_recipe
-from thresher.engine.recipe import System as SystemSection
-from thresher.engine.render import Renderer
-from thresher.engine.rollout import Limits, Rollout
+from thresher.engine.protocol.render import Renderer
+from thresher.engine.rollout.kv_cache import PagedKV
+from thresher.engine.rollout.rollout import Limits, Rollout
+from thresher.engine.scoring.entailment import load_judge
+from thresher.engine.scoring.score import Judges
+from thresher.engine.scoring.verdicts import load_verdicts
 from thresher.engine.systems import load_system, own_digest
-from thresher.engine.verdicts import load_verdicts
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.retrieval.client import RemoteRetriever
 from thresher.retrieval.questions import Question, read_questions
 from thresher.retrieval.retriever import Retriever
+from thresher.retrieval.serving.client import RemoteRetriever
 from thresher.rewards.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -156,7 +156,9 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
             say=_say,
         )
     else:
-        from thresher.retrieval.index import load_retriever  # FAISS: where a server searches, the run needs none
+        from thresher.retrieval.indexes.index import (
+            load_retriever,  # FAISS: where a server searches, the run needs none
+        )
 
         assert section.index is not None  # it has no url
         retriever = load_retriever(section.index)

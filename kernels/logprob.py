@@ -189,7 +189,7 @@ def token_logprobs(
 
 def _make_head(backend: str, lm_head_VH: Tensor, temperature: float, rows: int) -> HeadFace:
     if backend == "triton":
-        from thresher.kernels.head import TritonHead  # triton is there only where it can be used
+        from thresher.kernels.head_triton import TritonHead  # triton is there only where it can be used
 
         return TritonHead(lm_head_VH, temperature, rows)
     return TorchHead(lm_head_VH, temperature, rows)

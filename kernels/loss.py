@@ -152,7 +152,7 @@ class TorchLoss(TorchHead):
 
 def _make_face(backend: str, lm_head_VH: Tensor, settings: LossSettings, rows: int) -> LossFace:
     if backend == "triton":
-        from thresher.kernels.coefficients import TritonLoss  # triton is there only where it can be used
+        from thresher.kernels.coefficients_triton import TritonLoss  # triton is there only where it can be used
 
         return TritonLoss(lm_head_VH, settings, rows)
     return TorchLoss(lm_head_VH, settings, rows)

@@ -2,8 +2,8 @@
 
 One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
 is called once a layer with that layer's fresh q, k and v, and is either a `Varlen` layout (whole sequences, with
-gradients) or a paged cache (see engine/kvcache.py). Low-rank adapters (lora.py), where there are some, add to a layer's
-linear maps, in both.
+gradients) or a paged cache (see engine/rollout/kv_cache.py). Low-rank adapters (lora.py), where there are some, add to
+a layer's linear maps, in both.
 
 The query, key and value projections are one parameter, gate and up another; the names and pieces that Hugging Face
 files use are views of them (`hf_views`), so loading and saving are one table read in two directions.

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.retrieval.formats import EmptyPassage, Passage, to_passage
-from thresher.retrieval.jsonl import (
+from thresher.retrieval.data.formats import EmptyPassage, Passage, to_passage
+from thresher.retrieval.data.jsonl import (
     Record,
     as_object,
     checked_string,

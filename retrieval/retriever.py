@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from thresher.retrieval.corpus import Passage
+from thresher.retrieval.data.corpus import Passage
 from thresher.rewards.errors import UserError
 
 CACHE_QUERIES = 16_384

@@ -4,11 +4,8 @@ Imports neither torch nor any other folder, so that everything above may use it.
 """
 
 from thresher.rewards.advantages import group_advantages
-from thresher.rewards.arena import arena_reward, parse_indices
 from thresher.rewards.attempt import Attempt, count_words
 from thresher.rewards.errors import UserError
-from thresher.rewards.evinote import evinote_claims, evinote_reward
-from thresher.rewards.eviomni import eviomni_reward
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import (
     answer_measures,
@@ -20,9 +17,12 @@ from thresher.rewards.measures import (
     relevance_scores,
     sub_em,
 )
-from thresher.rewards.naive import naive_reward
+from thresher.rewards.papers.arena import arena_reward, parse_indices
+from thresher.rewards.papers.evinote import evinote_claims, evinote_reward
+from thresher.rewards.papers.eviomni import eviomni_reward
+from thresher.rewards.papers.naive import naive_reward
+from thresher.rewards.papers.search import eval_rar_reward, search_r1_reward
 from thresher.rewards.result import RewardResult
-from thresher.rewards.search import eval_rar_reward, search_r1_reward
 from thresher.rewards.tags import blocks, final_answer, neutralise, tag_sequence, tag_strings
 from thresher.rewards.text import contains_answer, exact_match, f1_score, normalize_answer
 from thresher.rewards.transcript import Piece, Source

@@ -19,13 +19,13 @@ import pytest
 
 # Imported where they are used, so that the tests of a folder need no more than that folder does.
 if TYPE_CHECKING:
+    from thresher.engine.config.recipe import Recipe
     from thresher.engine.episode import System
-    from thresher.engine.recipe import Recipe
-    from thresher.engine.rollout import Rollout
+    from thresher.engine.rollout.rollout import Rollout
     from thresher.policy.config import ModelConfig
     from thresher.policy.model import Policy
     from thresher.policy.tokenizer import Tokenizer
-    from thresher.retrieval.index import Index
+    from thresher.retrieval.indexes.index import Index
     from thresher.retrieval.questions import Question
 
 # Everything here is tiny, and a second thread would only wait for the first. Torch reads it when it is imported.
@@ -147,9 +147,9 @@ def tiny_policy(make_tiny_policy: Callable[..., Policy]) -> Policy:
 @pytest.fixture(scope="session")
 def tiny_index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index on disk; its corpus is corpus.jsonl beside the folder."""
-    from thresher.retrieval.corpus import read_corpus
-    from thresher.retrieval.index import build_index
-    from thresher.retrieval.lexical import LexicalEncoder
+    from thresher.retrieval.data.corpus import read_corpus
+    from thresher.retrieval.encoders.lexical import LexicalEncoder
+    from thresher.retrieval.indexes.index import build_index
 
     folder = tmp_path_factory.mktemp("tiny")
     records = [
@@ -165,7 +165,7 @@ def tiny_index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_index(tiny_index_folder: Path) -> Index:
     """Fresh for every test: its counts of calls start at 0."""
-    from thresher.retrieval.index import load_index
+    from thresher.retrieval.indexes.index import load_index
 
     return load_index(tiny_index_folder)
 
@@ -195,8 +195,8 @@ def tiny_rollout(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_index: Ind
     """make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens, shuffle,
     **limits) -> Rollout; everything has a default. `system` is a name or a System."""
     from thresher.engine.episode import Tools
-    from thresher.engine.render import Renderer
-    from thresher.engine.rollout import Limits, Rollout
+    from thresher.engine.protocol.render import Renderer
+    from thresher.engine.rollout.rollout import Limits, Rollout
     from thresher.engine.systems import load_system
 
     def make(
@@ -245,7 +245,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
 
     import torch
 
-    from thresher.engine import rollout
+    from thresher.engine.rollout import rollout
 
     def install(lines: dict[int, list[str]], tokenizer: Tokenizer | None = None) -> None:
         encode = (tokenizer or tiny_tokenizer).encode_template
@@ -283,7 +283,7 @@ def make_recipe(base: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, make_recipe: Callable[..., Recipe]) -> Path:
     """The run that nothing interrupted."""
-    from thresher.engine.train import train
+    from thresher.engine.training.train import train
 
     out = tmp_path_factory.mktemp("whole") / "run"
     train(make_recipe(), out)

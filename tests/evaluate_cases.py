@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from thresher.engine import cli
-from thresher.engine.evaluating import eval_arguments, eval_recipe
-from thresher.engine.recipe import Recipe
+from thresher.cli import main as cli
+from thresher.cli.commands.eval import eval_arguments, eval_recipe
+from thresher.engine.config.recipe import Recipe
 from thresher.retrieval.questions import Question, question_record
 
 SHORT = ("--set", "rollout.max_turn_tokens=40", "--set", "rollout.max_context=900")

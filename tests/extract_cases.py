@@ -9,8 +9,8 @@ from typing import Any
 
 from chat_server import ChatServer
 
-from thresher.engine.extract import Chosen, Plan
-from thresher.retrieval.formats import Passage
+from thresher.engine.extraction.run import Chosen, Plan
+from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, question_record
 
 EOS = "<|endoftext|>"

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from thresher.retrieval import build, grow, vectors
-from thresher.retrieval.corpus import Corpus, Passage
+from thresher.retrieval.building import build, grow
+from thresher.retrieval.data.corpus import Corpus, Passage
+from thresher.retrieval.indexes import vectors
 
 DIM = 16
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from thresher.engine.recipe import load_recipe
+from thresher.engine.config.recipe import load_recipe
 from thresher.rewards.errors import UserError
 
 SMALLEST = '[model]\npath = "m"\n'

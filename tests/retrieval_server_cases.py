@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from thresher.retrieval.corpus import Passage
+from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
-from thresher.retrieval.server import Served, Server
+from thresher.retrieval.serving.server import Served, Server
 from thresher.rewards.errors import UserError
 
 SERVED = Served(passages=9, kind="flat", corpus_sha256="ab" * 32, identity="0123456789abcdef")

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from thresher.engine.episode import System
-from thresher.engine.live import Job
-from thresher.engine.rollout import Rollout
-from thresher.engine.trajectory import Trajectory
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.rollout.samples import Job
 from thresher.retrieval.questions import Question
 from thresher.rewards.result import RewardResult
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from thresher.engine import sft as sft_module
-from thresher.engine.recipe import Optim, Recipe, Sft, from_dict
-from thresher.engine.render import Renderer
-from thresher.engine.sft import encode_transcript
+from thresher.engine.config.recipe import Optim, Recipe, Sft, from_dict
+from thresher.engine.protocol.render import Renderer
+from thresher.engine.training import sft as sft_module
+from thresher.engine.training.sft import encode_transcript
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer

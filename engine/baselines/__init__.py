@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
-from thresher.engine.tables import from_dict
 from thresher.rewards.errors import UserError
 
 NAMES = ("direct", "cot", "naive_rag", "full_passages", "evidence", "ircot", "self_ask", "search_loop")

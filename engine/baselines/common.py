@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.engine.episode import Episode, Generate, Prompt, Tools, read_template
-from thresher.retrieval.formats import Passage
+from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError

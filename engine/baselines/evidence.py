@@ -12,7 +12,7 @@ from pathlib import Path
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags
-from thresher.retrieval.jsonl import iter_records, string_field
+from thresher.retrieval.data.jsonl import iter_records, string_field
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in, one_turn
+from thresher.engine.config.tables import Count
 from thresher.engine.episode import System, pair_tags
-from thresher.engine.tables import Count
 
 
 @dataclass(frozen=True, kw_only=True)

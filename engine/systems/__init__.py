@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
-from thresher.engine.tables import from_dict
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult

@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from thresher.engine.config.tables import Count
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags, read_template
-from thresher.engine.tables import Count
 from thresher.retrieval.questions import Question
-from thresher.rewards.arena import Accuracy, arena_reward
+from thresher.rewards.papers.arena import Accuracy, arena_reward
 from thresher.rewards.text import Variant
 
 

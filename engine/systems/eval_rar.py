@@ -22,14 +22,14 @@ from pathlib import Path
 from thresher.engine.episode import System, pair_tags, read_template
 from thresher.engine.systems.search_r1 import search_loop
 from thresher.rewards.attempt import Attempt
+from thresher.rewards.papers.search import eval_rar_reward
 from thresher.rewards.result import RewardResult
-from thresher.rewards.search import eval_rar_reward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Switches of the reward: `evaluation_reward` off is the paper's ablation; the others are the points where the
-    released code and the equation disagree (see rewards/search.py)."""
+    released code and the equation disagree (see rewards/papers/search.py)."""
 
     evaluation_reward: bool = True
     count_before_search: bool = True

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from thresher.engine.episode import System, pair_tags, read_template
 from thresher.engine.systems.search_r1 import search_loop
-from thresher.rewards.evinote import NOTE_TAGS, Marks, Variant, evinote_claims, evinote_reward
+from thresher.rewards.papers.evinote import NOTE_TAGS, Marks, Variant, evinote_claims, evinote_reward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from thresher.engine.config.tables import FieldError, NotNegative, Positive, Section, Share
 from thresher.engine.episode import (
     Episode,
     Fork,
@@ -43,9 +44,8 @@ from thresher.engine.episode import (
     pair_tags,
     read_template,
 )
-from thresher.engine.tables import FieldError, NotNegative, Positive, Section, Share
 from thresher.retrieval.questions import Question
-from thresher.rewards.eviomni import eviomni_reward, full_answer
+from thresher.rewards.papers.eviomni import eviomni_reward, full_answer
 from thresher.rewards.tags import blocks
 from thresher.rewards.transcript import Piece, Source
 

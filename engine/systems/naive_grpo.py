@@ -15,7 +15,7 @@ from pathlib import Path
 
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags, read_template
 from thresher.retrieval.questions import Question
-from thresher.rewards.naive import naive_reward
+from thresher.rewards.papers.naive import naive_reward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ from thresher.engine.episode import (
 )
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
+from thresher.rewards.papers.search import search_r1_reward
 from thresher.rewards.result import RewardResult
-from thresher.rewards.search import search_r1_reward
 
 BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
 INVALID = (

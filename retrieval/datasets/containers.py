@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thresher.retrieval.jsonl import (
+from thresher.retrieval.data.jsonl import (
     BOM,
     HEAD_BYTES,
     Record,

@@ -20,11 +20,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.data.jsonl import Record, write_jsonl
 from thresher.retrieval.datasets.containers import iter_rows
 from thresher.retrieval.datasets.flavours import Flavour, detect, find_flavour, require
 from thresher.retrieval.datasets.row import Row, Skipped, content_id
-from thresher.retrieval.formats import Passage
-from thresher.retrieval.jsonl import Record, write_jsonl
 from thresher.retrieval.questions import Question, passage_record, question_record
 from thresher.rewards.errors import UserError
 

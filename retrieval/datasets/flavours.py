@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from thresher.retrieval.data.jsonl import Record
 from thresher.retrieval.datasets.containers import iter_rows
 from thresher.retrieval.datasets.multihop import read_2wiki, read_hotpotqa, read_musique
 from thresher.retrieval.datasets.results import read_dpr, read_flashrag, read_native, read_verl
@@ -22,7 +23,6 @@ from thresher.retrieval.datasets.short import (
     read_triviaqa,
     read_triviaqa_hub,
 )
-from thresher.retrieval.jsonl import Record
 from thresher.retrieval.questions import GOLD_KEYS, Question
 from thresher.rewards.errors import UserError
 

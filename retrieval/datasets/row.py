@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.data.jsonl import Record, checked_string, id_field, json_kind
 from thresher.retrieval.datasets.containers import plain
-from thresher.retrieval.formats import Passage
-from thresher.retrieval.jsonl import Record, checked_string, id_field, json_kind
 from thresher.rewards.errors import UserError
 
 NO_QUESTION = "no question"

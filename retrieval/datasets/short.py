@@ -12,9 +12,9 @@ out, since the measures normalise. So are the web pages and articles that come w
 passages.
 """
 
+from thresher.retrieval.data.jsonl import as_object
 from thresher.retrieval.datasets.containers import listed
 from thresher.retrieval.datasets.row import Row
-from thresher.retrieval.jsonl import as_object
 from thresher.retrieval.questions import GOLD_KEYS, Question
 
 ID_KEYS = ("id", "_id", "qid", "question_id", "idx")

@@ -1,0 +1,309 @@
+"""Who `thresher bench loss` measures: ours, plain torch in three forms, and the kernels of other libraries.
+
+Each is a `Contender`: what it is called, what it computes, where it runs, and a function that takes a case's tensors
+and returns a call without arguments, one forward and backward. Libraries are imported when they are prepared, and only
+if they are there. What a peer leaves to its caller is done around it in plain torch, so that every call ends with the
+same three results: the loss, the hidden states' gradient and the head's.
+
+Rows outside the mask: who takes log-probs is given the active rows alone, picked inside the call; who takes a mask is
+given the mask. A TRL or Liger user would call them so.
+
+Deliberately absent: tuning of peers beyond what their documentation names.
+
+Legend: T tokens, B sequences, L tokens of a sequence, N active rows, H hidden width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thresher.bench.loss.cases import BETA, CLIP_HIGH, CLIP_LOW, Case, Outcome, objective
+from thresher.bench.machine import package_version
+from thresher.kernels import grpo_loss
+from thresher.kernels.checks import compute_dtype
+
+Run = Callable[[], Outcome]
+Prepare = Callable[[Case, int | None], Run]
+HEAD_TO_LOSS, LOGPROBS, FROM_LOGITS = "all of it", "head and log-prob; the rest in torch", "all after the head"
+TRL_COLUMNS = 32768  # the vocabulary chunk of TRL's own trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """computes: which part is the contender's own. package: what must be installed, None for torch alone. dtypes,
+    cuda_only: where it runs. prepare(case, chunk_rows or None for the default) -> Run."""
+
+    name: str
+    computes: str
+    prepare: Prepare
+    ours: bool = False
+    package: str | None = None
+    cuda_only: bool = False
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+    @property
+    def version(self) -> str | None:
+        return package_version(self.package or "torch")
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot run here, in one sentence; None where it can."""
+        if self.package is not None and find_spec(self.package.replace("-", "_")) is None:
+            return f"{self.package} is not installed."
+        if self.cuda_only and device.type != "cuda":
+            return "It runs on CUDA only."
+        if dtype not in self.dtypes:
+            return f"It does not take {str(dtype).removeprefix('torch.')}."
+        return None
+
+
+def usual_chunk(case: Case, chunk_rows: int | None) -> int:
+    """Rows of a chunk for the chunked naive form and for bare matmuls: the ones named, or what suits the device."""
+    fitting = max(2**27 // (4 * case.shape.vocab), 16)
+    usual = 2048 if case.device.type == "cuda" else min(fitting, 1024)
+    return min(chunk_rows or usual, case.shape.active)
+
+
+def _our_arguments(case: Case, chunk_rows: int | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    tensors = (case.hidden_TH, case.head_VH, case.targets_T, case.old_T, case.advantages_T, case.weights_T)
+    options = {"ref_logprobs_T": case.ref_T, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "kl_value": "k3"}
+    return tensors, {**options, "beta": BETA, "chunk_rows": chunk_rows}
+
+
+def _ours(backend: str) -> Prepare:
+    def prepare(case: Case, chunk_rows: int | None) -> Run:
+        tensors, options = _our_arguments(case, chunk_rows)
+
+        def run() -> Outcome:
+            result = grpo_loss(*tensors, **options, backend=backend)
+            result.loss.backward()
+            return _outcome(case, result.loss, result.logprobs)
+
+        return run
+
+    return prepare
+
+
+def _ours_into_buffer(case: Case, chunk_rows: int | None) -> Run:
+    """As our trainer calls it: the head's gradient is added to the float32 buffer that the optimiser reads."""
+    tensors, options = _our_arguments(case, chunk_rows)
+    buffer_VH = torch.zeros_like(case.head_VH, dtype=compute_dtype(case.head_VH)).detach()
+
+    def run() -> Outcome:
+        result = grpo_loss(*tensors, **options, lm_head_grad_VH=buffer_VH)
+        assert result.hidden_grad_TH is not None
+        # In training the states are no leaf, and backward would pass this on without making a copy of it.
+        case.hidden_TH.grad = result.hidden_grad_TH
+        return Outcome(result.loss, result.logprobs, result.hidden_grad_TH, buffer_VH)
+
+    return run
+
+
+def _outcome(case: Case, loss: Tensor, logprobs: Tensor | None) -> Outcome:
+    assert case.hidden_TH.grad is not None and case.head_VH.grad is not None
+    return Outcome(loss, logprobs, case.hidden_TH.grad, case.head_VH.grad)
+
+
+def _vectors(case: Case) -> tuple[Tensor, ...]:
+    return tuple(values_T[case.index_N] for values_T in (case.old_T, case.ref_T, case.advantages_T, case.weights_T))
+
+
+def _from_logprobs(case: Case, logprobs_of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
+    """A run of a peer that makes log-probs [N] of hidden states [N, H], head and targets [N]."""
+    vectors, targets_N = _vectors(case), case.targets_T[case.index_N]
+
+    def run() -> Outcome:
+        logprobs_N = logprobs_of(case.hidden_TH[case.mask_T], case.head_VH, targets_N)
+        loss = objective(logprobs_N, *vectors).sum()
+        loss.backward()
+        return _outcome(case, loss, logprobs_N)
+
+    return run
+
+
+def naive_logprobs(hidden_NH: Tensor, head_VH: Tensor, targets_N: Tensor) -> Tensor:
+    """The line that everyone writes first: all logits, in float32 once they are there."""
+    return -F.cross_entropy((hidden_NH @ head_VH.t()).float(), targets_N, reduction="none")
+
+
+def _naive(case: Case, chunk_rows: int | None) -> Run:
+    return _from_logprobs(case, naive_logprobs)
+
+
+def _compiled(case: Case, chunk_rows: int | None) -> Run:
+    compiled = torch.compile(naive_logprobs)
+
+    def logprobs_of(hidden_NH: Tensor, head_VH: Tensor, targets_N: Tensor) -> Tensor:
+        # The number of active rows changes from batch to batch; the model's widths do not.
+        torch._dynamo.maybe_mark_dynamic(hidden_NH, 0)
+        torch._dynamo.maybe_mark_dynamic(targets_N, 0)
+        logprobs_N: Tensor = compiled(hidden_NH, head_VH, targets_N)
+        return logprobs_N
+
+    return _from_logprobs(case, logprobs_of)
+
+
+def _chunked(case: Case, chunk_rows: int | None) -> Run:
+    """The same line on some rows at a time, each chunk's gradient taken before the next chunk's logits are made."""
+    vectors, targets_N = _vectors(case), case.targets_T[case.index_N]
+    rows = usual_chunk(case, chunk_rows)
+
+    def run() -> Outcome:
+        total, kept = torch.zeros((), device=case.device), []
+        rows_NH = case.hidden_TH.detach()[case.mask_T]
+        grad_NH = torch.empty_like(rows_NH)
+        for start in range(0, len(targets_N), rows):
+            part = slice(start, start + rows)
+            part_NH = rows_NH[part].requires_grad_()
+            logprobs_N = naive_logprobs(part_NH, case.head_VH, targets_N[part])
+            loss = objective(logprobs_N, *(values_N[part] for values_N in vectors)).sum()
+            loss.backward()
+            assert part_NH.grad is not None
+            grad_NH[part] = part_NH.grad
+            total += loss.detach()
+            kept.append(logprobs_N.detach())
+        case.hidden_TH.grad = torch.zeros_like(case.hidden_TH).index_copy_(0, case.index_N, grad_NH)
+        return _outcome(case, total, torch.cat(kept))
+
+    return run
+
+
+def _liger_fused(tf32: bool) -> Prepare:
+    def prepare(case: Case, chunk_rows: int | None) -> Run:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+        loss_of = LigerFusedLinearGRPOLoss(
+            beta=BETA,
+            # It compiles the part after the log-probs. On a CPU that part is small and g++ slow.
+            compiled=case.device.type == "cuda",
+            use_ref_model=True,
+            chunk_size=1,
+            epsilon_low=CLIP_LOW,
+            epsilon_high=CLIP_HIGH,
+            loss_type="dapo",
+            temperature=1.0,
+        )
+        ids_BL, mask_BL = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
+        old_BL, ref_BL, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
+
+        def run() -> Outcome:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            try:
+                loss, _ = loss_of(
+                    case.sequences(case.hidden_TH),
+                    case.head_VH,
+                    ids_BL,
+                    mask_BL,
+                    advantages_B,
+                    ref_per_token_logps=ref_BL,
+                    old_per_token_logps=old_BL,
+                )
+                loss.backward()
+            finally:
+                torch.set_float32_matmul_precision(before)
+            return _outcome(case, loss, None)
+
+        return run
+
+    return prepare
+
+
+def _liger_triton(case: Case, chunk_rows: int | None) -> Run:
+    """It takes logits of L + 1 positions and ignores the last, so each sequence gets one more row, of zeros."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    padded_BLH = F.pad(case.sequences(case.hidden_TH.detach()), (0, 0, 0, 1)).requires_grad_()
+    ids_BL, mask_BL = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
+    old_BL, ref_BL, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
+
+    def run() -> Outcome:
+        padded_BLH.grad = None
+        loss, _ = triton_grpo_loss(
+            padded_BLH @ case.head_VH.t(),
+            old_BL,
+            ref_BL,
+            ids_BL,
+            advantages_B,
+            completion_mask=mask_BL,
+            temperature=1.0,
+            beta=BETA,
+            eps_low=CLIP_LOW,
+            eps_high=CLIP_HIGH,
+            inplace=True,
+            loss_type="dapo",
+            reduce=True,
+        )
+        loss.backward()
+        assert padded_BLH.grad is not None and case.head_VH.grad is not None
+        return Outcome(loss, None, padded_BLH.grad[:, :-1].flatten(0, 1), case.head_VH.grad)
+
+    return run
+
+
+def _trl(case: Case, chunk_rows: int | None) -> Run:
+    from trl.kernels import ChunkedLogProbFunction
+
+    columns = min(TRL_COLUMNS, case.shape.vocab)
+
+    def logprobs_of(hidden_NH: Tensor, head_VH: Tensor, targets_N: Tensor) -> Tensor:
+        # Entropy, for its trainer logs it; ours makes it too.
+        found = ChunkedLogProbFunction.apply(hidden_NH, head_VH, None, targets_N, 1.0, columns, None, 1.0, ("entropy",))
+        logprobs_N: Tensor = found[0]
+        return logprobs_N
+
+    return _from_logprobs(case, logprobs_of)
+
+
+def _cce(case: Case, chunk_rows: int | None) -> Run:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def logprobs_of(hidden_NH: Tensor, head_VH: Tensor, targets_N: Tensor) -> Tensor:
+        losses_N: Tensor = linear_cross_entropy(hidden_NH, head_VH, targets_N, reduction="none", filter_eps=None)
+        return -losses_N
+
+    return _from_logprobs(case, logprobs_of)
+
+
+OURS = (
+    Contender(name="ours", computes=HEAD_TO_LOSS, prepare=_ours("auto"), ours=True),
+    Contender(name="ours, in place", computes=HEAD_TO_LOSS, prepare=_ours_into_buffer, ours=True),
+)
+OURS_IN_TORCH = Contender(name="ours, torch face", computes=HEAD_TO_LOSS, prepare=_ours("torch"), ours=True)
+PEERS = {
+    "naive": Contender(name="naive", computes=LOGPROBS, prepare=_naive),
+    "chunked": Contender(name="naive, chunked", computes=HEAD_TO_LOSS, prepare=_chunked),
+    "compiled": Contender(name="naive, compiled", computes=LOGPROBS, prepare=_compiled),
+    "liger": Contender(
+        name="Liger fused", computes=HEAD_TO_LOSS, prepare=_liger_fused(tf32=False), package="liger-kernel"
+    ),
+    "liger-tf32": Contender(
+        name="Liger fused, TF32",
+        computes=HEAD_TO_LOSS,
+        prepare=_liger_fused(tf32=True),
+        cuda_only=True,
+        package="liger-kernel",
+    ),
+    "liger-triton": Contender(
+        name="Liger triton", computes=FROM_LOGITS, prepare=_liger_triton, cuda_only=True, package="liger-kernel"
+    ),
+    "trl": Contender(name="TRL chunked", computes=LOGPROBS, prepare=_trl, package="trl"),
+    "cce": Contender(
+        name="CCE",
+        computes=LOGPROBS,
+        prepare=_cce,
+        package="cut-cross-entropy",
+        cuda_only=True,
+        dtypes=(torch.bfloat16,),
+    ),
+}
+
+
+def contenders(device: torch.device, chosen: list[str]) -> list[Contender]:
+    """Ours first, then the peers of these names."""
+    own = [*OURS, OURS_IN_TORCH] if device.type == "cuda" else list(OURS)
+    return own + [PEERS[name] for name in chosen]

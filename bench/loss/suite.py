@@ -1,0 +1,62 @@
+"""The cases of `thresher bench loss` as a pytest-benchmark suite: `pytest bench/loss/suite.py`.
+
+For those who keep their figures with pytest-benchmark (`--benchmark-save`, `--benchmark-compare`): one benchmark for
+each case and contender, proved right against float64 before it is timed, as in bench/loss/run.py. It runs on CUDA where
+there is one. `-k "T8192 and liger"` picks lengths and peers.
+
+Deliberately absent: turns. pytest-benchmark times one after the other, so another process's noise falls on one alone;
+`thresher bench loss` is the one to quote.
+"""
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed; the extra [bench] brings it")
+
+from thresher.bench.loss.cases import Case, Shape, Truth, make_case, truth_of
+from thresher.bench.loss.peers import PEERS, Contender, contenders
+from thresher.bench.loss.run import LossBench, enter, forget_compilations
+
+SETTING = LossBench()
+DEVICE, DTYPE = SETTING.resolved_device(), SETTING.resolved_dtype()
+
+
+def _name(value: Shape | Contender) -> str:
+    if isinstance(value, Contender):
+        return value.name.replace(", ", "-").replace(" ", "-").lower()
+    return "T{}-H{}-V{}-D{}".format(*astuple(value))
+
+
+@pytest.fixture(scope="module", params=SETTING.shapes(), ids=_name)
+def proven(request: pytest.FixtureRequest) -> Iterator[tuple[Case, Truth]]:
+    """One case at a time: its tensors and its truth."""
+    forget_compilations()
+    case = make_case(request.param, DEVICE, DTYPE)
+    yield case, truth_of(case)
+    case.drop_gradients()
+
+
+@pytest.mark.parametrize("contender", contenders(DEVICE, list(PEERS)), ids=_name)
+def test_loss(proven: tuple[Case, Truth], contender: Contender, benchmark: Any) -> None:
+    case, truth = proven
+    reason = contender.unavailable(DEVICE, DTYPE)
+    if reason is not None:
+        pytest.skip(reason)
+    entrant = enter(contender, case, truth, None)
+    if isinstance(entrant, str):
+        if contender.ours:
+            pytest.fail(entrant)
+        pytest.skip(entrant)
+    benchmark.group = str(case.shape)
+    benchmark.extra_info.update(workspace=entrant.workspace, version=contender.version, matmul_flops=case.shape.flops)
+
+    def call() -> None:
+        entrant.run()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+    benchmark.pedantic(call, setup=case.drop_gradients, rounds=10, warmup_rounds=2)

@@ -1,0 +1,236 @@
+"""`thresher study systems`: does every system learn? Each from one shared base, over several seeds, beside a control.
+
+    world/   data invent --forms -> init -> index build -> sft -> sft     once; all runs begin from world/base
+    runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
+    curves.png, table.md, systems.json
+
+The base knows the form of all protocols and hardly what to look for (engine/synthetic/warmup_transcripts.py). The
+control of a system is the
+same run with its rewards shuffled within each group: it moves as far and is told nothing. What is finished in the
+folder is not done again, and a run that was killed goes on.
+
+Deliberately absent: a setting of its own for each system. One recipe (recipes/world) serves them all, so that what
+differs between two curves is the protocol and its reward; a system's preset fills what that recipe leaves open.
+"""
+
+import argparse
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from thresher.engine import console
+from thresher.engine.assemble import read_run_recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.store.run_folder import read_metrics
+from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, template
+from thresher.engine.training.train import Progress, train
+from thresher.policy.files import atomic_write_text
+from thresher.rewards.errors import UserError
+
+SYSTEMS = (*SEARCHING, *GIVEN)
+RECIPES = Path(str(files("thresher.recipes")))
+FORMS = 3200  # transcripts of each protocol in the base's warm-up
+# What a system's own claim is measured by, beside reward and EM: a key of the evaluation's record, and what to call it.
+CLAIMS = {
+    "search_r1": ("searches", "searches"),
+    "eval_rar": ("recall_evaluation", "gold in evaluate"),
+    "evinote": ("entailment", "entailment"),
+    "eviomni": ("compression", "compression"),
+    "arena": ("relevance", "relevance"),
+    "naive_grpo": ("format", "format"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One training run of the study."""
+
+    system: str
+    seed: int
+    control: bool
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}{' control' if self.control else ''} seed {self.seed}"
+
+
+def run_study(
+    out: Path,
+    systems: Sequence[str],
+    seeds: Sequence[int],
+    controls: Sequence[int],
+    overrides: Sequence[str],
+    parser: argparse.ArgumentParser,
+) -> None:
+    """The whole study into the folder `out`. `controls` are the seeds that get a control, `overrides` of the recipe."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: a file of that name is in the way; choose another folder with --out")
+    if unknown := [name for name in systems if name not in SYSTEMS]:
+        raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(SYSTEMS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    world = out / "world"
+    make_world(world, parser)
+    cases = make_cases(out, systems, sorted(set(seeds)), set(controls), overrides)
+    for case in cases:
+        check_folder(case)
+    console.console.print(f"study systems: {len(cases)} runs from {world / 'base'}, into {out}")
+    started = time.perf_counter()
+    train_all(cases)
+    from thresher.bench.studies.systems_plot import draw_curves  # matplotlib takes a second
+
+    records = {case.name: read_metrics(case.folder) for case in cases}
+    rows = [summary_of(case, records[case.name]) for case in cases]
+    draw_curves(rows, records, CLAIMS, out / "curves.png")
+    text = markdown(rows)
+    atomic_write_text(out / "table.md", text)
+    found = {"recipe": cases[0].recipe.to_dict(), "runs": rows, "seconds": time.perf_counter() - started}
+    atomic_write_text(out / "systems.json", json.dumps(found, indent=2) + "\n")
+    console.console.print(text, markup=False)
+
+
+def world_stages(world: Path) -> list[list[str]]:
+    """The commands that make the shared base, each of which writes one folder whole or not at all."""
+    data, model = world / "data", world / "init"
+    sft = ["sft", str(RECIPES / "world" / "base.toml"), "--set"]
+    recite = ["--set", f"sft.transcripts={data / 'recitals.jsonl'}", "--out", str(world / "recite")]
+    forms = ["--set", f"sft.transcripts={data / 'forms.jsonl'}", "--out", str(world / "base")]
+    trained_on = [str(data / name) for name in ("corpus.jsonl", "train.jsonl", "warmup.jsonl")]
+    make_model = ["init", "--config", str(RECIPES / "world" / "config.json"), "--train-tokenizer", *trained_on]
+    make_index = ["index", "build", "--corpus", str(data / "corpus.jsonl"), "--encoder", "lexical"]
+    return [
+        ["data", "invent", "--forms", str(FORMS), "--out", str(data)],
+        [*make_model, "--vocab-size", "800", "--embedding-std", "0.4", "--zero-outputs", "--out", str(model)],
+        [*make_index, "--embed", "title+text", "--dim", "2048", "--out", str(world / "index")],
+        [*sft, f"model.path={model}", *recite],
+        [*sft, f"model.path={world / 'recite'}", *forms],
+    ]
+
+
+def make_world(world: Path, parser: argparse.ArgumentParser) -> None:
+    for typed in world_stages(world):
+        if Path(typed[typed.index("--out") + 1]).exists():
+            continue
+        console.console.print(f"$ thresher {shlex.join(typed)}", style="bold", markup=False, soft_wrap=True)
+        options = parser.parse_args(typed)
+        options.handler(options)
+
+
+def make_cases(
+    out: Path, systems: Sequence[str], seeds: Sequence[int], controls: set[int], overrides: Sequence[str]
+) -> list[Case]:
+    cases = []
+    for system in systems:
+        prompt = out / "world" / f"{system}.txt"
+        atomic_write_text(prompt, template(system))
+        for seed in seeds:
+            for control in (False, True) if seed in controls else (False,):
+                recipe = read_run_recipe(
+                    RECIPES / "world" / "recipe.toml",
+                    [
+                        *_paths(out / "world", system),
+                        f"system.name={system}",
+                        f"system.template={prompt}",
+                        f"run.seed={seed}",
+                        *(["grpo.shuffle_rewards=true"] if control else []),
+                        *overrides,
+                    ],
+                )
+                folder = out / "runs" / f"{system}{'-control' if control else ''}-seed{seed}"
+                cases.append(Case(system=system, seed=seed, control=control, folder=folder, recipe=recipe))
+    return cases
+
+
+def _paths(world: Path, system: str) -> list[str]:
+    """What of the world a system reads: an index to search, or questions that bring their passages."""
+    model = f"model.path={world / 'base'}"
+    given = "given_" if system in GIVEN else ""
+    data = [
+        f"data.{key}={world / 'data' / f'{given}{name}.jsonl'}" for key, name in (("train", "train"), ("dev", "test"))
+    ]
+    if given:
+        return [model, *data, f'retrieval.passage_format="{GIVEN_FORMAT}"']
+    return [model, *data, f"retrieval.index={world / 'index'}"]
+
+
+def check_folder(case: Case) -> None:
+    """UserError if the run's folder was made by a study with other settings."""
+    path = case.folder / "recipe.toml"
+    if path.exists() and (differences := load_recipe(path).differences(case.recipe)):
+        raise UserError(
+            f"{case.folder}: the run there belongs to a study with other settings ({differences[0]}); give those, or "
+            "another --out"
+        )
+
+
+def train_all(cases: Sequence[Case]) -> None:
+    """Train what is not trained yet."""
+    total = sum(case.recipe.run.steps for case in cases)
+    before = 0
+    with console.progress_line("study systems", total) as line:
+        for case in cases:
+            if not (case.folder / "summary.json").exists():
+                _train(case, before, line)
+            before += case.recipe.run.steps
+            line.to(before, f"{case.name}  finished")
+
+
+def _train(case: Case, before: int, line: console.Line) -> None:
+    def watch(progress: Progress) -> None:
+        if "eval" not in progress.record:
+            record = progress.record
+            line.to(before + progress.step, f"{case.name}  reward {record['reward']:.3f}  EM {record['em']:.3f}")
+
+    train(case.recipe, case.folder, case.folder.exists(), watch)
+
+
+def summary_of(case: Case, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A run in one record: its first and last evaluation on the held-out questions, greedy."""
+    evals = [record["eval"] for record in records if "eval" in record]
+    key, _ = CLAIMS[case.system]
+    row: dict[str, Any] = {"name": case.name, "system": case.system, "seed": case.seed, "control": case.control}
+    for name in ("reward", "em", "f1", key):
+        row[f"{name}_before"], row[f"{name}_after"] = measure(evals[0], name), measure(evals[-1], name)
+    row["seconds"] = json.loads((case.folder / "summary.json").read_text(encoding="utf-8"))["seconds"]
+    return row
+
+
+def measure(evaluation: Mapping[str, Any], name: str) -> float | None:
+    """A measure of an evaluation, or else a part of its system's reward."""
+    value: float | None = evaluation.get(name, evaluation["parts"].get(name))
+    return value
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each system and its control: means over seeds, before and after, with the seeds' own EM."""
+    lines = [
+        "| system | seeds | reward | EM | EM of each seed | its own claim | seconds a run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for system in dict.fromkeys(row["system"] for row in rows):
+        for control in (False, True):
+            group = [row for row in rows if row["system"] == system and row["control"] == control]
+            if group:
+                key, claim = CLAIMS[system]
+                each = ", ".join(f"{row['em_after']:.3f}" for row in group)
+                name = f"{system}, shuffled rewards" if control else system
+                lines.append(
+                    f"| {name} | {len(group)} | {_change(group, 'reward')} | "
+                    f"{_change(group, 'em')} | {each} | {claim} {_change(group, key)} | "
+                    f"{mean(row['seconds'] for row in group):.0f} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def _change(group: Sequence[Mapping[str, Any]], key: str) -> str:
+    before, after = ([row[f"{key}_{when}"] for row in group] for when in ("before", "after"))
+    if any(value is None for value in (*before, *after)):
+        return "-"
+    return f"{mean(before):.3f} → {mean(after):.3f}"

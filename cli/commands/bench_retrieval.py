@@ -1,0 +1,42 @@
+"""`thresher bench retrieval`: its arguments.
+
+Apart from cli.py only because of their number; what they mean stands at bench/retrieval/run.py.
+
+Deliberately absent: running it, for cli.py alone reaches `bench`.
+"""
+
+import argparse
+from typing import Any
+
+from thresher.cli import flags
+
+SIZES, BATCHES = (10_000, 100_000, 1_000_000), (1, 8, 64, 512)
+
+
+def retrieval_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `thresher bench retrieval` takes."""
+    count: dict[str, Any] = {"type": flags.count, "metavar": "N"}
+    counts: dict[str, Any] = {**count, "nargs": "+"}
+    parser.add_argument("--sizes", **counts, default=SIZES, help="of synthetic sets of vectors; default: 10^4 to 10^6")
+    parser.add_argument("--dim", **count, default=768, help="of synthetic vectors; default: 768")
+    parser.add_argument("--kinds", nargs="+", default=("ivf", "hnsw"), metavar="KIND", help="beside flat")
+    parser.add_argument(
+        "--batches", **counts, default=BATCHES, help="queries at a time, up to 512; default: 1 8 64 512"
+    )
+    parser.add_argument("--corpus", help="real passages that come first, with --encoder")
+    parser.add_argument("--encoder", metavar="FOLDER", help="a trained model to encode them")
+    parser.add_argument("--questions", metavar="FILE", help="about them; default: runs of their words")
+    parser.add_argument("--passages", **count, default=10_000, help="how many of them; default: 10,000")
+    parser.add_argument("--work", metavar="FOLDER", help="keep vectors and structures there, and use what it holds")
+    parser.add_argument(
+        "--server", type=flags.seconds, default=10.0, metavar="SECONDS", help="of load on a server, twice; 0 for none"
+    )
+    parser.add_argument(
+        "--budget",
+        type=flags.seconds,
+        default=3600.0,
+        metavar="SECONDS",
+        help="then leave out the rest; default: an hour",
+    )
+    parser.add_argument("--out", help="JSON lines to append to")
+    parser.add_argument("--plot", help="PNG to write")

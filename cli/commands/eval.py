@@ -1,0 +1,151 @@
+"""`thresher eval`: its flags, and the recipe that they make, with a file or without one.
+
+    thresher eval --model FOLDER --system eval_rar --questions dev.jsonl --index wiki --out runs/eval
+    thresher eval --best runs/train --questions test.jsonl --out runs/eval
+
+What a flag says wins over the file, `--set` over both, and the preset of the system fills what is left open.
+
+Deliberately absent: the evaluation itself (engine/evaluation/run.py), and imports of torch, for the flags are read
+without it.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from thresher.cli import flags
+from thresher.engine import console
+from thresher.engine.config.recipe import Recipe, Rollout, make_recipe, read_tables
+from thresher.engine.store.best_checkpoint import Best, best_checkpoint
+from thresher.engine.store.run_folder import RunFolder
+from thresher.rewards.errors import UserError
+
+KEYS = {  # flag -> the recipe's key
+    "model": "model.path",
+    "device": "model.device",
+    "prompt": "model.prompt",
+    "index": "retrieval.index",
+    "url": "retrieval.url",
+    "k": "retrieval.k",
+    "seed": "run.seed",
+    "entailment": "judge.entailment",
+    "judge_url": "judge.url",
+    "judge_model": "judge.model",
+}
+
+
+def eval_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("recipe", nargs="?", help="TOML file; not needed where flags say enough")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
+    add("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="model folder")
+    which.add_argument("--best", metavar="RUN", help="a run folder: its recipe, and its checkpoint of best dev EM")
+    add("--system", help="a system's name, or the path of a system's file")
+    add("--baseline", metavar="NAME", help="a baseline in the system's place, under the same settings")
+    add("--questions", help="JSONL; default: data.dev of the recipe")
+    add("--limit", type=flags.count, help="only the first so many")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--index", help="index folder")
+    where.add_argument("--url", help="of a retriever's server")
+    add("--k", type=flags.count, help="passages of a search, or of a question that brings none")
+    add("--noise", type=flags.natural, default=0, metavar="N", help="irrelevant passages added to those in the prompt")
+    add(
+        "--prompt",
+        choices=("raw", "chat"),
+        help="chat: through the model's chat template; default: the recipe's, or raw",
+    )
+    add("--temperature", type=flags.temperature, default=0.0, help="0 (the default) is greedy")
+    add("--seed", type=flags.natural, help="of sampling and of noise; default: run.seed of the recipe, or 0")
+    add("--entailment", metavar="FOLDER", help="an NLI classifier; default: overlap of words, the stated stand-in")
+    add("--judge-url", metavar="URL", help="an OpenAI-compatible server whose chat model judges the answers")
+    add("--judge-model", metavar="NAME", help="that model's name")
+    add("--out", required=True, help="folder for trajectories.jsonl, metrics.json and table.md; goes on if unfinished")
+
+
+def run_eval(options: argparse.Namespace) -> None:
+    recipe, best = eval_recipe(options)
+    from thresher.engine.evaluation.run import Asked, run_evaluation
+
+    if options.baseline is not None and options.system is not None:
+        console.console.print(
+            f"eval: baseline {options.baseline} answers; of {options.system} only the preset counts, and fills what is "
+            "left open",
+            markup=False,
+            soft_wrap=True,
+        )
+    asked = Asked(
+        questions=options.questions,
+        limit=options.limit,
+        temperature=options.temperature,
+        noise=options.noise,
+        baseline=options.baseline,
+        best=best,
+    )
+    run_evaluation(recipe, asked, Path(options.out))
+
+
+def eval_recipe(options: argparse.Namespace) -> tuple[Recipe, Best | None]:
+    """The recipe of an evaluation, and the checkpoint that --best chose. UserError where model or system is open."""
+    best = best_checkpoint(options.best) if options.best else None
+    file = options.recipe or (RunFolder(Path(options.best)).recipe_file if options.best else None)
+    tables = read_tables(file) if file else {}
+    _put_flags(tables, options, best)
+    if not file:
+        given = {text.partition("=")[0].strip() for text in options.set}
+        if options.model is None and "model.path" not in given:
+            raise UserError("eval: no model; give --model FOLDER, or --best RUN, or a recipe")
+        if "system" not in tables and "system.name" not in given:
+            raise UserError("eval: no system; give --system NAME, or --baseline NAME, or a recipe")
+
+    def preset(name: str) -> dict[str, dict[str, Any]]:
+        return _preset(name, tables, options, bare=not file)
+
+    return make_recipe(tables, str(file or "the command line"), options.set, preset), best
+
+
+def _put_flags(tables: dict[str, Any], options: argparse.Namespace, best: Best | None) -> None:
+    def put(key: str, value: object) -> None:
+        section, _, name = key.partition(".")
+        if isinstance(table := tables.setdefault(section, {}), dict):  # else the recipe is refused for it
+            table[name] = value
+
+    if options.index is not None or options.url is not None:
+        tables["retrieval"] = {
+            key: value for key, value in (tables.get("retrieval") or {}).items() if key not in ("index", "url")
+        }
+    for flag, key in KEYS.items():
+        if getattr(options, flag) is not None:
+            put(key, getattr(options, flag))
+    if best is not None:
+        put("model.path", str(best.path))
+    name = options.baseline or options.system
+    if name is not None and (options.baseline or tables.get("system", {}).get("name") != name):
+        tables["system"] = {"name": name}  # template and options of the file's system are none of this one's
+
+
+def _preset(name: str, tables: dict[str, Any], options: argparse.Namespace, bare: bool) -> dict[str, dict[str, Any]]:
+    """What is left open: the system's preset; below a baseline's that of the system it stands in for; and, without a
+    file to say it, a context no longer than the model's."""
+    from thresher.engine.baselines import load_baseline
+    from thresher.engine.systems import load_system
+    from thresher.policy.config import read_config
+
+    switches = tables["system"].get("options", {})
+    layers: list[dict[str, dict[str, Any]]] = []
+    if options.baseline is None:
+        layers.append(load_system(name, {}).preset)
+    else:
+        if options.system is not None:
+            layers.append(load_system(options.system, {}).preset)
+        layers.append(load_baseline(name, switches if isinstance(switches, dict) else {}).preset)
+    merged: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, values in layer.items():
+            merged[section] = merged.get(section, {}) | values
+    if bare and isinstance(tables.get("model"), dict) and isinstance(tables["model"].get("path"), str):
+        positions = read_config(Path(tables["model"]["path"])).max_position_embeddings
+        rollout = merged.setdefault("rollout", {})
+        merged["rollout"] = rollout | {"max_context": min(rollout.get("max_context", Rollout.max_context), positions)}
+    return merged

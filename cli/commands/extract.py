@@ -1,0 +1,103 @@
+"""`thresher extract`: its flags, and what a person sees while it runs. The work is `engine/extraction/run.py`'s."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from thresher.cli import flags
+from thresher.engine import console
+from thresher.rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from thresher.engine.extraction.run import Chosen
+
+
+def extract_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="folder of the extractor")
+    parser.add_argument("--questions", required=True, help="JSONL; neither passages nor gold answers must be there")
+    parser.add_argument("--out", required=True, metavar="F.jsonl", help="a line per question; goes on if it is there")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--index", help="folder to search for passages, where questions bring none")
+    place.add_argument("--url", help="of a retrieval server instead")
+    parser.add_argument("--k", type=flags.count, default=5, help="passages of a search; default 5")
+    parser.add_argument("--template", metavar="FILE", help="the extractor's prompt, with {question} and {passages}")
+    parser.add_argument("--prompt", choices=("raw", "chat"), default="raw", help="chat: in the local models' templates")
+    parser.add_argument("--loop", choices=("traditional", "agentic"), default="traditional")
+    for who, text in (("answer", "answers from the evidence"), ("agent", "searches, with --loop agentic")):
+        parser.add_argument(f"--{who}-model", metavar="DIR", help=f"folder of the model that {text}")
+        parser.add_argument(f"--{who}-url", metavar="URL", help="of a server that speaks OpenAI's chat completions")
+        parser.add_argument(f"--{who}-name", metavar="MODEL", help="the model's name there")
+        parser.add_argument(f"--{who}-template", metavar="FILE", help="its prompt, with {question}")
+    parser.add_argument("--actions", type=flags.count, default=4, help="searches of the agent, at most; default 4")
+    parser.add_argument("--limit", type=flags.count, help="only the first so many questions")
+    parser.add_argument("--batch", type=flags.count, default=64, help="questions done between two writes; default 64")
+    parser.add_argument("--key-env", metavar="VARIABLE", help="environment variable that holds the chat server's key")
+    parser.add_argument(
+        "--patience", type=flags.seconds, default=300.0, metavar="SECONDS", help="that a server may stay away"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="model, rollout or retrieval, as in recipes",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
+
+
+def run_extract(options: argparse.Namespace) -> None:
+    from thresher.engine.extraction.run import Plan, extract
+
+    agentic = options.loop == "agentic"
+    generator, agent = _chosen(options, "answer"), _chosen(options, "agent")
+    if agentic != (agent is not None):
+        raise UserError(
+            "--loop agentic needs an agent: give --agent-model DIR, or --agent-url URL and --agent-name MODEL"
+            if agentic
+            else "an agent is for --loop agentic; add it, or leave out what begins with --agent"
+        )
+    if agentic and generator is not None:
+        raise UserError("with --loop agentic the agent answers; leave out what begins with --answer")
+    device = [] if options.device is None else [f"model.device={options.device}"]
+    plan = Plan(
+        generator=generator,
+        agent=agent,
+        overrides=(*options.set, *device),
+        **{
+            name: getattr(options, name)
+            for name in (
+                "model",
+                "questions",
+                "out",
+                "index",
+                "url",
+                "k",
+                "template",
+                "prompt",
+                "actions",
+                "limit",
+                "batch",
+            )
+        },
+        key_env=options.key_env,
+        patience=options.patience,
+    )
+    console.console.print(f"extract: {options.loop}, from {plan.questions} with {plan.model}, into {plan.out}")
+    with console.stages() as on_stage:
+        figures = extract(
+            plan,
+            lambda done, of: on_stage("extract", done, of),
+            lambda text: console.console.print(text, markup=False, soft_wrap=True),
+        )
+    console.figures(f"extract: {plan.out}", figures)
+
+
+def _chosen(options: argparse.Namespace, who: str) -> "Chosen | None":
+    """The model that was named for `who`, or None."""
+    from thresher.engine.extraction.run import Chosen
+
+    given = {key: getattr(options, f"{who}_{key}") for key in ("model", "url", "name", "template")}
+    if all(value is None for value in given.values()):
+        return None
+    if (given["model"] is None) == (given["url"] is None) or (given["url"] is None) != (given["name"] is None):
+        raise UserError(f"expected either --{who}-model DIR, or --{who}-url URL with --{who}-name MODEL")
+    return Chosen(**given)

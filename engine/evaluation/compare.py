@@ -1,0 +1,231 @@
+"""`thresher compare`: two evaluations of the same questions, measure by measure, as differences that can be trusted.
+
+    folder A, folder B  ->  questions matched by id  ->  B - A, its 95% interval, a p-value   (rewards/statistics.py)
+
+Beside it the study of evidence with and without reasoning before it: of the questions whose passages hold a gold string
+in both runs, the share whose gold is recalled by the text of only one of them. Evidence and rationale are also held
+against each other across the two runs, for a run without rationale has none to compare a rationale with.
+
+Deliberately absent: more than two runs at once, and a correction for looking at many measures.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from thresher.engine import console
+from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.retrieval.data.jsonl import iter_jsonl
+from thresher.rewards.errors import UserError
+
+Measures = Mapping[str, float | None]
+
+RECALLS = ("recall_evidence", "recall_rationale", "recall_notes", "recall_evaluation", "recall_analysis")
+ACROSS = frozenset({"recall_evidence", "recall_rationale"})
+
+
+def compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", help="folder of `thresher eval`")
+    parser.add_argument("second", help="folder of `thresher eval`; differences are this one minus the first")
+    parser.add_argument("--out", help="folder for compare.md and compare.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A folder of `thresher eval`: what it says of itself, and each question's text and measures by id."""
+
+    path: Path
+    figures: dict[str, Any]
+    questions: dict[str, str]
+    measures: dict[str, Measures]
+
+    @property
+    def name(self) -> str:
+        return str(self.figures.get("baseline") or self.figures.get("system") or self.path.name)
+
+    @property
+    def rewarded_by(self) -> str | None:
+        """The reward function and its switches; the system's name in a folder that does not tell."""
+        return self.figures.get("rewarded_by") or self.figures.get("system")
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    first, second = read_evaluation(options.first), read_evaluation(options.second)
+    result = compare(first, second)
+    if options.out is not None:
+        out = Path(options.out)
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(out / "compare.md", markdown(result))
+        atomic_write_text(out / "compare.json", json.dumps(result, indent=2) + "\n")
+    for note in result["notes"]:
+        console.console.print(note, markup=False, soft_wrap=True)
+    columns = ("measure", "first", "second", "difference", "95% interval", "p", "questions")
+    console.table(f"second - first: {second.path} - {first.path}", columns, [row[:7] for row in _rows(result)])
+    if result["recalled"]:
+        texts = ("a gold recalled by", "both", "only the first", "only the second", "neither", "questions")
+        console.table("questions whose passages hold a gold in both runs", texts, _recall_rows(result))
+
+
+def read_evaluation(path: str | Path) -> Evaluation:
+    """UserError for a folder that holds no finished evaluation, and for one without measures of each question."""
+    path = Path(path)
+    if not (path / "metrics.json").is_file():
+        state = "an unfinished evaluation" if (path / "settings.json").is_file() else "no evaluation"
+        raise UserError(f"{path}: holds {state} (no metrics.json); name a folder that `thresher eval` has finished")
+    questions: dict[str, str] = {}
+    measures: dict[str, Measures] = {}
+    for number, record in iter_jsonl(path / "trajectories.jsonl"):
+        found, parts = record.get("measures"), record.get("parts")
+        if not isinstance(found, dict) or not isinstance(parts, dict):
+            raise UserError(
+                f"{path / 'trajectories.jsonl'}: line {number} has no measures; evaluate again with this version"
+            )
+        id_ = str(record.get("id"))
+        questions[id_] = str(record.get("question"))
+        measures[id_] = found
+    return Evaluation(path, read_json_object(path / "metrics.json"), questions, measures)
+
+
+def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
+    """All that compare.json holds. UserError where no question is in both, or one id means two questions."""
+    from thresher.rewards.statistics import compare_paired
+
+    ids = [id_ for id_ in first.measures if id_ in second.measures]
+    if not ids:
+        raise UserError(f"{first.path} and {second.path}: no question is in both; compare runs on the same questions")
+    for id_ in ids:
+        if first.questions[id_] != second.questions[id_]:
+            raise UserError(f"question {id_} is another in {second.path} than in {first.path}; give ids that differ")
+    differences = {}
+    for name in _common_names(first, second, ids):
+        a, b = ([run.measures[id_].get(name) for id_ in ids] for run in (first, second))
+        if (found := compare_paired(a, b)) is not None:
+            differences[name] = asdict(found)
+    return {
+        "first": _told(first),
+        "second": _told(second),
+        "matched": len(ids),
+        "only_in_first": len(first.measures) - len(ids),
+        "only_in_second": len(second.measures) - len(ids),
+        "differences": differences,
+        "recalled": _recalled(first, second, ids),
+        "notes": _notes(first, second, len(ids), "entailment" in differences, "verdict" in differences),
+    }
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    from thresher.engine.evaluation.metrics import NAMES
+
+    first, second = result["first"], result["second"]
+    lines = [
+        f"# {second['name']} against {first['name']}",
+        "",
+        f"- First: {first['folder']} ({first['name']}, {first['model']})",
+        f"- Second: {second['folder']} ({second['name']}, {second['model']})",
+        *(f"- {note}" for note in result["notes"]),
+        "",
+        "| Measure | | First | Second | Difference | 95% interval | p | Questions | Test |",
+        "|---|---|--:|--:|--:|:-:|--:|--:|---|",
+    ]
+    for key, *cells in _rows(result):
+        lines.append(f"| {NAMES[key][0]} | `{key}` | {' | '.join(map(str, cells))} |")
+    if result["recalled"]:
+        lines += [
+            "",
+            "Questions whose passages hold a gold string in both runs, by whose text recalls it:",
+            "",
+            "| First's, second's text | Both | Only the first | Only the second | Neither | Questions |",
+            "|---|--:|--:|--:|--:|--:|",
+            *(f"| {' | '.join(map(str, row))} |" for row in _recall_rows(result)),
+        ]
+    lines += ["", "Intervals: paired bootstrap over questions, 10,000 resamples. Two-sided p-values, none corrected."]
+    return "\n".join(lines) + "\n"
+
+
+def _common_names(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> list[str]:
+    """Measures that both runs have, in the order of the table."""
+    from thresher.engine.evaluation.metrics import NAMES
+
+    there = [{name for id_ in ids for name in run.measures[id_]} for run in (first, second)]
+    return [name for name in NAMES if name in there[0] & there[1]]
+
+
+def _recalled(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> list[dict[str, Any]]:
+    """The overlap of what two texts recall, for every pair of texts that says something."""
+    from thresher.rewards.statistics import overlap
+
+    def holds(run: Evaluation, id_: str, name: str) -> bool:
+        return bool(run.measures[id_].get(name))
+
+    # Evidence cannot hold what the passages do not. Where nobody knows of the passages, all questions count.
+    known = [id_ for id_ in ids if all(run.measures[id_].get("recall_passages") != 0 for run in (first, second))]
+    found = []
+    for a, b in product(RECALLS, RECALLS):
+        has = any(a in first.measures[id_] for id_ in known) and any(b in second.measures[id_] for id_ in known)
+        if not has or (a != b and not {a, b} <= ACROSS):
+            continue
+        shares = overlap([holds(first, id_, a) for id_ in known], [holds(second, id_, b) for id_ in known])
+        if shares is not None:
+            found.append({"first": a, "second": b, **asdict(shares)})
+    return found
+
+
+def _notes(first: Evaluation, second: Evaluation, matched: int, entailment: bool, verdict: bool) -> list[str]:
+    notes = [f"{matched:,} questions are in both runs."]
+    for run, which in ((first, "first"), (second, "second")):
+        if alone := len(run.measures) - matched:
+            notes.append(f"{alone:,} questions of the {which} are in it alone and left out.")
+    for key, used, what in (("entailment_judge", entailment, "Entailment"), ("verdict_judge", verdict, "Answers")):
+        names = [run.figures.get(key) for run in (first, second)]
+        if used:
+            by = str(names[0]) if names[0] == names[1] else f"{names[0]} and {names[1]}, whose numbers do not compare"
+            notes.append(f"{what} judged by {by}.")
+    if first.rewarded_by != second.rewarded_by:
+        notes.append("The two are rewarded differently: their rewards do not compare.")
+    return notes
+
+
+def _told(run: Evaluation) -> dict[str, Any]:
+    keys = ("system", "baseline", "model", "data", "noise", "temperature", "seed")
+    return {"folder": str(run.path), "name": run.name} | {key: run.figures.get(key) for key in keys}
+
+
+def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """(key, first, second, difference, interval, p, questions, test), as words; shares differ in points."""
+    from thresher.engine.evaluation.metrics import NAMES, shown
+
+    rows: list[tuple[str, ...]] = []
+    for key, found in result["differences"].items():
+        scale, digits = (100, 1) if NAMES[key][1] == "share" else (1, 2)
+        between = f"{scale * found['low']:+,.{digits}f} to {scale * found['high']:+,.{digits}f}"
+        rows.append(
+            (
+                key,
+                shown(key, found["first"]),
+                shown(key, found["second"]),
+                f"{scale * found['difference']:+,.{digits}f}" + (" pts" if scale == 100 else ""),
+                between,
+                f"{found['p']:.2g}" if found["p"] >= 1e-4 else "< 0.0001",
+                f"{found['count']:,}",
+                found["test"],
+            )
+        )
+    return rows
+
+
+def _recall_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    def text(name: str) -> str:
+        return str(name).removeprefix("recall_")
+
+    return [
+        (
+            f"{text(row['first'])}, {text(row['second'])}",
+            *(f"{row[key]:.1%}" for key in ("both", "only_first", "only_second", "neither")),
+            f"{row['count']:,}",
+        )
+        for row in result["recalled"]
+    ]

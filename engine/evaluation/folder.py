@@ -1,0 +1,128 @@
+"""The folder of an evaluation, which can be killed at any moment and goes on when the same command is given again.
+
+    settings.json        what decides the trajectories; a command with other settings is refused
+    generated.jsonl      the trajectories so far, appended part by part; gone when the evaluation is complete
+    replies.jsonl        of an LLM judge, if one was asked: nothing is paid for twice
+    trajectories.jsonl   every question: its trajectory, reward, parts and measures
+    table.md             the table, for people
+    metrics.json         the same and what it was measured under; written last, so that it is there when all is
+
+One process at a time writes to it. Deliberately absent: any knowledge of judges and measures, which come after all that
+is costly is on the disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.store.run_folder import lock_folder
+from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
+from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A trajectory; of the passages found or given, which hold a gold; and its shares of what is known of its part as a
+    whole: the rollout's seconds, and the branches that found no room in the context."""
+
+    trajectory: Trajectory
+    seconds: float
+    relevant: list[bool]
+    branches_without_room: float = 0.0
+
+
+class EvalFolder:
+    """An evaluation's folder, locked. Use it in a `with`: one that fails with nothing generated leaves no folder."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path, self._lock = path, lock
+        self._generated = path / "generated.jsonl"
+
+    @staticmethod
+    def check(path: str | Path, settings: Mapping[str, Any]) -> None:
+        """UserError unless the folder is free or holds an unfinished evaluation with these settings."""
+        path = Path(path)
+        if not os.path.lexists(path):
+            return
+        if not (path / "settings.json").is_file() or (path / "metrics.json").exists():
+            raise UserError(f"{path}: exists already; choose another folder for the evaluation")
+        before = read_json_object(path / "settings.json")
+        now = json.loads(json.dumps(settings))
+        if different := [key for key in {**before, **now} if before.get(key) != now.get(key)]:
+            key = different[0]
+            raise UserError(
+                f"{path}: holds an unfinished evaluation with {key} = {_told(before.get(key))}, "
+                f"not {_told(now.get(key))}; finish it with its own settings, or choose another folder"
+            )
+
+    @classmethod
+    def open(cls, path: str | Path, settings: Mapping[str, Any]) -> "EvalFolder":
+        """A new folder, or one that was left unfinished. UserError as `check`, and while another process writes to
+        it."""
+        path = Path(path)
+        cls.check(path, settings)
+        if path.exists():
+            return cls(path, lock_folder(path))
+        with staged_folder(path) as staged:
+            atomic_write_text(staged / "settings.json", json.dumps(settings, indent=1) + "\n")
+            lock = lock_folder(staged)  # held through the rename
+        return cls(path, lock)
+
+    def __enter__(self) -> "EvalFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._generated.exists():
+            shutil.rmtree(self.path)
+        os.close(self._lock)
+
+    def generated(self) -> list[Generated]:
+        """What was generated so far; half a line, as a kill leaves it, is cut off."""
+        if not self._generated.exists():
+            return []
+        data = self._generated.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            with self._generated.open("r+b") as file:
+                file.truncate(len(whole))
+        records = [json.loads(line) for line in whole.splitlines()]
+        return [Generated(**{**record, "trajectory": _trajectory(record["trajectory"])}) for record in records]
+
+    def append(self, entries: Iterable[Generated]) -> None:
+        """Add to what was generated, handed to the operating system before this returns."""
+        data = b"".join(json.dumps(asdict(entry)).encode("ascii") + b"\n" for entry in entries)
+        with self._generated.open("ab") as file:
+            file.write(data)
+
+    def finish(self, records: Iterable[dict[str, Any]], table: str, figures: Mapping[str, Any]) -> None:
+        """Write the results; metrics.json, by which the evaluation counts as complete, last."""
+        write_jsonl(self.path / "trajectories.jsonl", records)
+        atomic_write_text(self.path / "table.md", table)
+        atomic_write_text(self.path / "metrics.json", json.dumps(figures, indent=2) + "\n")
+        self._generated.unlink(missing_ok=True)
+
+
+def check_belongs(done: Sequence[Generated], ids: Sequence[str], path: Path) -> None:
+    """UserError unless the trajectories answer the first of these questions."""
+    if [entry.trajectory.question_id for entry in done] != list(ids[: len(done)]):
+        raise UserError(f"{path}: holds trajectories of other questions; choose another folder for the evaluation")
+
+
+def _trajectory(record: dict[str, Any]) -> Trajectory:
+    segments = [Segment(**{**segment, "source": Source(segment["source"])}) for segment in record.pop("segments")]
+    branches = {name: _trajectory(branch) for name, branch in record.pop("branches").items()}
+    return Trajectory(**record, segments=segments, branches=branches)
+
+
+def _told(value: object) -> str:
+    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,169 @@
+"""The one ruler: what is measured of every trajectory, whatever its system rewards.
+
+    answers     em, f1, char_f1 (over characters), sub_em (a gold is a substring), contains (.. as whole tokens),
+                answered, verdict (an LLM judge's yes)
+    evidence    recall_evidence, recall_rationale, recall_notes, recall_evaluation, recall_analysis: a gold string
+                stands in such a block; compression: the passages' length over the evidence's; no_evidence: there is
+                none to measure
+    references  relevance_precision, relevance_recall: named against gold
+    retrieval   ndcg@5, recall@5, recall_passages: of the passages given or found, in their order, those with a gold
+                string being positive
+    work        searches (valid ones), evaluations and named (references) where a system has them, response_tokens (the
+                policy's), branch_tokens (its, for the reward alone), tokens
+
+A measure that a question has no value for is None and left out of means, never a 0 that nobody measured; which measures
+a system has at all follows from its tags. The parts of its own reward stand beside these, under their own names.
+
+Deliberately absent: latency, which belongs to a batch and not to a trajectory (engine/evaluation/run.py), and intervals
+(rewards/statistics.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from thresher.engine.scoring.score import Judged
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.measures import (
+    answer_recalled,
+    char_f1,
+    compression_ratio,
+    ndcg_at,
+    recall_at,
+    relevance_scores,
+    sub_em,
+)
+from thresher.rewards.papers.arena import named_indices
+from thresher.rewards.papers.eviomni import evidence_of, length_of_passages, rationale_of
+from thresher.rewards.tags import blocks, up_to_answer
+from thresher.rewards.text import contains_answer
+from thresher.rewards.transcript import Source
+
+Values = dict[str, float | None]
+
+CUTOFF = 5  # ranks of NDCG and Recall
+NAMES = {  # in the order of tables; the second word is how a value is shown
+    "reward": ("Reward", "number"),
+    "em": ("Exact match", "share"),
+    "f1": ("F1", "share"),
+    "char_f1": ("F1 over characters", "share"),
+    "sub_em": ("Contains a gold as substring (sub-EM)", "share"),
+    "contains": ("Contains a gold answer", "share"),
+    "verdict": ("Right by an LLM judge", "share"),
+    "answered": ("Gave an answer", "share"),
+    "recall_evidence": ("Answer recall of the evidence", "share"),
+    "recall_rationale": ("Answer recall of the rationale", "share"),
+    "recall_notes": ("Answer recall of the notes", "share"),
+    "recall_evaluation": ("Answer recall of the evaluations", "share"),
+    "recall_analysis": ("Answer recall of the analysis", "share"),
+    "compression": ("Compression ratio", "number"),
+    "no_evidence": ("Without evidence", "share"),
+    "entailment": ("Entailment", "share"),
+    "relevance_precision": ("Precision of named references", "share"),
+    "relevance_recall": ("Recall of named references", "share"),
+    f"ndcg@{CUTOFF}": (f"NDCG@{CUTOFF} of the passages", "share"),
+    f"recall@{CUTOFF}": (f"Recall@{CUTOFF} of the passages", "share"),
+    "recall_passages": ("Answer recall of all passages", "share"),
+    "searches": ("Valid searches", "number"),
+    "evaluations": ("Evaluations", "number"),
+    "named": ("References named", "number"),
+    "response_tokens": ("Tokens written", "number"),
+    "branch_tokens": ("Tokens written for the reward alone", "number"),
+    "tokens": ("Tokens of the whole sequence", "number"),
+}
+COUNTS = ("evaluations", "named")  # measures that only the reward of a system with such blocks can tell
+# Among a reward's parts stand measures that have a place of their own above: evaluate_contains as recall_evaluation.
+NOT_PARTS = frozenset({"em", "f1", "answered", "searches", "evaluate_contains", "entailment", *COUNTS})
+
+
+def measures_of(entry: Judged, tags: Sequence[str] = ()) -> Values:
+    """The measures of one trajectory, reward first; `tags` are its system's and say which blocks it is to write."""
+    attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
+    answer, golds = entry.result.answer or "", attempt.golds
+    values: Values = {
+        "reward": entry.result.reward,
+        "em": _value(parts["em"]),
+        "f1": _value(parts["f1"]),
+        "char_f1": char_f1(answer, golds),
+        "sub_em": float(sub_em(answer, golds)),
+        "contains": float(contains_answer(answer, golds)),
+        "answered": _value(parts["answered"]),
+        "searches": float(len(trajectory.searches)),
+        "response_tokens": float(trajectory.count(Source.POLICY)),
+        "tokens": float(len(trajectory)),
+    }
+    values |= {name: _value(parts[name]) for name in COUNTS if name in parts}
+    if attempt.verdict is not None:
+        values["verdict"] = float(attempt.verdict)
+    if attempt.entailment is not None:
+        values["entailment"] = attempt.entailment
+    if trajectory.branches:
+        values["branch_tokens"] = float(sum(b.count(Source.POLICY) for b in trajectory.branches.values()))
+    for tag, (name, texts) in _RECALLS.items():
+        if f"<{tag}>" in tags:
+            values[name] = float(any(answer_recalled(text, golds) for text in texts(attempt)))
+    if "<extract>" in tags and attempt.passages:
+        evidence = attempt.length(evidence_of(attempt.pieces))
+        values["compression"] = compression_ratio(length_of_passages(attempt), evidence)
+        values["no_evidence"] = float(evidence == 0)
+    if "<relevance>" in tags and attempt.gold_indices is not None:
+        scores = relevance_scores(named_indices(attempt.pieces), attempt.gold_indices)
+        values["relevance_precision"], values["relevance_recall"] = scores or (None, None)
+    return values
+
+
+def parts_of(entry: Judged) -> Values:
+    """The parts of the system's own reward; None for one that nobody measured."""
+    return {name: _value(part) for name, part in entry.result.parts.items() if name not in NOT_PARTS}
+
+
+def ranking_measures(relevant: Sequence[bool]) -> Values:
+    """Of the passages that were shown, in their order; nothing where none were."""
+    if not relevant:
+        return {}
+    return {
+        f"ndcg@{CUTOFF}": ndcg_at(relevant, CUTOFF),
+        f"recall@{CUTOFF}": recall_at(relevant, CUTOFF),
+        "recall_passages": float(any(relevant)),
+    }
+
+
+def means(rows: Sequence[Mapping[str, float | None]]) -> Values:
+    """Name -> mean over the rows that have a value; None where none has. Names of NAMES in its order, then others."""
+    names = sorted({name: None for row in rows for name in row}, key=_place)
+    return {name: mean([row.get(name) for row in rows]) for name in names}
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def shown(name: str, value: float | None) -> str:
+    """A mean of this measure for a person to read: a share as a percentage."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if NAMES.get(name, ("", "number"))[1] == "share" else f"{value:,.2f}"
+
+
+def _value(part: float | None) -> float | None:
+    return None if part is None else float(part)  # a flag is 1.0 or 0.0
+
+
+def _place(name: str) -> int:
+    return _PLACES.get(name, len(_PLACES))
+
+
+def _all_blocks(tag: str) -> Callable[[Attempt], list[str]]:
+    """Every such block that the policy closed up to its answer; no gold forms across two of them."""
+    return lambda attempt: [block.text for block in blocks(up_to_answer(attempt.pieces), tag)]
+
+
+_PLACES = {name: place for place, name in enumerate(NAMES)}
+# Tag -> the measure, and the texts that it looks in: of EviOmni's blocks the first, which is the one its reward reads.
+_RECALLS: dict[str, tuple[str, Callable[[Attempt], list[str]]]] = {
+    "extract": ("recall_evidence", lambda attempt: [evidence_of(attempt.pieces)]),
+    "reason": ("recall_rationale", lambda attempt: [rationale_of(attempt.pieces)]),
+    "summary": ("recall_notes", _all_blocks("summary")),
+    "evidence": ("recall_notes", _all_blocks("evidence")),
+    "evaluate": ("recall_evaluation", _all_blocks("evaluate")),
+    "analysis": ("recall_analysis", _all_blocks("analysis")),
+}

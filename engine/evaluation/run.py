@@ -1,0 +1,303 @@
+"""An evaluation from questions to table: generated part by part, kept as it grows, then judged and measured.
+
+    questions -> passages, noise, cut to what fits -> parts of 2 x max_running: rollout, append to the folder
+              -> judges (entailment, verdicts) -> rewards -> measures, intervals -> trajectories, table
+
+What is costly comes first and is on the disk before any judge is asked. Whatever ends an evaluation early (a kill, a
+server that stays away, a judge that fails), the same command goes on from what the folder holds; a part that was under
+way is generated anew, with the same noise. No failure becomes a score.
+
+Latency is the rollouts' seconds by question: a figure of the whole batch, and stated with it. Prefill, decoding, the
+policy's searches and the branches are in it; loading, judges and the search for passages that prompts show are not.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from thresher.engine import console
+from thresher.engine.assemble import Parts, check_gold_indices, load_judges, load_parts, load_retrieval
+from thresher.engine.baselines import load_baseline
+from thresher.engine.config.recipe import Data, Recipe
+from thresher.engine.config.recipe import System as SystemSection
+from thresher.engine.episode import System, first_prompt
+from thresher.engine.evaluation.evaluate import jobs_of
+from thresher.engine.evaluation.folder import EvalFolder, Generated, check_belongs
+from thresher.engine.evaluation.metrics import measures_of, parts_of, ranking_measures
+from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_of
+from thresher.engine.protocol.passages import Fitted, fit_passages, with_noise, with_passages
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.scoring.score import Judged, Judges, check_all, judge
+from thresher.engine.store.best_checkpoint import Best
+from thresher.engine.systems import own_digest
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.questions import Question, question_record, read_questions
+from thresher.retrieval.retriever import Retriever
+from thresher.rewards.errors import UserError
+from thresher.rewards.text import contains_answer
+
+PART = 2  # times max_running: so much a kill may lose; the fewer, the more often a batch runs empty
+# Keys of the recipe that decide no trajectory, or only where it is computed.
+_FREE = {
+    "model": {"device"},
+    "retrieval": {"timeout", "patience"},
+    "rollout": {"max_running", "page_size", "group_size", "questions_per_step", "temperature"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What an evaluation is told besides its recipe; `baseline` answers in the place of a system."""
+
+    questions: str | None = None
+    limit: int | None = None
+    temperature: float = 0.0
+    noise: int = 0
+    baseline: str | None = None
+    best: Best | None = None
+
+
+def run_evaluation(recipe: Recipe, asked: Asked, out: Path) -> dict[str, Any]:
+    """Evaluate into the folder `out`, show the table, and return what metrics.json holds."""
+    path = asked.questions or recipe.need(Data).dev
+    if path is None:
+        raise UserError("eval: no questions; give --questions FILE, or data.dev in the recipe")
+    questions = read_questions(path)[: asked.limit]
+    settings = settings_of(recipe, asked, path, questions)
+    EvalFolder.check(out, settings)
+    recipe = replace(
+        recipe, rollout=replace(recipe.rollout, max_running=min(recipe.rollout.max_running, len(questions)))
+    )
+    parts = _load(recipe, asked.baseline)
+    check_gold_indices(questions, parts.system, path)
+    retriever = _retriever(recipe, parts.system)
+    shown = prepare(questions, parts, retriever, asked.noise)
+    questions = shown.questions
+    if told := shown.told():
+        console.console.print(f"eval: {told}", soft_wrap=True)
+    rollout = parts.rollout(retriever)
+    for question in questions:
+        rollout.prompt(question)  # refused before anything is written
+    if recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
+        console.console.print("eval: the prompt goes in as it is, though the model has a chat template (--prompt chat)")
+    with EvalFolder.open(out, settings) as folder:
+        judges = load_judges(recipe, parts.system, out / "replies.jsonl")
+        try:
+            done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder)
+            judged = _rate(questions, done, parts, judges)
+        except UserError as error:
+            raise UserError(f"{error} ({out} keeps all so far: the same command goes on from there)") from error
+        measures = [
+            measures_of(entry, parts.system.tags) | ranking_measures(one.relevant)
+            for entry, one in zip(judged, done, strict=True)
+        ]
+        figures = figures_of(measures, [parts_of(entry) for entry in judged])
+        figures |= _facts(parts, asked, path, judges, judged, sum(one.seconds for one in done))
+        roomless = round(sum(one.branches_without_room for one in done))
+        figures |= {"branches_without_room": roomless, "roomless": _roomless(roomless)}
+        figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.told()}
+        records = (
+            {**entry.to_dict(parts.tokenizer), "measures": values}
+            for entry, values in zip(judged, measures, strict=True)
+        )
+        folder.finish(records, markdown(f"{parts.system.name} on {Path(path).name}", figures), figures)
+    _show(out, figures)
+    return figures
+
+
+def settings_of(recipe: Recipe, asked: Asked, path: str, questions: Sequence[Question]) -> dict[str, Any]:
+    """What decides the trajectories, by dotted keys: an unfinished evaluation goes on under the very same alone."""
+    tables = recipe.to_dict()
+    settings = {
+        f"{section}.{key}": value
+        for section in ("model", "retrieval", "system", "rollout")
+        for key, value in tables.get(section, {}).items()
+        if key not in _FREE.get(section, ())
+    }
+    content = blake2b(repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass"))
+    return settings | {
+        "baseline": asked.baseline,
+        "the system file's content": own_digest(recipe.system.name) if recipe.system else None,
+        "questions": path,
+        "limit": asked.limit,
+        "the questions' content": content.hexdigest()[:16],
+        "temperature": asked.temperature,
+        "seed": recipe.run.seed if asked.temperature or asked.noise else None,
+        "noise": asked.noise,
+    }
+
+
+def prepare(questions: Sequence[Question], parts: Parts, retriever: Retriever | None, noise: int) -> Fitted:
+    """The questions with what their prompts show: passages found where they bring none, and noise, as far as they fit.
+
+    Noise is drawn from the corpus where it is at hand, else from the passages of the other questions. UserError for
+    passages that are nowhere, and for noise without a prompt to put it into.
+    """
+    if not parts.system.given_passages:
+        if noise:
+            raise UserError(f"eval: --noise adds passages to a prompt, and that of {parts.system.name} shows none")
+        return Fitted(list(questions), 0, 0, parts.renderer.max_passage_tokens)
+    questions = with_passages(questions, retriever, parts.renderer.k)
+    corpus: Sequence[Passage] | None = getattr(retriever, "corpus", None)  # a server keeps its own
+    pool = [passage for question in questions for passage in question.passages] if corpus is None else corpus
+    questions = with_noise(questions, pool, noise, parts.recipe.run.seed)
+    return fit_passages(questions, parts.system, parts.tools, parts.renderer)
+
+
+def _load(recipe: Recipe, baseline: str | None) -> Parts:
+    if baseline is None:
+        return load_parts(recipe)
+    section = recipe.need(SystemSection)
+    return load_parts(recipe, system=load_baseline(baseline, section.options))
+
+
+def _retriever(recipe: Recipe, system: System) -> Retriever | None:
+    """Where the system searches, or its passages are looked for; None for one that reads nothing."""
+    reads = system.given_passages or "<information>" in system.tags
+    return load_retrieval(recipe, system) if reads else None
+
+
+def _generate(
+    rollout: Rollout, questions: Sequence[Question], temperature: float, seed: int, folder: EvalFolder
+) -> list[Generated]:
+    """All trajectories, those that the folder holds already among them."""
+    done = folder.generated()
+    check_belongs(done, [question.id for question in questions], folder.path)
+    size = PART * rollout.limits.max_running
+    with console.progress_line("eval", len(questions)) as line:
+        count = len(done)
+
+        def progress(ended: int) -> None:
+            nonlocal count
+            count += ended
+            line.to(count, "")
+
+        if done:
+            line.to(count, "from before")
+        while len(done) < len(questions):
+            part = questions[len(done) : len(done) + size]
+            done += _part(rollout, part, temperature, seed, len(done), progress)
+            folder.append(done[-len(part) :])
+    return done
+
+
+def _part(
+    rollout: Rollout,
+    questions: Sequence[Question],
+    temperature: float,
+    seed: int,
+    first: int,
+    progress: Callable[[int], None],
+) -> list[Generated]:
+    trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, progress)
+    clock = rollout.clock
+    shares = {
+        "seconds": clock.total / len(questions),
+        "branches_without_room": clock.branches_without_room / len(questions),
+    }
+    return [
+        Generated(trajectory, relevant=_relevant(question, trajectory, rollout), **shares)
+        for question, trajectory in zip(questions, trajectories, strict=True)
+    ]
+
+
+def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout) -> list[bool]:
+    """Whether each passage holds a gold string: of those that the prompt shows, or of those found, best first, search
+    after search."""
+    passages: Sequence[Passage] = ()
+    queries = [search["query"] for search in trajectory.searches]
+    if rollout.system.given_passages:
+        passages = first_prompt(rollout.system, question, rollout.tools).passages
+    elif queries and rollout.index is not None:  # which remembers what it found
+        hits = [hit for found in rollout.index.search(queries, rollout.renderer.k) for hit in found]
+        passages = list({hit.passage.id: hit.passage for hit in hits}.values())
+    return [contains_answer(passage.text, question.golds) for passage in passages]
+
+
+def _rate(questions: Sequence[Question], done: Sequence[Generated], parts: Parts, judges: Judges) -> list[Judged]:
+    # A chat model that is there rates every system's answers, not those alone that are rewarded by it.
+    system = replace(parts.system, wants_verdict=judges.verdict is not None)
+    judged = judge(questions, [one.trajectory for one in done], system, parts.tokenizer, judges)
+    check_all(judged, parts.tokenizer, parts.system.tags, parts.limits.max_context)
+    return judged
+
+
+def _facts(
+    parts: Parts, asked: Asked, path: str, judges: Judges, judged: Sequence[Judged], seconds: float
+) -> dict[str, Any]:
+    recipe, best = parts.recipe, asked.best
+    chosen = None
+    if best is not None:
+        chosen = f"step {best.step}, of best exact match on the dev split ({best.em:.1%})"
+        if best.lost is not None:
+            chosen += f", among the checkpoints that are kept; step {best.lost} was better and is not"
+    each, model, batch = seconds / len(judged), recipe.model, recipe.rollout.max_running
+    branches = ", branches included" if any(entry.trajectory.branches for entry in judged) else ""
+    return {
+        "system": None if asked.baseline else parts.system.name,
+        "baseline": asked.baseline,
+        "options": (options := recipe.system.options if recipe.system else {}),
+        "switches": ", ".join(f"{name} = {value}" for name, value in sorted(options.items())) or None,
+        "model": model.path,
+        "prompt": model.prompt,
+        "chosen": chosen,
+        "data": f"{path}, {len(judged):,} questions",
+        "retrieval": _retrieval(parts),
+        "noise": asked.noise,
+        "temperature": asked.temperature,
+        "seed": recipe.run.seed,
+        "entailment_judge": judges.entailment and judges.entailment.name,
+        "verdict_judge": judges.verdict and judges.verdict.name,
+        "seconds": seconds,
+        "seconds_per_question": each,
+        "batch": batch,
+        "latency": f"{each:.3g} s a question, at most {batch} at once, {model.dtype} on {model.device}{branches}",
+        "gold": _gold(parts, judged),
+        "rewarded_by": rewarded_by(parts),
+        "reasons": (reasons := dict(sorted(Counter(entry.trajectory.reason for entry in judged).items()))),
+        "ended": ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
+    }
+
+
+def _roomless(count: int) -> str | None:
+    return f"{count:,} found no room in rollout.max_context, and their answers count as missing" if count else None
+
+
+def _gold(parts: Parts, judged: Sequence[Judged]) -> str | None:
+    """How many questions leave open what their gold passages are, where the system's reward asks for it."""
+    unknown = sum(entry.question.gold_indices is None for entry in judged)
+    if not parts.system.needs_gold_indices or not unknown:
+        return None
+    return f"unknown for {unknown:,} of {len(judged):,} questions, to which naming some earns nothing"
+
+
+def rewarded_by(parts: Parts) -> str:
+    """The reward in words: two evaluations with the same have rewards that compare."""
+    if parts.system_digest is not None:
+        section = parts.recipe.need(SystemSection)
+        return f"{section.name}, {parts.system_digest[:16]}, {dict(sorted(section.options.items()))}"
+    given = parts.system.reward
+    reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
+    return f"{reward.__module__}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
+
+
+def _retrieval(parts: Parts) -> str | None:
+    """Where passages come from, in words; None for a system that reads none."""
+    section = parts.recipe.retrieval
+    place = section and (section.index or section.url)
+    if "<information>" in parts.system.tags:
+        return f"{parts.renderer.k} a search, from {place}"
+    if not parts.system.given_passages:
+        return None
+    return "those given with the questions" + (f", else the {parts.renderer.k} best of {place}" if place else "")
+
+
+def _show(out: Path, figures: dict[str, Any]) -> None:
+    facts = [(FACTS[key], figures[key]) for key in FACTS if figures.get(key) is not None]
+    console.console.print("\n".join(f"{name}: {value}" for name, value in facts), markup=False, soft_wrap=True)
+    console.table(f"eval: {out}", ("measure", "mean", "95% interval", "questions"), rows_of(figures))

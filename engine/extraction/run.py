@@ -1,0 +1,294 @@
+"""EviOmni in use: evidence before the answer, in a traditional and in an agentic loop.
+
+    traditional   passages P of q, given or retrieved  ->  extractor(q, P) = r, e  ->  a generator, if any: answer(q, e)
+    agentic       an agent searches, the extractor reads what is found, and only e comes back
+    (engine/extraction/agentic.py)
+
+
+Questions are taken in batches, and what a batch brings is on disk before the next begins (engine/store/journal.py).
+What a chat model replied is kept beside it, so that nothing is paid for twice.
+
+Deliberately absent: sampling. All is greedy, as in evaluation.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from thresher.engine.assemble import load_parts, load_retrieval
+from thresher.engine.baselines import load_baseline
+from thresher.engine.baselines.evidence import answers_from
+from thresher.engine.config.recipe import Recipe, make_recipe
+from thresher.engine.episode import System, Tools, read_template
+from thresher.engine.extraction.agentic import ReadingRetriever, asking, reading_figures, reading_record
+from thresher.engine.extraction.converse import Converser
+from thresher.engine.extraction.extractor import Extractor
+from thresher.engine.extraction.speaker import ChatSpeaker, LocalSpeaker, Outcome, Speaker
+from thresher.engine.protocol.passages import with_passages
+from thresher.engine.scoring.endpoint import Endpoint, read_key
+from thresher.engine.store.journal import Journal
+from thresher.policy.config import read_config
+from thresher.retrieval.data.jsonl import Record
+from thresher.retrieval.questions import Question, passage_record, question_record, read_questions
+from thresher.retrieval.retriever import Retriever
+from thresher.rewards.errors import UserError
+from thresher.rewards.measures import answer_recalled
+
+FREE = ("model.device", "rollout.max_running", "rollout.page_size")  # keys that decide no record
+MEASURES = ("em", "f1", "answered", "searches", "compression_ratio", "extract_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Who answers, or acts as agent: a model's folder, or the name of a chat model at a URL. template: a prompt file in
+    the place of the built-in one."""
+
+    model: str | None = None
+    url: str | None = None
+    name: str | None = None
+    template: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run of `thresher extract`. generator is of the traditional loop, agent makes it an agentic one.
+
+    prompt: "chat" puts the prompts of local models into their chat templates. overrides: "section.key=value" of a
+    recipe, for every local model. actions: searches that the agent may make. batch: questions between two visits to the
+    disk. key_env: environment variable with the endpoint's key. patience: seconds that any server may stay away.
+    """
+
+    model: str
+    questions: str
+    out: str
+    index: str | None = None
+    url: str | None = None
+    k: int = 5
+    template: str | None = None
+    prompt: str = "raw"
+    generator: Chosen | None = None
+    agent: Chosen | None = None
+    actions: int = 4
+    overrides: tuple[str, ...] = ()
+    limit: int | None = None
+    batch: int = 64
+    key_env: str | None = None
+    patience: float = 300.0
+
+    def settings(self, questions: Sequence[Question]) -> dict[str, Any]:
+        """What decides the records; not how many there are, nor where they are made and servers are at the moment."""
+        content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
+        kept = asdict(self) | {"the questions' content": blake2b(content, digest_size=8).hexdigest()}
+        for key in ("out", "url", "limit", "batch", "key_env", "patience"):
+            del kept[key]
+        kept["overrides"] = [text for text in self.overrides if not text.startswith(FREE)]
+        for chosen in (kept["generator"], kept["agent"]):
+            if chosen is not None:
+                del chosen["url"]
+        return kept
+
+
+def extract(
+    plan: Plan, on_progress: Callable[[int, int], None] = lambda done, of: None, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Do what of the plan is not done yet; returns the figures over all of it, which F.json beside `plan.out` keeps."""
+    everything = read_questions(plan.questions, golds_needed=False)
+    needed = ("answer",) if plan.generator or plan.agent else ("evidence",)
+    journal = Journal(plan.out, plan.settings(everything), needed)
+    todo = [question for question in everything[: plan.limit] if question.id not in journal.done]
+    if plan.limit is not None and len(journal.done) > plan.limit:
+        say(
+            f"extract: {plan.out} holds {len(journal.done):,} questions already, more than --limit {plan.limit:,}; the "
+            "figures are over all of them"
+        )
+    total = len(todo) + len(journal.done)
+    if todo:
+        loop = Loop(plan, journal, say)
+        if plan.agent is None:  # refused before hours are spent on the others
+            loop.extractor.check(todo if loop.retriever is not None else with_passages(todo, None, plan.k))
+        on_progress(len(journal.done), total)
+        for start in range(0, len(todo), plan.batch):
+            batch = todo[start : start + plan.batch]
+            (loop.agentic if plan.agent else loop.traditional)(batch)
+            on_progress(len(journal.done), total)
+    figures = summarise(journal.records())
+    if cut := figures["cut_questions"]:
+        say(
+            f"extract: {cut:,} of {figures['questions']:,} questions had passages cut to what fits; raise "
+            "rollout.max_passage_tokens with --set"
+        )
+    journal.finish(figures)
+    return figures
+
+
+class Loop:
+    """The loaded models of a plan, and one batch of questions at a time through them."""
+
+    def __init__(self, plan: Plan, journal: Journal, say: Callable[[str], None]) -> None:
+        self.plan, self.journal, self.say = plan, journal, say
+        self.recipe = local_recipe(plan)
+        self.parts = load_parts(self.recipe)
+        self.retriever = load_retrieval(self.recipe, self.parts.system)
+        self.extractor = Extractor(self.parts)
+        self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
+        self.agent: Speaker | None = None
+        self.reader: ReadingRetriever | None = None
+        self.generator: Speaker | None = None
+        if plan.agent is not None:
+            if self.retriever is None:
+                raise UserError("an agent searches, and there is nowhere to; give --index FOLDER or --url URL")
+            self.reader = ReadingRetriever(self.retriever, self.extractor)
+            system = asking(load_baseline("search_loop", {}))
+            self.agent = self._speaker(plan.agent, system, plan.actions + 1, self.reader)
+        elif plan.generator is not None:
+            self.generator = self._speaker(plan.generator, answers_from(self.evidence, plan.out), 1, None)
+
+    def traditional(self, questions: Sequence[Question]) -> None:
+        """Evidence for each question, and an answer where there is a generator."""
+        waiting = {record["id"]: record for record in self._extracted(questions)}
+        if self.generator is None:
+            for record in waiting.values():
+                self.journal.add(record)
+            return
+        self.evidence.update((id_, record["evidence"]) for id_, record in waiting.items())
+        try:
+            for outcome in self.generator.outcomes(questions):
+                self.journal.add(waiting.pop(outcome.question.id) | _answered(outcome))
+        finally:  # what was extracted is kept though its answer could not be had
+            for id_, record in waiting.items():
+                if id_ not in self.journal.partial:
+                    self.journal.add(record)
+            self.evidence.clear()
+
+    def agentic(self, questions: Sequence[Question]) -> None:
+        """The agent's answer to each question, with every search and what the extractor made of it."""
+        assert self.agent is not None and self.reader is not None
+        for outcome in self.agent.outcomes(questions):
+            asks = [search["query"] for search in outcome.searches]
+            readings = [self.reader.readings[ask] for ask in asks]
+            reads = [reading_record(ask, reading) for ask, reading in zip(asks, readings, strict=True)]
+            self.journal.add(
+                _head(outcome.question)
+                | _answered(outcome)
+                | {
+                    "evidence": "\n".join(read["evidence"] for read in reads if read["evidence"]),
+                    **reading_figures(readings),
+                    "reads": reads,
+                }
+            )
+
+    def _extracted(self, questions: Sequence[Question]) -> list[Record]:
+        """A record of evidence for each question: the one that an earlier run left, or a new one."""
+        kept = self.journal.partial
+        fresh = with_passages(
+            [question for question in questions if question.id not in kept], self.retriever, self.plan.k
+        )
+        started = time.perf_counter()
+        extractions = self.extractor.extract(fresh)
+        seconds = (time.perf_counter() - started) / max(len(fresh), 1)
+        records = {
+            question.id: _head(question)
+            | {
+                "passages": [passage_record(passage) for passage in extraction.passages],
+                "cut_passages": extraction.cut_passages,
+                "rationale": extraction.rationale,
+                "evidence": extraction.evidence,
+                "compression_ratio": extraction.compression_ratio,
+                "ended": extraction.reason,
+                "extract_seconds": seconds,
+            }
+            for question, extraction in zip(fresh, extractions, strict=True)
+        }
+        return [kept.get(question.id) or records[question.id] for question in questions]
+
+    def _speaker(self, chosen: Chosen, system: System, turns: int, retriever: Retriever | None) -> Speaker:
+        template = system.template if chosen.template is None else read_template(chosen.template)
+        tools = Tools(template, turns)
+        if chosen.model is not None:
+            parts = self.parts if chosen.model == self.plan.model else load_parts(self.recipe, chosen.model)
+            return LocalSpeaker(parts, system, tools, retriever)
+        assert chosen.url is not None and chosen.name is not None
+        replies = Path(self.plan.out).with_suffix(".replies.jsonl")
+        key = None if self.plan.key_env is None else read_key(self.plan.key_env)
+        chat = Endpoint(chosen.url, chosen.name, key=key, patience=self.plan.patience, replies=replies, say=self.say)
+        return ChatSpeaker(
+            Converser(
+                system=system,
+                tools=tools,
+                chat=chat,
+                retriever=retriever,
+                k=self.plan.k,
+                passage_format="{text}",
+                max_tokens=self.recipe.rollout.max_turn_tokens,
+            )
+        )
+
+
+def local_recipe(plan: Plan) -> Recipe:
+    """The recipe that `load_parts` needs for the extractor; the other local models are loaded with it as well."""
+    for text in plan.overrides:
+        if text.partition("=")[0].partition(".")[0].strip() not in ("model", "rollout", "retrieval"):
+            raise UserError(f"--set {text}: expected a key of model, rollout or retrieval, as in model.dtype=bfloat16")
+    context = min(4096, read_config(Path(plan.model)).max_position_embeddings)
+    retrieval: dict[str, Any] = {"k": plan.k, "patience": plan.patience}
+    retrieval |= {key: value for key, value in (("index", plan.index), ("url", plan.url)) if value is not None}
+    tables: dict[str, Any] = {
+        "model": {"path": plan.model, "prompt": plan.prompt},
+        "retrieval": retrieval,
+        "system": {"name": "eviomni"} | ({} if plan.template is None else {"template": plan.template}),
+        # An agent's thinking, a turn long, and the passages have room in the extractor's prompt. EviOmni's latency was
+        # measured with 768 new tokens.
+        "rollout": {
+            "max_context": context,
+            "max_passage_tokens": context // 2,
+            "max_turn_tokens": min(768, context // 4),
+            "max_running": 32,
+        },
+    }
+    return make_recipe(tables, "the command line", plan.overrides)
+
+
+def summarise(records: Iterable[Record]) -> dict[str, Any]:
+    """Means over questions; a figure that a question has no value for is left out of its mean.
+
+    compression_ratio: over questions with evidence, without_evidence counting the others. recall_*: share of questions
+    whose evidence or rationale holds a gold answer; like em and f1 over those that have one, without_golds counting the
+    others. cut_questions: those of which passages were cut. extract_seconds: a batch's, shared among its questions.
+    """
+    values: dict[str, list[float]] = {}
+    questions = without_evidence = without_golds = cut = 0
+    for record in records:
+        golds = record.get("golden_answers", ())
+        questions += 1
+        without_evidence += not record["evidence"]
+        without_golds += not golds
+        cut += record.get("cut_passages", 0) > 0
+        found = {name: record.get(name) for name in MEASURES}
+        for name in ("evidence", "rationale"):
+            if golds and name in record:
+                found[f"recall_{name}"] = answer_recalled(record[name], golds)
+        for name, value in found.items():
+            if value is not None:
+                values.setdefault(name, []).append(float(value))
+    means = {name: sum(column) / len(column) for name, column in values.items()}
+    counts = {"questions": questions, "without_evidence": without_evidence, "without_golds": without_golds}
+    counts["cut_questions"] = cut
+    return counts | means
+
+
+def _head(question: Question) -> Record:
+    head: Record = {"id": question.id, "question": question.question}
+    return head | {"golden_answers": list(question.golds)} if question.golds else head
+
+
+def _answered(outcome: Outcome) -> Record:
+    """What there is to say of an answer: right or wrong only where the question has gold answers."""
+    measures = ("em", "f1", "answered") if outcome.question.golds else ("answered",)
+    return {
+        "answer": outcome.result.answer,
+        **{name: outcome.result.parts[name] for name in measures},
+        "answer_ended": outcome.reason,
+    }

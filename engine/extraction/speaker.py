@@ -1,0 +1,67 @@
+"""Whoever answers or searches beside the extractor: a model folder of ours, or a chat model behind a URL.
+
+Both are given a System and hand back the same Outcome, so that nothing else needs to know which it was. Greedy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from thresher.engine.assemble import Parts
+from thresher.engine.episode import System, Tools
+from thresher.engine.extraction.converse import Converser
+from thresher.engine.rollout.samples import Job
+from thresher.engine.scoring.score import check_all, judge
+from thresher.retrieval.questions import Question
+from thresher.retrieval.retriever import Retriever
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.result import RewardResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """An answer: `result` by the system's reward, `reason` why it ended, `searches` as a trajectory has them."""
+
+    question: Question
+    result: RewardResult
+    reason: str
+    searches: list[dict[str, Any]]
+
+
+class Speaker(Protocol):
+    def outcomes(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        """One for each question, in no particular order, as soon as it is known."""
+
+
+class LocalSpeaker:
+    """A policy of ours under `system`, with everything else as in `parts`."""
+
+    def __init__(self, parts: Parts, system: System, tools: Tools, retriever: Retriever | None) -> None:
+        # What is retrieved for it is evidence, which is shown as it is.
+        renderer = replace(parts.renderer, tags=system.tags, passage_format="{text}")
+        self._parts = replace(parts, system=system, tools=tools, renderer=renderer)
+        self._rollout = self._parts.rollout(retriever)
+
+    def outcomes(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        parts = self._parts
+        jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
+        judged = judge(questions, self._rollout.run(jobs, 0.0), parts.system, parts.tokenizer)
+        check_all(judged, parts.tokenizer, parts.system.tags, parts.limits.max_context)
+        for entry in judged:
+            trajectory = entry.trajectory
+            yield Outcome(
+                question=entry.question, result=entry.result, reason=trajectory.reason, searches=trajectory.searches
+            )
+
+
+class ChatSpeaker:
+    """A chat model. What is known by the time it stops to reply, with its endpoint's UserError, has been handed out."""
+
+    def __init__(self, converser: Converser) -> None:
+        self._converser = converser
+
+    def outcomes(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        for talk in self._converser.converse(questions):
+            attempt = Attempt(pieces=talk.pieces, golds=talk.question.golds, question=talk.question.question)
+            result = self._converser.system.reward(attempt)
+            yield Outcome(question=talk.question, result=result, reason=talk.reason, searches=talk.searches)

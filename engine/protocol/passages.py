@@ -1,0 +1,178 @@
+"""The passages that a prompt shows: those that came with the question, or those that a search for it finds.
+
+Systems that answer in a single pass read their passages in the prompt, before anything is sampled. So this happens once
+per question, before a rollout, and all samples of the question see the same.
+
+Passages that exceed `rollout.max_passage_tokens` are cut here, and nowhere else, before the rollout: what is stored,
+rewarded and measured is then what was shown. The longest give way first, until all that are cut have the same share, so
+that none is lost because of those before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from thresher.engine.episode import System, Tools, first_prompt
+from thresher.engine.protocol.render import Renderer
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.questions import Question
+from thresher.retrieval.retriever import Retriever
+from thresher.rewards.errors import UserError
+from thresher.rewards.text import contains_answer
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Questions with passages as their prompts show them; how many questions and passages were cut for it, and to how
+    many tokens a question."""
+
+    questions: list[Question]
+    cut_questions: int
+    cut_passages: int
+    budget: int
+
+    def told(self) -> str | None:
+        """What was cut, in a sentence; None where nothing was."""
+        if not self.cut_questions:
+            return None
+        return (
+            f"{self.cut_questions:,} of {len(self.questions):,} questions had passages cut to {self.budget:,} tokens; "
+            "raise rollout.max_passage_tokens"
+        )
+
+
+def fit_passages(questions: Sequence[Question], system: System, tools: Tools, renderer: Renderer) -> Fitted:
+    """The questions, passages that their prompts show cut to what fits; those that none shows stay as they are.
+
+    UserError where a budget is too small for the form of a question's passages alone.
+    """
+    fitted: list[Question] = []
+    cut_questions = cut_passages = 0
+    for question in questions:
+        shown = first_prompt(system, question, tools).passages
+        lost = {
+            id(before): after
+            for before, after in zip(shown, fit(shown, renderer, question.id), strict=True)
+            if after is not before
+        }
+        if lost:
+            cut_questions, cut_passages = cut_questions + 1, cut_passages + len(lost)
+            question = replace(question, passages=tuple(lost.get(id(one), one) for one in question.passages))
+        fitted.append(question)
+    return Fitted(fitted, cut_questions, cut_passages, renderer.max_passage_tokens)
+
+
+def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tuple[Passage, ...]:
+    """Passages whose lines have `renderer.max_passage_tokens` together, at most; those that need no cut as they are."""
+    budget = renderer.max_passage_tokens
+    if len(renderer.passages(passages)) <= budget:
+        return tuple(passages)
+    numbered = list(enumerate(passages, start=1))
+    share = _share([renderer.line_tokens(number, passage) for number, passage in numbered], budget)
+    while True:
+        kept = [_cut(number, passage, share, renderer) for number, passage in numbered]
+        if None in kept:
+            raise UserError(
+                f"question {question_id}: rollout.max_passage_tokens = {budget} leaves {share} tokens for each "
+                f"of {len(passages)} passages, fewer than retrieval.passage_format takes without its text; raise it"
+            )
+        found = tuple(passage for passage in kept if passage is not None)
+        if len(renderer.passages(found)) <= budget:
+            return found
+        share -= 1  # side by side, lines may take a token more than one by one
+
+
+def _share(lengths: Sequence[int], budget: int) -> int:
+    """The largest bound on each length under which they sum to `budget` at most; no more than the largest of them."""
+    share = 0
+    for place, length in enumerate(sorted(lengths)):
+        share = budget // (len(lengths) - place)
+        if length > share:
+            break
+        budget -= length
+    return min(share, max(lengths))
+
+
+def _cut(number: int, passage: Passage, share: int, renderer: Renderer) -> Passage | None:
+    """The passage with as many whole tokens of its text as leave its line `share` tokens, at most; if no text does,
+    with as many of its title. None where the format alone takes more."""
+    if renderer.line_tokens(number, passage) <= share:
+        return passage
+    for part in ("text", "title"):
+        ids = renderer.tokenizer.encode(getattr(passage, part))
+        low, high = 0, min(len(ids), share)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if renderer.line_tokens(number, _headed(passage, part, ids[:middle], renderer)) <= share:
+                low = middle
+            else:
+                high = middle - 1
+        passage = _headed(passage, part, ids[:low], renderer)
+        if renderer.line_tokens(number, passage) <= share:
+            return passage
+    return None
+
+
+def _headed(passage: Passage, part: str, ids: Sequence[int], renderer: Renderer) -> Passage:
+    """The passage with these tokens for its text or title; a character that they end within is left out."""
+    return replace(passage, **{part: renderer.tokenizer.decode_bytes(ids).decode("utf-8", "ignore")})
+
+
+def with_passages(questions: Sequence[Question], retriever: Retriever | None, k: int) -> list[Question]:
+    """The questions, those without passages given the `k` best that one call of the retriever finds.
+
+    What is retrieved has no gold indices. UserError for a question without passages where there is no retriever.
+    """
+    bare = [question for question in questions if not question.passages]
+    if not bare:
+        return list(questions)
+    if retriever is None:
+        raise UserError(
+            f"question {bare[0].id} comes with no passages, and there is nowhere to search for them; give questions "
+            "with passages, or an index (retrieval.index, --index) or a server (retrieval.url)"
+        )
+    found = iter(retriever.search([question.question for question in bare], k))
+    return [
+        question
+        if question.passages
+        else replace(question, passages=tuple(hit.passage for hit in next(found)), gold_indices=None)
+        for question in questions
+    ]
+
+
+def with_noise(questions: Sequence[Question], pool: Sequence[Passage], count: int, seed: int) -> list[Question]:
+    """EviOmni's noise test: `count` irrelevant passages more for each question, at places drawn by (seed, question).
+
+    Irrelevant is a passage of `pool` that the question does not show yet and that holds none of its gold answers. Gold
+    indices follow their passages. UserError where the pool has too few.
+    """
+    return [_noisy(question, pool, count, seed) for question in questions] if count else list(questions)
+
+
+def _noisy(question: Question, pool: Sequence[Passage], count: int, seed: int) -> Question:
+    rng = Random(f"noise {seed} {question.id}")
+    shown = {passage.text for passage in question.passages}
+    added: list[Passage] = []
+    for _ in range(100 * count):  # drawn rather than filtered: the pool may be all of Wikipedia
+        if len(added) == count:
+            break
+        passage = pool[rng.randrange(len(pool))] if pool else None
+        if passage and passage.text not in shown and not contains_answer(passage.text, question.golds):
+            added.append(passage)
+            shown.add(passage.text)
+    if len(added) < count:
+        raise UserError(
+            f"question {question.id}: found only {len(added)} of {count} irrelevant passages among {len(pool)}; "
+            "ask for less noise, or draw from a larger corpus"
+        )
+    gold = set(question.gold_indices or ())
+    entries = [(passage, number in gold) for number, passage in enumerate(question.passages, start=1)]
+    for passage in added:
+        entries.insert(rng.randrange(len(entries) + 1), (passage, False))
+    return replace(
+        question,
+        passages=tuple(passage for passage, _ in entries),
+        gold_indices=None
+        if question.gold_indices is None
+        else tuple(number for number, (_, is_gold) in enumerate(entries, start=1) if is_gold),
+    )

@@ -1,0 +1,359 @@
+"""A chat model behind any server that speaks OpenAI's /v1/chat/completions.
+
+    endpoint = Endpoint("http://127.0.0.1:8000", "qwen", replies=folder / "replies.jsonl")
+    texts = endpoint.complete([[{"role": "user", "content": "Who wrote Emma?"}]])
+
+What is paid for once is kept: each reply is appended to a file as soon as it is there, under the digest of all that
+decided it (model, messages, temperature, max_tokens; not the address, for servers move). A run that died asks only for
+the rest. The file may end in half a line, as a kill leaves it.
+
+Three kinds of failure, three answers. A server that is away, overloaded or slow (no connection, 408, 425, 429, 5xx) is
+asked again after pauses that double, or as long as its Retry-After says, until patience ends. A reply that cannot be
+used (no chat completion, or nothing of what was asked for) is asked for once more. Anything else the server refuses for
+good, and its reason is told at once. Each ends in a UserError; no failure ever turns into a reply.
+
+Deliberately absent: streaming, tools, several samples of one request (equal requests share one reply), jitter (pauses
+are the same every time), and proxies.
+"""
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import urllib3
+
+from thresher.engine.config.recipe import Judge
+from thresher.retrieval.serving.http import in_words, json_of, service_address
+from thresher.rewards.errors import UserError
+
+Messages = Sequence[Mapping[str, str]]
+
+PATH = "/chat/completions"
+CONNECT_SECONDS = 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+PASSING = frozenset({408, 425, 429})  # and all from 500 on
+# A refusal for good that comes with a status that passes elsewhere.
+FINAL_CODES = frozenset({"insufficient_quota"})
+
+
+class _Passing(Exception):
+    """The server may do better later; `after`: seconds that it asks to be left alone."""
+
+    def __init__(self, words: str, after: float = 0.0) -> None:
+        super().__init__(words)
+        self.after = after
+
+
+class _Unusable(Exception):
+    """A reply that the server gave in earnest and that is of no use."""
+
+
+class _Called(Exception):
+    """Another request has failed, so this one is not to begin or go on."""
+
+
+class Replies:
+    """Replies by the digest of their request, in memory and, where there is a path, as JSONL on disk: made, with the
+    folders around it, when there is a first reply to keep.
+
+    UserError for a file that cannot be read or written, or holds a line of another kind. Thread-safe; not for two
+    processes at once.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._path = None if path is None else Path(path)
+        self._lock = threading.Lock()
+        self._known: dict[str, str] = {}
+        if self._path is not None:
+            try:
+                self._known = _read_replies(self._path)
+            except OSError as error:
+                raise UserError(f"{self._path}: cannot be used ({error.strerror}); name another file") from None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: str) -> str | None:
+        with self._lock:
+            return self._known.get(key)
+
+    def put(self, key: str, request: Mapping[str, Any], reply: str) -> None:
+        """Keeps a reply; when this returns, it survives a kill of the process."""
+        line = json.dumps({"key": key, "request": request, "reply": reply}).encode("ascii") + b"\n"
+        with self._lock:
+            self._known[key] = reply
+            if self._path is None:
+                return
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("ab", buffering=0) as file:
+                    file.write(line)
+            except OSError as error:
+                raise UserError(f"{self._path}: cannot be written ({error.strerror}); make room for it") from None
+
+
+def _read_replies(path: Path) -> dict[str, str]:
+    """The replies in a file, which may be absent. What stands behind its last line feed is cut off."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+    known = {}
+    for number, line in enumerate(data[:whole].splitlines(), 1):
+        try:
+            record = json.loads(line)
+            key, reply = record["key"], record["reply"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            key = reply = None
+        if not isinstance(key, str) or not isinstance(reply, str):
+            raise UserError(f'{path}:{number}: expected an object with "key" and "reply"; remove the line or the file')
+        known[key] = reply
+    return known
+
+
+class Endpoint:
+    """Asks `model` of the server at `url`: its root, its /v1, or the whole address of its chat completions.
+
+    key: sent as a bearer token, and shown nowhere. timeout: seconds that one reply may take. patience: seconds that the
+    server may stay away. concurrency: requests under way at once. replies: the file that keeps them, None for memory
+    only. say: is told, from any thread, when the waiting begins and ends. UserError for a `url` that is none and for
+    `replies` as Replies.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        key: str | None = None,
+        timeout: float = 120.0,
+        patience: float = 300.0,
+        concurrency: int = 4,
+        replies: str | Path | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.url, self.model = _address(url), model
+        self.requests = 0  # sent to the server since the beginning, repeated ones included
+        self._key = key
+        self._timeout, self._patience, self._concurrency, self._say = timeout, patience, concurrency, say
+        self._replies = Replies(replies)
+        self._kept = "all replies so far are kept in memory only" if replies is None else f"{replies} keeps all replies"
+        self._pool = urllib3.PoolManager(num_pools=1, maxsize=concurrency, block=True, retries=False)
+        self._lock = threading.Lock()
+
+    def complete(
+        self,
+        conversations: Sequence[Messages],
+        *,
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+        usable: Callable[[str], bool] = lambda _: True,
+    ) -> list[str]:
+        """The reply to each conversation, a list of {"role", "content"}.
+
+        A reply that is not `usable` is not kept and asked for once more. When one request fails, those under way are
+        finished and kept, no other is begun, and its UserError is raised.
+        """
+        requests: dict[str, dict[str, Any]] = {}
+        keys = []
+        for messages in conversations:
+            request = {
+                "model": self.model,
+                "messages": [dict(message) for message in messages],
+                "temperature": temperature,
+                "max_tokens": max_tokens,
+            }
+            keys.append(hashlib.sha256(json.dumps(request, sort_keys=True).encode("ascii")).hexdigest())
+            requests[keys[-1]] = request
+        # What another caller found unusable here may have been of use to the one who kept it.
+        known = {key: reply for key in requests if (reply := self._replies.get(key)) is not None and usable(reply)}
+        missing = {key: request for key, request in requests.items() if key not in known}
+        known |= self._ask_all(missing, usable)
+        return [known[key] for key in keys]
+
+    def _ask_all(self, requests: Mapping[str, dict[str, Any]], usable: Callable[[str], bool]) -> dict[str, str]:
+        if not requests:
+            return {}
+        called_off = threading.Event()
+        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="endpoint") as threads:
+            try:
+                asked = {
+                    key: threads.submit(self._ask, key, request, usable, called_off)
+                    for key, request in requests.items()
+                }
+                wait(asked.values(), return_when=FIRST_EXCEPTION)
+            finally:  # also when this thread is interrupted
+                called_off.set()
+                threads.shutdown(cancel_futures=True)
+        failures = [future.exception() for future in asked.values() if not future.cancelled()]
+        for failure in failures:
+            if failure is not None and not isinstance(failure, _Called):
+                raise failure
+        return {key: future.result() for key, future in asked.items()}
+
+    def _ask(
+        self, key: str, request: dict[str, Any], usable: Callable[[str], bool], called_off: threading.Event
+    ) -> str:
+        """One reply, kept. When it cannot be had, a UserError, and the others are called off before any can begin."""
+        try:
+            reply = self._usable_reply(request, usable, called_off)
+            self._replies.put(key, request, reply)
+            return reply
+        except BaseException:
+            called_off.set()
+            raise
+
+    def _usable_reply(self, request: dict[str, Any], usable: Callable[[str], bool], called_off: threading.Event) -> str:
+        failure = ""
+        for _ in range(2):
+            try:
+                reply = self._read(self._send(json.dumps(request).encode("ascii"), called_off))
+            except _Unusable as error:
+                failure = str(error)
+                continue
+            if usable(reply):
+                return reply
+            failure = f"a reply to {_shown(request['messages'][-1].get('content', ''))} of no use, {_shown(reply)}"
+        raise UserError(f"{self.url}: {self.model} gave, twice, {failure}; name another model or server ({self._kept})")
+
+    def _send(self, body: bytes, called_off: threading.Event) -> urllib3.BaseHTTPResponse:
+        """The server's answer with status 200, however many attempts it takes. UserError when it refuses, or patience
+        ends."""
+        deadline, pause = None, FIRST_PAUSE
+        while True:
+            if called_off.is_set():
+                raise _Called
+            try:
+                response = self._attempt(body)
+            except _Passing as failure:
+                now = time.monotonic()
+                if deadline is None:
+                    deadline = now + self._patience
+                    self._say(f"{self.url}: no reply ({failure}); asking again for up to {self._patience:g} s")
+                if now >= deadline:
+                    raise UserError(
+                        f"{self.url}: no reply for {self._patience:g} s ({failure}); see to the server and run this "
+                        f"again ({self._kept})"
+                    ) from None
+                if now + failure.after > deadline:  # to ask sooner is what the server forbids
+                    raise UserError(
+                        f"{self.url}: wants {failure.after:g} s of rest ({failure}), more than the patience of "
+                        f"{self._patience:g} s; raise it, or run this again later ({self._kept})"
+                    ) from None
+                called_off.wait(max(failure.after, min(pause, deadline - now)))
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                if deadline is not None:
+                    self._say(f"{self.url}: replies again")
+                return response
+
+    def _attempt(self, body: bytes) -> urllib3.BaseHTTPResponse:
+        headers = {"content-type": "application/json"}
+        if self._key is not None:
+            headers["authorization"] = f"Bearer {self._key}"
+        timeout = urllib3.Timeout(connect=min(CONNECT_SECONDS, self._timeout), read=self._timeout)
+        with self._lock:
+            self.requests += 1
+        try:
+            response = self._pool.request("POST", self.url, body=body, headers=headers, timeout=timeout, redirect=False)
+        except urllib3.exceptions.HTTPError as error:
+            raise _Passing(in_words(error, self._timeout, "a reply")) from None
+        if response.status == 200:
+            return response
+        reason, code = _reason(response)
+        if self._key is not None:
+            reason = reason.replace(self._key, "...")
+        words = f"status {response.status}{f' ({reason})' if reason else ''}"
+        if (response.status in PASSING or response.status >= 500) and code not in FINAL_CODES:
+            raise _Passing(words, _retry_after(response))
+        raise UserError(f"{self.url}: refuses a request with {words}; mend what it names ({self._kept})")
+
+    def _read(self, response: urllib3.BaseHTTPResponse) -> str:
+        answer = json_of(response)
+        try:
+            reply = answer["choices"][0]["message"]["content"]
+        except (TypeError, KeyError, IndexError):
+            reply = None
+        if not isinstance(reply, str):
+            got = _shown(response.data[:400].decode("utf-8", "replace"))
+            raise _Unusable(f"no text at choices[0].message.content, as a chat completion has it, but {got}")
+        return reply
+
+
+def load_endpoint(section: Judge, say: Callable[[str], None] = lambda _: None) -> Endpoint:
+    """The endpoint of a recipe's [judge]. UserError where it has none, or the key's environment variable is not set."""
+    if section.url is None or section.model is None:
+        raise UserError("a chat model must be asked, but the recipe names none; add judge.url and judge.model")
+    return Endpoint(
+        section.url,
+        section.model,
+        key=None if section.key_env is None else read_key(section.key_env),
+        timeout=section.timeout,
+        patience=section.patience,
+        concurrency=section.concurrency,
+        replies=section.replies,
+        say=say,
+    )
+
+
+def read_key(variable: str) -> str:
+    """The key that an environment variable holds. UserError when it is not set, or cannot stand in a header."""
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        state = "holds what no key can be" if key else "is not set"
+        raise UserError(f"the environment variable {variable}, which should hold the server's key, {state}; export it")
+    return key
+
+
+def _address(url: str) -> str:
+    """The address of the chat completions; a secret in it is refused, for addresses are printed."""
+    address = service_address(url, PATH, "a chat model's server", "http://127.0.0.1:8000/v1", root="/v1")
+    parts = urlsplit(address)
+    if "@" in parts.netloc:
+        raise UserError(f"{parts.hostname}: the address holds a secret; leave it out and name its variable in key_env")
+    return address
+
+
+def _reason(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
+    """What a server says about a refusal, in one line, and its code: OpenAI's {"error": {"message", "code"}}, or
+    {"error": text}, {"message": text} or {"detail": text} as others do."""
+    report = json_of(response)
+    if not isinstance(report, dict):
+        return "", ""
+    told = report.get("error", report.get("message", report.get("detail")))
+    code = told.get("code") if isinstance(told, dict) else None
+    words = told.get("message") if isinstance(told, dict) else told
+    return _line(words) if isinstance(words, str) else "", code if isinstance(code, str) else ""
+
+
+def _retry_after(response: urllib3.BaseHTTPResponse) -> float:
+    """Seconds that Retry-After asks for, given as a number or as a date; 0 without one."""
+    value = response.headers.get("retry-after", "").strip()
+    if re.fullmatch(r"\d{1,9}(\.\d+)?", value):
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def _line(text: str) -> str:
+    """A text as one line, and not a long one."""
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def _shown(text: str) -> str:
+    return json.dumps(_line(text), ensure_ascii=False)

@@ -1,0 +1,123 @@
+"""From trajectories to rewards: each becomes an Attempt, judges are asked where the system wants it, then it is rated.
+
+Judges answer in one call for all attempts, before any reward is taken; the reward itself is a pure function.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from thresher.engine.episode import System
+from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
+from thresher.engine.scoring.entailment import EntailmentJudge
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt, lot
+from thresher.rewards.result import RewardResult
+
+
+class VerdictJudge(Protocol):
+    """Says whether a response gives one of the gold answers."""
+
+    @property
+    def name(self) -> str: ...
+
+    def rate(self, cases: Sequence[tuple[Sequence[str], str]]) -> list[bool]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judges:
+    """Whom to ask; None where the recipe names nobody."""
+
+    entailment: EntailmentJudge | None = None
+    verdict: VerdictJudge | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A trajectory with its question and its reward."""
+
+    question: Question
+    trajectory: Trajectory
+    result: RewardResult
+    attempt: Attempt
+
+    def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """All that `thresher score` needs to find the same reward again, and the exact ids."""
+        record = {
+            **self.trajectory.to_dict(tokenizer),
+            "question": self.question.question,
+            "golden_answers": list(self.question.golds),
+            "reward": self.result.reward,
+            "parts": self.result.parts,
+            "answer": self.result.answer,
+        }
+        if self.question.passages:
+            record["passages"] = [{"title": passage.title, "text": passage.text} for passage in self.question.passages]
+        if self.question.gold_indices is not None:
+            record["gold_indices"] = list(self.question.gold_indices)
+        if self.attempt.entailment is not None:
+            record["entailment"] = self.attempt.entailment
+        if self.attempt.verdict is not None:
+            record["verdict"] = self.attempt.verdict
+        return record
+
+
+def judge(
+    questions: Sequence[Question],
+    trajectories: Sequence[Trajectory],
+    system: System,
+    tokenizer: Tokenizer,
+    judges: Judges | None = None,
+) -> list[Judged]:
+    """questions[i] is the one that trajectories[i] answers. UserError where the system needs a judge that is absent."""
+    attempts = [make_attempt(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
+    attempts = ask_judges(attempts, system, judges or Judges())
+    return [
+        Judged(question, trajectory, system.reward(attempt), attempt)
+        for question, trajectory, attempt in zip(questions, trajectories, attempts, strict=True)
+    ]
+
+
+def make_attempt(question: Question, trajectory: Trajectory, tokenizer: Tokenizer) -> Attempt:
+    """A trajectory as its reward sees it; lengths are in tokens."""
+    pieces = trajectory.pieces(tokenizer)
+    return Attempt(
+        pieces=pieces,
+        golds=question.golds,
+        question=question.question,
+        passages=[(passage.title, passage.text) for passage in question.passages],
+        gold_indices=question.gold_indices,
+        branches={name: branch.pieces(tokenizer) for name, branch in trajectory.branches.items()},
+        length=lambda text: len(tokenizer.encode(text)),
+        chance=lot(question.id, pieces),
+    )
+
+
+def ask_judges(attempts: Sequence[Attempt], system: System, judges: Judges) -> list[Attempt]:
+    """The attempts with the judges' words in them, each judge asked once for all."""
+    if system.claims is not None and judges.entailment is not None:
+        claims = [system.claims(attempt) for attempt in attempts]
+        found = iter(judges.entailment.probabilities([pair for pairs in claims for pair in pairs]))
+        attempts = [
+            replace(attempt, entailment=max((next(found) for _ in pairs), default=0.0))
+            for attempt, pairs in zip(attempts, claims, strict=True)
+        ]
+    if system.wants_verdict and judges.verdict is not None:
+        answers = [system.answer(attempt) for attempt in attempts]
+        asked = [(a.golds, text) for a, text in zip(attempts, answers, strict=True) if text]
+        told = iter(judges.verdict.rate(asked))
+        attempts = [
+            replace(attempt, verdict=next(told) if text else False)
+            for attempt, text in zip(attempts, answers, strict=True)
+        ]
+    return list(attempts)
+
+
+def check_all(judged: Sequence[Judged], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
+    """Hold every trajectory and branch to its invariants: a violation is our fault, and going on would hide it."""
+    for entry in judged:
+        for name, one in (("", entry.trajectory), *entry.trajectory.branches.items()):
+            if wrong := check_trajectory(one, tokenizer, tags, max_context):
+                what = f"branch {name} of the trajectory" if name else "trajectory"
+                raise RuntimeError(f"the {what} of question {entry.question.id} is broken: {'; '.join(wrong)}")

@@ -1,0 +1,219 @@
+"""Checkpoints: what a killed run needs to go on as if nothing had happened, bit for bit.
+
+    step_000010/
+        config.json, model.safetensors, ..  the policy as `Policy.save` writes it, an ordinary model folder
+        adapter/                            of a policy with adapters: what it goes on from, with the recipe's model
+        tokenizer.json, ..                  if a tokenizer was given
+        optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"
+        state.json                          {"step": .., "state": whatever JSON the trainer keeps}
+
+A checkpoint is staged under another name and renamed when it is on the disk, so a kill leaves the one before.
+What a copy over a network or a full disk may have cut short is found when the newest is looked for: every
+safetensors header must agree with its file's length, and state.json, written last, with the folder's name.
+
+Deliberately absent: the optimiser's hyperparameters, which the recipe holds; generators of random numbers,
+for noise is a function of seed and position; sharded states.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from thresher.engine.store.run_folder import step_name, step_of
+from thresher.policy.files import read_json_object, staged_folder
+from thresher.rewards.errors import UserError
+
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+
+
+class Savable(Protocol):
+    """A tokenizer, or anything else that writes itself into an existing folder."""
+
+    def save(self, path: Path, /) -> None: ...
+
+
+class SavablePolicy(Savable, Protocol):
+    """What of a policy is needed here: it writes its own files and names its parameters."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on the disk: its folder, its step, and the trainer's own state."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    policy: SavablePolicy,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    tokenizer: Savable | None = None,
+) -> Path:
+    """Write `folder`/step_XXXXXX, whole or not at all, in place of one that has the name; returns its path.
+
+    folder: the run's checkpoints folder. state: what else the trainer wants back, as JSON (tuples become
+    lists). Raises ValueError if the optimizer holds a parameter that is not the policy's, TypeError if
+    `state` is not JSON.
+    """
+    names = _names(optimizer, policy.named_parameters())
+    tensors = _optimizer_tensors(optimizer, names)
+    text = json.dumps({"step": step, "state": dict(state)}, indent=1)
+    path = Path(folder) / step_name(step)
+    with staged_folder(path, replace=True) as staged:
+        policy.save(staged)
+        if tokenizer is not None:
+            tokenizer.save(staged)
+        save_file(tensors, staged / OPTIMIZER, metadata={"parameters": json.dumps(names)})
+        (staged / STATE).write_text(text, encoding="utf-8")
+    return path
+
+
+def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
+    """The whole checkpoint of the highest step in a run's checkpoints folder, None if there is none.
+
+    One that is not whole is passed over with a warning that names it.
+    """
+    for path in reversed(_step_folders(Path(folder))):
+        try:
+            return _read(path)
+        except UserError as error:
+            warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
+    return None
+
+
+def load_optimizer(
+    path: str | Path, optimizer: torch.optim.Optimizer, named_params: Iterable[tuple[str, torch.nn.Parameter]]
+) -> None:
+    """Put a checkpoint's moments and step counts into `optimizer`, with the bits they were saved with.
+
+    path: one checkpoint's folder. named_params: the policy's, by the names they were saved under. The
+    optimizer's hyperparameters stay as they are. Raises UserError for a file that is absent, cut short, or
+    another model's.
+    """
+    file = Path(path) / OPTIMIZER
+    names = _names(optimizer, named_params)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    saved, tensors = _read_tensors(file)
+    if different := set(saved).symmetric_difference(names):
+        raise UserError(f"{file}: belongs to another model (only one of them has {min(different)}); give its own")
+    index_of = {name: index for index, name in enumerate(names)}
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    for tensor_name, value in tensors.items():
+        name, what = tensor_name.rsplit(".", 1)
+        if name not in index_of:
+            raise UserError(f"{file}: {tensor_name} belongs to no parameter; save the checkpoint again")
+        param = params[index_of[name]]
+        # A moment is shaped as its parameter, a step count is a scalar. Torch would cast any other silently.
+        if value.dim() and (value.shape, value.dtype) != (param.shape, param.dtype):
+            raise UserError(
+                f"{file}: {tensor_name} is {value.dtype} {list(value.shape)}, expected {param.dtype}"
+                f" {list(param.shape)} as in the model; give the model it was saved with"
+            )
+        states.setdefault(index_of[name], {})[what] = value
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]:
+    """Delete all but the `keep` newest whole checkpoints, that of step `spare`, and what a kill left half-written or
+    half-deleted.
+
+    Only the process that saves may call it, and not during a save. A checkpoint that is not whole stays if it
+    is newer than those kept, for a person to look at. Returns the folders of the checkpoints deleted.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    folder = Path(folder)
+    for leftover in folder.glob(".*.tmp"):
+        shutil.rmtree(leftover)
+    kept, deleted = 0, []
+    for path in reversed(_step_folders(folder)):
+        if kept == keep and step_of(path.name) == spare:
+            continue
+        if kept == keep:
+            # Renamed first, for a half-deleted folder must not have a checkpoint's name.
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
+            deleted.append(path)
+        elif _is_whole(path):
+            kept += 1
+    return deleted
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """What has a checkpoint's name, oldest first."""
+    if not folder.is_dir():
+        return []
+    steps = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _read(path: Path) -> Checkpoint:
+    """The checkpoint in a folder; UserError if it is not whole."""
+    content = read_json_object(path / STATE)
+    step, state = content.get("step"), content.get("state")
+    if not isinstance(step, int) or step != step_of(path.name) or not isinstance(state, dict):
+        raise UserError(f"{path / STATE}: expected the state of {path.name}, got that of step {step}; delete it")
+    for file in sorted({path / OPTIMIZER, *path.rglob("*.safetensors")}):
+        _open(file)
+    return Checkpoint(path, step, state)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _read(path)
+    except UserError:
+        return False
+    return True
+
+
+def _open(file: Path) -> Any:
+    """An open safetensors file, its header checked against its length; no tensor is read yet."""
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read ({error}); use another checkpoint") from None
+
+
+def _read_tensors(file: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """The names of the optimizer's parameters, and its tensors by "<parameter>.<what>"."""
+    with _open(file) as opened:
+        metadata = opened.metadata() or {}
+        if "parameters" not in metadata:
+            raise UserError(f"{file}: it names no parameters, as an optimizer's state does; use another checkpoint")
+        names = opened.keys()
+        return json.loads(metadata["parameters"]), {name: opened.get_tensor(name) for name in names}
+
+
+def _names(optimizer: torch.optim.Optimizer, named_params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
+    """The names of the optimizer's parameters, in its own order."""
+    name_of = {id(param): name for name, param in named_params}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    unknown = sum(id(param) not in name_of for param in params)
+    if unknown:
+        raise ValueError(f"the optimizer holds {unknown} of {len(params)} parameters that the policy does not name")
+    return [name_of[id(param)] for param in params]
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, torch.Tensor]:
+    """ "<parameter>.<what>" -> tensor on the CPU; a parameter that never had a gradient has none."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {
+        f"{name}.{what}": value.detach().cpu().contiguous()
+        for name, param in zip(names, params, strict=True)
+        for what, value in optimizer.state.get(param, {}).items()
+    }

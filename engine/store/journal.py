@@ -1,0 +1,99 @@
+"""A JSONL file that grows record by record and survives a kill, and the settings that made it, in a JSON file beside.
+
+    F.jsonl    one record per question, appended as soon as it is known
+    F.json     {"settings": .., "figures": ..}; the figures are there once all is done
+
+Begun again with the same settings it goes on: half a line at its end, as a kill leaves it, is cut off; a record that
+lacks keys (an answer that could not be had) is handed back, and the whole one supersedes it at the end.
+
+Deliberately absent: locks. Two processes on one file would both do the work and write it twice.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.retrieval.data.jsonl import Record, iter_jsonl, write_jsonl
+from thresher.rewards.errors import UserError
+
+
+class Journal:
+    """done: ids with a whole record; partial: records that lack one of `needed`, by id.
+
+    UserError where the folder is absent, or the file was made with other settings or by something else.
+    """
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], needed: Iterable[str]) -> None:
+        self.path = Path(path)
+        if self.path.suffix != ".jsonl":
+            raise UserError(f"{path}: expected a name that ends in .jsonl, since it grows line by line")
+        if not self.path.parent.is_dir():
+            raise UserError(f"{path}: the folder {self.path.parent} does not exist; make it first")
+        self.side = self.path.with_suffix(".json")
+        self.settings = json.loads(json.dumps(settings))
+        self.done: set[str] = set()
+        self.partial: dict[str, Record] = {}
+        self._superseded = False
+        self._needed = tuple(needed)
+        if self.path.exists():
+            self._check_settings()
+            self._read()
+
+    def add(self, record: Record) -> None:
+        """Append a record; when this returns, it survives a kill of the process."""
+        if not self.path.exists():
+            self._write_side({})  # first, for a file without it is not gone on with
+        line = json.dumps(record, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                file.write(line + b"\n")
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); make room for it") from None
+        self._note(record)
+
+    def records(self) -> Iterator[Record]:
+        """All records, once what is superseded has been dropped from the file."""
+        if self._superseded:
+            last = {record["id"]: number for number, record in iter_jsonl(self.path)}
+            write_jsonl(self.path, (r for number, r in iter_jsonl(self.path) if last[r["id"]] == number))
+            self._superseded = False
+        return (record for _, record in iter_jsonl(self.path))
+
+    def finish(self, figures: Mapping[str, Any]) -> None:
+        self._write_side({"figures": figures})
+
+    def _write_side(self, more: Mapping[str, Any]) -> None:
+        atomic_write_text(self.side, json.dumps({"settings": self.settings, **more}, indent=2) + "\n")
+
+    def _check_settings(self) -> None:
+        if not self.side.exists():
+            raise UserError(f"{self.path}: exists, without the {self.side.name} of a run to go on with; choose another")
+        made = read_json_object(self.side).get("settings")
+        made = made if isinstance(made, dict) else {}
+        for key in {**made, **self.settings}:
+            if made.get(key) != self.settings.get(key):
+                raise UserError(
+                    f"{self.path}: was begun with {key} {json.dumps(made.get(key))}, not "
+                    f"{json.dumps(self.settings.get(key))}; choose another file, or the settings in {self.side}"
+                )
+
+    def _read(self) -> None:
+        data = self.path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(self.path, data.rfind(b"\n") + 1)
+        for number, record in iter_jsonl(self.path):
+            if not isinstance(record.get("id"), str):
+                raise UserError(f'{self.path}:{number}: has no "id"; remove the line, or choose another file to write')
+            self._note(record)
+
+    def _note(self, record: Record) -> None:
+        id_ = record["id"]
+        self._superseded |= id_ in self.done or id_ in self.partial
+        if all(key in record for key in self._needed):
+            self.partial.pop(id_, None)
+            self.done.add(id_)
+        elif id_ not in self.done:
+            self.partial[id_] = record

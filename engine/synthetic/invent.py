@@ -1,0 +1,92 @@
+"""`thresher data invent`: the invented world of world.py as files, in the formats of a real run.
+
+corpus.jsonl    {"id", "title", "text"}                     training and held-out facts
+train.jsonl     {"id", "question", "golden_answers", ..}    questions about training entities
+test.jsonl      the same about held-out entities
+warmup.jsonl    segmented transcripts for `thresher sft`
+
+and, where asked for, what a base for all systems is made of (forms.py):
+
+given_train.jsonl, given_test.jsonl    the same questions with passages, gold indices among them
+forms.jsonl                            segmented transcripts of six protocols, prompts included
+recitals.jsonl                         what comes before them: facts restated
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thresher.engine.protocol.render import check_passage_format, passage_lines
+from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, form_transcripts, given_question, recitals
+from thresher.engine.synthetic.world import Size, World, Worlds, invent, passages, questions, transcripts, with_paths
+from thresher.engine.systems.search_r1 import AFTER, BEFORE
+from thresher.policy.files import staged_folder
+from thresher.retrieval.data.corpus import Corpus
+from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.retrieval.encoders.lexical import LexicalEncoder
+from thresher.retrieval.indexes.index import Index, build_index
+from thresher.retrieval.questions import question_record
+
+RECITALS = 10  # for each transcript of a form
+K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
+
+
+def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
+    """Write the four files into the new folder `out`, and with `forms` > 0 the other three, that many transcripts of
+    each form; returns how much they hold."""
+    check_passage_format(passage_format)
+    worlds = invent(size, seed)
+    corpus = passages([worlds.train, worlds.test], seed)
+    train = questions(worlds.train, size.train_questions, size.two_hop, seed, "train")
+    test = questions(worlds.test, size.test_questions, size.two_hop, seed, "test")
+    with staged_folder(out) as staged, tempfile.TemporaryDirectory() as scratch:
+        warmup: list[dict[str, Any]] = []
+        for number, world in enumerate(worlds.warmup):
+            search = _search(world, Path(scratch) / str(number), passage_format)
+            count = size.transcripts // size.warmup_worlds
+            warmup += transcripts(world, count, size, number, search, BEFORE, AFTER)
+        write_jsonl(staged / "corpus.jsonl", ({"id": p.id, "title": p.title, "text": p.text} for p in corpus))
+        for name, part in (("train", train), ("test", test)):
+            write_jsonl(staged / f"{name}.jsonl", map(question_record, part))
+        write_jsonl(staged / "warmup.jsonl", warmup)
+        if forms:
+            _write_forms(staged, worlds, size, seed, forms, Path(scratch), passage_format)
+    return {
+        "passages": len(corpus),
+        "training questions": len(train),
+        "held-out questions": len(test),
+        "warm-up transcripts": len(warmup),
+        "warm-up that follows its question": size.aware,
+        **({"transcripts of each form": forms} if forms else {}),
+    }
+
+
+def _write_forms(
+    folder: Path, worlds: Worlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
+) -> None:
+    """Questions that bring their passages, and the warm-up of all forms."""
+    for name, world, asked in (
+        ("train", worlds.train, size.train_questions),
+        ("test", worlds.test, size.test_questions),
+    ):
+        pairs = with_paths(world, asked, size.two_hop, seed, name)
+        given = (given_question(world, question, path, seed) for question, path in pairs)
+        write_jsonl(folder / f"given_{name}.jsonl", map(question_record, given))
+    mixed = []
+    for number, world in enumerate(worlds.warmup):
+        search = _search(world, scratch / f"forms-{number}", passage_format)
+        for name in (*SEARCHING, *GIVEN):
+            mixed += form_transcripts(world, name, count // size.warmup_worlds, size, number, search)
+    write_jsonl(folder / "forms.jsonl", mixed)
+    write_jsonl(folder / "recitals.jsonl", recitals(worlds.warmup, RECITALS * count, seed))
+
+
+def _search(world: World, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
+    """What a search in this world shows, as the rollout would render it."""
+    corpus = Corpus(passages([world], 0))
+    encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)
+    index: Index = build_index(corpus, encoder, folder, embed="title+text")
+    return lambda queries: [
+        passage_lines([hit.passage for hit in hits], passage_format) for hits in index.search(queries, K)
+    ]

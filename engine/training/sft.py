@@ -1,0 +1,270 @@
+"""Supervised fine-tuning on segmented transcripts: the loss is -log p of every POLICY token, and of no other.
+
+A transcript is a line of JSON: {"id", "question", "segments": [{"source": "policy" | "retrieved" | "feedback" |
+"prompt", "text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the
+same tokens. A transcript without a prompt segment gets the recipe's own prompt for its question, or that of its own
+"template", with the "passages" [{"title", "text"}, ..] that the template has a place for. After a policy segment with
+"end": true comes the model's end of text. Questions with answers become transcripts in sftdata.py.
+
+A policy segment may list `copied`: character ranges of names that stand in the question or in a passage. How many
+of their tokens come out right on held-out transcripts is the gate: copying a name arrives suddenly, late on some
+seeds, and reinforcement cannot teach a policy that never does it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from thresher.engine import console
+from thresher.engine.config.recipe import Optim, Sft
+from thresher.engine.episode import Prompt, read_template
+from thresher.engine.protocol.passages import fit
+from thresher.engine.protocol.render import Renderer
+from thresher.engine.training.packing import Item, pack
+from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
+from thresher.engine.training.update import make_optimizer, scheduled_lr, step_optimizer
+from thresher.kernels import grpo_loss
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.data.formats import to_passage
+from thresher.retrieval.data.jsonl import as_object, iter_jsonl
+from thresher.retrieval.questions import read_questions
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """Token ids, the positions that are trained, and those among them that were copied from a passage;
+    whether passages of its prompt were cut."""
+
+    ids: list[int]
+    rows: list[int]
+    copied: list[int]
+    cut: bool = False
+
+
+def read_transcripts(
+    path: str | Path, tokenizer: Tokenizer, renderer: Renderer, template: str, end_id: int | None = None
+) -> list[Transcript]:
+    """All transcripts of a JSONL file. UserError names the line of a malformed one."""
+    placed = ((f"{path}:{number}", record) for number, record in iter_jsonl(path))
+    result = encode_all(placed, tokenizer, renderer, template, end_id)
+    if not result:
+        raise UserError(f"{path}: holds no transcript; expected one JSON object a line")
+    return result
+
+
+def read_data(
+    sft: Sft, tokenizer: Tokenizer, renderer: Renderer, system_template: str, end_id: int | None
+) -> tuple[list[Transcript], list[Unused], int]:
+    """The transcripts of sft.data, the questions that give none, and how many there are in all. UserError for a file
+    that cannot be read or gives nothing."""
+    assert sft.data is not None
+    template = None if sft.template is None else read_template(sft.template, passages=sft.format != "closed-book")
+    if sft.format == "reasoning" and "{passages}" not in system_template:
+        raise UserError('sft.format is "reasoning", but the prompt of the system shows no passages; use system arena')
+    questions = read_questions(sft.data)
+    records, unused = make_records(questions, sft.format, sft.answer, template)
+    refuse_nothing(records, unused, sft.data, sft.format)
+    placed = ((f"{sft.data}: question {record['id']}", record) for record in records)
+    return encode_all(placed, tokenizer, renderer, system_template, end_id), unused, len(questions)
+
+
+def encode_all(
+    placed: Iterable[tuple[str, dict[str, Any]]],
+    tokenizer: Tokenizer,
+    renderer: Renderer,
+    template: str,
+    end_id: int | None,
+) -> list[Transcript]:
+    """The transcripts of (place, record) pairs. UserError names the place of a malformed one."""
+    result = []
+    for place, record in placed:
+        try:
+            result.append(encode_transcript(record, tokenizer, renderer, template, end_id))
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{place}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
+            ) from error
+    if cut := sum(transcript.cut for transcript in result):
+        console.console.print(
+            f"sft: {cut:,} of {len(result):,} prompts had passages cut to {renderer.max_passage_tokens:,} tokens; "
+            "raise rollout.max_passage_tokens",
+            soft_wrap=True,
+        )
+    return result
+
+
+def encode_transcript(
+    record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str, end_id: int | None = None
+) -> Transcript:
+    """One transcript's tokens; `end_id` is the end of text. LookupError, TypeError or ValueError for one that is
+    malformed or trains nothing."""
+    segments = record["segments"]
+    cut = False
+    ids: list[int] = []
+    rows: list[int] = []
+    copied: list[int] = []
+    if segments[0]["source"] != Source.PROMPT:
+        prompt = _prompt(record, record.get("template", template))
+        passages = fit(prompt.passages, renderer, str(record.get("id", "")))
+        cut = passages != tuple(prompt.passages)
+        ids = renderer.prompt(replace(prompt, passages=passages))
+    for segment in segments:
+        source = Source(segment["source"])
+        new = (
+            tokenizer.encode_template(segment["text"]) if source is Source.PROMPT else tokenizer.encode(segment["text"])
+        )
+        start = len(ids)
+        ids.extend(new)
+        if source is Source.POLICY:
+            rows.extend(range(start, len(ids)))
+            copied.extend(start + at for at in _inside(segment, new, tokenizer))
+            if segment.get("end", False):
+                if end_id is None:
+                    raise ValueError("a segment with an end, but the model has no end of text")
+                rows.append(len(ids))
+                ids.append(end_id)
+    if not rows or rows[0] == 0:
+        raise ValueError("no text of a policy segment" if not rows else "nothing before the first policy segment")
+    return Transcript(ids, rows, copied, cut)
+
+
+def _prompt(record: dict[str, Any], template: str) -> Prompt:
+    """Its passages are needed where the template shows them, lest it be filled with none."""
+    given = record["passages"] if "{passages}" in template else []
+    places = ((value, f"passage {number}") for number, value in enumerate(given, 1))
+    passages = [to_passage(as_object(value, place), 0, place) for value, place in places]
+    return Prompt(template, record["question"], passages)
+
+
+def _inside(segment: dict[str, Any], ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Which of a segment's tokens lie within its `copied` ranges (characters), by their bytes."""
+    ranges = [
+        (len(segment["text"][:start].encode()), len(segment["text"][:end].encode()))
+        for start, end in segment.get("copied", ())
+    ]
+    found, at = [], 0
+    for position, token in enumerate(ids):
+        end = at + len(tokenizer.token_bytes(token))
+        if any(low <= at and end <= high for low, high in ranges):
+            found.append(position)
+        at = end
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    steps: int
+    restarts: int
+    loss: float
+    copying: float | None  # share of held-out copied tokens predicted right, at the end
+    passed: bool
+
+
+class Trainer:
+    """Trains a policy in place on transcripts, until the gate opens or the steps are used up."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        transcripts: Sequence[Transcript],
+        sft: Sft,
+        optim: Optim,
+        vocab_size: int,
+        seed: int,
+    ) -> None:
+        self.policy, self.sft, self.optim, self.vocab_size, self.seed = policy, sft, optim, vocab_size, seed
+        held_out = max(1, round(len(transcripts) * sft.held_out)) if sft.held_out else 0
+        self.held_out, self.training = list(transcripts[:held_out]), list(transcripts[held_out:])
+        if not self.training:
+            raise UserError("sft: every transcript is held out; lower sft.held_out or give more transcripts")
+
+    def run(self, log: Callable[[dict[str, Any]], None]) -> SftResult:
+        """`log` gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured."""
+        trained = {name: value for name, value in self.policy.named_parameters() if value.requires_grad}
+        start = {name: value.detach().clone() for name, value in trained.items()}
+        for restart in range(self.sft.max_restarts + 1):
+            if restart:
+                self.policy.load_state_dict(start, strict=False)
+            result = self._attempt(restart, log)
+            if result.passed:
+                break
+        return result
+
+    def _attempt(self, restart: int, log: Callable[[dict[str, Any]], None]) -> SftResult:
+        sft = self.sft
+        optimizer = make_optimizer(self.policy, self.optim, sft.lr)
+        rng = Random(f"sft {self.seed} {restart}")
+        order: list[Transcript] = []
+        copying, loss = None, float("nan")
+        for step in range(sft.steps):
+            while len(order) < sft.batch_size:
+                order.extend(rng.sample(self.training, len(self.training)))
+            batch, order = order[: sft.batch_size], order[sft.batch_size :]
+            lr = scheduled_lr(sft.lr, sft.schedule, sft.warmup_ratio, step, sft.steps)
+            loss, tokens = self._backward(batch)
+            norm = step_optimizer(self.policy, optimizer, self.optim, lr)
+            record = {
+                "step": step + 1,
+                "restart": restart,
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": norm,
+                "tokens": tokens,
+            }
+            asked = (step + 1) % sft.gate_every == 0 and step + 1 >= sft.min_steps
+            if sft.gate is not None and (asked or step + 1 == sft.steps):
+                copying = self.copying()
+                record["copying"] = copying
+            log(record)
+            if sft.gate is not None and copying is not None and copying >= sft.gate:
+                return SftResult(step + 1, restart, loss, copying, True)
+        return SftResult(sft.steps, restart, loss, copying, sft.gate is None)
+
+    def _backward(self, batch: Sequence[Transcript]) -> tuple[float, int]:
+        rows = sum(len(transcript.rows) for transcript in batch)
+        items = [
+            Item(ids=t.ids, rows=t.rows, old_logprobs=[0.0] * len(t.rows), advantage=1.0, weight=1.0 / rows)
+            for t in batch
+        ]
+        loss, tokens = 0.0, 0
+        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
+            hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
+            # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.
+            result = grpo_loss(
+                hidden_TH.index_select(0, packed.rows_R),
+                self.policy.head_VH,
+                packed.targets_R,
+                None,
+                packed.advantages_R,
+                packed.weights_R,
+                vocab_size=self.vocab_size,
+            )
+            result.loss.backward()
+            loss -= float((packed.weights_R * result.logprobs).sum())
+            tokens += packed.tokens
+        return loss, tokens
+
+    @torch.no_grad()
+    def copying(self) -> float:
+        """Share of the held-out copied tokens that are the most likely token at their place."""
+        items = [
+            Item(ids=t.ids, rows=t.copied, old_logprobs=[0.0] * len(t.copied), advantage=0.0, weight=1.0)
+            for t in self.held_out
+        ]
+        right = total = 0
+        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
+            hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
+            head_VH = self.policy.head_VH[: self.vocab_size]
+            for rows_N, targets_N in zip(packed.rows_R.split(256), packed.targets_R.split(256), strict=True):
+                best_N = F.linear(hidden_TH.index_select(0, rows_N), head_VH).argmax(-1)
+                right += int((best_N == targets_N).sum())
+            total += len(packed.rows_R)
+        return right / max(total, 1)

@@ -1,0 +1,113 @@
+"""Analyses for ARENA's SFT-reasoning, written by the backbone itself: it is shown a question with its references, told
+which of them matter and what the answer is, and asked how the one follows from the others.
+
+What it writes between the analysis tags is kept. An analysis that does not close within the limit, and a question whose
+prompt leaves no room for one, give None. Greedy, through the engine's own rollout, so every run writes the same.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from thresher.engine import console
+from thresher.engine.assemble import check_fit
+from thresher.engine.episode import Episode, Generate, Prompt, Tools, Turn
+from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.rollout import Limits, Rollout
+from thresher.engine.rollout.samples import Job
+from thresher.engine.systems import load_system
+from thresher.policy.model import load_policy
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+RUNNING = 16  # analyses written at once
+TEMPLATE = """Below are numbered references, a question, the references that matter for it, and its answer.
+
+<references>
+{passages}
+</references>
+
+{question}
+
+Write how the answer follows from those references, step by step; name the reference, such as [2], behind every claim.
+Write it between <analysis> and </analysis>, and nothing else.
+"""
+
+
+def told(question: Question) -> Question:
+    """The question with what the writer is told in its text: data, like the question itself, and no template."""
+    indices = ", ".join(f"[{index}]" for index in sorted(question.gold_indices or ()))
+    text = f"Question: {question.question}\nReferences that matter: {indices}\nAnswer: {question.golds[0]}"
+    return replace(question, question=text)
+
+
+def explain(question: Question, tools: Tools) -> Episode:
+    yield Prompt(tools.template, question.question, question.passages)
+    yield Generate(stop=("</analysis>",))
+    return "ended"
+
+
+def write_analyses(
+    questions: Sequence[Question], model: str | Path, device: str = "cpu", max_tokens: int = 512
+) -> dict[str, str | None]:
+    """Question id -> analysis, None where there is none; every question has passages, gold indices and an answer.
+
+    The model computes in float32 on a CPU, in bfloat16 on CUDA, and is asked through its chat template if it has one.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda, but torch sees no CUDA device; use cpu")
+    if not questions:
+        return {}
+    folder = Path(model)
+    tokenizer = load_tokenizer(folder)
+    policy = load_policy(folder, torch.bfloat16 if device == "cuda" else torch.float32, device).requires_grad_(False)
+    check_fit(policy, tokenizer, folder)
+    arena = load_system("arena", {})
+    room = policy.config.max_position_embeddings
+    renderer = Renderer(
+        tokenizer=tokenizer,
+        tags=arena.tags,
+        k=1,
+        chat=tokenizer.chat_template is not None,
+        max_passage_tokens=sys.maxsize,  # nothing is cut: what exceeds the context is left out below
+        passage_format=arena.preset["retrieval"]["passage_format"],
+    )
+    asked = {question.id: told(question) for question in questions}
+    lengths = {id_: len(renderer.prompt(Prompt(TEMPLATE, q.question, q.passages))) for id_, q in asked.items()}
+    fitting = [question for question in asked.values() if lengths[question.id] + max_tokens <= room]
+    found: dict[str, str | None] = dict.fromkeys(asked)
+    if not fitting:
+        return found
+    longest = max(lengths[question.id] for question in fitting) + max_tokens
+    limits = Limits(max_turn_tokens=max_tokens, max_policy_tokens=max_tokens, max_context=longest, max_running=RUNNING)
+    rollout = Rollout(policy, tokenizer, None, replace(arena, episode=explain), Tools(TEMPLATE, 1), renderer, limits)
+    jobs = [Job(question, group, 0, group) for group, question in enumerate(fitting)]
+    with console.progress_line("analyses", len(jobs)) as line:
+        done = 0
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            line.to(done, "")
+
+        for trajectory in rollout.run(jobs, 0.0, progress):
+            found[trajectory.question_id] = analysis_in(trajectory, tokenizer)
+    return found
+
+
+def analysis_in(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
+    """What stands before the closing tag, behind an opening one if the model wrote it; None if nothing does."""
+    (segment,) = (segment for segment in trajectory.segments if segment.source is Source.POLICY)
+    if segment.stop is None:
+        return None
+    text = tokenizer.decode_bytes(segment.ids)
+    inside = Turn(text, segment.stop).inside("analysis")
+    if inside is None and b"<analysis>" not in text:
+        inside = text.partition(b"</analysis>")[0].decode("utf-8", errors="replace").strip() or None
+    return inside

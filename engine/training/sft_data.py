@@ -1,0 +1,221 @@
+"""Supervised data from questions: what `thresher data sft` writes, and what `thresher sft` trains on given sft.data.
+
+    kind          prompt                          trained on
+    direct        question, numbered references   the answer                                       ARENA's SFT-direct
+    reasoning     the system's own (arena)        <relevance>[1,5]</relevance> <analysis> <answer> ARENA's SFT-reasoning
+    qa            question, passages              the answer                                       EviOmni's generator
+    closed-book   question                        the answer
+
+The answer is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
+closed-book, every plain answer), the end of text follows and is trained. An analysis comes from a model that was told
+the gold references and the answer (analyses.py), as in the paper, or, without one, from a sentence that names the
+references; the record's metadata say which.
+
+A record is a transcript as sft.py reads it: passages and question stay data, so that nothing in them can become a tag.
+Questions that cannot be used are returned with the reason. Deliberately absent: several answers to one question.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thresher.engine import console
+from thresher.engine.episode import pair_tags, read_template
+from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.retrieval.questions import Question, passage_record, read_questions
+from thresher.rewards.errors import UserError
+from thresher.rewards.tags import neutralise
+
+KINDS = ("direct", "reasoning", "qa", "closed-book")
+STYLES = ("tagged", "plain")
+TEMPLATED = "templated"
+ARENA_TAGS = pair_tags("relevance", "analysis", "answer")
+_HOW = {"tagged": "between <answer> and </answer>, and nothing else", "plain": "and nothing else"}
+_TEMPLATES = {
+    "direct": """Answer a question from numbered references. Write the answer alone, a word or a short phrase, {how}.
+
+<question>
+{question}
+</question>
+
+<references>
+{passages}
+</references>
+""",
+    "qa": """Answer the question from these passages. Write a word or a short phrase, {how}.
+
+{passages}
+
+Question: {question}
+""",
+    "closed-book": """Answer the question. Write a word or a short phrase, {how}.
+
+Question: {question}
+""",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A question that gives no record, and why."""
+
+    id: str
+    reason: str
+
+
+def make_records(
+    questions: Iterable[Question],
+    kind: str,
+    style: str = "tagged",
+    template: str | None = None,
+    analyses: Mapping[str, str | None] | None = None,
+    author: str = TEMPLATED,
+) -> tuple[list[dict[str, Any]], list[Unused]]:
+    """A transcript record for each question that can be used, and those that cannot.
+
+    template: in place of the kind's own; a reasoning record has none, and gets the recipe's. analyses: by question id,
+    written by `author`; None where it wrote none that closes. Without them a sentence is made up from the references.
+    """
+    if template is None and kind != "reasoning":
+        template = _TEMPLATES[kind].replace("{how}", _HOW[style])
+    records, unused = [], []
+    for question in questions:
+        reason = why_unusable(question, kind)
+        analysis = None
+        if reason is None and kind == "reasoning":
+            analysis = templated_analysis(question) if analyses is None else analyses.get(question.id)
+            reason = None if analysis else f"{author} wrote no analysis that closes"
+        if reason is not None:
+            unused.append(Unused(question.id, reason))
+            continue
+        record: dict[str, Any] = {"id": question.id, "question": question.question}
+        if template is not None:
+            record["template"] = template
+        if kind != "closed-book":
+            record["passages"] = [passage_record(passage) for passage in question.passages]
+        record["segments"] = [_reasoning(question, analysis) if analysis else _answer(question, kind, style)]
+        record["metadata"] = {"kind": kind} | ({"analysis": author} if analysis else {})
+        records.append(record)
+    return records, unused
+
+
+def why_unusable(question: Question, kind: str) -> str | None:
+    """Why a question gives no record of this kind; None where it does."""
+    if not question.golds or not question.golds[0].strip():
+        return "its first gold answer is blank"
+    if kind != "closed-book" and not question.passages:
+        return "no passages"
+    if kind == "reasoning" and not question.gold_indices:
+        return "no gold indices"
+    return None
+
+
+def templated_analysis(question: Question) -> str:
+    """A sentence that names the gold references and the answer that follows from them."""
+    named = []
+    for index in sorted(question.gold_indices or ()):
+        title = question.passages[index - 1].title
+        named.append(f"[{index}] ({title})" if title else f"[{index}]")
+    listed = f"{', '.join(named[:-1])} and {named[-1]} together hold" if len(named) > 1 else f"{named[0]} holds"
+    return f"{listed} what the question asks for, and the answer that follows is: {question.golds[0]}."
+
+
+def _answer(question: Question, kind: str, style: str) -> dict[str, Any]:
+    """The policy's segment of an answer; `copied` is where the answer stands if the question or a passage holds it."""
+    before, after = ("<answer>", "</answer>") if style == "tagged" else ("", "")
+    gold = neutralise(question.golds[0], ARENA_TAGS) if before else question.golds[0]
+    segment: dict[str, Any] = {"source": "policy", "text": f"{before}{gold}{after}"}
+    shown = [question.question, *(passage.text for passage in question.passages if kind != "closed-book")]
+    if any(gold in text for text in shown):
+        segment["copied"] = [[len(before), len(before) + len(gold)]]
+    if kind != "direct" or style == "plain":
+        segment["end"] = True
+    return segment
+
+
+def _reasoning(question: Question, analysis: str) -> dict[str, Any]:
+    indices = ",".join(map(str, sorted(question.gold_indices or ())))
+    # A tag inside a section would end it: what a model wrote is as little to be trusted as a passage.
+    analysis, gold = neutralise(analysis, ARENA_TAGS), neutralise(question.golds[0], ARENA_TAGS)
+    sections = f"<relevance>[{indices}]</relevance>\n<analysis>{analysis}</analysis>\n<answer>{gold}</answer>"
+    return {"source": "policy", "text": sections}
+
+
+def write_unused(unused: Sequence[Unused], path: Path) -> None:
+    """A line of JSON for each question that was left out; no file where none was."""
+    if unused:
+        write_jsonl(path, ({"id": question.id, "reason": question.reason} for question in unused))
+
+
+def say_unused(unused: Sequence[Unused], total: int, path: Path) -> None:
+    """How many questions were left out and why, and where they are listed; nothing where none was."""
+    if unused:
+        counts = "; ".join(f"{count:,}: {why}" for why, count in Counter(u.reason for u in unused).most_common())
+        console.console.print(
+            f"{len(unused):,} of {total:,} questions gave no record ({counts}); {path} lists them",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str | Path, kind: str) -> None:
+    """UserError where no question of the file could be used."""
+    if not records:
+        raise UserError(
+            f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "
+            "give questions with passages, and for reasoning with gold_indices"
+        )
+
+
+def sft_command(actions: Any) -> None:
+    """Adds `sft` to the sub-commands of `thresher data`."""
+    text = "questions into transcripts for supervised fine-tuning"
+    parser = actions.add_parser("sft", help=text, description=text)
+    sft_arguments(parser)
+    parser.set_defaults(handler=run_data_sft)
+
+
+def sft_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kind", required=True, choices=KINDS)
+    parser.add_argument("--questions", required=True, help="our own JSONL, with passages but for closed-book")
+    parser.add_argument("--answer", choices=STYLES, default="tagged", help="between answer tags (the default), or bare")
+    parser.add_argument("--template", help="prompt template in place of the kind's own")
+    parser.add_argument("--model", help="folder of the model that writes the analyses of reasoning records")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of that model")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an analysis")
+    parser.add_argument("--out", required=True)
+
+
+def run_data_sft(options: argparse.Namespace) -> None:
+    """`thresher data sft`: questions into transcripts for `thresher sft`."""
+    kind, out = options.kind, Path(options.out)
+    if out.exists():
+        raise UserError(f"{out}: exists already; choose another file for the records")
+    if kind == "reasoning" and (options.template is not None or options.answer != "tagged"):
+        raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
+    if options.model is not None and kind != "reasoning":
+        raise UserError(f"--model writes the analyses of reasoning records; a record of kind {kind} has none")
+    if options.max_tokens < 1:
+        raise UserError(f"--max-tokens is {options.max_tokens}; expected at least 1")
+    template = None if options.template is None else read_template(options.template, passages=kind != "closed-book")
+    questions = read_questions(options.questions)
+    analyses, author = None, TEMPLATED
+    if options.model is not None:
+        from thresher.engine.training.sft_analyses import write_analyses  # the engine, which the other kinds do without
+
+        author = str(options.model)
+        usable = [question for question in questions if why_unusable(question, kind) is None]
+        analyses = write_analyses(usable, options.model, options.device, options.max_tokens)
+    records, unused = make_records(questions, kind, options.answer, template, analyses, author)
+    refuse_nothing(records, unused, options.questions, kind)
+    write_jsonl(out, records)
+    listed = out.with_name(f"{out.name}.unused.jsonl")
+    write_unused(unused, listed)
+    figures: dict[str, Any] = {"questions": len(questions), "records": len(records), "unused": len(unused)}
+    if kind == "reasoning":
+        figures["analyses by"] = author
+    console.figures(f"{kind} records in {out}", figures)
+    say_unused(unused, len(questions), listed)

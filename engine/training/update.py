@@ -1,0 +1,233 @@
+"""From rewarded trajectories to one optimiser step.
+
+    A[i]  = (R[i] - mean_G R) / max(std_G R, floor)                       a group's samples, see rewards/advantages.py
+    w[i]  = 1 / (N |y_i|)  |  1 / sum_i |y_i|  |  1 / (N c)               "trajectory" | "token" | "constant"
+    loss  = sum_i w[i] sum_{t in y_i} ( -min(r A, clip(r) A) + beta KL )   y_i: the tokens that the policy sampled
+
+N counts all trajectories of the batch, those of groups without a signal included. The loss itself is kernels/loss.py;
+this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask to carry: rows
+come from the segments' sources (Trajectory.policy_rows).
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from thresher.engine.config.recipe import Grpo, Optim
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.training.packing import Batch, Item, pack
+from thresher.kernels import grpo_loss, token_logprobs
+from thresher.kernels.kl import kl_coefficient
+from thresher.policy.model import Policy
+from thresher.rewards.advantages import group_advantages
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """What one optimiser step did; `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
+    loss."""
+
+    tokens: int = 0
+    rows: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    capped: int = 0
+    seconds: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+
+    def record(
+        self, loss: torch.Tensor, capped: torch.Tensor, sums: dict[str, torch.Tensor], largest: dict[str, torch.Tensor]
+    ) -> None:
+        """Add a batch's figures. All come to the host together: each trip of its own would make it wait for the GPU."""
+        scalars = [loss, capped, *(value_R.double().sum() for value_R in sums.values())]
+        scalars += [value_R.abs().max() for value_R in largest.values()]
+        loss_value, capped_value, *values = torch.stack([scalar.double() for scalar in scalars]).tolist()
+        self.loss += loss_value
+        self.capped += int(capped_value)
+        for name, value in zip(sums, values, strict=False):
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in zip(largest, values[len(sums) :], strict=True):
+            self.largest[name] = max(self.largest.get(name, 0.0), value)
+
+
+def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: Grpo) -> list[float]:
+    """Each trajectory's advantage within its group (members may lie anywhere in the sequence)."""
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    result = [0.0] * len(rewards)
+    for numbers in members.values():
+        values = group_advantages([rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std)
+        for n, value in zip(numbers, values, strict=True):
+            result[n] = value
+    return result
+
+
+def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: Grpo) -> list[Item]:
+    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it."""
+    rows = [trajectory.policy_rows() for trajectory in trajectories]
+    count, total = len(trajectories), sum(map(len, rows))
+    weights = {
+        "trajectory": lambda n: 1.0 / (count * len(rows[n])),
+        "token": lambda n: 1.0 / total,
+        "constant": lambda n: 1.0 / (count * (grpo.aggregation_constant or 1.0)),
+    }[grpo.aggregation]
+    return [
+        Item(
+            ids=trajectory.ids(),
+            rows=rows[n],
+            old_logprobs=trajectory.policy_logprobs(),
+            advantage=advantage[n],
+            weight=weights(n),
+        )
+        for n, trajectory in enumerate(trajectories)
+        if rows[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
+    ]
+
+
+class Updater:
+    """The optimiser and its schedule around one policy. `reference` may be None where beta is 0; it is asked with its
+    adapters off, so that a policy with adapters is its own.
+
+    `master` holds the weights that are trained, always float32: the policy itself where it computes in float32, else a
+    model of its own, from which the policy is refreshed after every step (at lr 1e-6 a bfloat16 weight would not move).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        master: Policy,
+        reference: Policy | None,
+        optim: Optim,
+        grpo: Grpo,
+        vocab_size: int,
+        total_steps: int,
+    ) -> None:
+        self.policy, self.master, self.reference, self.optim, self.grpo = policy, master, reference, optim, grpo
+        self.vocab_size, self.total_steps = vocab_size, total_steps
+        self.optimizer = make_optimizer(master, optim, optim.lr)
+
+    def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
+        """One optimiser step on all items; `step` counts from 0 and sets the learning rate. Returns what happened."""
+        started = time.perf_counter()
+        stats = UpdateStats()
+        for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device):
+            self._backward(batch, temperature, stats)
+        stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
+        stats.grad_norm = self._step(stats.lr)
+        stats.seconds = time.perf_counter() - started
+        return stats
+
+    def _step(self, lr: float) -> float:
+        """Step the trained weights on the policy's gradients; returns their norm before clipping."""
+        norm = step_optimizer(self.master, self.optimizer, self.optim, lr)
+        if self.master is not self.policy:
+            with torch.no_grad():
+                for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
+                    parameter.copy_(trained)
+        return norm
+
+    def _collect_gradients(self) -> None:
+        """Add a low-precision policy's gradients to its masters', in float32, batch by batch."""
+        if self.master is self.policy:
+            return
+        for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
+            if parameter.grad is not None:
+                grad = parameter.grad.float()
+                trained.grad = grad if trained.grad is None else trained.grad.add_(grad)
+                parameter.grad = None
+
+    def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> None:
+        reference_logprobs = None
+        if self.reference is not None:
+            with torch.no_grad(), self.reference.adapters_off():
+                hidden_TH = self.reference.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
+                reference_logprobs, _ = token_logprobs(
+                    hidden_TH.index_select(0, batch.rows_R),
+                    self.reference.head_VH,
+                    batch.targets_R,
+                    temperature=temperature,
+                    vocab_size=self.vocab_size,
+                )
+        hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
+        hidden_RH = hidden_TH.index_select(0, batch.rows_R)
+        head_VH = self.master.head_VH
+        if head_VH.requires_grad and head_VH.grad is None:
+            head_VH.grad = torch.zeros_like(head_VH)
+        grpo = self.grpo
+        result = grpo_loss(
+            hidden_RH,
+            self.policy.head_VH,
+            batch.targets_R,
+            batch.old_logprobs_R,
+            batch.advantages_R,
+            batch.weights_R,
+            ref_logprobs_T=reference_logprobs,
+            temperature=temperature,
+            clip_low=grpo.clip_low,
+            clip_high=grpo.clip_high,
+            dual_clip=grpo.dual_clip,
+            kl_value=grpo.kl_value,
+            kl_gradient=grpo.kl_gradient,
+            beta=grpo.beta if self.reference is not None else 0.0,
+            entropy_coef=grpo.entropy_coef,
+            vocab_size=self.vocab_size,
+            lm_head_grad_VH=head_VH.grad,
+        )
+        if head_VH.requires_grad:
+            # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
+            hidden_RH.backward(result.hidden_grad_TH)
+        else:
+            result.loss.backward()
+        self._collect_gradients()
+        stats.tokens += batch.tokens
+        stats.rows += len(batch.rows_R)
+        gap_R = (result.logprobs - batch.old_logprobs_R).abs()
+        sums = {"entropy": result.entropy, "clipped": result.clipped, "ratio": result.ratios, "logprob_gap": gap_R}
+        largest = {"logprob_gap_max": gap_R}
+        if reference_logprobs is not None:
+            sums |= {f"kl_{name}": result.kl[name] for name in ("k1", "k2", "k3")}
+            log_ref_ratio_R = result.logprobs - reference_logprobs
+            estimator = grpo.kl_gradient or grpo.kl_value
+            largest["kl_coefficient_largest"] = kl_coefficient(estimator, log_ref_ratio_R, result.ratios)
+            if grpo.kl_value != "none":
+                largest["kl_largest"] = result.kl[grpo.kl_value]
+        stats.record(result.loss.detach(), result.capped, sums, largest)
+
+
+def make_optimizer(policy: nn.Module, optim: Optim, lr: float) -> torch.optim.AdamW:
+    """AdamW over all weights that are trained; norms and biases are not decayed."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.dim() > 1]
+    other = [p for p in trained if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": other, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def step_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, optim: Optim, lr: float) -> float:
+    """Clip the gradient to `optim.max_grad_norm`, step at `lr`; returns the norm before clipping."""
+    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def scheduled_lr(lr: float, schedule: str, warmup_ratio: float, step: int, total_steps: int) -> float:
+    """Linear warm-up over `warmup_ratio` of the steps, then constant, or linear or cosine down to 0 after the last."""
+    warmup = math.ceil(warmup_ratio * total_steps)
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = (step - warmup) / max(total_steps - warmup, 1)
+    if schedule == "linear":
+        return lr * max(0.0, 1.0 - done)
+    if schedule == "cosine":
+        return lr * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+    return lr

@@ -1,0 +1,224 @@
+"""The Triton face of objective.py's `logit_coefficients`: what a row's gradient is made of, straight onto its exps.
+
+    p_v = e_v / S, S = e^log_mass                                                     the exps of head.py
+    dz_v = c ([v = y] - p_v) = -(c / S) (e_v - S [v = y]),  c = on_target of objective.py
+    with entropy: dz_v = on_target [v = y] + p_v (on_probs + on_plogp log p_v)
+
+Without an entropy bonus one number a row says it all: the exps become their own gradient by one store at the target,
+e_y - S = S (p_y - 1), and the factor -c / S goes to the matmuls' narrow sides. With one, each exp is rewritten.
+
+The formulas of ratio, clip, dual clip and KL are objective.py's and kl.py's; the tests hold the two faces together.
+
+Legend: N rows of a chunk, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thresher.kernels.head_triton import Exps, TritonHead
+from thresher.kernels.kl import BOUND, EXP_CAP
+from thresher.kernels.objective import LogitGradient, LossRows, LossSettings
+from thresher.kernels.specialise import Specialisation
+
+ROWS, COLUMNS = 64, 4096
+_NARROW = [
+    f"{name}_ptr" for name in ("logprobs", "log_mass", "targets", "old", "advantages", "weights", "ref", "factors")
+]
+_CAP = tl.constexpr(EXP_CAP)
+_BOUND = tl.constexpr(BOUND)
+
+
+@triton.jit
+def _clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def _expm1(x):
+    """e^x - 1 without the cancellation near 0: eight terms of its series up to |x| = .35."""
+    near = _clamp(x, -0.35, 0.35)
+    series = 1.0 + near / 8.0
+    for k in tl.static_range(7, 1, -1):
+        series = 1.0 + near / k * series
+    return tl.where(tl.abs(x) <= 0.35, near * series, tl.exp(x) - 1.0)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NARROW)
+def _coefficients_kernel(
+    logprobs_ptr,  # [N] fp32
+    log_mass_ptr,  # [N] fp32
+    targets_ptr,  # [N] int64
+    old_ptr,  # [N] fp32, read where HAS_OLD
+    advantages_ptr,  # [N] fp32
+    weights_ptr,  # [N] fp32
+    ref_ptr,  # [N] fp32, read where KL is an estimator
+    exps_ptr,  # [N, V] bf16 or fp32: the target's is overwritten, unless ENTROPY
+    factors_ptr,  # [N] fp32, written: -c / S, or c where ENTROPY
+    count,  # N
+    exps_stride_n,
+    low,  # 1 - clip_low
+    high,  # 1 + clip_high
+    dual,  # dual clip, infinity for none
+    beta,
+    scale,  # 1 / temperature
+    KL: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = row < count
+    logprob = tl.load(logprobs_ptr + row, mask=present, other=0.0)
+    advantage = tl.load(advantages_ptr + row, mask=present, other=0.0)
+    if HAS_OLD:
+        ratio = tl.exp(tl.minimum(logprob - tl.load(old_ptr + row, mask=present, other=0.0), _CAP))
+    else:
+        ratio = tl.full((ROWS,), 1.0, tl.float32)
+    negative = advantage < 0
+    clipped = tl.where(advantage > 0, ratio > high, negative & ((ratio < low) | (ratio > dual)))
+    c = tl.where(clipped, 0.0, -ratio * advantage)
+    if KL != "none":
+        d = logprob - tl.load(ref_ptr + row, mask=present, other=0.0)
+        if KL == "k1":
+            kl = tl.full((ROWS,), 1.0, tl.float32)
+        elif KL == "k2":
+            kl = d
+        elif KL == "k3":
+            kl = -_expm1(tl.minimum(-d, _CAP))
+        else:
+            kl = _clamp(ratio * d, -_BOUND, _BOUND)
+        c += beta * kl
+    c = _clamp(c * (tl.load(weights_ptr + row, mask=present, other=0.0) * scale), -_BOUND, _BOUND)
+    if ENTROPY:
+        tl.store(factors_ptr + row, c, mask=present)
+    else:
+        mass = tl.exp(tl.load(log_mass_ptr + row, mask=present, other=0.0))
+        tl.store(factors_ptr + row, _clamp(-c / mass, -_BOUND, _BOUND), mask=present)
+        target = tl.load(targets_ptr + row, mask=present, other=0)
+        at_target = (mass * _expm1(logprob)).to(exps_ptr.dtype.element_ty)
+        tl.store(exps_ptr + row.to(tl.int64) * exps_stride_n + target, at_target, mask=present)
+
+
+@triton.jit(do_not_specialize_on_alignment=[*_NARROW, "entropy_ptr"])
+def _entropy_kernel(
+    exps_ptr,  # [N, V] bf16 or fp32: e, overwritten by dz
+    factors_ptr,  # [N] fp32: c, the target's coefficient
+    log_mass_ptr,  # [N] fp32
+    logprobs_ptr,  # [N] fp32
+    entropy_ptr,  # [N] fp32
+    weights_ptr,  # [N] fp32
+    targets_ptr,  # [N] int64
+    exps_stride_n,
+    coefficient,  # entropy_coef / temperature
+    V: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    log_mass = tl.load(log_mass_ptr + row)
+    on_target = tl.load(factors_ptr + row)
+    on_plogp = coefficient * tl.load(weights_ptr + row)
+    on_probs = on_plogp * tl.load(entropy_ptr + row) - on_target
+    logprob = tl.load(logprobs_ptr + row)
+    at_target = on_target + tl.exp(logprob) * (on_probs + on_plogp * logprob)
+    target = tl.load(targets_ptr + row)
+    for start in range(0, V, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        ptrs = exps_ptr + row * exps_stride_n + column
+        e = tl.load(ptrs, mask=column < V, other=0.0).to(tl.float32)
+        # A probability that was rounded to 0 contributes 0, not 0 times infinity.
+        logp = tl.log(tl.where(e > 0, e, 1.0)) - log_mass
+        dz = tl.exp(logp) * (on_probs + on_plogp * logp)
+        dz = tl.where(e > 0, dz, 0.0)
+        dz = tl.where(column == target, at_target, dz)
+        tl.store(ptrs, dz.to(exps_ptr.dtype.element_ty), mask=column < V)
+
+
+class TritonLoss(TritonHead):
+    """TritonHead, and the gradient of the loss by its logits: LossFace of objective.py."""
+
+    def __init__(self, lm_head_VH: Tensor, settings: LossSettings, rows: int) -> None:
+        super().__init__(lm_head_VH, settings.temperature, rows)
+        self.settings = settings
+
+    def gradient(self, rows_NH: Tensor, part: LossRows) -> LogitGradient:
+        logprobs_N, entropy_N, exps = self.exps(rows_NH, part.targets_N, part.old_N)
+        factor_N = self._coefficients(logprobs_N, exps, part)
+        if not self.settings.entropy_coef:
+            return LogitGradient(logprobs_N, entropy_N, exps.exps_NV, factor_N)
+        _entropy_kernel[(len(logprobs_N),)](
+            exps.exps_NV,
+            factor_N,
+            exps.log_mass_N,
+            logprobs_N,
+            entropy_N,
+            part.weights_N,
+            part.targets_N,
+            exps.exps_NV.stride(0),
+            self.settings.entropy_coef / self.settings.temperature,
+            V=exps.exps_NV.shape[1],
+            COLUMNS=COLUMNS,
+        )
+        return LogitGradient(logprobs_N, entropy_N, exps.exps_NV, None)
+
+    def _coefficients(self, logprobs_N: Tensor, exps: Exps, part: LossRows) -> Tensor:
+        """The factor of each row; without an entropy bonus the exps become their own gradient."""
+        settings = self.settings
+        factor_N = torch.empty_like(logprobs_N)
+        _coefficients_kernel[(triton.cdiv(len(factor_N), ROWS),)](
+            logprobs_N,
+            exps.log_mass_N,
+            part.targets_N,
+            logprobs_N if part.old_N is None else part.old_N,
+            part.advantages_N,
+            part.weights_N,
+            logprobs_N if part.ref_N is None else part.ref_N,
+            exps.exps_NV,
+            factor_N,
+            len(factor_N),
+            exps.exps_NV.stride(0),
+            1.0 - settings.clip_low,
+            1.0 + settings.clip_high,
+            float("inf") if settings.dual_clip is None else settings.dual_clip,
+            settings.beta,
+            1.0 / settings.temperature,
+            KL=settings.gradient_estimator,
+            HAS_OLD=part.old_N is not None,
+            ENTROPY=bool(settings.entropy_coef),
+            ROWS=ROWS,
+        )
+        return factor_N
+
+
+def specialisations() -> tuple[Specialisation, ...]:
+    """The coefficients of each KL gradient, and the entropy's pass, for bfloat16 exps of Qwen2.5's vocabulary."""
+    pointers = ("logprobs", "log_mass", "targets", "old", "advantages", "weights", "ref", "exps", "factors")
+    types = {"targets": "*i64", "exps": "*bf16"}
+    signature = {f"{name}_ptr": types.get(name, "*fp32") for name in pointers} | {
+        "count": "i32",
+        "exps_stride_n": "i32",
+    }
+    scalars: dict[str, Any] = dict.fromkeys(("low", "high", "dual", "beta", "scale"), "fp32")
+    coefficients = tuple(
+        Specialisation(
+            name=f"coefficients {estimator}",
+            kernel=_coefficients_kernel,
+            signature=signature | scalars,
+            constants={"KL": estimator, "HAS_OLD": True, "ENTROPY": False, "ROWS": ROWS},
+            aligned=("exps_ptr", "exps_stride_n"),
+        )
+        for estimator in ("none", "k1", "k2", "k3", "k3_ratio")
+    )
+    order = ("exps", "factors", "log_mass", "logprobs", "entropy", "weights", "targets")
+    entropy = Specialisation(
+        name="entropy gradient",
+        kernel=_entropy_kernel,
+        signature={f"{name}_ptr": types.get(name, "*fp32") for name in order}
+        | {"exps_stride_n": "i32", "coefficient": "fp32"},
+        constants={"V": 151_936, "COLUMNS": COLUMNS},
+        aligned=("exps_ptr", "exps_stride_n"),
+    )
+    return (*coefficients, entropy)

@@ -1,0 +1,292 @@
+"""Building an index folder of vectors: a stream with two ends that a kill does not lose.
+
+    OUT.building/            appears at once, becomes OUT when all is written
+      building.json          what is being built: corpus, encoder, text, kind
+      vectors.npy            encoded passages, batch after batch (`vectors`)
+      trained.faiss ..       the structure of an approximate kind on its way (`grow`)
+
+The same command, run again, goes on where it was killed, to the same bytes. Vectors are bound to their corpus, encoder
+and embedded text: a build over others is refused while the folder is there. They are not bound to a kind: another kind
+over the same vectors starts its structure anew and keeps what was encoded. Recall is measured at the end (`tune`), the
+manifest is written last, and one process at a time holds the folder's lock.
+
+RAM stays at the structure's own size plus two slices of 64 MiB, whatever the corpus; the corpus itself is as its
+`Corpus` keeps it. Deliberately absent: encoding on several machines, and adding passages to a finished index.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.retrieval.building.grow import INDEX_FILE, SCRATCH, OnStage, grow
+from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, Truth, sample_queries, tune
+from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
+from thresher.retrieval.encoders.encoder import Encoder
+from thresher.retrieval.indexes.approximate import KEPT_FILES, NOT_KEPT, ApproximateSearch, candidates_of
+from thresher.retrieval.indexes.dense import checked_vectors
+from thresher.retrieval.indexes.exact import ExactRows, RowScores, faiss, largest_row_norm
+from thresher.retrieval.indexes.kinds import Kind, estimate, show_bytes
+from thresher.retrieval.indexes.manifest import FILE as MANIFEST
+from thresher.retrieval.indexes.manifest import FORMAT, Manifest, corpus_paths, read_manifest
+from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.rewards.errors import UserError
+
+BUILD_BATCH = 1024
+WORK_SUFFIX = ".building"
+RECORD_FILE = "building.json"
+KEEPS = (*KEPT_FILES, NOT_KEPT)
+# File and dtype of the matrix that an exact kind searches.
+MATRIX_FILES = {"flat": (KEPT_FILES["float32"], "float32"), "flat16": (KEPT_FILES["float16"], "float16")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildSettings:
+    """What to build. `keep` is how an approximate index keeps the vectors for exact scores: float32, float16 or none;
+    an exact kind keeps its own. `recall` is what its search parameters are chosen for. `reason` goes to the manifest.
+
+    UserError for an unknown `keep` or `embed`, a `keep` for an exact kind, a recall outside (0, 1], and a graph that
+    should keep no vectors."""
+
+    kind: Kind
+    embed: str = "text"
+    keep: str = "float32"
+    recall: float = 0.95
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        check_embed(self.embed)
+        if self.keep not in KEEPS:
+            raise UserError(f"keep is {self.keep!r}; expected one of {', '.join(KEEPS)}")
+        if self.kind.exact and self.keep != "float32":
+            raise UserError(f"keep is {self.keep!r}, but {self.kind.name} keeps what it searches; leave it out")
+        if self.keep == NOT_KEPT and self.kind.borrows:
+            raise UserError("keep is 'none', but a graph is searched over its vectors; keep them in float32 or float16")
+        if self.keep == NOT_KEPT and self.kind.directions:
+            raise UserError(f"keep is 'none', but {self.kind.name} only finds what is to be scored; keep float16")
+        if not 0 < self.recall <= 1:
+            raise UserError(f"recall is {self.recall}; expected more than 0 and at most 1")
+
+    @property
+    def dtype(self) -> str:
+        """How the finished folder keeps the vectors."""
+        return MATRIX_FILES[self.kind.family][1] if self.kind.exact else self.keep
+
+
+def build_folder(
+    corpus: Corpus, encoder: Encoder, folder: str | Path, settings: BuildSettings, on_stage: OnStage
+) -> Manifest:
+    """Builds the index `folder`, or goes on with it where `<folder>.building` was left, and returns its manifest.
+
+    `on_stage` is called with what is being done, how far it is, and of how many. UserError when `folder` exists,
+    another process is building it, what was begun there was over another corpus, encoder or text, or the disk is too
+    small.
+    """
+    folder = Path(folder)
+    refuse_existing(folder)
+    work = work_folder(folder)
+    work.mkdir(parents=True, exist_ok=True)
+    with _locked(work):
+        _check_disk(work, settings, len(corpus), encoder.dim)
+        manifest = fill_folder(work, folder, corpus, encoder, settings, on_stage)
+        _publish(work, folder)
+    return manifest
+
+
+def work_folder(folder: Path) -> Path:
+    """Where an index that will be `folder` is built."""
+    return folder.with_name(folder.name + WORK_SUFFIX)
+
+
+def refuse_existing(folder: Path) -> None:
+    """UserError where something is called `folder` already."""
+    if os.path.lexists(folder):
+        raise UserError(f"{folder}: exists already; choose another name or remove it first")
+
+
+def fill_folder(
+    work: Path, folder: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings, on_stage: OnStage
+) -> Manifest:
+    """Does in `work` what is still to be done of an index that will lie at `folder`; the manifest comes last, and
+    nothing but the finished index stays. Settings, callback and errors as `build_folder`."""
+    _take_up(work, corpus, encoder, settings)
+    if (work / MANIFEST).is_file():
+        _tidy(work, settings)
+        return read_manifest(work)
+    vectors = VectorFile(work / KEPT_FILES["float32"], len(corpus), encoder.dim)
+    _encode(corpus, encoder, settings.embed, vectors, on_stage)
+    index = None if settings.kind.exact else grow(settings.kind, vectors, work, on_stage)
+    kept = _keep(vectors, work, settings.dtype, on_stage)
+    parameters, recall = _measure(corpus, encoder, settings, vectors, kept, index, on_stage)
+    encoder.save(work)
+    manifest = Manifest(
+        format=FORMAT,
+        kind=settings.kind.family,
+        factory=settings.kind.name,
+        passages=len(corpus),
+        dim=encoder.dim,
+        embed=settings.embed,
+        encoder=encoder.name,
+        encoder_fingerprint=encoder.fingerprint,
+        corpus_sha256=corpus.sha256,
+        corpus_paths=corpus_paths(corpus, folder),
+        dtype=settings.dtype,
+        vectors_bytes=0 if kept is None else kept.size,
+        index_bytes=0 if index is None else (work / INDEX_FILE).stat().st_size,
+        largest_norm=_largest_norm(kept or vectors),
+        parameters=parameters,
+        recall=recall,
+        reason=settings.reason,
+        faiss_version=faiss.__version__,
+    )
+    manifest.write(work)
+    _tidy(work, settings)
+    return manifest
+
+
+def _take_up(work: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings) -> None:
+    """Compares what `work` was begun for with what is wanted now, and clears away what is of no use any more."""
+    for torn in work.glob(".*.tmp"):
+        torn.unlink()  # a file that a kill left on its way to its name
+    path = work / RECORD_FILE
+    wanted = {
+        "corpus": corpus.sha256,
+        "encoder": encoder.fingerprint,
+        "embed": settings.embed,
+        "shape": [len(corpus), encoder.dim],
+        "kind": settings.kind.name,
+        "dtype": settings.dtype,
+    }
+    if path.is_file():
+        begun = read_json_object(path)
+        for name in ("corpus", "encoder", "embed", "shape"):
+            if begun.get(name) != wanted[name]:
+                raise UserError(
+                    f"{work}: an unfinished index over another {name} ({_short(begun.get(name))}, now "
+                    f"{_short(wanted[name])}); finish it with the command it was begun with, or remove the folder"
+                )
+        if begun.get("kind") != wanted["kind"]:
+            for name in (*SCRATCH, INDEX_FILE):
+                VectorFile(work / name, 0, 1).remove()
+        if begun != wanted:
+            (work / MANIFEST).unlink(missing_ok=True)
+    if not path.is_file() or begun != wanted:
+        atomic_write_text(path, json.dumps(wanted, indent=2) + "\n")
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else " x ".join(map(str, value)) if isinstance(value, list) else "?"
+
+
+def _encode(corpus: Corpus, encoder: Encoder, embed: str, vectors: VectorFile, on_stage: OnStage) -> None:
+    done = vectors.done()
+    for start in range(done, len(corpus), BUILD_BATCH):
+        texts = [embedded_text(passage, embed) for passage in corpus[start : start + BUILD_BATCH]]
+        vectors.append(checked_vectors(encoder, encoder.encode_passages(texts), len(texts), encoder.dim))
+        on_stage("encoding", start + len(texts), len(corpus))
+
+
+def _keep(vectors: VectorFile, work: Path, dtype: str, on_stage: OnStage) -> VectorFile | None:
+    """The file that the finished index keeps, made from `vectors` where it is another one; None if none is kept."""
+    if dtype == NOT_KEPT:
+        return None
+    if dtype == "float32":
+        return vectors
+    kept = VectorFile(work / KEPT_FILES[dtype], vectors.rows, vectors.dim, dtype)
+    for start, part_BD in vectors.slices(kept.done()):
+        with np.errstate(over="ignore"):
+            rounded_BD = part_BD.astype(kept.dtype)
+        if not np.isfinite(rounded_BD).all():
+            raise UserError(f"{work}: vectors beyond float16's 65,504; keep them in float32 (--kind flat)")
+        kept.append(rounded_BD)
+        on_stage("rounding to float16", start + len(part_BD), vectors.rows)
+    return kept
+
+
+def _measure(
+    corpus: Corpus,
+    encoder: Encoder,
+    settings: BuildSettings,
+    vectors: VectorFile,
+    kept: VectorFile | None,
+    index: Any,
+    on_stage: OnStage,
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Search parameters, chosen where there are any, and recall on a sample; both empty for `flat`, which is exact."""
+    if settings.kind.family == "flat":
+        return {}, {}
+    truth = Truth(vectors, sample_queries(corpus, encoder, settings.embed, vectors), on_stage)
+    if index is None:
+        assert kept is not None  # flat16 keeps its matrix
+        return {}, truth.recalls(ExactRows(kept.open(), _largest_norm(kept)).top)
+    exact = None if kept is None else RowScores(kept.take)
+    search = ApproximateSearch(candidates_of(settings.kind, index), exact, vectors.rows, 1, 1)
+    # Estimates that are not scored again gain nothing from more of them.
+    factors = CODE_FACTORS if settings.kind.estimates and exact is not None else WHOLE_FACTORS
+    tune(search, truth, settings.recall, factors, on_stage)
+    parameters = {search.candidates.effort: search.effort, "candidates": search.factor}
+    return parameters, truth.recalls(search.top)
+
+
+def _largest_norm(vectors: VectorFile) -> float:
+    return max(largest_row_norm(part_BD) for _, part_BD in vectors.slices())
+
+
+def _tidy(work: Path, settings: BuildSettings) -> None:
+    """Removes what the finished index does not need; the manifest is there already, so a kill here loses nothing."""
+    for dtype, name in KEPT_FILES.items():
+        if dtype != settings.dtype:
+            VectorFile(work / name, 0, 1).remove()
+    for name in (*SCRATCH, RECORD_FILE):
+        VectorFile(work / name, 0, 1).remove()
+
+
+def _publish(work: Path, folder: Path) -> None:
+    """Gives the finished folder its name, all of it being on the disk."""
+    for path in (*sorted(work.rglob("*")), work):
+        _flush(path)
+    os.rename(work, folder)
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """Holds the lock of the folder `work`; it goes with the process, so a kill leaves none."""
+    descriptor = os.open(work, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"{work}: another process is building this index; wait for it, or end it") from None
+    finally:
+        os.close(descriptor)
+
+
+def _check_disk(work: Path, settings: BuildSettings, passages: int, dim: int) -> None:
+    """UserError where what is still to be written will not fit."""
+    half = 2 * passages * dim if settings.dtype == "float16" else 0
+    needed = estimate(settings.kind, passages, dim).disk_bytes + half
+    needed = max(needed, 4 * passages * dim + half)
+    present = sum(path.stat().st_size for path in work.iterdir())
+    free = shutil.disk_usage(work).free
+    if needed - present > free:
+        raise UserError(
+            f"{work}: {settings.kind.name} over {passages:,} x {dim} needs {show_bytes(needed - present)} of disk "
+            f"while it is built, and {show_bytes(free)} are free; make room, or build it elsewhere"
+        )

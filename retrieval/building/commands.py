@@ -1,0 +1,247 @@
+"""`thresher index build`, `search` and `check` as plain functions: paths in, files and a dict of figures out.
+
+Parsing of flags, progress bars and tables belong to the command line; nothing here prints.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thresher.retrieval.building.build import BuildSettings, build_folder, refuse_existing, work_folder
+from thresher.retrieval.data.corpus import (
+    COPY_FILE,
+    LEDGER_FILE,
+    OFFSETS_FILE,
+    Corpus,
+    check_embed,
+    embedded_text,
+    open_corpus,
+    read_corpus,
+)
+from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.retrieval.encoders.encoder import Encoder
+from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
+from thresher.retrieval.indexes.index import load_retriever
+from thresher.retrieval.indexes.kinds import choose_kind, estimate, parse_kind, parse_memory, show_bytes
+from thresher.retrieval.indexes.manifest import Manifest
+from thresher.retrieval.questions import Query, read_queries
+from thresher.retrieval.retriever import Hit, Retriever
+from thresher.rewards.errors import UserError
+
+MRR_DEPTH = 10
+SEARCH_BATCH = 64
+WORDS = "bm25"
+# A larger corpus file is left on the disk, with the offsets of its passages in the index folder.
+READ_WHOLE_BYTES = 512 * 2**20
+
+OnStage = Callable[[str, int, int], None]
+
+
+def build(
+    corpus_path: str | Path,
+    out: str | Path,
+    encoder_name: str = LexicalEncoder.name,
+    embed: str = "text",
+    dim: int = DEFAULT_DIM,
+    on_progress: Callable[[int], None] | None = None,
+    *,
+    kind: str | None = None,
+    memory: str | None = None,
+    recall: float = 0.95,
+    keep: str = "float32",
+    encoder_options: dict[str, Any] | None = None,
+    chunk_words: int = 0,
+    skip_empty: bool = False,
+    on_stage: OnStage | None = None,
+) -> dict[str, Any]:
+    """Reads a corpus, takes or fits the encoder, and writes the index folder `out`; run again after a kill, it goes on.
+
+    encoder_name: "lexical" (of `dim` dimensions), "bm25" (with settings, see `parse_bm25`), or the folder of a trained
+    encoder, to which `encoder_options` go as `load_encoder` has them. kind: as `kinds` has it; without it `memory`
+    ("16GB") decides, and without either it is flat; with both the kind must fit. recall, keep: as BuildSettings has
+    them. chunk_words, skip_empty: as `open_corpus` has them. `on_progress` is called with the number of passages
+    encoded so far, `on_stage` with every stage's name, how far it is, and of how many.
+
+    Returns figures: corpus, index, kind, passages, encoder, embed and seconds; with vectors also dim and vectors_mib
+    (MiB in float32), and for an approximate kind search parameters, recall and a note where that disappoints; reason
+    where `memory` decided; records (of the file) and skipped_empty where passages were cut or left out. UserError for
+    what does not fit together, a malformed corpus, and an `out` that exists.
+    """
+    started = time.perf_counter()
+    check_embed(embed)
+    out = Path(out)
+    refuse_existing(out)
+    corpus = _open(Path(corpus_path), out, chunk_words, skip_empty)
+    figures: dict[str, Any] = {"corpus": str(corpus_path), "index": str(out), "passages": len(corpus)}
+    if chunk_words or skip_empty:
+        figures |= {"records": corpus.records, "skipped_empty": corpus.skipped}
+
+    def told(stage: str, done: int, total: int) -> None:
+        if on_stage is not None:
+            on_stage(stage, done, total)
+        if on_progress is not None and stage == "encoding":
+            on_progress(done)
+
+    if encoder_name.partition(":")[0] == WORDS:
+        if kind is not None or memory is not None or encoder_options:
+            raise UserError("kind, memory and a model's settings are for vectors, and bm25 makes none; leave them out")
+        _build_words(encoder_name, corpus, out, embed, told)
+        figures |= {"kind": WORDS, "encoder": encoder_name, "embed": embed}
+    else:
+        encoder = _encoder(encoder_name, corpus, embed, dim, encoder_options or {})
+        settings = _settings(kind, memory, len(corpus), encoder.dim, embed, recall, keep)
+        manifest = build_folder(corpus, encoder, out, settings, told)
+        figures |= {"dim": encoder.dim, "encoder": encoder_name, "embed": embed, "kind": manifest.factory}
+        figures["vectors_mib"] = len(corpus) * encoder.dim * 4 / 2**20
+        figures |= manifest.parameters | manifest.recall
+        if manifest.parameters:
+            figures |= {"recall_wanted": recall, "note": _note(settings, manifest)}
+        if manifest.reason:
+            figures["reason"] = manifest.reason
+    figures["seconds"] = time.perf_counter() - started
+    return figures
+
+
+def _open(path: Path, out: Path, chunk_words: int, skip_empty: bool) -> Corpus:
+    """In memory if it is small and taken as it is, else left on the disk, its offsets in what will be `out`."""
+    if chunk_words == 0 and not skip_empty and (not path.is_file() or path.stat().st_size <= READ_WHOLE_BYTES):
+        return read_corpus(path)
+    return open_corpus(path, work_folder(out), chunk_words=chunk_words, skip_empty=skip_empty)
+
+
+def _encoder(name: str, corpus: Corpus, embed: str, dim: int, options: dict[str, Any]) -> Encoder:
+    if name != LexicalEncoder.name:
+        if not Path(name).is_dir():
+            raise UserError(f"encoder is {name!r}; expected {LexicalEncoder.name}, {WORDS} or the folder of a model")
+        # Lazily, for it imports torch.
+        from thresher.retrieval.encoders.learned import load_encoder
+
+        return load_encoder(name, **options)
+    if options:
+        raise UserError(f"{', '.join(options)}: for the folder of a model; the encoder {name} has no such setting")
+    return LexicalEncoder.fit((embedded_text(passage, embed) for passage in corpus), dim)
+
+
+def _settings(
+    kind: str | None, memory: str | None, passages: int, dim: int, embed: str, recall: float, keep: str
+) -> BuildSettings:
+    reason = ""
+    if memory is not None and kind is None:
+        kind, reason = choose_kind(passages, dim, parse_memory(memory))
+    parsed = parse_kind(kind or "flat", passages, dim)
+    if memory is not None:
+        needed = estimate(parsed, passages, dim)
+        most = max(needed.ram_bytes, needed.build_ram_bytes)
+        if most > parse_memory(memory):
+            raise UserError(
+                f"{parsed.name} over {passages:,} x {dim} needs {show_bytes(most)} of memory, and {memory} are given; "
+                f"leave out the kind, and one that fits is chosen"
+            )
+    return BuildSettings(kind=parsed, embed=embed, keep=keep, recall=recall, reason=reason)
+
+
+def _note(settings: BuildSettings, manifest: Manifest) -> str | None:
+    """What the figures mean where an approximate kind does not do what it is there for."""
+    if min(value for name, value in manifest.recall.items() if name.startswith("recall_at_")) < settings.recall:
+        return "less than wanted was found, at any effort; take longer codes, keep the vectors, or take flat"
+    if manifest.parameters.get("nprobe") == settings.kind.lists > 1:
+        return "so much is found only by looking through every list; these vectors have no clusters: take hnsw or flat"
+    return None
+
+
+def _build_words(encoder_name: str, corpus: Corpus, out: Path, embed: str, told: OnStage) -> None:
+    from thresher.retrieval.indexes.bm25 import build_bm25, parse_bm25
+
+    settings = parse_bm25(encoder_name)
+    build_bm25(
+        corpus, out, embed, settings=settings, on_progress=lambda done: told("counting words", done, len(corpus))
+    )
+    work = work_folder(out)
+    if work.is_dir():
+        # The ledger last: it vouches for the others.
+        for name in (OFFSETS_FILE, COPY_FILE, LEDGER_FILE):
+            if (work / name).is_file():
+                (work / name).rename(out / name)
+        shutil.rmtree(work)
+
+
+def search_file(
+    index_dir: str | Path,
+    queries_path: str | Path,
+    k: int,
+    out_path: str | Path,
+    parameters: dict[str, int] | None = None,
+    gpu: bool = False,
+) -> dict[str, Any]:
+    """Searches every {"id", "question"} of `queries_path` and writes {"id", "hits": [{"id", "title",
+    "score"}]} per line to `out_path`, in the same order. `parameters` and `gpu` as `load_retriever` has them.
+
+    Returns queries, hits, k and seconds (of searching alone). UserError for a malformed file, k out of range,
+    an index that does not load; then nothing is written.
+    """
+    index = load_retriever(index_dir, None, parameters, gpu)
+    index.check_k(k)
+    queries = read_queries(queries_path)
+    started = time.perf_counter()
+    found = _search_all(index, queries, k)
+    seconds = time.perf_counter() - started
+    write_jsonl(
+        out_path,
+        (
+            {
+                "id": query.id,
+                "hits": [{"id": h.passage.id, "title": h.passage.title, "score": h.score} for h in hits],
+            }
+            for query, hits in zip(queries, found, strict=True)
+        ),
+    )
+    return {"queries": len(queries), "hits": sum(map(len, found)), "k": k, "seconds": seconds}
+
+
+def check(
+    index_dir: str | Path,
+    queries_path: str | Path,
+    k: int,
+    parameters: dict[str, int] | None = None,
+    gpu: bool = False,
+) -> dict[str, Any]:
+    """Measures the index against the "gold_titles" of `queries_path`, means over the queries:
+
+    recall (share of a query's distinct gold titles among its first `k` passages), full_recall (1 if all of
+    them are), mrr_at_10 (1 / rank of the first passage with a gold title, 0 beyond rank 10). Also queries, k
+    and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, and
+    for a query without gold titles.
+    """
+    index = load_retriever(index_dir, None, parameters, gpu)
+    index.check_k(k)
+    queries = read_queries(queries_path)
+    for query in queries:
+        if not query.gold_titles:
+            raise UserError(f'{queries_path}: the query {query.id!r} has no "gold_titles"; add them or remove it')
+    depth = min(len(index), max(k, MRR_DEPTH))
+    recall = full = reciprocal = 0.0
+    for query, hits in zip(queries, _search_all(index, queries, depth), strict=True):
+        golds = set(query.gold_titles)
+        share = len(golds & {hit.passage.title for hit in hits[:k]}) / len(golds)
+        recall += share
+        full += share == 1
+        ranks = (rank for rank, hit in enumerate(hits[:MRR_DEPTH], 1) if hit.passage.title in golds)
+        reciprocal += 1 / next(ranks, float("inf"))
+    titles = {passage.title for passage in index.corpus}
+    return {
+        "queries": len(queries),
+        "k": k,
+        "recall": recall / len(queries),
+        "full_recall": full / len(queries),
+        f"mrr_at_{MRR_DEPTH}": reciprocal / len(queries),
+        "absent_titles": len({title for query in queries for title in query.gold_titles} - titles),
+    }
+
+
+def _search_all(index: Retriever, queries: list[Query], k: int) -> list[list[Hit]]:
+    found: list[list[Hit]] = []
+    for start in range(0, len(queries), SEARCH_BATCH):
+        found += index.search([query.question for query in queries[start : start + SEARCH_BATCH]], k)
+    return found

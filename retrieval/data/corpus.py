@@ -1,0 +1,413 @@
+"""Passages by row, in memory or left in their file.
+
+A passage has an id (what users and other programs call it) and sits at a row (its place in the corpus, in the
+index and in every tie); the two are kept apart. The text is stored untouched: whatever it holds, control tags
+included, is neutralised where it is rendered for a model, not here. What files may look like is told in `formats`.
+
+`read_corpus` reads a file into memory. `open_corpus` leaves it on the disk: one pass checks every record, hashes the
+content and notes at which byte each passage begins; from then on a passage is read when asked for. The 21,015,324
+passages of wiki-18 so need 168 MB of offsets, on disk, mapped; during the pass, and only then, as much RAM for a
+64-bit hash of every id, which finds the ids that occur twice. A file whose records cannot be reached by a byte offset
+(gzip, a JSON list or object), or that is to be cut into chunks, is copied into plain JSONL beside the offsets.
+
+Deliberately absent: a cache of passages read (the operating system has one), and the removal of near-duplicates.
+"""
+
+import hashlib
+import json
+import operator
+import os
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import IO, overload
+
+import numpy as np
+
+from thresher.policy.files import atomic_path, atomic_write_text
+from thresher.retrieval.data.formats import (
+    LINES,
+    EmptyPassage,
+    Format,
+    chunks,
+    detect_format,
+    iter_located,
+    record_at,
+    to_passage,
+)
+from thresher.retrieval.data.formats import Passage as Passage
+from thresher.rewards.errors import UserError
+
+EMBEDS = ("text", "title+text")
+OFFSETS_FILE = "corpus.offsets"  # uint64, little-endian: where each passage begins, and where the last one ends
+COPY_FILE = "corpus.copy.jsonl"
+LEDGER_FILE = "corpus.ledger.json"
+LEDGER_FORMAT = 1
+OFFSETS_AT_A_TIME = 1 << 12  # held back before they are written
+PASSAGES_AT_A_TIME = 256  # read in iteration
+# Ids with a hash seen twice that are looked at again; more of them only make the same complaint longer.
+MOST_SUSPECTS = 1 << 16
+
+
+class Corpus(Sequence[Passage]):
+    """Passages by row, at least one, with ids that differ.
+
+    path: the file they came from, if any. records: how many records that file holds. skipped: those among them that
+    were left out for being empty.
+
+    UserError for no passages and for an id that occurs twice.
+    """
+
+    path: Path | None
+    records: int
+    skipped: int
+
+    def __init__(
+        self,
+        passages: Sequence[Passage],
+        path: str | Path | None = None,
+        *,
+        records: int | None = None,
+        skipped: int = 0,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self._passages = tuple(passages)
+        self.records = len(self._passages) if records is None else records
+        self.skipped = skipped
+        source = str(path) if path is not None else "the corpus"
+        if not self._passages:
+            raise UserError(_no_passages(source, skipped))
+        seen: set[str] = set()
+        for passage in self._passages:
+            if passage.id in seen:
+                raise UserError(f"{source}: the id {passage.id!r} occurs twice; give every passage its own")
+            seen.add(passage.id)
+
+    def __len__(self) -> int:
+        return len(self._passages)
+
+    @overload
+    def __getitem__(self, row: int) -> Passage: ...
+    @overload
+    def __getitem__(self, row: slice) -> tuple[Passage, ...]: ...
+    def __getitem__(self, row: int | slice) -> Passage | tuple[Passage, ...]:
+        return self._passages[row]
+
+    def __iter__(self) -> Iterator[Passage]:
+        return iter(self._passages)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of ids, titles and texts in row order, in hexadecimal: what an index is bound to.
+
+        It is over the content, not over the file, so the same passages in JSONL, JSON, TSV or gzip are one corpus.
+        """
+        digest = hashlib.sha256()
+        for passage in self:
+            digest.update(_hashed(passage))
+        return digest.hexdigest()
+
+
+def read_corpus(path: str | Path, *, chunk_words: int = 0, skip_empty: bool = False) -> Corpus:
+    """Reads a corpus, in any format of `formats`, into memory.
+
+    A missing id is the row number; a numeric one is spelled out. `chunk_words`, unless 0, cuts every text into
+    passages of that many words, ids `ID#0` and on. `skip_empty` leaves out, and counts, records without text.
+    UserError, naming file and line, for a malformed record, a missing or non-string field, a passage without text and
+    an id seen before; naming the file, for an unknown format and for an empty corpus.
+    """
+    scan = _Scan(Path(path), detect_format(path), chunk_words, skip_empty)
+    passages: list[Passage] = []
+    place_of: dict[str, str] = {}
+    for where, _, passage in scan:
+        if passage.id in place_of:
+            raise UserError(_used_before(passage.id, where, place_of[passage.id]))
+        place_of[passage.id] = where
+        passages.append(passage)
+    return Corpus(passages, path, records=scan.records, skipped=scan.skipped)
+
+
+def open_corpus(
+    path: str | Path, cache: str | Path, *, chunk_words: int | None = None, skip_empty: bool | None = None
+) -> Corpus:
+    """Opens a corpus without reading it into memory; `read_corpus` otherwise, in content, hash, order and errors.
+
+    `cache` is a folder (made if absent) for what one pass over the file finds out: `corpus.offsets`,
+    `corpus.ledger.json`, and for gzip, JSON lists and objects, and chunks a `corpus.copy.jsonl` that is read in the
+    file's stead. It is used again, without a pass, while the file's size and time of change are the same and the
+    options are; else made anew. An option that is None is what the cache was made with, and 0 or False in a new one.
+
+    RAM: 8 bytes a passage during the pass (168 MB for 21 M passages), next to none after it; a JSON list or object is
+    parsed whole in the pass. Disk: 8 bytes a passage, and the copy. The original is never written to. Whatever kills
+    the pass, the next call finds all of a cache or none. Several threads may read the same corpus.
+    UserError also for a cache that cannot be written, and, when a passage is read, for a file that has changed since.
+    """
+    path, cache = Path(path), Path(cache)
+    if path.name in (OFFSETS_FILE, COPY_FILE, LEDGER_FILE) and path.resolve().parent == cache.resolve():
+        raise UserError(
+            f"{path}: would be overwritten by what is kept of it in {cache}; rename it, or name another folder"
+        )
+    fmt = detect_format(path)
+    ledger = _read_ledger(cache)
+    if chunk_words is None:
+        chunk_words = ledger.chunk_words if ledger else 0
+    if skip_empty is None:
+        skip_empty = ledger.skip_empty if ledger else False
+    if ledger is None or not ledger.describes(path, cache, chunk_words, skip_empty):
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            ledger = _write_cache(_Scan(path, fmt, chunk_words, skip_empty), cache)
+        except OSError as error:
+            raise UserError(
+                f"{cache}: cannot keep what a pass over {path} finds out ({error.strerror}); make room there, or the "
+                "folder writable"
+            ) from None
+    return _StoredCorpus(path, cache, ledger, LINES if ledger.copied else fmt)
+
+
+def embedded_text(passage: Passage, embed: str) -> str:
+    """What an encoder is given of `passage`: its text, or its title, a line feed and its text. `embed` is one
+    of EMBEDS; UserError otherwise."""
+    check_embed(embed)
+    return passage.text if embed == "text" or not passage.title else f"{passage.title}\n{passage.text}"
+
+
+def check_embed(embed: str) -> None:
+    """UserError unless `embed` is one of EMBEDS."""
+    if embed not in EMBEDS:
+        raise UserError(f"embed is {embed!r}; expected one of {', '.join(EMBEDS)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ledger:
+    """What a cache folder says of itself, in `corpus.ledger.json`. It is written last and removed first, so that
+    the offsets beside a ledger are always its own.
+
+    source_bytes, source_mtime_ns: of the file the pass was over. stored_bytes: of the file that the offsets are into,
+    which is the copy if `copied`. The rest as in Corpus and `open_corpus`.
+    """
+
+    format: int
+    source_bytes: int
+    source_mtime_ns: int
+    copied: bool
+    stored_bytes: int
+    chunk_words: int
+    skip_empty: bool
+    records: int
+    skipped: int
+    passages: int
+    sha256: str
+
+    def describes(self, path: Path, cache: Path, chunk_words: int, skip_empty: bool) -> bool:
+        """Whether file and options are still the same, and the cache's own files are whole."""
+        if (self.chunk_words, self.skip_empty) != (chunk_words, skip_empty):
+            return False
+        if (self.source_bytes, self.source_mtime_ns) != _stamp(os.stat(path)):
+            return False
+        files = {OFFSETS_FILE: 8 * (self.passages + 1), **({COPY_FILE: self.stored_bytes} if self.copied else {})}
+        return all((cache / name).is_file() and (cache / name).stat().st_size == size for name, size in files.items())
+
+
+def _read_ledger(cache: Path) -> _Ledger | None:
+    """None where there is none that this version wrote: a cache can always be made again."""
+    try:
+        record = json.loads((cache / LEDGER_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or record.get("format") != LEDGER_FORMAT:
+        return None
+    if any(type(record.get(field.name)) is not field.type for field in fields(_Ledger)):
+        return None
+    return _Ledger(**{field.name: record[field.name] for field in fields(_Ledger)})
+
+
+class _Scan:
+    """One pass over a file, and any number of them: iterating yields (where, byte at which the record starts, passage)
+    and counts."""
+
+    def __init__(self, path: Path, fmt: Format, chunk_words: int, skip_empty: bool) -> None:
+        if chunk_words < 0:
+            raise UserError(f"{path}: chunk_words is {chunk_words}; expected at least 1 word, or 0 for whole passages")
+        self.path, self.fmt, self.chunk_words, self.skip_empty = path, fmt, chunk_words, skip_empty
+        self.records = self.skipped = 0
+
+    def __iter__(self) -> Iterator[tuple[str, int, Passage]]:
+        self.records = self.skipped = 0
+        for where, start, record in iter_located(self.path, self.fmt):
+            self.records += 1
+            try:
+                passage = to_passage(record, self.records - self.skipped - 1, where)
+            except EmptyPassage:
+                if not self.skip_empty:
+                    raise
+                self.skipped += 1
+                continue
+            if self.chunk_words:
+                for chunk in chunks(passage, self.chunk_words):
+                    yield where, start, chunk
+            else:
+                yield where, start, passage
+
+
+def _write_cache(scan: _Scan, cache: Path) -> _Ledger:
+    before = os.stat(scan.path)
+    copied = scan.chunk_words > 0 or not scan.fmt.seekable
+    digest = hashlib.sha256()
+    id_hashes, starts = array("q"), array("Q")
+    end = 0
+    with ExitStack() as stack:
+        offsets = stack.enter_context(stack.enter_context(atomic_path(cache / OFFSETS_FILE)).open("wb"))
+        copy = stack.enter_context(stack.enter_context(atomic_path(cache / COPY_FILE)).open("wb")) if copied else None
+        for _, start, passage in scan:
+            digest.update(_hashed(passage))
+            id_hashes.append(hash(passage.id))
+            starts.append(end if copied else start)
+            if copy:
+                end += copy.write(_json_line(passage))
+            if len(starts) == OFFSETS_AT_A_TIME:
+                _flush(starts, offsets)
+        if not id_hashes:
+            raise UserError(_no_passages(str(scan.path), scan.skipped))
+        passages = len(id_hashes)
+        _check_ids(id_hashes, scan)
+        if _stamp(os.stat(scan.path)) != _stamp(before):
+            raise UserError(f"{scan.path}: changed while it was read; wait until it is written, then start again")
+        starts.append(end if copied else before.st_size)
+        _flush(starts, offsets)
+        (cache / LEDGER_FILE).unlink(missing_ok=True)  # just before the new files take the old ones' places
+    ledger = _Ledger(
+        format=LEDGER_FORMAT,
+        source_bytes=before.st_size,
+        source_mtime_ns=before.st_mtime_ns,
+        copied=copied,
+        stored_bytes=end if copied else before.st_size,
+        chunk_words=scan.chunk_words,
+        skip_empty=scan.skip_empty,
+        records=scan.records,
+        skipped=scan.skipped,
+        passages=passages,
+        sha256=digest.hexdigest(),
+    )
+    atomic_write_text(cache / LEDGER_FILE, json.dumps(asdict(ledger), indent=2) + "\n")
+    return ledger
+
+
+def _check_ids(id_hashes: "array[int]", scan: _Scan) -> None:
+    """UserError, naming both places, if an id occurs twice. Hashes that do are a suspicion (21 M ids give one by chance
+    in a hundred thousand corpora), which a second pass over the file confirms or clears."""
+    hashes = np.frombuffer(id_hashes, np.int64)
+    hashes.sort()
+    suspects = set(hashes[1:][hashes[1:] == hashes[:-1]][:MOST_SUSPECTS].tolist())
+    if not suspects:
+        return
+    place_of: dict[str, str] = {}
+    for where, _, passage in scan:
+        if hash(passage.id) in suspects:
+            if passage.id in place_of:
+                raise UserError(_used_before(passage.id, where, place_of[passage.id]))
+            place_of[passage.id] = where
+
+
+class _StoredCorpus(Corpus):
+    """What `open_corpus` returns: file and offsets are open, passages are read when asked for."""
+
+    def __init__(self, path: Path, cache: Path, ledger: _Ledger, fmt: Format) -> None:
+        self.path = path
+        self.records, self.skipped, self.sha256 = ledger.records, ledger.skipped, ledger.sha256
+        self._stored = cache / COPY_FILE if ledger.copied else path
+        self._fmt = fmt
+        # No file object: reads name their own position, so that threads do not meet, and none is buffered.
+        self._file = os.open(self._stored, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._stamp = _stamp(os.fstat(self._file))
+        self._offsets = np.memmap(cache / OFFSETS_FILE, dtype="<u8", mode="r")
+        # Someone else may have written to the file, or made the cache anew, since the ledger was read.
+        if (self._stamp[0], len(self)) != (ledger.stored_bytes, ledger.passages):
+            raise UserError(self._changed())
+        if not ledger.copied and self._stamp != (ledger.source_bytes, ledger.source_mtime_ns):
+            raise UserError(self._changed())
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, row: int) -> Passage: ...
+    @overload
+    def __getitem__(self, row: slice) -> tuple[Passage, ...]: ...
+    def __getitem__(self, row: int | slice) -> Passage | tuple[Passage, ...]:
+        if isinstance(row, slice):
+            rows = range(len(self))[row]
+            if rows.step == 1:
+                return tuple(self._run(rows.start, rows.stop))
+            return tuple(self[row] for row in rows)
+        row = operator.index(row)
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a corpus of {len(self)} passages")
+        row %= len(self)
+        return next(self._run(row, row + 1))
+
+    def __iter__(self) -> Iterator[Passage]:
+        for start in range(0, len(self), PASSAGES_AT_A_TIME):
+            yield from self._run(start, min(start + PASSAGES_AT_A_TIME, len(self)))
+
+    def _run(self, first: int, end: int) -> Iterator[Passage]:
+        """The passages of rows `first` up to `end`, by one read."""
+        if first >= end:
+            return
+        places = self._offsets[first : end + 1].tolist()
+        data = self._read(places[0], places[-1])
+        for row, begin, stop in zip(range(first, end), places, places[1:], strict=False):
+            where = f"{self._stored}: row {row}"
+            piece = data[begin - places[0] : stop - places[0]]
+            yield to_passage(record_at(piece, self._fmt, where), row, where)
+
+    def _read(self, begin: int, end: int) -> bytes:
+        parts = []
+        while begin < end:  # one read gives 2 GiB at most
+            parts.append(os.pread(self._file, end - begin, begin))
+            begin += len(parts[-1])
+            if not parts[-1]:
+                break
+        if begin != end or _stamp(os.fstat(self._file)) != self._stamp:
+            raise UserError(self._changed())
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _changed(self) -> str:
+        return f"{self._stored}: changed since it was opened; leave it as it is, and start again"
+
+
+def _stamp(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _flush(starts: "array[int]", file: IO[bytes]) -> None:
+    file.write(np.frombuffer(starts, np.uint64).astype("<u8").tobytes())
+    del starts[:]
+
+
+def _json_line(passage: Passage) -> bytes:
+    record = {"id": passage.id, "title": passage.title, "text": passage.text}
+    return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
+
+
+def _hashed(passage: Passage) -> bytes:
+    parts = []
+    for field in (passage.id, passage.title, passage.text):
+        data = field.encode("utf-8", "surrogatepass")
+        # The length in front keeps ("ab", "c") and ("a", "bc") apart.
+        parts += [len(data).to_bytes(8, "little"), data]
+    return b"".join(parts)
+
+
+def _no_passages(source: str, skipped: int) -> str:
+    besides = f" besides {skipped} empty ones" if skipped else ""
+    return f"{source}: holds no passages{besides}; expected at least one"
+
+
+def _used_before(id_: str, where: str, before: str) -> str:
+    return f"{where}: the id {id_!r} was used before, at {before}; give every passage its own"

@@ -1,0 +1,274 @@
+"""The files in which people keep passages, and how a record becomes a passage.
+
+This is the one place that knows a corpus's format. A name ending in `.jsonl` or `.tsv` decides; elsewhere the first
+characters do, and `.gz` may follow any name:
+
+    lines    one JSON object a line: {"title", "text"} with an "id" if you like (BEIR's "_id" and "docid" too), or
+             wiki-18's {"id", "contents"}, whose first line is the title in double quotes
+    list     the same objects in one JSON list
+    titles   one JSON object, title -> list of sentences (or one string), as HotpotQA's contexts are pooled
+    tsv      DPR's table: a header with id, text and title, separated by tabs, quoted as CSV is
+
+Whatever the format, a record is turned into the same few keys and meets the same checks. A text is kept as it stands;
+`chunks` cuts it, if asked, into passages of so many words, as DPR and wiki-18 were cut.
+
+Deliberately absent: CSV with commas, parquet, other compressions; reading a JSON list or object in pieces (both are
+parsed whole, so a corpus of millions belongs in lines); sentence boundaries in chunks.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from thresher.retrieval.data.jsonl import (
+    BOM,
+    Record,
+    as_object,
+    id_field,
+    iter_lines,
+    iter_list,
+    parse_json,
+    read_head,
+    string_field,
+)
+from thresher.rewards.errors import UserError
+
+ID_KEYS = ("id", "_id", "docid")
+TSV_COLUMNS = frozenset(("id", "text", "title"))
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One passage. `title` may be empty, `text` may not."""
+
+    id: str
+    title: str
+    text: str
+
+
+class EmptyPassage(UserError):
+    """A record that is well formed and holds no text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How records lie in a file. kind: lines, list, titles or tsv. seekable: one record can be read without those
+    before it. columns: of a TSV, in the file's order."""
+
+    kind: str
+    seekable: bool
+    columns: tuple[str, ...] = ()
+
+
+LINES = Format(kind="lines", seekable=True)
+
+
+def detect_format(path: str | Path) -> Format:
+    """The format of the file `path`. UserError when it is absent, unreadable, or in none that is understood."""
+    path = Path(path)
+    head = read_head(path).removeprefix(BOM).lstrip()
+    first = head.partition(b"\n")[0].rstrip()
+    plain = path.suffix != ".gz"
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix == ".tsv":
+        return Format(kind="tsv", seekable=plain, columns=_tsv_columns(path, first))
+    if suffix == ".jsonl" or not head:
+        return Format(kind="lines", seekable=plain)
+    if head.startswith(b"["):
+        return Format(kind="list", seekable=False)
+    if head.startswith(b"{"):
+        if suffix == ".json" and not _is_passage(first):
+            return Format(kind="titles", seekable=False)
+        return Format(kind="lines", seekable=plain)
+    if set(_tsv_cells(first)) >= TSV_COLUMNS:
+        return Format(kind="tsv", seekable=plain, columns=_tsv_columns(path, first))
+    raise UserError(
+        f"{path}: not a corpus in a known format; expected JSONL, a JSON list or a JSON object of title -> sentences, "
+        "or a TSV with the header id, text, title (any of them gzipped, named .gz); convert the file"
+    )
+
+
+def iter_located(path: str | Path, fmt: Format) -> Iterator[tuple[str, int, Record]]:
+    """Yields (where, start, record) for every record of `path`. `where` is what an error message should start with;
+    `start` the byte at which the record begins, of use if the format is seekable. UserError for a malformed one."""
+    path = Path(path)
+    if fmt.kind == "lines":
+        yield from _iter_jsonl(path)
+    elif fmt.kind == "tsv":
+        yield from _iter_tsv(path, fmt.columns)
+    elif fmt.kind == "titles":
+        yield from _iter_titles(path)
+    else:
+        yield from ((where, 0, record) for where, record in iter_list(path))
+
+
+def record_at(data: bytes, fmt: Format, where: str) -> Record:
+    """The first record in `data`, bytes that begin where a record of a seekable format does. UserError as
+    `iter_located`."""
+    if fmt.kind == "lines":
+        return as_object(parse_json(data.partition(b"\n")[0].rstrip(), where), where)
+    text = io.StringIO(_decode(data, where), newline="\n")
+    try:
+        return _tsv_record(next(_tsv_reader(text)), fmt.columns, where)
+    except (csv.Error, StopIteration) as error:
+        raise UserError(f"{where}: malformed TSV ({error})") from None
+
+
+def to_passage(record: Record, row: int, where: str) -> Passage:
+    """The passage that `record` describes; `row`, spelled out, is its id where it has none. UserError, starting with
+    `where`, for an absent or unusable field; EmptyPassage for a blank text."""
+    if "contents" in record:
+        title, text = _split_contents(string_field(record, "contents", where, may_be_empty=True))
+        empty = '"contents" is a title without text' if title else '"contents" is empty'
+    elif "text" in record or "title" in record:
+        title = string_field(record, "title", where, may_be_empty=True)
+        text = string_field(record, "text", where, may_be_empty=True)
+        empty = '"text" is empty'
+    else:
+        raise UserError(f'{where}: expected "title" and "text", or "id" and "contents"; convert the file')
+    key = next((key for key in ID_KEYS if key in record), "id")
+    id_ = id_field(record, row, where, key=key)
+    if not text or text.isspace():
+        raise EmptyPassage(f"{where}: {empty}; fill it in, remove this record, or skip all such (--skip-empty)")
+    return Passage(id_, title, text)
+
+
+def chunks(passage: Passage, words: int) -> Iterator[Passage]:
+    """Cuts the text at white space into passages of `words` words, the last of them shorter, with ids `ID#0`, `ID#1`
+    and on, and the title on each. Nothing is lost but the white space at the cuts."""
+    for number, match in enumerate(_chunk_pattern(words).finditer(passage.text)):
+        yield Passage(f"{passage.id}#{number}", passage.title, match[0])
+
+
+@lru_cache(maxsize=8)
+def _chunk_pattern(words: int) -> re.Pattern[str]:
+    # Words are matched possessively: a word of a million characters is looked at once, not once for every split of it.
+    return re.compile(rf"\S++(?:\s++\S++){{0,{words - 1}}}")
+
+
+def _iter_jsonl(path: Path) -> Iterator[tuple[str, int, Record]]:
+    start = 0
+    for number, line in iter_lines(path):
+        begin, start = start, start + len(line)
+        if number == 1 and line.startswith(BOM):
+            begin, line = len(BOM), line[len(BOM) :]
+        if stripped := line.rstrip():
+            where = f"{path}:{number}"
+            yield where, begin, as_object(parse_json(stripped, where), where)
+
+
+def _iter_titles(path: Path) -> Iterator[tuple[str, int, Record]]:
+    content = b"".join(line for _, line in iter_lines(path)).removeprefix(BOM)
+    # As pairs: a title may occur twice, and a dict would drop one passage without a word.
+    pairs = parse_json(content, str(path), pairs=True)
+    del content
+    for title, value in pairs if isinstance(pairs, list) else []:
+        where = f"{path}: title {title!r}"
+        sentences = [value] if isinstance(value, str) else value
+        if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+            raise UserError(f"{where}: expected a list of sentences; one JSON object should map titles to sentences")
+        yield where, 0, {"title": title, "text": join_sentences(sentences)}
+
+
+def join_sentences(sentences: list[str]) -> str:
+    """HotpotQA's sentences bring the space before them along; those that do not are given one."""
+    text = ""
+    for sentence in sentences:
+        if text and sentence and not text[-1].isspace() and not sentence[0].isspace():
+            text += " "
+        text += sentence
+    return text
+
+
+def _iter_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, int, Record]]:
+    number = end = 0  # of the last line that the reader took
+
+    def decoded() -> Iterator[str]:
+        nonlocal number, end
+        for number, line in iter_lines(path):
+            end += len(line)
+            yield _decode(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
+
+    reader = _tsv_reader(decoded())
+    header_read = False
+    while True:
+        first, start = number + 1, end
+        where = f"{path}:{first}"
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(
+                f"{where}: malformed TSV ({error}); a field that begins with a double quote should end with one, with "
+                "those inside doubled, so mend or remove this record"
+            ) from None
+        if not cells:
+            continue
+        if header_read:
+            yield where, start, _tsv_record(cells, columns, where)
+        header_read = True
+
+
+# _csv.Reader has no public name before Python 3.12's stubs; what is used of it is that it iterates.
+def _tsv_reader(lines: Iterator[str]) -> Iterator[list[str]]:
+    return csv.reader(lines, delimiter="\t", strict=True)
+
+
+def _tsv_record(cells: list[str], columns: tuple[str, ...], where: str) -> Record:
+    if len(cells) != len(columns):
+        raise UserError(
+            f"{where}: expected {len(columns)} columns ({', '.join(columns)}), found {len(cells)}; mend this record"
+        )
+    return dict(zip(columns, cells, strict=True))
+
+
+def _tsv_columns(path: Path, header: bytes) -> tuple[str, ...]:
+    columns = _tsv_cells(header)
+    if not set(columns) >= TSV_COLUMNS or len(set(columns)) < len(columns):
+        raise UserError(
+            f"{path}: the first line should be the header id, text, title (in any order, separated by tabs), found "
+            f"{header[:60].decode('utf-8', 'replace')!r}; put the header there"
+        )
+    return columns
+
+
+def _tsv_cells(line: bytes) -> tuple[str, ...]:
+    try:
+        return tuple(next(_tsv_reader(iter([line.decode("utf-8", "replace")])), []))
+    except csv.Error:
+        return ()
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: not valid UTF-8 at byte {error.start}; expected UTF-8, so convert the file"
+        ) from None
+
+
+def _is_passage(line: bytes) -> bool:
+    """Whether `line` is a whole JSON object with a passage's text in it: JSON lines under another name."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and isinstance(record.get("text", record.get("contents")), str)
+
+
+def _split_contents(contents: str) -> tuple[str, str]:
+    """Title and text of wiki-18's `contents`. The first line is the title, with or without its quotes; a
+    single line is all text, as files without titles have it."""
+    head, line_feed, text = contents.partition("\n")
+    if not line_feed:
+        return "", contents
+    if len(head) >= 2 and head.startswith('"') and head.endswith('"'):
+        head = head[1:-1]
+    return head, text

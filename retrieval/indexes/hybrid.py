@@ -1,0 +1,188 @@
+"""Several indexes of one corpus, searched together and joined by reciprocal rank fusion.
+
+A passage scores  sum over members of  1 / (60 + rank),  rank from 1, nothing from a member that does not list it
+(Cormack, Clarke and Buettcher 2009). Ranks, not scores: a BM25 sum and an inner product have no common scale. The
+sum is rounded once (`math.fsum`), so it does not depend on the members' order, and equal sums go by row.
+
+A member is asked for `depth` passages, or for k where that is more. A folder of this kind holds a manifest, as every
+index, and `hybrid.json`, which names the members' folders, relative and absolute as a manifest names its corpus, and
+the hash of each member's manifest: a member that was built anew is another index, and is refused. Deliberately absent:
+weights for the members (tuned on a question set, they hold for that set), and hybrids of hybrids.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thresher.policy.files import atomic_write_text, read_bytes, read_json_object, staged_folder
+from thresher.retrieval.data.corpus import Corpus
+from thresher.retrieval.indexes.manifest import FILE as MANIFEST
+from thresher.retrieval.indexes.manifest import FORMAT, Manifest, corpus_paths, find_corpus, read_manifest
+from thresher.retrieval.retriever import Hit, Retriever, check_positive
+from thresher.rewards.errors import UserError
+
+KIND = "hybrid"
+FILE = "hybrid.json"
+# The constant of the paper: the larger, the less the first ranks stand out.
+CONSTANT = 60
+DEPTH = 100
+
+
+class Hybrid(Retriever):
+    """Two or more retrievers of the same corpus as one. Made by hand or by `load_hybrid`.
+
+    Members must hold their `corpus`, as an index does and a remote one does not. UserError for fewer than two members,
+    members of different corpora, and a depth below 1.
+    """
+
+    def __init__(self, members: Sequence[Retriever], depth: int = DEPTH) -> None:
+        super().__init__()
+        if len(members) < 2:
+            raise UserError(f"a hybrid index joins at least 2 indexes, got {len(members)}; name another one")
+        if depth < 1:
+            raise UserError(f"depth is {depth}; expected at least 1 passage from every index of a hybrid one")
+        corpora = [_corpus_of(member) for member in members]
+        for number, corpus in enumerate(corpora[1:], 2):
+            if corpus is not corpora[0] and corpus.sha256 != corpora[0].sha256:
+                raise UserError(
+                    f"hybrid: index {number} is of another corpus ({len(corpus)} passages, sha256 "
+                    f"{corpus.sha256[:12]}) than index 1 ({len(corpora[0])} passages, sha256 "
+                    f"{corpora[0].sha256[:12]}); build both from the same file"
+                )
+        self.corpus = corpora[0]
+        self.members = tuple(members)
+        self.depth = depth
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def check_k(self, k: int) -> None:
+        """As Retriever has it."""
+        check_positive(k, len(self))
+
+    def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
+        """All queries go to every member in one call."""
+        depth = min(len(self), max(k, self.depth))
+        found = [member.search(queries, depth) for member in self.members]
+        scans = sum(member.stats.full_scans for member in self.members)
+        self.stats.full_scans = scans
+        return [self._fused(lists, k) for lists in zip(*found, strict=True)]
+
+    def _fused(self, lists: tuple[list[Hit], ...], k: int) -> list[Hit]:
+        shares: dict[int, list[float]] = defaultdict(list)
+        for hits in lists:
+            for rank, hit in enumerate(hits, 1):
+                shares[hit.row].append(1 / (CONSTANT + rank))
+        scores = sorted(
+            ((math.fsum(parts), row) for row, parts in shares.items()), key=lambda pair: (-pair[0], pair[1])
+        )
+        return [Hit(row, self.corpus[row], score) for score, row in scores[:k]]
+
+
+def build_hybrid(members: Sequence[str | Path], folder: str | Path, depth: int = DEPTH) -> Hybrid:
+    """Joins the indexes in the folders `members` and writes `folder`, which appears whole or not at all.
+
+    Every member is loaded, and so checked. UserError for a `folder` that exists, the same member twice, a member that
+    is a hybrid itself, and as `Hybrid` has it.
+    """
+    folder = Path(folder)
+    places = [Path(os.path.abspath(member)) for member in members]
+    for place, member in zip(places, members, strict=True):
+        if places.count(place) > 1:
+            raise UserError(f"{member}: named twice; a hybrid index joins different ones")
+        if read_manifest(Path(member)).kind == KIND:
+            raise UserError(f"{member}: is a hybrid index itself; name the indexes that it joins")
+    with staged_folder(folder) as staged:
+        hybrid = _join(places, None, depth)
+        hashes = [_manifest_hash(place) for place in places]
+        record = {
+            "depth": depth,
+            "members": [
+                {"paths": [os.path.relpath(place, os.path.abspath(folder)), str(place)], "manifest_sha256": hash_}
+                for place, hash_ in zip(places, hashes, strict=True)
+            ],
+        }
+        atomic_write_text(staged / FILE, json.dumps(record, indent=2) + "\n")
+        Manifest(
+            format=FORMAT,
+            kind=KIND,
+            passages=len(hybrid),
+            dim=0,
+            embed="text",
+            encoder=KIND,
+            encoder_fingerprint=_fingerprint(depth, hashes),
+            corpus_sha256=hybrid.corpus.sha256,
+            corpus_paths=corpus_paths(hybrid.corpus, folder),
+            vectors_bytes=0,
+            faiss_version="",
+            factory=KIND,
+            dtype="none",
+        ).write(staged)
+    return hybrid
+
+
+def load_hybrid(folder: str | Path, corpus: Corpus | None = None) -> Hybrid:
+    """Reads what `build_hybrid` wrote and loads the members, which share one corpus: `corpus`, or the one that the
+    manifest names.
+
+    UserError when `folder` is no hybrid index, a member is not to be found or was built anew since, and as the
+    members' own loading has it.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest.kind != KIND:
+        raise UserError(f"{folder}: an index of kind {manifest.kind!r}, expected {KIND!r}; name another folder")
+    record = read_json_object(folder / FILE)
+    members, depth = record.get("members"), record.get("depth")
+    if not isinstance(members, list) or type(depth) is not int:
+        raise UserError(
+            f'{folder / FILE}: "members" should be a list and "depth" a whole number; build the index again'
+        )
+    places = [_find_member(folder, member) for member in members]
+    if _fingerprint(depth, [_manifest_hash(place) for place in places]) != manifest.encoder_fingerprint:
+        raise UserError(f"{folder / FILE}: was changed after the index was built; build the index again")
+    return _join(places, find_corpus(manifest, folder, corpus), depth)
+
+
+def _join(places: list[Path], corpus: Corpus | None, depth: int) -> Hybrid:
+    # Late, for that module knows this one: it loads indexes of every kind.
+    from thresher.retrieval.indexes.index import load_retriever
+
+    members: list[Retriever] = []
+    for place in places:
+        members.append(load_retriever(place, corpus))
+        corpus = _corpus_of(members[-1])
+    return Hybrid(members, depth)
+
+
+def _find_member(folder: Path, member: Any) -> Path:
+    paths = member.get("paths") if isinstance(member, dict) else None
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
+        raise UserError(f'{folder / FILE}: a member lacks its "paths"; build the index again')
+    places: list[Path] = [folder / path for path in paths]
+    place = next((place for place in places if (place / MANIFEST).is_file()), None)
+    if place is None:
+        raise UserError(f"{folder}: its member {places[-1]} is no longer there; put it back, or build the index again")
+    if _manifest_hash(place) != member.get("manifest_sha256"):
+        raise UserError(f"{folder}: its member {place} was built anew since; build the hybrid index again")
+    return place
+
+
+def _fingerprint(depth: int, manifest_hashes: list[str]) -> str:
+    return hashlib.sha256(json.dumps([depth, *manifest_hashes]).encode("ascii")).hexdigest()
+
+
+def _manifest_hash(place: Path) -> str:
+    return hashlib.sha256(read_bytes(place / MANIFEST)).hexdigest()
+
+
+def _corpus_of(member: Retriever) -> Corpus:
+    corpus = getattr(member, "corpus", None)
+    if not isinstance(corpus, Corpus):
+        raise UserError(f"hybrid: {type(member).__name__} holds no corpus; join indexes that are in this process")
+    return corpus

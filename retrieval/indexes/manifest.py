@@ -1,0 +1,127 @@
+"""What an index folder says about itself, so that it can refuse to be used with anything else.
+
+The manifest is the last file written into a folder that appears whole or not at all: a folder without one is
+no index. The corpus is not copied into the index; its path is kept, relative (a run folder may be moved) and
+absolute (the index alone may be), and its hash decides.
+
+Format 1 knew the exact flat index only and held its vectors in FAISS's file; it is still read.
+"""
+
+import json
+import os
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_origin
+
+from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.retrieval.data.corpus import LEDGER_FILE, Corpus, open_corpus, read_corpus
+from thresher.rewards.errors import UserError
+
+FILE = "manifest.json"
+FORMAT = 2
+FORMATS = (1, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The record in `manifest.json`.
+
+    kind is flat, flat16, ivf or hnsw, or that of an index without vectors; `factory` spells it with its numbers.
+    `vectors_bytes` is the size of the file of vectors (0 where they were discarded), `dtype` how they are kept there
+    ("none"), `largest_norm` the largest L2 norm among them, `index_bytes` the size of FAISS's structure beside it.
+    `corpus_paths` is where the corpus was, seen from the index folder and from the root (empty for a corpus that was
+    never a file). `parameters` holds what a search does by default, `recall` what that finds of the exact answer (by k,
+    with the number of sample queries and their searches a second), `reason` why this kind was taken where a memory
+    decided.
+    """
+
+    format: int
+    kind: str
+    passages: int
+    dim: int
+    embed: str
+    encoder: str
+    encoder_fingerprint: str
+    corpus_sha256: str
+    corpus_paths: list[str]
+    vectors_bytes: int
+    faiss_version: str
+    factory: str = ""
+    dtype: str = "float32"
+    index_bytes: int = 0
+    largest_norm: float = 0.0
+    parameters: dict[str, int] = field(default_factory=dict)
+    recall: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Writes `manifest.json` into `folder`."""
+        atomic_write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads `folder/manifest.json`. UserError when there is no such folder, no manifest in it, or one that
+    lacks a key or holds the wrong kind of value."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; build the index first (thresher index build)")
+    path = folder / FILE
+    if not path.is_file():
+        raise UserError(
+            f"{folder}: holds no {FILE}, so it is no finished index; check the path, or run its build command again"
+        )
+    record = read_json_object(path)
+    if record.get("format") not in FORMATS:
+        raise UserError(
+            f'{path}: "format" is {record.get("format")!r}, expected {FORMAT}; build the index again with this version'
+        )
+    known: dict[str, Any] = {}
+    for entry in fields(Manifest):
+        if entry.name not in record and (entry.default, entry.default_factory) != (MISSING, MISSING):
+            continue  # a key younger than the folder
+        value = known[entry.name] = record.get(entry.name)
+        if not _fits(entry.name, value, entry.type):
+            raise UserError(f'{path}: "{entry.name}" is missing or of the wrong kind; build the index again')
+    return Manifest(**known)
+
+
+def _fits(name: str, value: object, kind: Any) -> bool:
+    if name == "corpus_paths":
+        return isinstance(value, list) and all(isinstance(path, str) for path in value)
+    if name in ("parameters", "recall"):
+        return isinstance(value, dict) and all(type(number) in (int, float) for number in value.values())
+    return type(value) is (get_origin(kind) or kind)
+
+
+def check_file(path: Path, size: int) -> None:
+    """UserError unless the file `path` has `size` bytes."""
+    found = path.stat().st_size if path.is_file() else 0
+    if found != size:
+        raise UserError(f"{path}: expected {size} bytes, found {found}; build the index again")
+
+
+def corpus_paths(corpus: Corpus, folder: Path) -> list[str]:
+    """What `Manifest.corpus_paths` should hold for an index of `corpus` in `folder`."""
+    if corpus.path is None:
+        return []
+    absolute = os.path.abspath(corpus.path)
+    return [os.path.relpath(absolute, os.path.abspath(folder)), absolute]
+
+
+def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None) -> Corpus:
+    """The corpus the index in `folder` was built from: `corpus` itself, or read again from where it was.
+    UserError when it is not to be found or not the same."""
+    if corpus is None:
+        places = [folder / path for path in manifest.corpus_paths]
+        place = next((place for place in places if place.is_file()), None)
+        if place is None:
+            told = f"no longer at {places[-1]}" if places else "was never a file"
+            raise UserError(f"{folder}: the corpus of this index is {told}; put it there, or build the index again")
+        # Where the corpus was opened on the disk, how to find its passages lies in the index folder.
+        corpus = open_corpus(place, folder) if (folder / LEDGER_FILE).is_file() else read_corpus(place)
+    if corpus.sha256 != manifest.corpus_sha256:
+        raise UserError(
+            f"{folder}: the index was built from another corpus ({manifest.passages} passages, sha256 "
+            f"{manifest.corpus_sha256[:12]}) than {corpus.path or 'the one given'} ({len(corpus)} passages, "
+            f"sha256 {corpus.sha256[:12]}); give it that corpus, or build the index again"
+        )
+    return corpus

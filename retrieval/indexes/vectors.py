@@ -1,0 +1,163 @@
+"""Vectors in a file: written batch by batch, gone on with after a kill, read through the memory map.
+
+The file is NumPy's own (`.npy`), its header written first with the final shape, so that whatever reads arrays reads it
+too. Beside it, while it grows, `<name>.rows` says how many rows are on the disk: that file is renamed into place only
+after the rows were flushed, so neither a kill nor a power cut leaves a row counted that is not there.
+
+Building reads it a slice at a time, each slice mapped and unmapped again: a process's memory then holds a slice, not
+the file. An exact search maps all of it, and the operating system keeps in memory what is used, once for all processes;
+an approximate one reads the rows it wants.
+
+Deliberately absent: rows that change, and files that grow past the shape they were made for.
+"""
+
+import os
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from thresher.policy.files import atomic_write_text
+from thresher.retrieval.indexes.kinds import SLICE_BYTES
+from thresher.rewards.errors import UserError
+
+Array = npt.NDArray[Any]
+# Threads that read single rows, each at least so many of them.
+READERS, READ_FEWEST = 4, 128
+
+
+class VectorFile:
+    """`rows` x `dim` numbers of `dtype` in the file `path`, which need not exist yet."""
+
+    def __init__(self, path: Path, rows: int, dim: int, dtype: str = "float32") -> None:
+        self.path, self.rows, self.dim, self.dtype = path, rows, dim, np.dtype(dtype)
+        self._counted = path.with_name(f"{path.name}.rows")
+        self._row_bytes = dim * self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self._header_bytes() + self.rows * self._row_bytes
+
+    def done(self) -> int:
+        """How many rows are safely on the disk."""
+        if not self.path.is_file():
+            return 0
+        if not self._counted.is_file():
+            return self.rows if self.path.stat().st_size == self.size else 0
+        counted = self._counted.read_text("ascii")
+        rows = int(counted) if counted.isdecimal() else 0
+        return rows if self.path.stat().st_size >= self._header_bytes() + rows * self._row_bytes else 0
+
+    def append(self, values_ND: Array) -> None:
+        """Writes the next rows, [n, dim], behind those that are `done`. The last ones finish the file."""
+        start = self.done()
+        if values_ND.shape[1:] != (self.dim,) or start + len(values_ND) > self.rows:
+            raise ValueError(f"{self.path}: {values_ND.shape} behind {start} rows does not fit {self.rows, self.dim}")
+        if start == 0:
+            self._counted.unlink(missing_ok=True)
+            self._write_header()
+        with self.path.open("r+b") as file:
+            file.seek(self._header_bytes() + start * self._row_bytes)
+            file.write(np.ascontiguousarray(values_ND, self.dtype).data)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        if start + len(values_ND) < self.rows:
+            atomic_write_text(self._counted, str(start + len(values_ND)))
+        else:
+            # The size says it now, and nothing but the rows themselves stays behind.
+            self._counted.unlink(missing_ok=True)
+
+    def slices(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Array]]:
+        """Yields (first row, [n, dim] mapped) from `start` on; a slice is gone when the next one is asked for."""
+        stop = self.rows if stop is None else stop
+        step = max(1, SLICE_BYTES // self._row_bytes)
+        for first in range(start, stop, step):
+            yield first, self.read(first, min(step, stop - first))
+
+    def read(self, first: int, count: int) -> Array:
+        """Rows first .. first + count - 1, mapped on their own."""
+        offset = self._header_bytes() + first * self._row_bytes
+        return np.asarray(np.memmap(self.path, self.dtype, "r", offset, (count, self.dim)))
+
+    def rows_at(self, row_S: npt.NDArray[np.int64]) -> Array:
+        """The rows `row_S`, ascending, copied: [len(row_S), dim]."""
+        taken_SD = np.empty((len(row_S), self.dim), self.dtype)
+        for first, part_ND in self.slices():
+            here = slice(*np.searchsorted(row_S, (first, first + len(part_ND))))
+            taken_SD[here] = part_ND[row_S[here] - first]
+        return taken_SD
+
+    def take(self, row_S: npt.NDArray[np.int64]) -> Array:
+        """The rows `row_S`, in any order, each read on its own: [len(row_S), dim]. A map would draw 64 kB into the
+        process with every touch; this costs no memory but the rows'. Many are read by several threads, for a read
+        waits: for the disk, or for memory that no cache holds."""
+        taken_SD = np.empty((len(row_S), self.dim), self.dtype)
+        read = partial(self._read_into, self._descriptor)
+        if len(row_S) < 2 * READ_FEWEST:
+            read(taken_SD, row_S)
+        else:
+            parts = min(READERS, len(row_S) // READ_FEWEST)
+            # Consumed, so that a reader's error is raised here.
+            list(_readers().map(read, np.array_split(taken_SD, parts), np.array_split(row_S, parts)))
+        return taken_SD
+
+    def _read_into(self, descriptor: int, taken_SD: Array, row_S: npt.NDArray[np.int64]) -> None:
+        offset = self._header_bytes()
+        for row_D, row in zip(taken_SD, row_S.tolist(), strict=True):
+            if os.preadv(descriptor, [row_D.data], offset + row * self._row_bytes) != self._row_bytes:
+                raise UserError(f"{self.path}: ends before row {row}; build the index again")
+
+    @cached_property
+    def _descriptor(self) -> int:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def open(self) -> Array:
+        """All of it, mapped: [rows, dim]. UserError when the file is absent or of another size, shape or dtype."""
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        if size != self.size:
+            raise UserError(f"{self.path}: expected {self.size} bytes, found {size}; build the index again")
+        try:
+            mapped = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        except ValueError:
+            raise UserError(f"{self.path}: NumPy cannot read it; build the index again") from None
+        if mapped.shape != (self.rows, self.dim) or mapped.dtype != self.dtype:
+            raise UserError(
+                f"{self.path}: holds {' x '.join(map(str, mapped.shape))} vectors in {mapped.dtype}, expected "
+                f"{self.rows} x {self.dim} in {self.dtype}; build the index again"
+            )
+        return np.asarray(mapped)
+
+    def remove(self) -> None:
+        """Deletes the file, finished or not."""
+        self._counted.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _header_bytes(self) -> int:
+        return len(self._header())
+
+    def _write_header(self) -> None:
+        self.path.write_bytes(self._header())
+
+    def _header(self) -> bytes:
+        described = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.rows}, {self.dim}), }}"
+        # Version 1.0 of the format: magic, version, length of the text; padded so that the rows begin at byte 128.
+        text = described.ljust(117) + "\n"
+        return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("ascii")
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(READERS, "vectors")
+
+
+# A forked process has the pool but not its threads.
+os.register_at_fork(after_in_child=_readers.cache_clear)

@@ -1,0 +1,167 @@
+"""Searches answered by a server: our own, Search-R1's, or whatever else speaks its `/retrieve` (wire.py).
+
+All queries of a call go out in one request, or in a few when there are very many, over a connection that is kept. A
+server that refuses the connection, breaks it, takes too long or says that it is overloaded is asked again, after pauses
+that double, for `patience` seconds; so one that is killed and started again costs a run the time in between and nothing
+else. When patience ends, or for an answer that cannot be used, `Unanswered` is raised, and a training run ends with a
+checkpoint.
+
+An answer is believed only when it has the shape that was asked for. Our own servers name their index with every answer:
+if it changes while we ask, that is refused, for half of a run would have read other passages than the rest.
+
+Deliberately absent: asking several servers at once, and answering from what was asked before while a server is away.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import urllib3
+
+from thresher.retrieval.retriever import Hit, Retriever, Unanswered, check_positive
+from thresher.retrieval.serving.http import in_words, json_of, service_address
+from thresher.retrieval.serving.wire import IDENTITY_HEADER, Bounds, passage_of
+
+PATH = "/retrieve"
+# Queries in one request: as many samples as decode at once, and an answer of a few megabytes.
+MAX_BATCH = 1024
+MAX_PASSAGES = Bounds().max_passages
+CONNECT_SECONDS = 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+# A server that is there and says one of these may do better on the same request later.
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class RemoteRetriever(Retriever):
+    """Asks the server at `url`: its root, or the address of its /retrieve.
+
+    timeout: seconds that one answer may take. patience: seconds that the server may stay away. say: is told when the
+    waiting begins and when it ends. UserError for a `url` that is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 60.0,
+        patience: float = 120.0,
+        max_batch: int = MAX_BATCH,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.url = service_address(url, PATH, "a retrieval server", "http://127.0.0.1:8000")
+        self.timeout, self.patience, self.max_batch, self._say = timeout, patience, max_batch, say
+        self.retries = 0  # attempts that had to be repeated, since the beginning
+        self._pool = urllib3.PoolManager(num_pools=1, maxsize=1, retries=False)
+        self._passages: int | None = None
+        self._asked_health = False
+
+    def check_k(self, k: int) -> None:
+        """As Retriever has it, where the server tells how many passages it has. The first call waits for the server."""
+        if not self._asked_health:
+            self._passages = self._read_health()
+            self._asked_health = True
+        check_positive(k, k if self._passages is None else self._passages)
+
+    def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
+        found: list[list[Hit]] = []
+        size = max(1, min(self.max_batch, MAX_PASSAGES // k))
+        for start in range(0, len(queries), size):
+            part = queries[start : start + size]
+            body = json.dumps({"queries": part, "topk": k, "return_scores": True}).encode("ascii")
+            response = self._ask("POST", self.url, body)
+            if response.status != 200:
+                raise Unanswered(f"{self.url}: refuses a search with status {response.status}{_reason(response)}")
+            self._check_identity(response)
+            found += self._read_answer(response, len(part), k)
+        return found
+
+    def _read_health(self) -> int | None:
+        """How many passages the server has, None if it does not say: /health is ours, and other servers lack it."""
+        response = self._ask("GET", self.url.removesuffix(PATH) + "/health", None)
+        report = json_of(response) if response.status == 200 else None
+        self._check_identity(response)
+        passages = report.get("passages") if isinstance(report, dict) else None
+        return passages if type(passages) is int and passages > 0 else None
+
+    def _ask(self, method: str, url: str, body: bytes | None) -> urllib3.BaseHTTPResponse:
+        """A response with a status that is not a passing failure, however many attempts it takes. Unanswered when
+        patience ends."""
+        deadline, pause = None, FIRST_PAUSE
+        while True:
+            timeout = urllib3.Timeout(connect=min(CONNECT_SECONDS, self.timeout), read=self.timeout)
+            headers = {"content-type": "application/json"} if body is not None else {}
+            try:
+                response = self._pool.request(method, url, body=body, headers=headers, timeout=timeout)
+                if response.status not in PASSING:
+                    if deadline is not None:
+                        self._say(f"{url}: answers again")
+                    return response
+                failure = f"status {response.status}{_reason(response)}"
+            except urllib3.exceptions.HTTPError as error:
+                failure = in_words(error, self.timeout, "an answer")
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + self.patience
+                self._say(f"{url}: no answer ({failure}); asking again for up to {self.patience:g} s")
+            if now >= deadline:
+                advice = (
+                    "start the server again, and continue a training run with --resume"
+                    if self._asked_health
+                    else "start the server there (thresher serve-retriever), or mend retrieval.url"
+                )
+                raise Unanswered(f"{url}: no answer for {self.patience:g} s ({failure}); {advice}")
+            self.retries += 1
+            time.sleep(min(pause, deadline - now))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _check_identity(self, response: urllib3.BaseHTTPResponse) -> None:
+        identity = response.headers.get(IDENTITY_HEADER)
+        if self.identity is not None and identity != self.identity:
+            raise Unanswered(
+                f"{self.url}: now serves another index ({identity or 'unnamed'}) than when this run began "
+                f"({self.identity}); start the server with the one it had, and continue with --resume"
+            )
+        self.identity = identity
+
+    def _read_answer(self, response: urllib3.BaseHTTPResponse, count: int, k: int) -> list[list[Hit]]:
+        answer = json_of(response)
+        lists = answer.get("result") if isinstance(answer, dict) else None
+        if not isinstance(lists, list) or len(lists) != count:
+            got = f"{len(lists)} of them" if isinstance(lists, list) else "none"
+            raise self._malformed(f'"result" with a list for each of {count} queries', got)
+        return [self._read_hits(hits, f"result[{number}]", k) for number, hits in enumerate(lists)]
+
+    def _read_hits(self, hits: Any, place: str, k: int) -> list[Hit]:
+        if not isinstance(hits, list) or len(hits) > k:
+            got = f"{len(hits)}" if isinstance(hits, list) else "no list"
+            raise self._malformed(f"at most {k} passages in {place}", got)
+        return [self._read_hit(hit, f"{place}[{rank}]") for rank, hit in enumerate(hits)]
+
+    def _read_hit(self, hit: Any, place: str) -> Hit:
+        document = hit.get("document") if isinstance(hit, dict) else None
+        if not isinstance(document, dict):
+            raise self._malformed(f'{place} with a "document" and a "score"', "neither or another kind of value")
+        identifier, written, score = document.get("id"), document.get("contents"), hit.get("score")
+        if type(identifier) is int:
+            identifier = str(identifier)
+        if not isinstance(identifier, str) or not isinstance(written, str):
+            raise self._malformed(f'strings "id" and "contents" in {place}.document', "something else")
+        if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
+            raise self._malformed(f"a number as {place}.score", json.dumps(score)[:40])
+        return Hit(-1, passage_of(identifier, written), float(score))
+
+    def _malformed(self, expected: str, got: str) -> Unanswered:
+        return Unanswered(
+            f"{self.url}: the answer is not Search-R1's: expected {expected}, got {got}; give the address of a server "
+            "that speaks its /retrieve"
+        )
+
+
+def _reason(response: urllib3.BaseHTTPResponse) -> str:
+    """What the server says about a refusal, as ours says it and as others do."""
+    report = json_of(response)
+    told = report.get("error", report.get("detail")) if isinstance(report, dict) else None
+    return f" ({told[:200]})" if isinstance(told, str) else ""

@@ -1,0 +1,170 @@
+"""EviNote-RAG: search, then note what supports an answer, and be rewarded for notes that entail it.
+
+    (<think>? <search> <information> <summary>)+ <think>? <answer>     information is RETRIEVED, all else the policy's
+
+    R = 1 + EQR    if format and answer hold
+        .1 + EQR   if format and note-taking hold, the answer does not
+        0          else
+    EQR = P(the last note entails "<gold> is the answer to '<question>'"), the largest over the golds
+
+    format       the grammar above and nothing else (grammar.py); a note without text is none [assumed]
+    answer       EM
+    note-taking  the notes carry both marks: `*` for key facts, `-` for uncertain ones (either one, as a switch)
+
+A mark is a pair around text (`*x*`, `-x-`) or a list marker that begins a line (`* x`, `- x`), in a note that the
+policy wrote. A hyphen inside a word is none; the prompt's own words about marks are no note.
+
+The ablation's variants, where `noted` means that there is a note:
+
+    Base, NS, NE   EM [assumed]: Search-R1; a naive summary; `<evidence>` instead of `<summary>`
+    FS             EM if noted, else 0                FS+EQR    EM + EQR if noted, else 0
+    FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`Attempt.chance` is the lot)
+    SEN            R with EQR 0                       SEN+EQR   R
+
+Deliberately absent: the judge. Its probability for `evinote_claims` is passed in.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
+from thresher.rewards.grammar import outline
+from thresher.rewards.measures import answer_measures
+from thresher.rewards.papers.search import valid_searches
+from thresher.rewards.result import RewardResult
+from thresher.rewards.tags import blocks, final_answer, up_to_answer
+from thresher.rewards.text import normalize_answer
+from thresher.rewards.transcript import Piece
+
+Variant = Literal["Base", "NS", "NE", "FS", "FS+SR", "FS+EQR", "SEN", "SEN+EQR"]
+Marks = Literal["both", "either"]
+
+# The tag of each variant's notes; Base takes none.
+NOTE_TAGS: dict[str, str | None] = {
+    "Base": None,
+    "NS": "summary",
+    "NE": "evidence",
+    "FS": "summary",
+    "FS+SR": "summary",
+    "FS+EQR": "summary",
+    "SEN": "summary",
+    "SEN+EQR": "summary",
+}
+CONSOLATION = 0.1
+CHANCE_OF_CONSOLATION = 1 / 3
+
+
+def evinote_reward(attempt: Attempt, *, variant: Variant = "SEN+EQR", marks: Marks = "both") -> RewardResult:
+    """The reward of one attempt under one of the eight variants. `marks`: what note-taking asks for.
+
+    Parts: format, answer, notes (note-taking), each 1 or 0, and entailment (the judge's probability, 0 where there is
+    no note, None where the variant does not reward it and nobody was asked), of every variant, whether it rewards them
+    or not. Measures em, f1, answered, searches.
+    UserError for an unknown variant or marks, a probability outside [0, 1], and where the variant rewards EQR, there is
+    something to judge, and nobody has.
+    """
+    if variant not in NOTE_TAGS:
+        raise UserError(f"variant {variant!r} is unknown; choose one of {', '.join(NOTE_TAGS)}")
+    if marks not in ("both", "either"):
+        raise UserError(f"marks {marks!r} is unknown; choose both or either")
+    tag = NOTE_TAGS[variant]
+    answer = final_answer(attempt.pieces)
+    measures = answer_measures(answer, attempt.golds)
+    noted = notes(attempt.pieces, tag) if tag else []
+    parts = {
+        "format": float(_formatted(attempt.pieces, tag)),
+        "answer": float(measures["em"]),
+        "notes": float(_marked(noted, marks)),
+    }
+    rewarded = variant.endswith("+EQR")
+    entailment = _entailment(attempt, variant) if rewarded or attempt.entailment is not None else None
+    eqr = (entailment or 0.0) if rewarded else 0.0
+    if variant.startswith("SEN"):
+        base = parts["answer"] or CONSOLATION * parts["notes"]
+        reward = base + eqr if parts["format"] and base else 0.0
+    elif variant.startswith("FS"):
+        lucky = variant == "FS+SR" and answer is not None and attempt.chance < CHANCE_OF_CONSOLATION
+        reward = (parts["answer"] or CONSOLATION * lucky) + eqr if noted else 0.0
+    else:
+        reward = parts["answer"]
+    measures["searches"] = len(valid_searches(attempt.pieces))
+    return RewardResult(reward, {**parts, "entailment": entailment, **measures}, answer)
+
+
+def evinote_claims(attempt: Attempt, tag: str = "summary") -> list[tuple[str, str]]:
+    """What an entailment judge is asked: (the last note, "<gold> is the answer to '<question>'") for each gold.
+
+    Empty where there is no note. Golds that normalise to nothing match nothing here either, and are left out. The note
+    is passed whole: how much of it a judge can read is the judge's business.
+    """
+    noted = notes(attempt.pieces, tag)
+    if not noted:
+        return []
+    golds = [gold for gold in attempt.golds if normalize_answer(gold)]
+    return [(noted[-1], f"{gold} is the answer to '{attempt.question}'") for gold in golds]
+
+
+def notes(pieces: Sequence[Piece], tag: str = "summary") -> list[str]:
+    """The closed notes with text in them that the policy wrote before the end of its final answer, in order."""
+    return [block.text for block in blocks(up_to_answer(pieces), tag) if block.text]
+
+
+def has_mark(note: str, mark: str) -> bool:
+    """Whether a note carries `mark`, "*" or "-": as the marker of a list item, or as a pair around text in one line."""
+    return any(_is_item(line, mark) or _holds_pair(line, mark) for line in note.splitlines())
+
+
+def _formatted(pieces: Sequence[Piece], tag: str | None) -> bool:
+    names = outline(pieces, ("think", "search", "answer", *([tag] if tag else [])), retrieved="information")
+    note = f"{tag} " if tag else ""
+    turns = re.compile(rf"(?:(?:think )?search information {note})+(?:think )?answer ")
+    if names is None or not turns.fullmatch("".join(f"{name} " for name in names)):
+        return False
+    return tag is None or all(block.text for block in blocks(pieces, tag))
+
+
+def _marked(noted: Sequence[str], marks: Marks) -> bool:
+    carried = [any(has_mark(note, mark) for note in noted) for mark in "*-"]
+    return all(carried) if marks == "both" else any(carried)
+
+
+def _entailment(attempt: Attempt, variant: Variant) -> float:
+    tag = NOTE_TAGS[variant]
+    if tag is None or not evinote_claims(attempt, tag):
+        return 0.0
+    if attempt.entailment is None:
+        raise UserError(
+            f"EviNote's variant {variant} rewards entailment, and no judge has given a probability; give a judge, "
+            "an entailment with each transcript, or a variant without EQR"
+        )
+    if not 0 <= attempt.entailment <= 1:
+        raise UserError(f"entailment {attempt.entailment} is no probability; give a number from 0 to 1")
+    return float(attempt.entailment)
+
+
+def _is_item(line: str, mark: str) -> bool:
+    """`* text`: the mark begins the line, white space divides it from the text, and there is a word."""
+    line = line.lstrip()
+    return line[:1] == mark and line[1:2].isspace() and any(map(_is_word, line))
+
+
+def _holds_pair(line: str, mark: str) -> bool:
+    """Somewhere a run of marks opens (no word before it, text right after) and a later one closes (text right before
+    it, no word after)."""
+    opened = False
+    for begin, end in _runs(line, mark):
+        before, after = line[begin - 1 : begin], line[end : end + 1]
+        if opened and before and not before.isspace() and not _is_word(after):
+            return True
+        opened = opened or (bool(after) and not after.isspace() and not _is_word(before))
+    return False
+
+
+def _runs(line: str, mark: str) -> Iterator[tuple[int, int]]:
+    return (match.span() for match in re.finditer(re.escape(mark) + "+", line))
+
+
+def _is_word(character: str) -> bool:
+    return character.isalnum() or character == "_"

@@ -1,0 +1,122 @@
+"""`thresher study systems`: the runs it makes, what it refuses, and what it tells of them. Training itself is tested
+elsewhere; here runs are made up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thresher.bench.studies.systems import (
+    CLAIMS,
+    SYSTEMS,
+    Case,
+    check_folder,
+    make_cases,
+    markdown,
+    measure,
+    summary_of,
+    world_stages,
+)
+from thresher.bench.studies.systems_plot import draw_curves
+from thresher.cli.main import build_parser, run
+from thresher.engine.config.recipe import Data, Retrieval, System
+from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
+from thresher.engine.systems import load_system
+from thresher.rewards.errors import UserError
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> list[Case]:
+    (tmp_path / "world").mkdir()
+    return make_cases(tmp_path, SYSTEMS, [0, 1], {0}, ["run.steps=3"])
+
+
+def test_every_system_gets_its_runs_and_its_own_world(cases: list[Case]) -> None:
+    assert [(case.system, case.seed, case.control) for case in cases[:3]] == [
+        ("search_r1", 0, False),
+        ("search_r1", 0, True),
+        ("search_r1", 1, False),
+    ]
+    assert len(cases) == 3 * len(SYSTEMS) and len({case.folder for case in cases}) == len(cases)
+    for case in cases:
+        recipe, given = case.recipe, case.system in GIVEN
+        section = recipe.need(System)
+        assert section.name == case.system and recipe.run.steps == 3 and recipe.run.seed == case.seed
+        assert recipe.grpo.shuffle_rewards == case.control
+        assert (recipe.need(Retrieval).index is None) == given == load_system(case.system, {}).given_passages
+        assert Path(recipe.need(Data).train).name == ("given_train.jsonl" if given else "train.jsonl")
+        assert recipe.need(Retrieval).passage_format == (GIVEN_FORMAT if given else " {text}")
+        template = Path(section.template or "").read_text()
+        assert template.startswith(f"{case.system}\n") and ("{passages}" in template) == given
+    # Two runs of a system differ in seed or shuffling, and in nothing else.
+    first, control, other = cases[:3]
+    assert first.recipe.differences(control.recipe) == ["grpo.shuffle_rewards is false, not true"]
+    assert first.recipe.differences(other.recipe) == ["run.seed is 0, not 1"]
+
+
+def test_the_worlds_commands_are_commands(tmp_path: Path) -> None:
+    stages = world_stages(tmp_path)
+    assert [stage[0] for stage in stages] == ["data", "init", "index", "sft", "sft"]
+    for stage in stages:
+        assert build_parser().parse_args(stage).out == stage[stage.index("--out") + 1]
+    # What one writes, the next reads.
+    assert f"model.path={stages[3][-1]}" in stages[4] and f"model.path={stages[1][-1]}" in stages[3]
+
+
+def test_another_setting_in_the_folder_is_refused(cases: list[Case]) -> None:
+    case, other = cases[0], cases[1]
+    case.folder.mkdir(parents=True)
+    case.recipe.write(case.folder / "recipe.toml")
+    check_folder(case)
+    other.recipe.write(case.folder / "recipe.toml")
+    with pytest.raises(UserError, match=r"a study with other settings \(grpo.shuffle_rewards is true, not false\)"):
+        check_folder(case)
+
+
+def test_an_unknown_system_and_a_file_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["study", "systems", "--out", str(tmp_path / "s"), "--system", "lear"]) == 2
+    assert "--system lear: the invented world has no form of it; choose of search_r1" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+    (tmp_path / "file").write_text("")
+    assert run(["study", "systems", "--out", str(tmp_path / "file")]) == 2
+
+
+def records_of(case: Case) -> list[dict[str, Any]]:
+    """Made-up metrics: everything rises by the step, but not in a control."""
+    key = CLAIMS[case.system][0]
+
+    def at(step: int) -> dict[str, Any]:
+        value = 0.1 if case.control else 0.1 * (1 + step)
+        found: dict[str, Any] = {
+            "reward": value,
+            "em": value,
+            "f1": value,
+            "parts": {"relevance": value, "format": value},
+        }
+        return found if key in found["parts"] else found | {key: value}
+
+    return [{"step": step, "eval": at(step)} if step % 2 == 0 else {"step": step, "em": 0.0} for step in range(5)]
+
+
+def test_rows_table_and_picture(cases: list[Case], tmp_path: Path) -> None:
+    records = {case.name: records_of(case) for case in cases}
+    for case in cases:
+        case.folder.mkdir(parents=True)
+        (case.folder / "summary.json").write_text(json.dumps({"seconds": 10.0 + case.seed}))
+    rows = [summary_of(case, records[case.name]) for case in cases]
+    arena = next(row for row in rows if row["name"] == "arena seed 1")
+    assert (arena["em_before"], arena["relevance_before"]) == (0.1, 0.1)
+    assert (arena["em_after"], arena["relevance_after"]) == (pytest.approx(0.5), pytest.approx(0.5))
+    text = markdown(rows)
+    assert len(text.splitlines()) == 2 + 2 * len(SYSTEMS)
+    assert "| arena | 2 | 0.100 → 0.500 | 0.100 → 0.500 | 0.500, 0.500 | relevance 0.100 → 0.500 | 10 |" in text
+    assert "| arena, shuffled rewards | 1 | 0.100 → 0.100 |" in text
+    draw_curves(rows, records, CLAIMS, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_measure_is_looked_for_in_two_places() -> None:
+    assert measure({"em": 1.0, "parts": {"em": 0.5}}, "em") == 1.0
+    assert measure({"parts": {"relevance": 0.5}}, "relevance") == 0.5
+    assert measure({"parts": {}}, "compression") is None

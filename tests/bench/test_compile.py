@@ -1,0 +1,377 @@
+"""`thresher bench compile`: the loss's kernels neither spill nor outgrow a GPU, and a kernel that did would be caught.
+
+Kernels are compiled by the command in processes of its own, since here they may be interpreted ones. Each is run once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("triton")
+
+from thresher.bench import compile as bench
+from thresher.cli import main as cli
+from thresher.kernels.specialise import Specialisation
+
+TOYS = '''
+"""Kernels of which each has one thing wrong with it, or none."""
+import triton
+import triton.language as tl
+
+from thresher.kernels.specialise import Specialisation
+
+
+@triton.jit
+def double(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) * 2.0, mask=i < n)
+
+
+@triton.jit
+def centre(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    tl.store(x_ptr + i, x - tl.sum(x, 0))
+
+
+@triton.jit
+def conjure(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    x = tl.inline_asm_elementwise("conjure.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    tl.store(x_ptr + i, x)
+
+
+@triton.jit
+def multiply(x_ptr, w_ptr, y_ptr, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+    row, column, depth = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, 64)
+    y = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, H, 64):
+        x = tl.load(x_ptr + row[:, None] * H + depth[None, :] + start)
+        w = tl.load(w_ptr + column[None, :] * H + depth[:, None] + start)
+        y = tl.dot(x, w, y, input_precision="ieee" if EXACT else "tf32")
+    tl.store(y_ptr + row[:, None] * COLUMNS + column[None, :], y)
+
+
+def rows(name, kernel, block, **more):
+    signature = {"x_ptr": "*fp32", "n": "i32"}
+    return Specialisation(
+        name=name, kernel=kernel, signature=signature, constants={"BLOCK": block}, aligned=("x_ptr",), **more
+    )
+
+
+def product(name, dtype, rows, columns, **more):
+    pointers = ("x_ptr", "w_ptr", "y_ptr")
+    return Specialisation(
+        name=name, kernel=multiply, signature=dict.fromkeys(pointers, dtype) | {"y_ptr": "*fp32"}, aligned=pointers,
+        constants={"H": 896, "ROWS": rows, "COLUMNS": columns, "EXACT": dtype == "*bf16"}, **more,
+    )
+
+
+def specialisations():
+    return (
+        rows("sound", double, 1024),
+        product("sound product", "*bf16", 64, 128, tensor_cores=True),
+        rows("spilling", centre, 32768),  # 256 values a thread, which has 255 registers
+        product("sprawling", "*bf16", 64, 128, tensor_cores=True, num_stages=12),
+        product("inexact", "*fp32", 64, 32),
+        rows("elsewhere", double, 256, capabilities=(90,)),
+        rows("plain", double, 512, tensor_cores=True),
+        rows("refused", conjure, 128),
+    )
+'''
+
+
+class Run(NamedTuple):
+    status: int
+    said: str
+    complaint: str
+    rows: dict[tuple[str, str], Any]  # (kernel, target) -> row
+    left_in_cache: list[Path]
+
+
+def run(folder: Path, *arguments: str) -> Run:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache"), "COLUMNS": "80"}
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "thresher.cli", "bench", "compile"]
+    done = subprocess.run(
+        [*command, "--out", str(folder / "rows.jsonl"), *arguments], capture_output=True, text=True, env=environment
+    )
+    written = folder / "rows.jsonl"
+    rows = [json.loads(line) for line in written.read_text("utf-8").splitlines()] if written.exists() else []
+    left = list((folder / "cache").rglob("*.cubin"))
+    return Run(done.returncode, done.stdout, done.stderr, {(r["kernel"], r["target"]): r for r in rows}, left)
+
+
+@pytest.fixture(scope="module")
+def loss(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The command as it is: both targets, the loss's modules."""
+    return run(tmp_path_factory.mktemp("loss"))
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("toys")
+    (folder / "toys.py").write_text(TOYS)
+    return run(folder, "--module", "toys")
+
+
+def test_no_kernel_of_the_loss_is_at_fault(loss: Run) -> None:
+    assert (loss.status, loss.complaint) == (0, "")
+    assert [row["faults"] for row in loss.rows.values() if row["faults"]] == []
+    spilled = {key: row["figures"]["stack"] + row["figures"]["spill_stores"] for key, row in loss.rows.items()}
+    assert spilled == dict.fromkeys(spilled, 0)
+
+
+def listed() -> dict[tuple[str, str], Specialisation]:
+    """What the loss's modules list: (kernel, target) -> specialisation; the pair must tell two apart."""
+    entries = [entry for module in bench.KERNEL_MODULES for entry in import_module(module).specialisations()]
+    pairs = [
+        ((entry.name, target.name), entry)
+        for entry in entries
+        for target in bench.TARGETS.values()
+        if target.capability in entry.capabilities
+    ]
+    assert len(dict(pairs)) == len(pairs) > 4
+    return dict(pairs)
+
+
+def test_every_listed_specialisation_has_a_row_for_each_of_its_targets_and_is_in_the_table(loss: Run) -> None:
+    assert set(loss.rows) == set(listed())
+    table = [line.split() for line in loss.said.splitlines()]
+    for (_, target), row in loss.rows.items():
+        cells = [target, row["num_warps"], row["figures"]["registers"]]
+        assert any(line[at : at + 3] == [str(cell) for cell in cells] for line in table for at in range(len(line)))
+
+
+def test_matrix_instructions_are_where_they_are_meant_to_be_and_nowhere_else(loss: Run) -> None:
+    found = {key: row["figures"]["matrix"] for key, row in loss.rows.items()}
+    expected = {key: [bench.TARGETS[key[1]].matrix] if entry.tensor_cores else [] for key, entry in listed().items()}
+    assert found == expected
+    assert any(found.values())
+
+
+def test_a_row_says_what_was_compiled_by_what(loss: Run) -> None:
+    row = next(iter(loss.rows.values()))
+    assert row["bench"] == "compile" and row["module"] == bench.KERNEL_MODULES[0]
+    assert row["triton"] == bench.package_version("triton") and {"at", "commit", "machine", "torch"} <= row.keys()
+    assert row["constants"] and row["num_warps"] and row["num_stages"]
+
+
+def test_nothing_is_left_in_the_cache(loss: Run, toys: Run) -> None:
+    """Nor taken from it: a kernel that is found there leaves no protocol to read."""
+    assert loss.left_in_cache == toys.left_in_cache == []
+
+
+def test_what_is_sound_passes(toys: Run) -> None:
+    for target, instruction in (("sm_80", "mma"), ("sm_90", "wgmma")):
+        row = toys.rows["sound product", target]
+        assert row["faults"] == [] and row["figures"]["matrix"] == [instruction]
+        assert row["figures"]["threads"] == 128 and row["figures"]["dynamic_shared"] >= (64 + 128) * 64 * 2
+        assert toys.rows["sound", target]["faults"] == [] and toys.rows["sound", target]["figures"]["matrix"] == []
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [
+        ("spilling", "spills (a thread stores "),
+        ("sprawling", " bytes of shared memory a block, and there are "),
+        ("inexact", "instructions where products are meant to be exact"),
+        ("plain", "instruction and is meant to"),
+    ],
+)
+def test_what_is_wrong_is_found_and_named(toys: Run, kernel: str, fault: str, target: str) -> None:
+    row = toys.rows[kernel, target]
+    assert fault in row["faults"][0]
+    assert f"{kernel} for {target} {row['faults'][0]}" in toys.complaint
+
+
+def test_a_kernel_is_compiled_only_for_the_gpus_that_it_is_launched_on(toys: Run) -> None:
+    assert ("elsewhere", "sm_90") in toys.rows and ("elsewhere", "sm_80") not in toys.rows
+
+
+def test_a_fault_is_status_1_and_one_line(toys: Run) -> None:
+    assert toys.status == 1
+    assert toys.complaint.startswith("thresher: ") and toys.complaint.count("\n") == 1
+    assert "sound" not in toys.complaint
+
+
+def test_a_spill_is_counted(toys: Run) -> None:
+    for target in ("sm_80", "sm_90"):
+        found = toys.rows["spilling", target]["figures"]
+        assert min(found["stack"], found["spill_stores"], found["spill_loads"]) > 0
+
+
+def test_too_much_shared_memory_leaves_room_for_no_block(toys: Run) -> None:
+    for target in ("sm_80", "sm_90"):
+        row = toys.rows["sprawling", target]
+        assert row["figures"]["dynamic_shared"] > bench.TARGETS[target].shared_per_block
+        assert row["blocks_per_sm"] == 0
+
+
+def test_what_ptxas_refuses_is_a_row_without_figures(toys: Run) -> None:
+    row = toys.rows["refused", "sm_90"]
+    assert row["figures"] is None and row["blocks_per_sm"] is None
+    assert row["faults"] == ["does not compile: error: Not a name of any known instruction: 'conjure'"]
+    assert "Generated by LLVM" not in toys.said  # Triton prints the whole PTX when ptxas fails
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (
+            "PTXAS error: failed\n`ptxas` stderr:\nptxas fatal   : (C7602) Insufficient registers (64).\nmore",
+            "fatal: (C7602) Insufficient registers (64)",
+        ),
+        ("PTXAS error: x\nptxas-blackwell a.ptx, line 8; error   : Not a name", "error: Not a name"),
+        ("`ptxas` raised SIGSEGV\nRepro command: ptxas", "`ptxas` raised SIGSEGV"),
+    ],
+)
+def test_the_complaint_is_what_ptxas_says_first(message: str, complaint: str) -> None:
+    assert bench.ptxas_complaint(message) == complaint
+
+
+OLD = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'f' for 'sm_80'
+ptxas info    : Function properties for f
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 64 bytes smem, 400 bytes cmem[0]
+"""
+NEW = """ptxas-blackwell info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due \
+to insufficient register resources for the wgmma pipeline in the function 'f' in line 683
+ptxas-blackwell info    : Function properties for f
+    1032 bytes stack frame, 2080 bytes spill stores, 1776 bytes spill loads
+ptxas-blackwell info    : Function properties for callee
+    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
+ptxas-blackwell info    : Used 255 registers, used 1 barriers, 1040 bytes cumulative stack size
+"""
+
+
+def test_the_protocols_of_both_assemblers_are_read() -> None:
+    """Triton 3.9 compiles for sm_90 with another ptxas than for sm_80, 3.6 and 3.7 with one for both."""
+    plain = bench.read_figures(OLD, ".reqntid 256\n mma.sync.aligned.m16n8k16", 65536)
+    assert (plain.registers, plain.stack, plain.threads, plain.matrix) == (128, 0, 256, ("mma",))
+    assert (plain.static_shared, plain.dynamic_shared, plain.shared) == (64, 65536, 65600)
+    assert not plain.wgmma_serialised
+    spilled = bench.read_figures(NEW, ".reqntid 256\n wgmma.mma_async.sync.aligned.m64n256k16", 0)
+    assert (spilled.spill_stores, spilled.spill_loads, spilled.stack) == (2084, 1780, 1040)
+    assert spilled.matrix == ("wgmma",) and spilled.wgmma_serialised
+    assert bench.faults(spilled, bench.TARGETS["sm_90"], True) == (
+        "spills (a thread stores 2,084 bytes, loads 1,780, keeps 1,040 on the stack)",
+        "has its wgmma instructions serialised",
+    )
+    with pytest.raises(RuntimeError, match="has its wording changed"):
+        bench.read_figures("ptxas info: all is well", ".reqntid 32", 0)
+
+
+def figures(registers: int, threads: int, shared: int) -> bench.Figures:
+    return bench.Figures(
+        registers=registers,
+        stack=0,
+        spill_stores=0,
+        spill_loads=0,
+        static_shared=shared % 1024,
+        dynamic_shared=shared - shared % 1024,
+        threads=threads,
+        matrix=(),
+        wgmma_serialised=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "kib", "on_80", "on_90"),
+    [
+        (32, 256, 0, 8, 8),  # as many threads as there may be
+        (16, 32, 0, 32, 32),  # as many blocks
+        (128, 256, 0, 2, 2),
+        (129, 256, 0, 1, 1),  # 136 are allocated
+        (168, 128, 0, 3, 3),  # 12 warps, and not the 65,536 // 21,504 of a file without quarters
+        (216, 32, 0, 8, 8),  # 2 a scheduler; 9 would fit an undivided file
+        (255, 128, 0, 2, 2),
+        (32, 128, 64, 2, 3),
+        (32, 128, 81, 2, 2),  # with the driver's KiB exactly half of 164
+        (32, 128, 113, 1, 2),  # and of 228
+        (32, 128, 114, 1, 1),
+        (32, 128, 163, 1, 1),
+        (32, 128, 164, 0, 1),
+        (32, 128, 227, 0, 1),
+        (32, 128, 227.5, 0, 0),
+    ],
+)
+def test_blocks_per_multiprocessor(registers: int, threads: int, kib: float, on_80: int, on_90: int) -> None:
+    taken = figures(registers, threads, int(kib * 1024))
+    assert [bench.blocks_per_sm(taken, bench.TARGETS[name]) for name in ("sm_80", "sm_90")] == [on_80, on_90]
+
+
+class Kernel:
+    """As much of a jitted function as `check` looks at."""
+
+    arg_names = ("x_ptr", "n", "BLOCK")
+
+
+@pytest.mark.parametrize(
+    ("signature", "constants", "aligned", "wrong"),
+    [
+        ({"x_ptr": "*fp32"}, {"BLOCK": 4}, (), "n"),
+        ({"x_ptr": "*fp32", "n": "i32", "m": "i32"}, {"BLOCK": 4}, (), "m"),
+        ({"x_ptr": "*fp32", "n": "i32"}, {"BLOCK": 4, "n": 1}, (), "n"),
+        ({"x_ptr": "*fp32", "n": "i32"}, {"BLOCK": 4}, ("y_ptr",), "y_ptr"),
+    ],
+)
+def test_a_list_that_does_not_match_its_kernel_is_named(
+    signature: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...], wrong: str
+) -> None:
+    entry = Specialisation(name="toy", kernel=Kernel(), signature=signature, constants=constants, aligned=aligned)
+    with pytest.raises(ValueError, match=f"^specialisation toy: {wrong}: expected every argument of the kernel "):
+        bench.check(entry)
+
+
+def test_the_command_line_offers_every_target_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [word for name in bench.TARGETS for word in ("--target", name)]
+    assert cli.build_parser().parse_args(["bench", "compile", *chosen]).target == list(bench.TARGETS)
+    with pytest.raises(SystemExit):
+        cli.run(["bench", "compile", "--target", "sm_70"])
+    assert f"choose from {', '.join(map(repr, bench.TARGETS))}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--module", "no.such"], "--module no.such: there is no such module"),
+        (["--module", "thresher.kernels.none"], "--module thresher.kernels.none: there is no such module"),
+        (["--module", "json"], "--module json: expected a module with a function specialisations()"),
+    ],
+)
+def test_a_module_that_cannot_be_meant_is_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert cli.run(["bench", "compile", *arguments]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"thresher: {message}") and complaint.count("\n") == 1
+
+
+def test_under_the_interpreter_the_command_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert cli.run(["bench", "compile"]) == 2
+    assert capsys.readouterr().err == (
+        "thresher: TRITON_INTERPRET is 1, under which Triton interprets kernels and cannot compile them: "
+        "unset it and run again\n"
+    )
+
+
+def test_without_triton_the_command_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    assert cli.run(["bench", "compile"]) == 2
+    assert capsys.readouterr().err.startswith("thresher: Triton is not installed")

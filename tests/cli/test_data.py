@@ -1,0 +1,85 @@
+"""`thresher data convert`, `check` and `show`, as a person types them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thresher.cli import main as cli
+from thresher.retrieval.questions import read_questions
+
+NQ = '{"question": "who?", "answer": ["Ann", "Anna"]}\n{"question": "when?", "answer": []}\n'
+HOTPOT = [
+    {
+        "_id": f"h{number}",
+        "question": f"h {number}?",
+        "answer": "yes",
+        "supporting_facts": [["One", 0]],
+        "context": [["One", ["1."]], ["Two", [f"{number}."]]],
+    }
+    for number in range(4)
+]
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
+    """say(*words) -> status, what was printed, what was complained of; run beside the two files."""
+    monkeypatch.chdir(tmp_path)
+    Path("nq.jsonl").write_text(NQ)
+    Path("hotpot.json").write_text(json.dumps(HOTPOT))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = cli.run(["data", *words])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def test_convert_check_and_show(say: Say) -> None:
+    mix = ("--mix", "nq=nq.jsonl", "hotpot=hotpot.json:3", "--seed", "1")
+    status, printed, _ = say("convert", *mix, "--out", "out.jsonl.gz", "--corpus", "c.jsonl", "--skipped", "s.jsonl")
+    figures = json.loads(printed.splitlines()[-1])
+    assert status == 0 and figures["questions"] == 4
+    assert "nq: skipped, no gold answer" in printed
+    assert [source["format"] for source in figures["sources"]] == ["nq-open", "hotpotqa"]
+    assert len(Path("s.jsonl").read_text().splitlines()) == 1
+    questions = {question.id: question for question in read_questions("out.jsonl.gz")}
+    assert questions["nq/0"].golds == ("Ann", "Anna") and len(questions) == 4
+    assert len(Path("c.jsonl").read_text().splitlines()) == 1 + 3
+
+    status, printed, _ = say("check", "out.jsonl.gz")
+    assert status == 0 and json.loads(printed.splitlines()[-1])["questions with gold indices"] == 3
+
+    status, printed, _ = say("show", "out.jsonl.gz", "--id", "nq/0")
+    assert status == 0 and "golds     Ann\n" in printed and "passages" not in printed
+    status, printed, _ = say("show", "hotpot.json", "--n", "2")
+    assert status == 0 and printed.startswith("hotpot.json, read as hotpotqa\n")
+    assert printed.count("*  1  [") == 2 and "h2" not in printed
+    assert "nq.jsonl:2: skipped, no gold answer" in say("show", "nq.jsonl")[1]
+
+
+def test_convert_takes_the_first_of_several_files(say: Say) -> None:
+    assert say("convert", "--in", "hotpot.json", "hotpot.json", "--limit", "2", "--out", "out.jsonl")[0] == 0
+    assert [question.id for question in read_questions("out.jsonl")] == ["h0", "h1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("convert", "--in", "hotpot.json", "--format", "musique", "--out", "o.jsonl"), "looks like HotpotQA as its"),
+        (("convert", "--in", "absent.json", "--out", "o.jsonl"), "absent.json: no such file"),
+        (("convert", "--mix", "nq=nq.jsonl", "--limit", "3", "--out", "o.jsonl"), "--limit is for --in"),
+        (("convert", "--mix", "nq.jsonl", "--out", "o.jsonl"), "expected NAME=FILE or NAME=FILE:COUNT"),
+        (("check", "hotpot.json"), "turn it into our records first, with thresher data convert"),
+        (("check", "nq.jsonl"), 'nq.jsonl:2: "answer" is an empty list'),
+        (("show", "nq.jsonl", "--id", "9"), "nq.jsonl: no question with the id '9'"),
+        (("show", "nq.jsonl", "--format", "x"), "unknown format 'x'"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(say: Say, words: tuple[str, ...], told: str) -> None:
+    status, _, complaint = say(*words)
+    assert status == 2 and told in complaint and complaint.count("\n") == 1
+    assert complaint.startswith("thresher: ") and not Path("o.jsonl").exists()

@@ -1,0 +1,348 @@
+"""Commands on files: what they make, and that whatever is wrong with a file, a folder or a recipe ends in one sentence
+and leaves everything as it was."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.cli import main as cli
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 999,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 100.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart"]
+RECIPE = """
+[model]
+path = "{folder}/model"
+[data]
+train = "{folder}/questions.jsonl"
+dev = "{folder}/questions.jsonl"
+[retrieval]
+index = "{folder}/index"
+k = 2
+passage_format = "{{text}}"
+[system]
+name = "search_r1"
+template = "{folder}/prompt.txt"
+[rollout]
+group_size = 2
+questions_per_step = 2
+max_turns = 2
+max_turn_tokens = 6
+max_context = 96
+max_running = 4
+[run]
+steps = 1
+[sft]
+transcripts = "{folder}/transcripts.jsonl"
+steps = 2
+batch_size = 2
+"""
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything a run needs, made by the commands themselves."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    facts = [{"id": name, "title": name, "text": f"{name} lives."} for name in NAMES]
+    corpus = write(folder / "corpus.jsonl", *facts)
+    asked = [{"id": name, "question": f"Who is {name}?", "golden_answers": [name]} for name in NAMES]
+    write(folder / "questions.jsonl", *asked)
+    said = [{"question": f"Who is {name}?", "segments": [{"source": "policy", "text": name}]} for name in NAMES]
+    write(folder / "transcripts.jsonl", *said)
+    (folder / "prompt.txt").write_text("Q: {question}\n")
+    (folder / "recipe.toml").write_text(RECIPE.format(folder=folder))
+    init = ["init", "--config", str(folder / "config.json"), "--train-tokenizer", str(corpus), "--vocab-size", "300"]
+    assert cli.run([*init, "--out", str(folder / "model")]) == 0
+    assert cli.run(["index", "build", "--corpus", str(corpus), "--out", str(folder / "index")]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it all, to be damaged at will; the recipe names the copy."""
+    folder = shutil.copytree(finished, tmp_path / "here")
+    (folder / "recipe.toml").write_text(RECIPE.format(folder=folder))
+    return folder
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()} | {
+        str(path.relative_to(folder)): b"" for path in folder.rglob("*") if path.is_dir()
+    }
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refused(*arguments) -> the sentence, once status and folder are as they should be."""
+
+    def refuse(*arguments: str) -> str:
+        before = tree(here)
+        capsys.readouterr()
+        assert cli.run(list(arguments)) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("thresher: ") and message.endswith("\n") and message.count("\n") == 1
+        assert "Traceback" not in message
+        assert tree(here) == before
+        return message.removeprefix("thresher: ").rstrip()
+
+    return refuse
+
+
+def commands(here: Path) -> dict[str, list[str]]:
+    """The three that read a recipe, each into a folder that is not there yet."""
+    return {name: [name, str(here / "recipe.toml"), "--out", str(here / "out")] for name in ("train", "eval", "sft")}
+
+
+def test_the_commands_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["sft", str(here / "recipe.toml"), "--out", str(here / "warm")]) == 0
+    warm = ["--set", f"model.path={here / 'warm'}"]
+    assert cli.run(["train", str(here / "recipe.toml"), *warm, "--out", str(here / "run"), "--device", "cpu"]) == 0
+    assert cli.run(["eval", str(here / "recipe.toml"), *warm, "--limit", "3", "--out", str(here / "answers")]) == 0
+    assert json.loads((here / "warm" / "sft.json").read_text())["steps"] == 2
+    assert (here / "run" / "summary.json").exists() and str(here / "warm") in (here / "run" / "recipe.toml").read_text()
+    metrics = json.loads((here / "answers" / "metrics.json").read_text())
+    assert metrics["questions"] == 3 and metrics["temperature"] == 0.0
+    lines = (here / "answers" / "trajectories.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == NAMES[:3]
+    told = capsys.readouterr().out
+    for part in ("sft: 3 transcripts to train on, 1 held out", "train: 1 steps of 2 questions x 2 samples", "│ em "):
+        assert part in told
+    # What was sampled can be scored, and searched for.
+    score = ["score", "--system", "search_r1", "--transcripts", str(here / "answers" / "trajectories.jsonl")]
+    assert cli.run([*score, "--out", str(here / "scores.jsonl")]) == 0
+    ask = ["--index", str(here / "index"), "--queries", str(here / "questions.jsonl")]
+    assert cli.run(["index", "search", *ask, "--k", "1", "--out", str(here / "hits.jsonl")]) == 0
+    hits = [json.loads(line) for line in (here / "hits.jsonl").read_text().splitlines()]
+    assert [(entry["id"], entry["hits"][0]["id"]) for entry in hits] == [(name, name) for name in NAMES]
+
+
+def test_a_run_that_is_there_can_be_resumed(here: Path) -> None:
+    train = [*commands(here)["train"], "--set", "optim.warmup_ratio=0"]
+    assert cli.run(train) == 0
+    assert cli.run([*train, "--resume", "--set", "run.steps=2"]) == 0
+    assert json.loads((here / "out" / "summary.json").read_text())["steps"] == 2
+
+
+# what is wrong with a model
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def enlarge(here: Path) -> None:
+    """A tokenizer with more tokens than the model has columns."""
+    texts = [{"text": f"{a}{b}{c}" * 3} for a in "abcde" for b in "fghij" for c in "klmno"]
+    write(here / "texts.jsonl", *texts)
+    made = ["init", "--config", str(here / "config.json"), "--train-tokenizer", str(here / "texts.jsonl")]
+    assert cli.run([*made, "--out", str(here / "larger")]) == 0
+    shutil.copy(here / "larger" / "tokenizer.json", here / "model" / "tokenizer.json")
+
+
+MODELS: list[tuple[Callable[[Path], None], str]] = [
+    (lambda here: truncate(here / "model/model.safetensors"), "model.safetensors: "),
+    (lambda here: (here / "model/model.safetensors").unlink(), "model: "),
+    (
+        lambda here: edit(here / "model/config.json", intermediate_size=32),
+        "has shape [16, 24], the config asks for [16, 32]",
+    ),
+    (lambda here: edit(here / "model/config.json", num_hidden_layers=2), "model.layers.1."),
+    (lambda here: edit(here / "model/config.json", model_type="llama"), "config.json: model_type is"),
+    (lambda here: (here / "model/config.json").write_text("{"), "config.json: line 1 is not valid JSON"),
+    (lambda here: truncate(here / "model/tokenizer.json"), "tokenizer.json: "),
+    (enlarge, "the model's head only"),
+    (lambda here: shutil.rmtree(here / "model"), "model"),
+]
+
+
+@pytest.mark.parametrize(("damage", "told"), MODELS)
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+def test_a_damaged_model(
+    here: Path, refused: Callable[..., str], damage: Callable[[Path], None], told: str, command: str
+) -> None:
+    damage(here)
+    assert told in refused(*commands(here)[command])
+
+
+# what is wrong with questions, corpus, transcripts and index
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "questions.jsonl:3: not valid JSON at column 2"),
+        ('{"question": "Who?"}', "questions.jsonl:3: no gold answer"),
+        ('{"golden_answers": ["x"]}', 'questions.jsonl:3: no "question"'),
+        (
+            '{"id": "Anna Bell", "question": "Who?", "answer": "x"}',
+            "questions.jsonl:3: the id 'Anna Bell' was used before",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "eval", "eval --questions"])
+def test_a_malformed_question(here: Path, refused: Callable[..., str], command: str, line: str, told: str) -> None:
+    lines = (here / "questions.jsonl").read_text().splitlines()
+    (here / "questions.jsonl").write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    questions = ["--questions", str(here / "questions.jsonl")] if command.endswith("questions") else []
+    assert told in refused(*commands(here)[command.split()[0]], *questions)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"title": "a", "text": "b"}\n{"title": "a"}\n', 'corpus.jsonl:2: no "text"'),
+        ('{"title": "a", "text": "b"}\n\n{"text": "b",}\n', "corpus.jsonl:3: not valid JSON"),
+        ("", "corpus.jsonl: holds no passages"),
+        ("\n\n", "corpus.jsonl: holds no passages"),
+        ('{"id": "1", "contents": "b"}\n{"id": 1, "contents": "c"}\n', "corpus.jsonl:2: the id '1' was used before"),
+    ],
+)
+def test_a_malformed_or_empty_corpus(here: Path, refused: Callable[..., str], content: str, told: str) -> None:
+    (here / "corpus.jsonl").write_text(content)
+    build = ["index", "build", "--corpus", str(here / "corpus.jsonl"), "--out", str(here / "other")]
+    assert told in refused(*build)
+    # And an index of what the file held before is no longer an index of it.
+    for command in ("train", "eval"):
+        message = refused(*commands(here)[command])
+        assert told in message or "another corpus" in message
+
+
+def test_an_index_that_was_cut_short(here: Path, refused: Callable[..., str]) -> None:
+    truncate(here / "index/vectors.npy")
+    for command in ("train", "eval"):
+        assert "vectors.npy: expected" in refused(*commands(here)[command])
+
+
+def test_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None:
+    with (here / "transcripts.jsonl").open("a") as file:
+        file.write('{"question": "Who?", "segments": []}\n')
+    assert "transcripts.jsonl:5: expected" in refused(*commands(here)["sft"])
+
+
+# what is wrong with a recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("run.stepps=3", "--set run.stepps: unknown key; did you mean steps?"),
+        ("rnu.steps=3", "rnu: unknown key; did you mean run?"),
+        ("run.steps=many", "--set run.steps: expected an integer"),
+        ("steps", "--set steps: expected section.key=value"),
+        ("system.name=searchr1", "system 'searchr1' is unknown; did you mean search_r1?"),
+        ("system.options.substring=true", "substring: unknown key"),
+        ("model.prompt=chat", "has no chat template"),
+        ("rollout.max_context=4000", "rollout.max_context is 4000, but the model was made for 128 positions"),
+        ("rollout.max_context=10", "its prompt of"),
+        ("retrieval.k=5", "k is 5, but the corpus holds 4 passages"),
+        ("retrieval.index=nowhere", "nowhere: no such folder; build the index first"),
+        ("retrieval.url=http://127.0.0.1:8000", "expected either index, a folder, or url, a server, got both"),
+        ("system.template=nowhere.txt", "nowhere.txt: the prompt template cannot be read"),
+        ("system.template={here}/questions.jsonl", "a prompt template needs {question} exactly once, found 0"),
+        ("data.dev=nowhere.jsonl", "nowhere.jsonl: no such file"),
+        ("retrieval.passage_format={name}", "retrieval.passage_format"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_recipe_that_does_not_fit(
+    here: Path, refused: Callable[..., str], command: str, override: str, told: str
+) -> None:
+    override = override.replace("{here}", str(here))
+    assert told in refused(*commands(here)[command], "--set", override)
+
+
+def test_an_unknown_key_in_the_file(here: Path, refused: Callable[..., str]) -> None:
+    with (here / "recipe.toml").open("a") as file:
+        file.write("stepps = 3\n")
+    for arguments in commands(here).values():
+        message = refused(*arguments)
+        assert message == f"{here}/recipe.toml: [sft] stepps: unknown key; did you mean steps?"
+
+
+def test_a_recipe_that_is_not_there_or_lacks_what_is_needed(here: Path, refused: Callable[..., str]) -> None:
+    assert "none.toml: cannot be read" in refused("train", str(here / "none.toml"), "--out", str(here / "out"))
+    (here / "bare.toml").write_text(f'[model]\npath = "{here}/model"\n')
+    for command in ("train", "eval", "sft"):
+        assert "the recipe has no section [" in refused(command, str(here / "bare.toml"), "--out", str(here / "out"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there(here: Path, refused: Callable[..., str]) -> None:
+    for arguments in commands(here).values():
+        assert "model.device is cuda, but torch sees no CUDA device" in refused(*arguments, "--device", "cuda")
+
+
+# what is in the way
+
+
+def test_what_exists_is_left_alone(here: Path, refused: Callable[..., str]) -> None:
+    (here / "out").mkdir()
+    (here / "out" / "mine.txt").write_text("mine")
+    out = ["--out", str(here / "out")]
+    others = [
+        ["init", "--config", str(here / "config.json"), "--tokenizer", str(here / "model"), *out],
+        ["index", "build", "--corpus", str(here / "corpus.jsonl"), *out],
+        ["data", "invent", *out],
+        ["demo", *out],
+    ]
+    for arguments in [*commands(here).values(), *others]:
+        message = refused(*arguments)
+        assert message.startswith(f"{here}/out: ") and "exists already" in message
+
+
+def test_a_run_folder_of_another_recipe(here: Path, refused: Callable[..., str]) -> None:
+    train = commands(here)["train"]
+    assert cli.run(train) == 0
+    message = refused(*train, "--resume", "--set", "optim.lr=0.5")
+    assert "the run folder belongs to another recipe (optim.lr is 1e-06, not 0.5)" in message
+    assert "exists already; resume it, or choose another" in refused(*train)
+    other = ["train", str(here / "recipe.toml"), "--resume", "--out"]
+    assert "does not exist" in refused(*other, str(here / "none"))
+    assert "is not a run folder" in refused(*other, str(here / "model"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["data", "invent", "--out", "{file}/world"],
+        ["data", "invent", "--out", "{folder}/new", "--passage-format", "{{foo}}"],
+        ["data", "invent", "--out", "{folder}/new", "--passage-format", "nothing"],
+        ["serve-retriever", "--index", "{folder}", "--k", "200"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2] + arguments[-2:]),
+)
+def test_a_place_or_a_word_that_will_not_do_ends_in_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    status = cli.run([text.format(file=tmp_path / "file", folder=tmp_path) for text in arguments])
+    error = capfd.readouterr().err
+    assert status == 2 and error.startswith("thresher: ") and error.count("\n") == 1, error

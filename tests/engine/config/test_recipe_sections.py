@@ -1,0 +1,124 @@
+"""The sections of a recipe, and the recipes that come with Thresher: what a command needs, what a resumed run may
+change."""
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+import pytest
+from recipe_cases import FULL, refusal, writer
+
+from thresher.engine.config.recipe import MAY_CHANGE, Data, Model, Recipe, Retrieval, Run, Sft, System, load_recipe
+from thresher.engine.config.tables import Section, hints, section_in
+from thresher.rewards.errors import UserError
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    return writer(tmp_path)
+
+
+def test_searches_go_to_an_index_or_to_a_server(write: Any) -> None:
+    remote = load_recipe(write('[model]\npath = "m"\n[retrieval]\nurl = "http://h:1"\npatience = 0\n'))
+    section = remote.need(Retrieval)
+    assert (section.index, section.url, section.timeout, section.patience) == (None, "http://h:1", 60.0, 0.0)
+    message = refusal(write('[model]\npath = "m"\n[retrieval]\nindex = "i"\nurl = "u"\n'))
+    assert message == "r.toml: [retrieval] index: expected either index, a folder, or url, a server, got both"
+    moved = replace(remote, retrieval=replace(section, url="http://other:2", timeout=1.0, patience=2.0))
+    assert moved.digest() == remote.digest()
+    at_home = replace(remote, retrieval=Retrieval(index="i"))
+    assert remote.differences(at_home) == ['retrieval.index is unset, not "i"']
+    with pytest.raises(UserError, match=r"no section \[retrieval\], which .*; add it with index or url"):
+        Recipe(model=Model(path="m")).need(Retrieval)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.toml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_recipes_that_come_with_it(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert ((recipe.retrieval or Retrieval()).url is not None) == path.stem.endswith("-server")
+    folder = path.parent.name
+    assert recipe.need(System).name == {"demo": "eval_rar", "world": "search_r1"}.get(folder, folder)
+
+
+def test_need_names_the_missing_section() -> None:
+    recipe = Recipe(model=Model(path="m"), data=Data(train="q"))
+    assert recipe.need(Data).train == "q"
+    assert recipe.need(Run) == Run()
+    with pytest.raises(
+        UserError, match=re.escape("no section [sft], which this command needs; add it with transcripts or data")
+    ):
+        recipe.need(Sft)
+
+
+def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
+    recipe = load_recipe(write(FULL))
+    changed: dict[str, Any] = {
+        bool: lambda value: not value,
+        int: lambda value: value + 1,
+        float: lambda value: (value + 1) / 4,
+        str: lambda value: value + "x",
+        tuple: lambda value: (0.5, 0.5),
+        dict: lambda value: {**value, "more": 1},
+        NoneType: lambda value: None,
+    }
+    choices = {"dtype": "float32", "device": "cpu", "prompt": "raw", "kl_value": "k3", "schedule": "linear"}
+    choices |= {"format": "direct", "answer": "plain", "targets": ("q", "down"), "labels": ("no", "yes")}
+    seen, skipped = {recipe.digest()}, []
+    for name, hint in hints(Recipe).items():
+        section = getattr(recipe, name)
+        for key in hints(section_in(hint)):  # type: ignore[arg-type]
+            value = getattr(section, key)
+            new = choices[key] if key in choices else changed[type(value)](value)
+            if value is None or key in ("aggregation", "max_grad_norm"):  # inf, or bound to another field
+                skipped.append(key)
+                continue
+            other = replace(recipe, **{name: replace(section, **{key: new})})
+            dotted = f"{name}.{key}"
+            if dotted in MAY_CHANGE:
+                assert other.digest() == recipe.digest() and recipe.differences(other) == []
+            else:
+                assert other.digest() not in seen, dotted
+                (difference,) = recipe.differences(other)
+                assert difference.startswith(dotted)
+                seen.add(other.digest())
+    assert len(seen) > 55 and len(skipped) < 20
+
+
+def test_the_digest_is_stable_and_tells_types_apart() -> None:
+    recipe = Recipe(model=Model(path="m"), system=System(name="s", options={"a": 1, "b": 2}))
+    reordered = Recipe(model=Model(path="m"), system=System(name="s", options={"b": 2, "a": 1}))
+    as_bool = Recipe(model=Model(path="m"), system=System(name="s", options={"a": True, "b": 2}))
+    assert recipe.digest() == reordered.digest() and recipe.differences(reordered) == []
+    assert recipe == as_bool and recipe.digest() != as_bool.digest()
+    assert recipe.differences(as_bool) == ["system.options.a is 1, not true"]
+    assert recipe.differences(Recipe(model=Model(path="m"))) == [
+        'system.name is "s", not unset',
+        "system.options.a is 1, not unset",
+        "system.options.b is 2, not unset",
+    ]
+    assert re.fullmatch("[0-9a-f]{64}", recipe.digest())
+
+
+def test_options_are_copied() -> None:
+    options = {"a": [1]}
+    system = System(name="s", options=options)
+    options["a"].append(2)
+    assert system.options == {"a": [1]}
+
+
+def all_sections() -> list[type[Section]]:
+    return [section for hint in hints(Recipe).values() if (section := section_in(hint)) is not None]
+
+
+def test_every_field_can_be_written_and_what_may_change_exists() -> None:
+    names = {f"{name}.{key}" for name, hint in hints(Recipe).items() for key in hints(section_in(hint))}  # type: ignore[arg-type]
+    assert names >= MAY_CHANGE
+    for section in [*all_sections(), Recipe]:
+        for f in fields(section):  # type: ignore[arg-type]
+            optional = NoneType in get_args(hints(section)[f.name])
+            # TOML cannot say "nothing", so it must be what the absent key means.
+            assert not optional or f.default is None, f"{section.__name__}.{f.name}"

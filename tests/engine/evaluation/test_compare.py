@@ -1,0 +1,127 @@
+"""`thresher compare`: questions matched by id, differences with their certainty, and who recalls what alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thresher.cli import main as cli
+from thresher.engine.evaluation.compare import compare, read_evaluation
+
+Row = tuple[str, dict[str, float | None]]
+
+
+def evaluation(folder: Path, rows: list[Row], **figures: Any) -> Path:
+    """A finished evaluation with these questions and measures."""
+    folder.mkdir()
+    lines = [
+        json.dumps({"id": id_, "question": f"Who is {id_}?", "parts": {}, "measures": measures})
+        for id_, measures in rows
+    ]
+    (folder / "trajectories.jsonl").write_text("\n".join(lines) + "\n")
+    told = {"system": "eviomni", "baseline": None, "model": "m", "data": "d", "noise": 0, "temperature": 0.0, "seed": 0}
+    (folder / "metrics.json").write_text(json.dumps({**told, **figures}))
+    return folder
+
+
+def test_differences_of_the_questions_in_both(tmp_path: Path, capsys: Any) -> None:
+    first = evaluation(tmp_path / "a", [(str(n), {"em": 0.0, "compression": 4.0, "f1": 0.5}) for n in range(6)])
+    # In another order, one question less and two more; better on five of five.
+    rows: list[Row] = [(str(n), {"em": 1.0, "compression": None if n else 9.0}) for n in (4, 3, 2, 1, 0, 8, 9)]
+    second = evaluation(tmp_path / "b", rows, system="arena")
+    assert cli.run(["compare", str(first), str(second), "--out", str(tmp_path / "out" / "here")]) == 0
+    result = json.loads((tmp_path / "out" / "here" / "compare.json").read_text())
+    assert (result["matched"], result["only_in_first"], result["only_in_second"]) == (5, 1, 2)
+    em = result["differences"]["em"]
+    assert (em["first"], em["second"], em["difference"], em["low"], em["high"]) == (0.0, 1.0, 1.0, 1.0, 1.0)
+    assert em["p"] == pytest.approx(2 / 32) and em["count"] == 5
+    compression = result["differences"]["compression"]  # of the one question where both have a value
+    assert (compression["first"], compression["second"], compression["count"]) == (4.0, 9.0, 1)
+    assert "f1" not in result["differences"] and result["recalled"] == []
+    page = (tmp_path / "out" / "here" / "compare.md").read_text()
+    assert (
+        "| Exact match | `em` | 0.0% | 100.0% | +100.0 pts | +100.0 to +100.0 | 0.062 | 5 | exact sign test |" in page
+    )
+    assert "2 questions of the second are in it alone" in page and "rewards do not compare" in page
+    told = capsys.readouterr().out
+    assert "5 questions are in both runs." in told and "│ em " in told
+
+
+def test_rewards_compare_where_function_and_switches_are_the_same(tmp_path: Path) -> None:
+    def noted(folder: str, first: dict[str, Any], second: dict[str, Any]) -> bool:
+        (tmp_path / folder).mkdir()
+        runs = [
+            read_evaluation(evaluation(tmp_path / folder / name, [("0", {"em": 1.0})], **figures))
+            for name, figures in (("a", first), ("b", second))
+        ]
+        return any("rewards do not compare" in note for note in compare(*runs)["notes"])
+
+    lear, cot = {"system": "lear", "rewarded_by": "r, {}"}, {"system": None, "baseline": "cot", "rewarded_by": "em, {}"}
+    assert not noted("same", {"rewarded_by": "r, {}"}, lear)
+    assert noted("switches", {"rewarded_by": "r, {'tau': 1}"}, lear)
+    assert noted("baseline", cot, lear) and not noted("baselines", cot, cot | {"baseline": "direct"})
+    assert noted("older", {"system": "arena"}, {"system": "lear"}) and not noted("old", {}, {})
+
+
+def test_the_order_of_the_runs_turns_the_sign_alone(tmp_path: Path) -> None:
+    a = read_evaluation(evaluation(tmp_path / "a", [(str(n), {"f1": n / 7}) for n in range(7)]))
+    b = read_evaluation(evaluation(tmp_path / "b", [(str(n), {"f1": (n * n % 5) / 5}) for n in range(7)]))
+    there, back = compare(a, b)["differences"]["f1"], compare(b, a)["differences"]["f1"]
+    assert there["difference"] == pytest.approx(-back["difference"]) and there["difference"] != 0
+    assert there["p"] == back["p"]
+
+
+def test_what_only_one_of_two_texts_recalls(tmp_path: Path) -> None:
+    """Vanilla evidence beside rationale and rational evidence, of questions whose passages hold a gold."""
+    vanilla = [(1, 1), (1, 0), (1, 0), (1, 1), (0, 1)]
+    rational = [(1, 1, 1), (1, 1, 1), (1, 1, 0), (1, 0, 1), (1, 1, 1)]
+    a: list[Row] = [(str(n), {"recall_passages": p, "recall_evidence": e}) for n, (p, e) in enumerate(vanilla)]
+    b: list[Row] = [
+        (str(n), {"recall_passages": p, "recall_evidence": e, "recall_rationale": r})
+        for n, (p, e, r) in enumerate(rational)
+    ]
+    result = compare(read_evaluation(evaluation(tmp_path / "a", a)), read_evaluation(evaluation(tmp_path / "b", b)))
+    same, across = result["recalled"]
+    assert (same["first"], same["second"], across["second"]) == (
+        "recall_evidence",
+        "recall_evidence",
+        "recall_rationale",
+    )
+    assert same["count"] == across["count"] == 4  # the last question's passages lack the gold in the first run
+    assert [same[key] for key in ("both", "only_first", "only_second", "neither")] == [0.25, 0.25, 0.5, 0.0]
+    assert [across[key] for key in ("both", "only_first", "only_second", "neither")] == [0.5, 0.0, 0.25, 0.25]
+
+
+def test_judges_are_named_and_unequal_ones_called_out(tmp_path: Path) -> None:
+    rows: list[Row] = [("x", {"entailment": 0.5, "verdict": 1.0})]
+    a = evaluation(tmp_path / "a", rows, entailment_judge="overlap (stand-in)", verdict_judge="big")
+    b = evaluation(tmp_path / "b", rows, entailment_judge="a classifier", verdict_judge="big")
+    notes = compare(read_evaluation(a), read_evaluation(b))["notes"]
+    assert "Entailment judged by overlap (stand-in) and a classifier, whose numbers do not compare." in notes
+    assert "Answers judged by big." in notes
+
+
+def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = evaluation(tmp_path / "good", [("x", {"em": 1.0})])
+    apart = evaluation(tmp_path / "apart", [("y", {"em": 1.0})])
+    other = evaluation(tmp_path / "other", [("x", {"em": 1.0})])
+    (other / "trajectories.jsonl").write_text(
+        (other / "trajectories.jsonl").read_text().replace("Who is x?", "Who was x?")
+    )
+    old = evaluation(tmp_path / "old", [("x", {"em": 1.0})])
+    (old / "trajectories.jsonl").write_text('{"id": "x", "question": "Who is x?", "parts": {}}\n')
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "settings.json").write_text("{}")
+    for folder, told in (
+        (apart, "no question is in both"),
+        (other, "question x is another in"),
+        (old, "line 1 has no measures"),
+        (unfinished, "holds an unfinished evaluation"),
+        (tmp_path / "nowhere", "holds no evaluation"),
+    ):
+        assert cli.run(["compare", str(good), str(folder), "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

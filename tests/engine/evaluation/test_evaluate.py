@@ -1,0 +1,287 @@
+"""`thresher eval` from flags to table: what decides the recipe, and what a whole evaluation writes and tells."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from evaluate_cases import SHORT, refusal, searching_flags, told, write_asked
+
+from thresher.cli import main as cli
+from thresher.engine.baselines import load_baseline
+from thresher.engine.evaluation.run import rewarded_by
+from thresher.engine.evaluation.table import figures_of, markdown, rows_of
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.systems import load_system
+from thresher.retrieval.questions import Question, passage_record
+from thresher.rewards.errors import UserError
+from thresher.rewards.text import contains_answer
+
+
+@pytest.fixture
+def asked(tmp_path: Path, tiny_questions: list[Question]) -> Path:
+    return write_asked(tmp_path, tiny_questions)
+
+
+@pytest.fixture
+def searching(tiny_model_folder: Path, tiny_index_folder: Path, asked: Path) -> list[str]:
+    return searching_flags(tiny_model_folder, tiny_index_folder, asked)
+
+
+# what an evaluation is told
+
+
+RECIPE = """
+[model]
+path = "nowhere"
+[system]
+name = "arena"
+template = "mine.txt"
+options = {{ max_indices = 3 }}
+[retrieval]
+{retrieval}
+[rollout]
+max_context = 700
+[run]
+seed = 4
+"""
+
+
+def test_flags_win_over_the_file_and_set_over_both(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text(RECIPE.format(retrieval='index = "here"\nk = 9'))
+    plain = told(str(file))
+    assert plain.retrieval and (plain.retrieval.index, plain.retrieval.k, plain.run.seed) == ("here", 9, 4)
+    assert plain.retrieval.passage_format.startswith("[{number}]")  # of arena's preset
+    recipe = told(
+        *(str(file), "--model", "m", "--url", "http://x", "--k", "4", "--seed", "5", "--prompt", "chat"),
+        *("--entailment", "nli", "--judge-url", "http://y", "--judge-model", "big", "--set", "retrieval.k=6"),
+    )
+    assert recipe.retrieval and recipe.retrieval.index is None and recipe.retrieval.url == "http://x"
+    assert (recipe.retrieval.k, recipe.run.seed, recipe.model.path, recipe.model.prompt) == (6, 5, "m", "chat")
+    assert (recipe.judge.entailment, recipe.judge.url, recipe.judge.model) == ("nli", "http://y", "big")
+    assert recipe.system and recipe.system.options == {"max_indices": 3}
+
+
+def test_another_system_leaves_the_files_template_and_switches_behind(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text(RECIPE.format(retrieval='index = "here"'))
+    same = told(str(file), "--system", "arena").system
+    assert same and (same.template, same.options) == ("mine.txt", {"max_indices": 3})
+    other = told(str(file), "--system", "search_r1", "--set", "system.options.answer_after_searches=false")
+    assert other.system and (other.system.name, other.system.template) == ("search_r1", None)
+    assert other.system.options == {"answer_after_searches": False}
+    assert other.retrieval and other.retrieval.k == 3 and other.rollout.max_turns == 5  # of its own preset
+    baseline = told(str(file), "--baseline", "naive_rag")
+    assert baseline.system and (baseline.system.name, baseline.system.template) == ("naive_rag", None)
+    assert baseline.rollout.max_turns == 1
+
+
+def test_without_a_file_the_flags_must_say_enough(tiny_model_folder: Path) -> None:
+    model = str(tiny_model_folder)
+    recipe = told("--model", model, "--system", "evinote")
+    assert recipe.rollout.max_context == 2048  # the model's, which has no room for 6,144
+    assert recipe.rollout.max_turn_tokens == 500  # as in training, not the 256 of a recipe that says nothing
+    # What a baseline leaves open is as in the system that it stands in for.
+    beside = told("--model", model, "--system", "arena", "--baseline", "direct")
+    assert beside.retrieval and beside.retrieval.k == 10 and beside.rollout.max_turns == 1
+    for arguments, what in (
+        (("--system", "arena"), "no model; give --model FOLDER"),
+        (("--model", model), "no system; give --system NAME"),
+        (("--model", model, "--system", "arenas"), "arenas"),
+        (("--model", model, "--baseline", "cots"), "cots"),
+        (("--model", model, "--system", "arena", "--set", "rollout=3"), "rollout"),
+    ):
+        with pytest.raises(UserError, match=what):
+            told(*arguments)
+
+
+# an evaluation, whole
+
+
+def test_an_evaluation_from_flags_alone(searching: list[str], tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert cli.run([*searching, "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        *(".lock", "metrics.json", "settings.json", "table.md", "trajectories.jsonl")
+    ]
+    metrics = json.loads((out / "metrics.json").read_text())
+    records = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()]
+    assert metrics["questions"] == len(records) == 7 and metrics["system"] == "search_r1"
+    for name in ("em", "searches", "response_tokens"):
+        assert metrics[name] == pytest.approx(sum(record["measures"][name] for record in records) / 7)
+        low, high = metrics["intervals"][name]
+        assert low <= metrics[name] <= high
+    assert metrics["searches"] == sum(len(record["searches"]) for record in records) / 7 > 0
+    assert metrics["counted"]["recall@5"] == sum(bool(record["searches"]) for record in records)
+    assert metrics["seconds_per_question"] == pytest.approx(metrics["seconds"] / 7) and metrics["batch"] == 7
+    table = (out / "table.md").read_text()
+    assert "- Passages: 2 a search, from " in table and "a question, at most 7 at once, float32 on cpu" in table
+    assert f"| Valid searches | `searches` | {metrics['searches']:.2f} |" in table
+    assert "│ em " in capsys.readouterr().out
+    assert "exists already; choose another folder" in refusal(capsys, *searching, "--out", str(out))
+
+
+def test_what_was_retrieved_is_ranked_over_all_searches(searching: list[str], tmp_path: Path) -> None:
+    """Against the passages of the corpus itself: best first, search after search, none twice."""
+    out = tmp_path / "out"
+    assert cli.run([*searching, "--out", str(out)]) == 0
+    index = Path(searching[searching.index("--index") + 1])
+    texts = {
+        record["id"]: record["text"]
+        for record in map(json.loads, (index.parent / "corpus.jsonl").open(encoding="utf-8"))
+    }
+    seen = 0
+    for record in map(json.loads, (out / "trajectories.jsonl").open(encoding="utf-8")):
+        ids = dict.fromkeys(id_ for search in record["searches"] for id_ in search["passages"])
+        holds = [record["golden_answers"][0] in texts[id_] for id_ in ids]
+        measures = record["measures"]
+        assert measures.get("recall@5") == (float(any(holds[:5])) if holds else None)
+        assert measures.get("recall_passages") == (float(any(holds)) if holds else None)
+        seen += bool(holds)
+    assert seen
+
+
+def with_given(asked: Path, tiny_index: Any) -> Path:
+    """Three passages a question, the last of them gold."""
+    path = asked.with_name("given.jsonl")
+    lines = []
+    for line in asked.read_text().splitlines():
+        record = json.loads(line)
+        gold = next(p for p in tiny_index.corpus if record["golden_answers"][0] in p.text)
+        others = [p for p in tiny_index.corpus if record["golden_answers"][0] not in p.text][:2]
+        given = [passage_record(passage) for passage in (*others, gold)]
+        lines.append(json.dumps({**record, "passages": given, "gold_indices": [3]}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_given_passages_and_noise(
+    tiny_model_folder: Path, tiny_index_folder: Path, asked: Path, tiny_index: Any, tmp_path: Path, capsys: Any
+) -> None:
+    given = with_given(asked, tiny_index)
+    arena = ["eval", "--model", str(tiny_model_folder), "--system", "arena", *SHORT]
+    assert cli.run([*arena, "--questions", str(given), "--out", str(tmp_path / "0")]) == 0
+    # The corpus is where noise comes from. Without one, seven questions have nothing irrelevant enough for each other.
+    noise = [*arena, "--questions", str(given), "--noise", "2", "--out", str(tmp_path / "2")]
+    assert "of 2 irrelevant passages among 21; ask for less noise" in refusal(capsys, *noise)
+    assert cli.run([*noise, "--index", str(tiny_index_folder)]) == 0
+    clean, noisy = (
+        [json.loads(line) for line in (tmp_path / name / "trajectories.jsonl").read_text().splitlines()]
+        for name in "02"
+    )
+    for before, after in zip(clean, noisy, strict=True):
+        assert len(before["passages"]) == 3 and len(after["passages"]) == 5
+        kept = [passage for passage in after["passages"] if passage in before["passages"]]
+        assert kept == before["passages"]
+        (place,) = after["gold_indices"]
+        assert after["passages"][place - 1] == before["passages"][2]
+        assert before["measures"]["recall@5"] == 1.0 and before["measures"]["ndcg@5"] == 0.5  # at rank 3
+    assert json.loads((tmp_path / "2" / "metrics.json").read_text())["noise"] == 2
+    # Where they do not fit, the table says so, and what is stored and measured is what was shown.
+    tight = [*arena, "--questions", str(given), "--set", "rollout.max_passage_tokens=36"]
+    capsys.readouterr()
+    assert cli.run([*tight, "--out", str(tmp_path / "tight")]) == 0
+    sentence = "7 of 7 questions had passages cut to 36 tokens; raise rollout.max_passage_tokens"
+    assert f"eval: {sentence}" in " ".join(capsys.readouterr().out.split())
+    assert f"- Passages cut: {sentence}" in (tmp_path / "tight" / "table.md").read_text()
+    metrics = json.loads((tmp_path / "tight" / "metrics.json").read_text())
+    shown = [json.loads(line) for line in (tmp_path / "tight" / "trajectories.jsonl").read_text().splitlines()]
+    lost = 0
+    for whole, entry in zip(clean, shown, strict=True):
+        prompt = entry["segments"][0]["text"]
+        for number, (before, after) in enumerate(zip(whole["passages"], entry["passages"], strict=True), start=1):
+            assert (
+                before["text"].startswith(after["text"]) and f"[{number}] {after['title']}: {after['text']}" in prompt
+            )
+            lost += before["text"] != after["text"]
+        holds = [contains_answer(passage["text"], entry["golden_answers"]) for passage in entry["passages"]]
+        assert entry["measures"]["recall_passages"] == float(any(holds))
+    assert (metrics["cut_questions"], metrics["cut_passages"]) == (7, lost) and lost >= 7
+    clean_figures = json.loads((tmp_path / "0" / "metrics.json").read_text())
+    assert clean_figures["cut_passages"] == 0 and clean_figures["cut"] is None
+    search = ["eval", "--model", str(tiny_model_folder), "--system", "search_r1", "--questions", str(given)]
+    assert "that of search_r1 shows none" in refusal(
+        capsys, *search, "--noise", "1", "--index", str(tiny_index_folder), "--out", "x"
+    )
+    assert "nowhere to search" in refusal(capsys, *arena, "--questions", str(asked), "--out", str(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_table_counts_questions_without_gold_indices(
+    tiny_model_folder: Path, asked: Path, tiny_index: Any, tmp_path: Path
+) -> None:
+    given = with_given(asked, tiny_index)
+    records = [json.loads(line) for line in given.read_text().splitlines()]
+    for record in records[:2]:
+        del record["gold_indices"]
+    given.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for system, counted in (("arena", True), ("eviomni", False)):
+        command = ["eval", "--model", str(tiny_model_folder), "--system", system, *SHORT, "--questions", str(given)]
+        assert cli.run([*command, "--limit", "3", "--out", str(tmp_path / system)]) == 0
+        page = (tmp_path / system / "table.md").read_text()
+        assert ("- Gold passages: unknown for 2 of 3 questions, to which naming some earns nothing" in page) == counted
+
+
+def test_what_found_no_room_and_which_switches_were_set_is_told(
+    tiny_model_folder: Path, asked: Path, tiny_index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Rollout.run
+
+    def crowded(self: Rollout, *arguments: Any) -> Any:
+        done = run(self, *arguments)
+        self.clock.branches_without_room = 2
+        return done
+
+    monkeypatch.setattr(Rollout, "run", crowded)
+    command = ["eval", "--model", str(tiny_model_folder), "--system", "eviomni", *SHORT, "--limit", "3"]
+    command += ["--questions", str(with_given(asked, tiny_index)), "--set", "system.options.rationale=false"]
+    assert cli.run([*command, "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["branches_without_room"] == 2
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert "- Branches: 2 found no room in rollout.max_context" in page and "- Options: rationale = False" in page
+
+
+def test_the_reward_is_told_by_function_and_switches() -> None:
+    def told(name: str, baseline: bool = False, **options: Any) -> str:
+        system = load_baseline(name, options) if baseline else load_system(name, options)
+        return rewarded_by(SimpleNamespace(system=system, system_digest=None))  # type: ignore[arg-type]
+
+    assert told("lear") == told("eviomni") != told("eviomni", tau=0.2)
+    assert told("arena") != told("arena", accuracy="f1") and told("evinote") == told("evinote_code")
+    assert told("eval_rar") != told("eval_rar", substring=True)
+    assert told("cot", baseline=True) == told("search_loop", baseline=True) != told("search_r1")
+
+
+def test_a_baseline_in_the_systems_place(tiny_model_folder: Path, asked: Path, tmp_path: Path, capsys: Any) -> None:
+    flags = ["eval", "--model", str(tiny_model_folder), "--questions", str(asked), *SHORT, "--system", "search_r1"]
+    assert cli.run([*flags, "--baseline", "direct", "--limit", "2", "--out", str(tmp_path / "out")]) == 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert (metrics["baseline"], metrics["system"], metrics["retrieval"]) == ("direct", None, None)
+    assert metrics["questions"] == 2 and "recall@5" not in metrics
+    assert "- Baseline: direct" in (tmp_path / "out" / "table.md").read_text()
+    line = "eval: baseline direct answers; of search_r1 only the preset counts, and fills what is left open"
+    assert line in capsys.readouterr().out
+    assert "system.options.file=FILE, which thresher extract wrote" in refusal(
+        capsys, *flags, "--baseline", "evidence", "--out", str(tmp_path / "x")
+    )
+
+
+# the table
+
+
+def test_a_table_by_hand() -> None:
+    measures: list[dict[str, float | None]] = [{"em": 1.0, "compression": None}, {"em": 0.0, "compression": 4.0}]
+    figures = figures_of(measures, [{"format": 1.0}, {"format": 1.0}])
+    assert (figures["em"], figures["compression"], figures["parts"]) == (0.5, 4.0, {"format": 1.0})
+    assert figures["intervals"] == {"em": [0.0, 1.0], "compression": [4.0, 4.0], "parts.format": [1.0, 1.0]}
+    assert figures["counted"] == {"compression": 1}
+    assert rows_of(figures) == [
+        ("em", "50.0%", "0.0% to 100.0%", 2),
+        ("compression", "4.00", "4.00 to 4.00", 1),
+        ("parts.format", "1.00", "1.00 to 1.00", 2),
+    ]
+    page = markdown("a | b", figures | {"model": "x | y\nz", "temperature": 0.0, "seed": None})
+    assert "- Model: x \\| y z\n" in page and "- Temperature: 0\n" in page and "Seed" not in page
+    assert "| Compression ratio | `compression` | 4.00 | 4.00 to 4.00 | 1 |" in page

@@ -1,0 +1,228 @@
+"""`thresher eval` where something else comes in: what a kill leaves, whom it asks, which checkpoint it takes."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluate_cases import PROMPT, refusal, searching_flags, told, write_asked
+
+from thresher.cli import main as cli
+from thresher.engine import assemble
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.tables import from_dict
+from thresher.engine.evaluation.folder import EvalFolder, Generated
+from thresher.engine.evaluation.run import Asked, settings_of
+from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.store.best_checkpoint import best_checkpoint, steps_by_dev
+from thresher.engine.store.run_folder import RunFolder
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+
+@pytest.fixture
+def asked(tmp_path: Path, tiny_questions: list[Question]) -> Path:
+    return write_asked(tmp_path, tiny_questions)
+
+
+@pytest.fixture
+def searching(tiny_model_folder: Path, tiny_index_folder: Path, asked: Path) -> list[str]:
+    return searching_flags(tiny_model_folder, tiny_index_folder, asked)
+
+
+def results(out: Path) -> dict[str, Any]:
+    """All that must not depend on time, nor on whether the evaluation was cut off."""
+    metrics = json.loads((out / "metrics.json").read_text())
+    timed = ("seconds", "seconds_per_question", "latency", "batch")
+    return {
+        "trajectories": (out / "trajectories.jsonl").read_text(),
+        "metrics": {key: value for key, value in metrics.items() if key not in timed},
+    }
+
+
+# what a kill leaves
+
+
+def cut_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once so many parts are on the disk."""
+    done = 0
+    append = EvalFolder.append
+
+    def cut(self: EvalFolder, entries: Sequence[Generated]) -> None:
+        nonlocal done
+        append(self, entries)
+        done += 1
+        if done == parts:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(EvalFolder, "append", cut)
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_killed_evaluation_goes_on_to_the_same_end(
+    searching: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, temperature: str
+) -> None:
+    command = [*searching, "--temperature", temperature, "--set", "rollout.max_running=1", "--seed", "3"]
+    assert cli.run([*command, "--out", str(tmp_path / "whole")]) == 0
+    with monkeypatch.context() as patch:
+        cut_after(2, patch)
+        assert cli.run([*command, "--out", str(tmp_path / "cut")]) == 130
+    left = tmp_path / "cut" / "generated.jsonl"
+    assert len(left.read_text().splitlines()) == 4 and not (tmp_path / "cut" / "metrics.json").exists()
+    with left.open("a") as file:
+        file.write('{"trajectory": {"ques')  # what a kill in the middle of a line leaves
+    # Another question, seed or system is another evaluation; a faster machine is not.
+    other = [*command, "--limit", "6"]
+    assert "unfinished evaluation with limit = nothing, not 6" in refusal(
+        capsys, *other, "--out", str(tmp_path / "cut")
+    )
+    asked: list[int] = []
+    run = Rollout.run
+    monkeypatch.setattr(Rollout, "run", lambda self, jobs, *more: asked.append(len(jobs)) or run(self, jobs, *more))
+    wider = [*command, "--set", "rollout.max_running=2"]
+    assert cli.run([*wider, "--out", str(tmp_path / "cut")]) == 0
+    assert asked == [3]  # the rest, and nothing twice
+    assert results(tmp_path / "cut") == results(tmp_path / "whole")
+    assert not left.exists()
+
+
+def test_questions_that_changed_are_another_evaluation(
+    searching: list[str], asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    with monkeypatch.context() as patch:
+        cut_after(1, patch)
+        assert cli.run([*searching, "--out", str(tmp_path / "out")]) == 130
+    asked.write_text(asked.read_text().replace("What", "Which"))
+    assert "with the questions' content = " in refusal(capsys, *searching, "--out", str(tmp_path / "out"))
+
+
+def test_two_processes_do_not_write_to_one_evaluation(tmp_path: Path) -> None:
+    with (
+        EvalFolder.open(tmp_path / "out", {"seed": 1}),
+        pytest.raises(UserError, match="is writing to this folder"),
+    ):
+        EvalFolder.open(tmp_path / "out", {"seed": 1})
+    with EvalFolder.open(tmp_path / "out", {"seed": 1}) as folder:
+        segment = Segment(Source.POLICY, [1, 2], [-0.5, 0.0], "</a>", 1)
+        branch = Trajectory("q", 0, 0, [Segment(Source.PROMPT, [3])], "ended")
+        entry = Generated(Trajectory("q", 4, 0, [segment], "turns", [{"query": "x"}], {"full": branch}), 0.25, [True])
+        folder.append([entry])
+        assert folder.generated() == [entry]
+
+
+# whom it asks
+
+
+class Chat:
+    """A chat model that says yes to the first question's answer alone, and fails at a call when told to."""
+
+    name = "verdict of a stub"
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def rate(self, cases: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
+        if self.fails:
+            raise UserError("http://judge: stayed away for 300 s")
+        return [place == 0 for place in range(len(cases))]
+
+
+def test_a_judge_that_fails_costs_no_trajectory_and_scores_none(
+    searching: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    chat = Chat(fails=True)
+    monkeypatch.setattr(assemble, "load_verdicts", lambda section, say: chat)
+    command = [*searching, "--judge-url", "http://judge", "--judge-model", "stub", "--out", str(tmp_path / "out")]
+    message = refusal(capsys, *command)
+    assert "stayed away" in message and "the same command goes on from there" in message
+    assert not (tmp_path / "out" / "metrics.json").exists()
+    assert not (tmp_path / "out" / "trajectories.jsonl").exists()
+    chat.fails = False
+    monkeypatch.setattr(Rollout, "run", lambda *_: pytest.fail("generated again"))
+    assert cli.run(command) == 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    records = [json.loads(line) for line in (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()]
+    answers = [record["answer"] for record in records]
+    assert sum(map(bool, answers)) > 1  # or the mean below says nothing
+    assert metrics["verdict"] == pytest.approx(1 / 7) and metrics["verdict_judge"] == "verdict of a stub"
+    assert [record["measures"]["verdict"] for record in records].index(1.0) == [bool(a) for a in answers].index(True)
+    assert "- Answers judged by: verdict of a stub" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_arena_is_evaluated_though_nobody_knows_the_gold_passages_and_says_so(
+    searching: list[str], asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked.with_name("prompt.txt").write_text("{passages} " + PROMPT)
+    command = ["arena" if word == "search_r1" else word for word in searching]
+    assert cli.run([*command, "--out", str(tmp_path / "out")]) == 0
+    assert f"{asked}: 7 of 7 questions do not tell which of their passages are gold" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["parts"]["relevance"] == 0
+
+
+def test_an_evaluation_does_not_go_on_with_a_system_file_that_changed(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("one = 1\n")
+    recipe = from_dict(Recipe, {"model": {"path": "m"}, "system": {"name": str(own)}}, "test")
+    with EvalFolder.open(tmp_path / "out", settings_of(recipe, Asked(), "q", [])):
+        pass
+    EvalFolder.check(tmp_path / "out", settings_of(recipe, Asked(), "q", []))
+    own.write_text("one = 2\n")
+    with pytest.raises(UserError, match="unfinished evaluation with the system file's content ="):
+        EvalFolder.check(tmp_path / "out", settings_of(recipe, Asked(), "q", []))
+
+
+def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_path: Path, capsys: Any) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    url = ["--judge-url", "http://127.0.0.1:1", "--judge-model", "m"]
+    assert "is not set" in refusal(capsys, *searching, *url, "--set", "judge.key_env=NO_SUCH_KEY_HERE", *out)
+    assert "[judge] model" in refusal(capsys, *searching, *url[:2], *out)
+    evinote = ["evinote" if word == "search_r1" else word for word in searching]
+    assert "nowhere" in refusal(capsys, *evinote, "--entailment", str(tmp_path / "nowhere"), *out)
+    assert not (tmp_path / "out").exists()
+    # One that is away is found out later, and costs nothing that was generated.
+    assert "the same command goes on" in refusal(capsys, *searching, *url, "--set", "judge.patience=0", *out)
+    assert len((tmp_path / "out" / "generated.jsonl").read_text().splitlines()) == 7
+
+
+def test_the_stand_in_for_entailment_is_named(searching: list[str], tmp_path: Path) -> None:
+    command = ["evinote" if word == "search_r1" else word for word in searching]
+    assert cli.run([*command, "--limit", "2", "--out", str(tmp_path / "out")]) == 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert "stand-in" in metrics["entailment_judge"] and "entailment" in metrics
+    assert "stand-in" in (tmp_path / "out" / "table.md").read_text()
+
+
+# the best checkpoint
+
+
+def test_the_best_checkpoint_is_chosen_on_dev(tmp_path: Path, tiny_questions: list[Question]) -> None:
+    def evaluated(step: int, em: float | None, f1: float | None = 0.0) -> dict[str, Any]:
+        return {"step": step, "eval": {"em": em, "f1": f1}}
+
+    records = [evaluated(0, 0.1), {"step": 1, "em": 0.9}, evaluated(10, 0.5, 0.6), evaluated(20, 0.5, 0.7)]
+    records += [evaluated(30, 0.5, 0.7), evaluated(40, None)]
+    assert [step for step, _ in steps_by_dev(records)] == [20, 30, 10, 0]
+    model = tmp_path / "model"
+    table = {"model": {"path": str(model)}, "system": {"name": "arena"}}
+    with RunFolder.create(tmp_path / "run", from_dict(Recipe, table, "")) as run:
+        with pytest.raises(UserError, match="no evaluation to choose by"):
+            best_checkpoint(tmp_path / "run")
+        for record in records:
+            run.append_metrics(record)
+        with pytest.raises(UserError, match=r"no checkpoint of an evaluated step is kept \(the best was step 20\)"):
+            best_checkpoint(tmp_path / "run")
+        model.mkdir()
+        best = best_checkpoint(tmp_path / "run")
+        assert (best.path, best.step, best.em, best.lost) == (model, 0, 0.1, 20)
+        (run.checkpoints / "step_000030").mkdir()
+        assert best_checkpoint(tmp_path / "run").step == 30
+        (run.checkpoints / "step_000020").mkdir()
+        best = best_checkpoint(tmp_path / "run")
+        assert (best.path, best.step, best.lost) == (run.checkpoints / "step_000020", 20, None)
+    recipe = told("--best", str(tmp_path / "run"))
+    assert recipe.model.path == str(best.path) and recipe.system and recipe.system.name == "arena"
+    with pytest.raises(UserError, match="is not a run folder"):
+        best_checkpoint(model)

@@ -1,0 +1,179 @@
+"""The ruler: what is measured of a trajectory, by hand, and what has no value and counts for nothing."""
+
+from typing import Any
+
+import pytest
+
+from thresher.engine.evaluation.evaluate import summarise
+from thresher.engine.evaluation.metrics import NAMES, mean, means, measures_of, parts_of, ranking_measures, shown
+from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.scoring.score import Judged
+from thresher.engine.systems import NAMES as SYSTEMS
+from thresher.engine.systems import load_system
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.transcript import Piece, Source
+
+# The parts of each system's own reward: measures that stand among what it hands back have a place of their own.
+PARTS = {
+    "eviomni": {"answer", "answer_rationale", "answer_evidence", "answer_full", "format"}
+    | {"length", "length_rationale", "length_evidence"},
+    "evinote": {"format", "answer", "notes"},
+    "arena": {"format", "accuracy", "relevance", "bonus"},
+    "eval_rar": {"answer", "evaluation"},
+    "search_r1": {"answer"},
+    "naive_grpo": {"format", "answer"},
+}
+PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
+PASSAGES = (("Paris", "Paris is the capital of France , as all know"), ("Bonn", "Bonn was a capital"))
+
+
+def judged(
+    system: str,
+    *said: str,
+    golds: tuple[str, ...] = ("Paris",),
+    searches: int = 0,
+    branch: int = 0,
+    options: dict[str, Any] | None = None,
+    **known: Any,
+) -> Judged:
+    """What a system's policy said, rated; of ids only the number counts: one a piece."""
+    made = load_system(system, options or {})
+    pieces = [Piece(Source.PROMPT, b"Q"), *(Piece(Source.POLICY, text.encode()) for text in said)]
+    attempt = Attempt(pieces=pieces, golds=golds, **known)
+    segments = [Segment(piece.source, [1]) for piece in pieces]
+    branches = {"full": Trajectory("q", 0, 0, [Segment(Source.PROMPT, [1]), Segment(Source.POLICY, [1] * branch)])}
+    found = [{"query": "x", "passages": []}] * searches
+    trajectory = Trajectory("q", 0, 0, segments, "answered", found, branches if branch else {})
+    passages = tuple(Passage(title, title, text) for title, text in attempt.passages)
+    question = Question("q", "?", golds, {}, passages, attempt.gold_indices)
+    return Judged(question, trajectory, made.reward(attempt), attempt)
+
+
+def measured(system: str, *said: str, **known: Any) -> dict[str, float | None]:
+    return measures_of(judged(system, *said, **known), load_system(system, {}).tags)
+
+
+def test_answers_work_and_a_judge() -> None:
+    values = measured("search_r1", "<search>x</search>", "<answer>in Paris</answer>", searches=1, verdict=True)
+    assert values == {
+        "reward": 0.0,
+        "em": 0.0,
+        "f1": pytest.approx(2 / 3),
+        "char_f1": pytest.approx(2 * 5 / (8 + 5)),
+        "sub_em": 1.0,
+        "contains": 1.0,
+        "answered": 1.0,
+        "searches": 1.0,
+        "response_tokens": 2.0,
+        "tokens": 3.0,
+        "verdict": 1.0,
+    }
+    nothing = measured("search_r1", "hm")
+    assert nothing["answered"] == nothing["char_f1"] == nothing["sub_em"] == 0.0 and "verdict" not in nothing
+
+
+def test_evidence() -> None:
+    said = "<reason>Paris it is</reason><extract>the capital Paris</extract><answer>Paris</answer>"
+    values = measured("eviomni", said, passages=PASSAGES, branch=7)
+    assert (values["recall_evidence"], values["recall_rationale"]) == (1.0, 1.0)
+    assert values["compression"] == pytest.approx((10 + 4) / 3) and values["no_evidence"] == 0.0  # in words
+    assert values["branch_tokens"] == 7.0 and values["response_tokens"] == 1.0
+    empty = measured("eviomni", "<reason>no Bonn</reason><extract></extract><answer>Paris</answer>", passages=PASSAGES)
+    assert (empty["compression"], empty["no_evidence"]) == (None, 1.0)
+    assert (empty["recall_evidence"], empty["recall_rationale"]) == (0.0, 0.0)
+    assert "compression" not in measured("eviomni", said)  # of no passages
+
+
+@pytest.mark.parametrize(
+    ("system", "said", "name", "value"),
+    [
+        ("evinote", "<summary>* Paris</summary><answer>Bonn</answer>", "recall_notes", 1.0),
+        ("evinote", "<answer>Paris</answer><summary>* Paris</summary>", "recall_notes", 0.0),  # after the end
+        ("eval_rar", "<evaluate>Par</evaluate><evaluate>is</evaluate>", "recall_evaluation", 0.0),
+        ("eval_rar", "<evaluate>It is PARIS!</evaluate>", "recall_evaluation", 1.0),
+        ("arena", "<analysis>Paris [1]</analysis>", "recall_analysis", 1.0),
+        ("arena", "<analysis>Paris [1]", "recall_analysis", 0.0),
+    ],
+)
+def test_recall_of_what_else_is_written(system: str, said: str, name: str, value: float) -> None:
+    values = measured(system, said, entailment=0.5)
+    assert values[name] == value
+    assert [key for key in values if key.startswith("recall")] == [name]
+
+
+def test_a_gold_of_yes_is_recalled_by_no_text() -> None:
+    values = measured("eval_rar", "<evaluate>yes</evaluate><answer>yes</answer>", golds=("yes",))
+    assert values["recall_evaluation"] == 0.0 and values["em"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "gold", "precision", "recall"),
+    [
+        ("<relevance>[1,2]</relevance>", (1,), 0.5, 1.0),
+        ("<relevance>[2]</relevance>", (1, 2), 1.0, 0.5),
+        ("<relevance>all</relevance>", (1,), 0.0, 0.0),
+        ("nothing named", (1,), 0.0, 0.0),
+        ("<relevance>[1]</relevance>", (), None, None),
+    ],
+)
+def test_references(said: str, gold: tuple[int, ...], precision: float | None, recall: float | None) -> None:
+    values = measured("arena", said, passages=PASSAGES, gold_indices=gold)
+    assert (values["relevance_precision"], values["relevance_recall"]) == (precision, recall)
+    assert "relevance_recall" not in measured("arena", said, passages=PASSAGES)  # nobody knows
+
+
+def test_rankings() -> None:
+    assert ranking_measures([]) == {}
+    assert ranking_measures([False] * 5 + [True]) == {"ndcg@5": 0.0, "recall@5": 0.0, "recall_passages": 1.0}
+    assert ranking_measures([True, False]) == {"ndcg@5": 1.0, "recall@5": 1.0, "recall_passages": 1.0}
+    assert ranking_measures([False]) == {"ndcg@5": 0.0, "recall@5": 0.0, "recall_passages": 0.0}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_is_measured_under_known_names(system: str) -> None:
+    entry = judged(system, "<answer>Paris</answer>", passages=PASSAGES, gold_indices=(1,), entailment=0.5)
+    values = measures_of(entry, load_system(system, {}).tags)
+    assert set(values) <= set(NAMES) and values["em"] == 1.0 == entry.result.parts["em"]
+    assert parts_of(entry).keys() == PARTS[system]
+    assert all(isinstance(value, float) for value in parts_of(entry).values())
+
+
+def test_what_nobody_measured_is_no_zero() -> None:
+    said = "<reason>a</reason><extract>Paris</extract><answer>Paris</answer>"
+    parts = parts_of(judged("eviomni", said, options={"rationale": False}))
+    assert (parts["answer_rationale"], parts["answer_evidence"], parts["answer_full"]) == (None, 0.0, 1.0)
+    assert "entailment" not in measured("evinote", "<summary>* x</summary>", options={"variant": "SEN"})
+    assert means([parts])["answer_rationale"] is None
+
+
+def test_counts_of_what_a_system_writes() -> None:
+    assert measured("arena", "<relevance>[1,2]</relevance>", passages=PASSAGES)["named"] == 2.0
+    assert measured("eval_rar", "<evaluate>a</evaluate><evaluate>b</evaluate>")["evaluations"] == 2.0
+
+
+def test_means_leave_out_what_has_no_value() -> None:
+    rows = [{"em": 1.0, "compression": 4.0}, {"em": 0.0, "compression": None}, {"em": 0.0}]
+    assert means(rows) == {"em": pytest.approx(1 / 3), "compression": 4.0}
+    assert list(means([{"own": 1.0, "tokens": 1.0, "reward": 1.0}])) == ["reward", "tokens", "own"]
+    assert means([]) == {} and mean([None]) is None
+    assert [shown("em", 0.5), shown("compression", 9.126), shown("em", None), shown("own", 0.5)] == [
+        "50.0%",
+        "9.13",
+        "-",
+        "0.50",
+    ]
+
+
+def test_a_summary_holds_the_measures_and_the_parts_apart() -> None:
+    entries = [
+        judged("eviomni", "<reason>a b c</reason><extract>Paris</extract><answer>Paris</answer>", passages=PASSAGES),
+        judged("eviomni", "hm", passages=PASSAGES),
+    ]
+    summary = summarise(entries, load_system("eviomni", {}).tags)
+    assert (summary["questions"], summary["em"], summary["recall_evidence"]) == (2, 0.5, 0.5)
+    assert (summary["compression"], summary["no_evidence"]) == (14.0, 0.5)
+    assert summary["parts"]["format"] == summary["parts"]["answer_full"] == 0.5 and "em" not in summary["parts"]
+    assert summary["reasons"] == {"answered": 2}
+    assert "recall_evidence" not in summarise(entries)  # nobody said that the system writes any

@@ -1,0 +1,241 @@
+"""`thresher extract` stopped and gone on with, its conversations with chat models, and what the command refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import ChatServer
+from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, make_agentic, make_plan
+
+from thresher.cli import main as cli
+from thresher.engine.episode import Feedback, Fork, Generate, Prompt, Retrieved, Search, System, Tools, Turn
+from thresher.engine.extraction import run as extract_module
+from thresher.engine.extraction.converse import Converser, cut
+from thresher.engine.extraction.run import Plan, extract, summarise
+from thresher.engine.store.journal import Journal
+from thresher.engine.systems import load_system
+from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with ChatServer() as server:
+        yield server
+
+
+@pytest.fixture
+def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path) -> Plan:
+    return make_plan(tmp_path, tiny_model_folder, tiny_questions)
+
+
+@pytest.fixture
+def agentic(plan: Plan, tiny_index_folder: Path, tmp_path: Path) -> Plan:
+    return make_agentic(plan, tiny_index_folder, tmp_path)
+
+
+# --- Stopped and gone on with
+
+
+def test_a_run_goes_on_where_it_stopped(plan: Plan, script: Any) -> None:
+    script({0: [extracted("r", "one")]})
+    extract(replace(plan, limit=1, batch=1))
+    out = Path(plan.out)
+    first = out.read_bytes()
+    out.write_bytes(first + b'{"id": "q1", "evid')  # as a kill leaves it
+    script({0: [extracted("r", "two"), extracted("r", "three")]})
+    seen: list[int] = []
+    figures = extract(replace(plan, batch=1), lambda done, of: seen.append(done))
+    assert out.read_bytes().startswith(first) and [line["evidence"] for line in lines(plan)] == ["one", "two", "three"]
+    assert seen == [1, 2, 3] and figures["questions"] == 3
+    # Nothing is left to do, not even to load a model.
+    assert extract(replace(plan, batch=5)) == figures
+
+
+def test_an_endpoint_that_fails_costs_nothing_that_was_done(
+    plan: Plan, script: Any, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract_module, "Endpoint", one_at_a_time(extract_module.Endpoint))
+    script({n: [extracted("r", f"note {n}")] for n in range(3)})
+    refusal = (400, {"error": {"message": "no such model"}})
+    server.script = [ANSWER, refusal]
+    with_chat = replace(plan, generator=chat(server))
+    with pytest.raises(UserError, match="no such model"):
+        extract(with_chat)
+    assert sorted(line["evidence"] for line in lines(plan)) == ["note 0", "note 1", "note 2"]
+    assert not any("answer" in line for line in lines(plan)) and len(server.asked) == 2
+    script({})  # the extractor is not asked again, nor is the chat model for what it has said
+    server.reply = lambda content: ANSWER
+    figures = extract(with_chat)
+    assert len(server.asked) == 4 and [line["answer"] for line in lines(plan)] == ["Carl Dorn"] * 3
+    assert [line["id"] for line in lines(plan)] == ["q0", "q1", "q2"] and figures["questions"] == 3
+
+
+def one_at_a_time(endpoint: Any) -> Callable[..., Any]:
+    return lambda *arguments, **named: endpoint(*arguments, **named, concurrency=1)
+
+
+def test_other_settings_do_not_mix(plan: Plan, script: Any) -> None:
+    script({n: [EOS] for n in range(3)})
+    figures = extract(plan)
+    # What decides no record may change.
+    assert extract(replace(plan, overrides=(*SMALL[1:], "model.device=cpu"), batch=1, patience=1.0)) == figures
+    with pytest.raises(UserError, match=r"e\.jsonl: was begun with k 5, not 2; choose another file"):
+        extract(replace(plan, k=2))
+    Path(plan.questions).write_text(Path(plan.questions).read_text().replace("Ida Jones", "Ida James"))
+    with pytest.raises(UserError, match="was begun with the questions' content"):
+        extract(plan)
+    Path(plan.out).with_suffix(".json").unlink()
+    with pytest.raises(UserError, match=r"e\.jsonl: exists, without the e\.json of a run"):
+        extract(plan)
+
+
+def test_a_journal_hands_partial_records_back(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    journal = Journal(path, {"a": 1}, ["answer"])
+    journal.add({"id": "x", "n": 1})
+    journal.add({"id": "y", "answer": None})
+    journal.add({"id": "x", "n": 1, "answer": "\ud800"})
+    assert journal.done == {"x", "y"} and journal.partial == {}
+    again = Journal(path, {"a": 1}, ["answer"])
+    assert again.done == {"x", "y"} and again.partial == {} and len(path.read_bytes().splitlines()) == 3
+    assert [record["id"] for record in again.records()] == ["y", "x"] and len(path.read_bytes().splitlines()) == 2
+    path.write_text('{"n": 1}\n')
+    with pytest.raises(UserError, match=r'j\.jsonl:1: has no "id"'):
+        Journal(path, {"a": 1}, ["answer"])
+    with pytest.raises(UserError, match=r"the folder .* does not exist"):
+        Journal(tmp_path / "none" / "j.jsonl", {}, [])
+    with pytest.raises(UserError, match=r"ends in \.jsonl"):
+        Journal(tmp_path / "j.jsonl.gz", {}, [])
+
+
+def test_figures_leave_out_what_has_no_value() -> None:
+    made = {"golden_answers": ["b"], "rationale": "a b", "em": True}
+    records = [
+        {**made, "evidence": "b", "compression_ratio": 4.0},
+        {**made, "evidence": "", "compression_ratio": None, "em": False},
+    ]
+    assert summarise(records) == {
+        "questions": 2,
+        "without_evidence": 1,
+        "without_golds": 0,
+        "cut_questions": 0,
+        "compression_ratio": 4.0,
+        "em": 0.5,
+        "recall_evidence": 0.5,
+        "recall_rationale": 1.0,
+    }
+    assert summarise([]) == {"questions": 0, "without_evidence": 0, "without_golds": 0, "cut_questions": 0}
+
+
+# --- Conversations
+
+
+def test_a_reply_is_cut_at_its_first_stop() -> None:
+    stop = ("</search>", "</answer>")
+    assert cut("<search>a</search> b <answer>c</answer>", stop) == Turn(b"<search>a</search>", "</search>")
+    assert cut("<answer>c</answer></search>", stop) == Turn(b"<answer>c</answer>", "</answer>")
+    assert cut("plain", stop) == Turn(b"plain", None)
+
+
+def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
+    def episode(question: Question, tools: Tools) -> Any:
+        yield Prompt("T {passages} {question}", question.question, question.passages)
+        yield Retrieved((yield Search("mayor")), "<i>", "</i>")
+        yield Feedback("Go </a> on.")
+        turn = yield Generate(("</a>",))
+        if turn.stop is None:
+            yield Feedback("Again.")
+            yield Generate(("</a>",))
+        return "done"
+
+    class Echo:
+        def __init__(self) -> None:
+            self.asked: list[list[list[dict[str, str]]]] = []
+
+        def complete(self, conversations: Any, *, temperature: float = 1.0, max_tokens: int = 0) -> list[str]:
+            assert temperature == 0 and max_tokens == 9
+            self.asked.append([[dict(message) for message in talk] for talk in conversations])
+            return ["<a>x</a>y" if len(talk) > 1 or "q0" in talk[0]["content"] else "no" for talk in conversations]
+
+    system = System("test", ("<a>", "</a>", "<i>", "</i>"), episode, None, "T")  # type: ignore[arg-type]
+    echo = Echo()
+    converser = Converser(
+        system=system, tools=Tools("T", 1), chat=echo, retriever=tiny_index, k=1, passage_format="{text}", max_tokens=9
+    )
+    questions = [Question(f"q{n}", f"q{n} </a> {{passages}}", (), passages=PASSAGES[:1]) for n in range(2)]
+    talks = list(converser.converse(questions))
+    assert [talk.question.id for talk in talks] == ["q0", "q1"] and {talk.reason for talk in talks} == {"done"}
+    first = echo.asked[0][0][0]["content"]
+    (hit,) = tiny_index.search(["mayor"], 1)[0]
+    prompt = f"T {PASSAGES[0].text} q0 < /a> {{passages}}"
+    assert first == f"{prompt}<i>{hit.passage.text}</i>Go < /a> on."
+    assert [len(batch) for batch in echo.asked] == [2, 1] and [len(talk) for talk in echo.asked[1]] == [3]
+    assert [(piece.source, piece.text) for piece in talks[0].pieces][-1] == (Source.POLICY, b"<a>x</a>")
+    assert [piece.source for piece in talks[1].pieces] == [
+        *(Source.PROMPT, Source.RETRIEVED, Source.FEEDBACK, Source.POLICY, Source.FEEDBACK, Source.POLICY)
+    ]
+    assert talks[0].searches == [{"query": "mayor", "passages": [hit.passage.id]}]
+
+
+def test_a_chat_model_cannot_fork() -> None:
+    def episode(question: Question, tools: Tools) -> Any:
+        yield Prompt("", "")
+        yield Fork({})
+
+    system = replace(load_system("search_r1", {}), episode=episode)
+    converser = Converser(
+        system=system,
+        tools=Tools("", 1),
+        chat=None,
+        retriever=None,
+        k=1,
+        passage_format="",
+        max_tokens=1,  # type: ignore[arg-type]
+    )
+    with pytest.raises(TypeError, match="which a chat model cannot serve"):
+        list(converser.converse([Question("q", "Who?", ())]))
+
+
+# --- The command
+
+
+def test_the_command(plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing scripted: whatever the tiny model writes is a result."""
+    arguments = ["extract", "--model", plan.model, "--questions", plan.questions, "--out", plan.out]
+    arguments += [part for text in SMALL for part in ("--set", text)]
+    assert cli.run([*arguments, "--template", str(plan.template), "--answer-model", plan.model]) == 0
+    assert len(lines(plan)) == 3 and all({"evidence", "answer", "f1"} <= line.keys() for line in lines(plan))
+    assert "without_evidence" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--loop", "agentic"], "--loop agentic needs an agent"),
+        (["--agent-model", "m"], "an agent is for --loop agentic"),
+        (["--loop", "agentic", "--agent-model", "m", "--answer-model", "m"], "leave out what begins with --answer"),
+        (["--answer-url", "http://h"], "either --answer-model DIR, or --answer-url URL with --answer-name MODEL"),
+        (["--answer-model", "m", "--answer-name", "n"], "either --answer-model DIR"),
+        (["--answer-template", "t"], "either --answer-model DIR"),
+        (["--set", "grpo.beta=1"], "expected a key of model, rollout or retrieval"),
+        (["--set", "rollout.max_turn=1"], "rollout.max_turn: unknown key"),
+        (["--key-env", "NO_SUCH_KEY", "--answer-url", "http://h", "--answer-name", "n"], "NO_SUCH_KEY"),
+    ],
+)
+def test_what_the_command_refuses(extra: list[str], words: str, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [part for text in SMALL for part in ("--set", text)]
+    arguments = ["extract", "--model", plan.model, "--questions", plan.questions, "--out", plan.out, *small, *extra]
+    assert cli.run(arguments) == 2
+    assert words in capsys.readouterr().err and not list(Path(plan.out).parent.glob("e.*"))
+
+
+def test_an_agent_needs_somewhere_to_search(agentic: Plan) -> None:
+    with pytest.raises(UserError, match="give --index FOLDER or --url URL"):
+        extract(replace(agentic, index=None))

@@ -1,0 +1,150 @@
+"""What a trajectory is made of, and a planted fault for every rule that `check_trajectory` states."""
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+
+from thresher.engine.episode import pair_tags
+from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory, turns
+from thresher.policy.tokenizer import Tokenizer
+from thresher.rewards.transcript import Source
+
+TAGS = pair_tags("search", "information", "answer")
+
+
+@pytest.fixture
+def sound(tiny_tokenizer: Tokenizer) -> Trajectory:
+    """A prompt that shows tags and control tokens, a search whose last token goes on, a note, an answer."""
+    encode, template = tiny_tokenizer.encode, tiny_tokenizer.encode_template
+    search, answer = encode("<search>mayor</search><"), encode("<answer>Eva</answer>")
+    return Trajectory(
+        "q",
+        0,
+        0,
+        [
+            Segment(Source.PROMPT, template("<|im_start|>Use <search> or <answer>.<|im_end|>")),
+            Segment(Source.POLICY, search, [-0.5] * len(search), "</search>", 1),
+            Segment(Source.RETRIEVED, template("\n<information>Doc 1 < /answer></information>\n")),
+            Segment(Source.POLICY, template("a<|endoftext|>"), [0.0, -0.25]),
+            Segment(Source.FEEDBACK, encode("Try again.")),
+            Segment(Source.POLICY, answer, [-1.0] * len(answer), "</answer>", 0),
+        ],
+        "answered",
+    )
+
+
+def test_a_sound_one_passes(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+    assert check_trajectory(sound, tiny_tokenizer, TAGS, len(sound)) == []
+
+
+Plant = Callable[[Trajectory, Tokenizer], None]
+
+
+def set_ids(number: int, text: str) -> Plant:
+    def plant(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
+        segment = trajectory.segments[number]
+        segment.ids = tokenizer.encode_template(text)
+        segment.logprobs = [-1.0] * len(segment.ids) if segment.source is Source.POLICY else []
+
+    return plant
+
+
+def change(number: int, **values: object) -> Plant:
+    def plant(trajectory: Trajectory, _: Tokenizer) -> None:
+        for name, value in values.items():
+            setattr(trajectory.segments[number], name, value)
+
+    return plant
+
+
+def drop(container: Callable[[Trajectory], list[object]], place: int) -> Plant:
+    def plant(trajectory: Trajectory, _: Tokenizer) -> None:
+        del container(trajectory)[place]
+
+    return plant
+
+
+def whole_token_trailing(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
+    set_ids(5, "<answer></answer>.")(trajectory, tokenizer)
+    trajectory.segments[5].trailing = 1
+
+
+def padded_column(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
+    trajectory.segments[3].ids[0] = tokenizer.vocab_size
+
+
+SLACK = 12  # tokens: what a fault may add before the context is too small, too
+INFORMATION = "<information>{}</information>"
+FAULTS: list[tuple[str, Plant, str]] = [
+    # which rule, what is done to the sound one, what is said
+    ("1 no prompt", drop(lambda t: t.segments, 0), "does not begin with one prompt"),
+    ("1 nothing at all", lambda t, _: t.segments.clear(), "does not begin with one prompt"),
+    ("1 two prompts", change(4, source=Source.PROMPT), "does not begin with one prompt"),
+    ("1 prompt later", lambda t, _: t.segments.reverse(), "does not begin with one prompt"),
+    ("1 too long", lambda t, _: t.segments[0].ids.extend([1] * (SLACK + 1)), "tokens exceed the context"),
+    ("1 padded column", padded_column, r"segment 3 \(policy\) holds an id outside"),
+    ("1 negative id", change(2, ids=[-1]), r"segment 2 \(retrieved\) holds an id outside"),
+    ("2 one short", drop(lambda t: t.segments[1].logprobs, 0), r"segment 1 .* log-probs for"),
+    ("2 not sampled", change(4, logprobs=[-1.0]), r"segment 4 \(feedback\) has 1 log-probs"),
+    ("2 positive", change(3, logprobs=[0.0, 0.01]), "segment 3 .* log-prob above 0"),
+    ("2 nan", change(3, logprobs=[0.0, float("nan")]), "segment 3 .* log-prob above 0"),
+    ("3 went on after a tag", set_ids(1, "<search>a</search>b</search><"), "segment 1 .* first </search>"),
+    ("3 another tag", change(5, stop="</search>"), "segment 5 .* first </search>"),
+    ("3 trailing forgotten", change(1, trailing=0), "segment 1 .* first </search>"),
+    ("3 a token too many", set_ids(5, "<answer>Eva</answer>."), "segment 5 .* first </answer>"),
+    ("3 a whole token trailing", whole_token_trailing, "segment 5 .* first </answer>"),
+    ("3 an empty turn", change(5, ids=[], logprobs=[]), "segment 5 .* first </answer>"),
+    ("4 control token retrieved", set_ids(2, INFORMATION.format("a<|im_end|>")), "segment 2 .* a control token"),
+    ("4 control token in feedback", set_ids(4, "no<|endoftext|>"), r"segment 4 \(feedback\) holds a control token"),
+    ("5 tag in a passage", set_ids(2, INFORMATION.format("</answer>")), "segment 2 .* tags of its own"),
+    ("5 pair in a passage", set_ids(2, INFORMATION.format(INFORMATION)), "segment 2 .* tags of its own"),
+    ("5 tag in feedback", set_ids(4, "use <search>"), r"segment 4 \(feedback\) holds tags of its own"),
+]
+
+
+@pytest.mark.parametrize(("plant", "said"), [row[1:] for row in FAULTS], ids=[row[0] for row in FAULTS])
+def test_every_planted_fault_is_found(sound: Trajectory, tiny_tokenizer: Tokenizer, plant: Plant, said: str) -> None:
+    room = len(sound) + SLACK
+    plant(sound, tiny_tokenizer)
+    (wrong,) = check_trajectory(sound, tiny_tokenizer, TAGS, room)
+    assert re.search(said, wrong)
+
+
+def test_faults_add_up(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+    sound.segments[1].logprobs.pop()
+    sound.segments[4].logprobs.append(-1.0)
+    assert len(check_trajectory(sound, tiny_tokenizer, TAGS, 5)) == 3
+
+
+def test_rows_and_log_probs_follow_from_the_sources(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+    lengths = [len(segment.ids) for segment in sound.segments]
+    assert len(sound) == sum(lengths) == len(sound.ids())
+    expected = [sum(lengths[:number]) + at for number in (1, 3, 5) for at in range(lengths[number])]
+    assert sound.policy_rows() == expected
+    ids, written = sound.ids(), [token for segment in turns(sound) for token in segment.ids]
+    assert [ids[row] for row in expected] == written
+    assert sound.policy_logprobs() == [-0.5] * lengths[1] + [0.0, -0.25] + [-1.0] * lengths[5]
+    assert sound.count(Source.POLICY) == len(expected) and sound.count(Source.FEEDBACK) == lengths[4]
+    assert Trajectory("q", 0, 0).policy_rows() == [] and len(Trajectory("q", 0, 0)) == 0
+
+
+def test_pieces_are_the_bytes_of_the_ids(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+    sound.segments[4].ids = tiny_tokenizer.encode("ü")[:1]  # half a character
+    pieces = sound.pieces(tiny_tokenizer)
+    assert [piece.source for piece in pieces] == [segment.source for segment in sound.segments]
+    assert pieces[1].text == b"<search>mayor</search><" and pieces[4].text == "ü".encode()[:1]
+
+
+def test_the_record_for_the_run_folder(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+    kept = deepcopy(sound)
+    kept.searches.append({"query": "mayor", "passages": ["p1"]})
+    record = kept.to_dict(tiny_tokenizer)
+    assert {key: record[key] for key in ("id", "group", "sample", "reason")} == {
+        "id": "q", "group": 0, "sample": 0, "reason": "answered"
+    }  # fmt: skip
+    assert record["searches"] == [{"query": "mayor", "passages": ["p1"]}]
+    assert [(s["source"], s["ids"]) for s in record["segments"]] == [(str(s.source), s.ids) for s in sound.segments]
+    assert record["segments"][5]["text"] == "<answer>Eva</answer>"
+    assert record["segments"][0]["text"].startswith("<|im_start|>Use <search>")

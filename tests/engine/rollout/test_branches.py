@@ -1,0 +1,346 @@
+"""Branches: what is masked is absent from a context put together anew, tokens are kept whole, and nothing that is
+written there reaches the trajectory's own ids."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thresher.engine.baselines import load_baseline
+from thresher.engine.config.recipe import Grpo
+from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
+from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
+from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
+from thresher.engine.rollout.branches import branch_seed, kept_ids
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.rollout.samples import Job
+from thresher.engine.scoring.score import Judges, check_all, judge
+from thresher.engine.systems import load_system
+from thresher.engine.training.packing import Item
+from thresher.engine.training.update import make_items
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer, train_bpe
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
+from thresher.rewards.result import RewardResult
+from thresher.rewards.tags import final_answer, neutralise
+from thresher.rewards.transcript import Source
+
+Make = Callable[..., Rollout]
+EOS = "<|endoftext|>"
+TEMPLATE = "{passages}\nQuestion: {question}\n"
+TAGS = ("<reason>", "</reason>", "<extract>", "</extract>", "<answer>", "</answer>")
+QUESTION = Question("q", "Who?", ("Bel",), passages=(Passage("a", "A", "Bel did."), Passage("b", "B", "Nobody.")))
+
+
+def episode(question: Question, tools: Any) -> Any:
+    yield Prompt(TEMPLATE, question.question, question.passages)
+    turn = yield Generate(("</extract>",))
+    if turn.stop is None:
+        return "ended"
+    cut = turn.text.index(b"</reason>") + len(b"</reason>")
+    end = turn.text.index(b"</extract>") + len(b"</extract>")
+    whole, bare = Prompt(TEMPLATE, question.question, question.passages), Prompt(TEMPLATE, question.question)
+    yield Fork(
+        {
+            "rationale": Reprefill(whole, (Kept(0, cut), "<answer>"), ("</answer>",)),
+            "evidence": Reprefill(bare, (Kept(cut, end), "<answer>"), ("</answer>",)),
+        }
+    )
+    yield Generate(("</answer>",))
+    return "answered"
+
+
+SYSTEM = System("test", TAGS, episode, lambda attempt: RewardResult(0.0, {}, None), TEMPLATE, given_passages=True)
+
+
+def scripted(script: Callable[..., None], seed: int, trunk: list[str], rationale: str, evidence: str) -> None:
+    script({seed: trunk, branch_seed(seed, "rationale"): [rationale], branch_seed(seed, "evidence"): [evidence]})
+
+
+def test_what_is_masked_is_absent(tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]) -> None:
+    trunk = ["<reason>Bel it is</reason><extract>Bel did.</extract>", "<answer>Bel</answer>"]
+    scripted(script, 7, trunk, "Bel</answer>", "Nobody</answer>")
+    run = tiny_rollout(SYSTEM, max_passage_tokens=200)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    text = {
+        name: [(s.source, tiny_tokenizer.decode(s.ids)) for s in b.segments] for name, b in trajectory.branches.items()
+    }
+    passages = 'Doc 1(Title: "A") Bel did.\nDoc 2(Title: "B") Nobody.'
+    before = f"{passages}\nQuestion: Who?\n<reason>Bel it is</reason><answer>"
+    assert text["rationale"] == [(Source.PROMPT, before), (Source.POLICY, "Bel</answer>")]
+    before = "\nQuestion: Who?\n<extract>Bel did.</extract><answer>"
+    assert text["evidence"] == [(Source.PROMPT, before), (Source.POLICY, "Nobody</answer>")]
+    assert [segment.source for segment in trajectory.segments] == [Source.PROMPT, Source.POLICY, Source.POLICY]
+    assert trajectory.reason == "answered" and run.clock.branches == 2
+    # What the branches wrote is not trained: the update's rows are the trunk's tokens, each with its own log-prob.
+    (item,) = make_items([trajectory], [1.0], Grpo())
+    assert isinstance(item, Item) and [item.ids[row] for row in item.rows] == [
+        token for text in trunk for token in tiny_tokenizer.encode_template(text)
+    ]
+    (judged,) = judge([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())
+    check_all([judged], tiny_tokenizer, TAGS, run.limits.max_context)
+    assert [piece.text for piece in judged.attempt.branches["evidence"] if piece.source is Source.POLICY] == [
+        b"Nobody</answer>"
+    ]
+    stored = judged.to_dict(tiny_tokenizer)["branches"]["rationale"]
+    assert [segment["source"] for segment in stored] == ["prompt", "policy"]
+
+
+def test_a_branch_knows_only_its_context(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    """The log-probs of a branch are those of a fresh forward over its own ids, in which the masked part never was."""
+    trunk = ["<reason>Bel it is</reason><extract>Bel did.</extract>", "<answer>Bel</answer>"]
+    scripted(script, 7, trunk, "Bel</answer>", "Nobody</answer>")
+    run = tiny_rollout(SYSTEM, max_passage_tokens=200)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    for one in (trajectory, *trajectory.branches.values()):
+        ids, rows = torch.tensor(one.ids()), torch.tensor(one.policy_rows())
+        logits_TV = run.policy.logits(ids)[:, : tiny_tokenizer.vocab_size]
+        fresh = torch.log_softmax(logits_TV, -1)[rows - 1, ids[rows]]
+        torch.testing.assert_close(torch.tensor(one.policy_logprobs()), fresh, rtol=0, atol=1e-5)
+
+
+def test_branches_repeat_bit_for_bit_alone_and_in_a_crowd(tiny_rollout: Make, tiny_tokenizer: Tokenizer) -> None:
+    """Turns end at letters that random weights soon write, so that branches are reached without a script."""
+
+    def soon(question: Question, tools: Any) -> Any:
+        yield Prompt("{question}", question.question)
+        turn = yield Generate(("e", "a"))
+        half = len(turn.text) // 2
+        again = Prompt("{question}", question.question)
+        yield Fork({name: Reprefill(again, (Kept(0, half), name), ("o", "e")) for name in ("x", "y")})
+        yield Generate(("o",))
+        return "answered"
+
+    system = System("test", (), soon, lambda attempt: RewardResult(0.0, {}, None), "{question}")
+    questions = [Question(f"q{n}", "Who is that" + "?" * (n % 5), ("a",)) for n in range(12)]
+    jobs = [Job(question, group, n, 100 * group + n) for group, question in enumerate(questions) for n in range(2)]
+
+    def record(trajectories: Sequence[Any]) -> list[Any]:
+        return [
+            (name, [s.ids for s in branch.segments], [x.hex() for x in branch.policy_logprobs()], branch.reason)
+            for trajectory in trajectories
+            for name, branch in trajectory.branches.items()
+        ]
+
+    crowd = record(tiny_rollout(system).run(jobs, 1.0))
+    alone = tiny_rollout(system, max_running=1)
+    assert len(crowd) >= 8 and len({len(entry[1][1]) for entry in crowd}) > 2
+    assert record([alone.run([job], 1.0)[0] for job in jobs]) == crowd
+
+
+def test_a_branch_without_room_is_counted_and_left_out(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    trunk = ["<reason>x</reason><extract>y</extract>", "<answer>Bel</answer>"]
+    prompt = len(tiny_rollout(SYSTEM, max_passage_tokens=200).prompt(QUESTION))
+    total = prompt + sum(len(tiny_tokenizer.encode(text)) for text in trunk)
+
+    def long(question: Question, tools: Any) -> Any:
+        yield Prompt(TEMPLATE, question.question, question.passages)
+        yield Generate(("</extract>",))
+        parts = (Kept(0, 10**6), "<answer>" * 20)
+        yield Fork({"rationale": Reprefill(Prompt(TEMPLATE, "Who?", question.passages), parts, ("</answer>",))})
+        yield Generate(("</answer>",))
+        return "answered"
+
+    system = System("test", TAGS, long, SYSTEM.reward, TEMPLATE, given_passages=True)
+    script({7: trunk})
+    run = tiny_rollout(system, max_passage_tokens=200, max_context=total + 2)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    assert trajectory.reason == "answered" and not trajectory.branches and run.clock.branches_without_room == 1
+
+
+@given(text=st.text(max_size=40), start=st.integers(-2, 60), size=st.integers(0, 60))
+def test_kept_bytes_are_exact_and_whole_tokens_stay(
+    text: str, start: int, size: int, tiny_tokenizer: Tokenizer
+) -> None:
+    written = tiny_tokenizer.encode(text)
+    start = max(start, 0)
+    kept = kept_ids(Kept(start, start + size), written, tiny_tokenizer)
+    assert tiny_tokenizer.decode_bytes(kept) == tiny_tokenizer.decode_bytes(written)[start : start + size]
+    # Whole tokens inside the stretch come through as they were sampled, in order.
+    at, inside = 0, []
+    for token in written:
+        end = at + len(tiny_tokenizer.token_bytes(token))
+        if start <= at and end <= start + size:
+            inside.append(token)
+        at = end
+    found = iter(kept)
+    assert all(token in found for token in inside)
+
+
+def test_a_token_that_straddles_the_boundary_is_cut_by_bytes(tiny_tokenizer: Tokenizer) -> None:
+    long = next(n for n in range(tiny_tokenizer.vocab_size) if len(tiny_tokenizer.token_bytes(n)) >= 3)
+    text = tiny_tokenizer.token_bytes(long)
+    assert kept_ids(Kept(0, 2), [long, long], tiny_tokenizer) == tiny_tokenizer.byte_ids(text[:2])
+    across = kept_ids(Kept(1, len(text) + 1), [long, long], tiny_tokenizer)
+    assert across == tiny_tokenizer.byte_ids(text[1:] + text[:1])
+
+
+def test_judges_are_asked_once_for_all() -> None:
+    from thresher.engine.scoring.score import ask_judges
+
+    class Judge:
+        name = "counts"
+        calls = 0
+
+        def probabilities(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+            self.calls += 1
+            return [len(premise) / 10 for premise, _ in pairs]
+
+        def rate(self, asked: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
+            self.calls += 1
+            return [answer in golds for golds, answer in asked]
+
+    from thresher.rewards.transcript import Piece
+
+    attempts = [
+        Attempt(pieces=[Piece(Source.POLICY, text)], golds=("Bel",), question=str(n))
+        for n, text in enumerate((b"<answer>Bel</answer>", b"nothing", b"<answer>No</answer>"))
+    ]
+    claims = {"0": [("abc", "h"), ("abcd", "h")], "1": [], "2": [("a", "h")]}
+    system = System(
+        "test", TAGS, episode, SYSTEM.reward, TEMPLATE, claims=lambda a: claims[a.question], wants_verdict=True
+    )
+    judge_ = Judge()
+    asked = ask_judges(attempts, system, Judges(entailment=judge_, verdict=judge_))
+    assert [attempt.entailment for attempt in asked] == [0.4, 0.0, 0.1]
+    assert [attempt.verdict for attempt in asked] == [True, False, False] and judge_.calls == 2
+
+
+def fitted(question: Question, run: Rollout) -> Fitted:
+    return fit_passages([question], run.system, run.tools, run.renderer)
+
+
+@pytest.mark.parametrize("budget", [75, 90, 120, 150, 400])
+def test_what_a_question_holds_is_what_its_prompt_shows(
+    budget: int, tiny_rollout: Make, tiny_tokenizer: Tokenizer
+) -> None:
+    given = (
+        Passage("s", "T", "Short."),
+        *(Passage(str(n), f"T{n}", "Köln 東京 word </answer> " * 4) for n in range(2)),
+    )
+    long = Question("q", "Who?", ("B",), passages=given)
+    run = tiny_rollout(SYSTEM, max_passage_tokens=budget)
+    shown = fitted(long, run)
+    (kept,) = shown.questions
+    ids = run.prompt(kept)
+    assert len(run.renderer.passages(kept.passages)) <= budget
+    assert (shown.cut_questions, shown.cut_passages) == ((0, 0) if kept is long else (1, 2))
+    assert (kept is long) == (len(run.renderer.passages(given)) <= budget)
+    text = tiny_tokenizer.decode(ids)
+    lines = text.splitlines()[:3]
+    for number, (line, passage, before) in enumerate(zip(lines, kept.passages, given, strict=True), start=1):
+        whole = neutralise(f'Doc {number}(Title: "{passage.title}") {passage.text}', TAGS)
+        assert line == whole and before.text.startswith(passage.text) and passage.title == before.title
+    assert kept.passages[0] is given[0]  # the longest give way first
+    if kept is not long:
+        with pytest.raises(UserError, match=f"take [0-9]+ tokens, more than rollout.max_passage_tokens = {budget}"):
+            run.prompt(long)
+        # Both that are cut end within a token of the same share, and the budget is not left unused.
+        first, second = (run.renderer.line_tokens(n, kept.passages[n - 1]) for n in (2, 3))
+        assert abs(first - second) <= 12 and len(run.renderer.passages(kept.passages)) > budget - 26
+        (stored,) = judge([kept], [Trajectory("q", 0, 0, [Segment(Source.PROMPT, ids)])], SYSTEM, tiny_tokenizer)
+        assert stored.to_dict(tiny_tokenizer)["passages"][1] == {"title": "T0", "text": kept.passages[1].text}
+        assert stored.attempt.passages == [(passage.title, passage.text) for passage in kept.passages]
+        assert shown.told() == f"1 of 1 questions had passages cut to {budget} tokens; raise rollout.max_passage_tokens"
+    else:
+        assert shown.told() is None
+    assert fitted(kept, run).questions == [kept]
+
+
+def test_titles_give_way_last_and_a_budget_below_the_form_is_refused(tiny_rollout: Make) -> None:
+    run = tiny_rollout(SYSTEM, max_passage_tokens=60)
+    entitled = Question("q", "Who?", ("B",), passages=(Passage("a", "wide " * 40, "Bel."), Passage("b", "B", "Bo.")))
+    (kept,) = fitted(entitled, run).questions
+    assert kept.passages[0].text == "" and kept.passages[0].title.startswith("wide ") and kept.passages[1].text == "Bo."
+    many = Question("q", "Who?", ("B",), passages=tuple(Passage(str(n), f"T{n}", "word " * 6) for n in range(30)))
+    with pytest.raises(
+        UserError, match=r"question q: rollout\.max_passage_tokens = 60 leaves .* of 30 passages, fewer"
+    ):
+        fitted(many, run)
+
+
+def test_gold_indices_do_not_outlive_the_passages_that_they_number(tiny_index: Index) -> None:
+    bare = Question("bare", "What is the spouse of Mia Noor?", ("Bel",), gold_indices=(1,))
+    found, given = with_passages([bare, replace(QUESTION, gold_indices=(1,))], tiny_index, 2)
+    assert (len(found.passages), found.gold_indices, given.gold_indices) == (2, None, (1,))
+
+
+def test_what_no_prompt_shows_is_not_cut(tiny_rollout: Make) -> None:
+    system = load_baseline("naive_rag", {"k": 1})
+    run = tiny_rollout(system, template=system.template, max_passage_tokens=40, max_context=900)
+    long = Question("q", "Who?", ("B",), passages=tuple(Passage(str(n), "", "word " * 40) for n in range(3)))
+    (kept,) = fitted(long, run).questions
+    assert len(kept.passages[0].text) < 200 and kept.passages[1:] == long.passages[1:]
+    search = tiny_rollout("search_r1")
+    assert fitted(long, search).questions == [long]
+
+
+GLUED = "</extract><"  # of which Qwen's tokenizer makes `</`, `extract`, `><`
+
+
+def glued_tokenizer() -> Tokenizer:
+    tokenizer = train_bpe(["><" * 9, "<answer>Bel</answer>"], 300, [EOS])
+    assert any(tokenizer.token_bytes(token) == b"><" for token in tokenizer.encode("t><a"))
+    return tokenizer
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_bytes_behind_a_stop_open_the_next_turn(
+    between: bool, tiny_rollout: Make, tiny_policy: Policy, script: Callable[..., None]
+) -> None:
+    """So an episode reads what the reward reads; not where something was appended in between."""
+    tokenizer = glued_tokenizer()
+    heard: list[Turn] = []
+
+    def listening(question: Question, tools: Any) -> Any:
+        yield Prompt("{question}", question.question)
+        for stop in ("</extract>", "</answer>", "</answer>"):
+            heard.append((yield Generate((stop,))))
+            if between:
+                yield Feedback("Go on.")
+        return "answered"
+
+    system = System("test", TAGS, listening, lambda attempt: RewardResult(0.0, {}, None), "{question}")
+    script({7: [f"<extract>e{GLUED}answer>Bel</answer> more{EOS}"]}, tokenizer)
+    policy = init_policy(tiny_policy.config.replace(vocab_size=tokenizer.vocab_size + 4, **ends(tokenizer)), 0)
+    run = tiny_rollout(system, tokenizer=tokenizer, policy=policy, max_turn_tokens=90)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    assert check_trajectory(trajectory, tokenizer, TAGS, 999) == []
+    first, second, third = heard
+    assert first == Turn(f"<extract>e{GLUED}".encode(), "</extract>") and third == Turn(f" more{EOS}".encode(), None)
+    assert second.text == (b"" if between else b"<") + b"answer>Bel</answer>"
+    answer = None if between else "Bel"
+    assert second.inside("answer") == answer == final_answer(trajectory.pieces(tokenizer))
+
+
+def test_eviomnis_answer_right_behind_its_evidence_is_one(
+    tiny_rollout: Make, tiny_policy: Policy, script: Callable[..., None]
+) -> None:
+    tokenizer = glued_tokenizer()
+    scripted = f"<reason>r</reason><extract>e{GLUED}answer>Bel</answer>"
+    lines = {7: [scripted]} | {branch_seed(7, name): ["Bel</answer>"] for name in ("rationale", "evidence")}
+    script(lines, tokenizer)
+    policy = init_policy(tiny_policy.config.replace(vocab_size=tokenizer.vocab_size + 4, **ends(tokenizer)), 0)
+    system = load_system("eviomni", {})
+    run = tiny_rollout(
+        system, tokenizer=tokenizer, policy=policy, template=TEMPLATE, max_turn_tokens=90, max_passage_tokens=200
+    )
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    (judged,) = judge([QUESTION], [trajectory], system, tokenizer)
+    assert trajectory.reason == "answered" and judged.result.answer == "Bel" and judged.result.parts["format"] == 1
+
+
+def ends(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"eos_token_ids": tuple(tokenizer.encode_template(EOS))}

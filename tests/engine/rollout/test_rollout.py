@@ -1,0 +1,268 @@
+"""Rollouts of a tiny policy: the same bits alone and in a crowd, and exact tokens. Where a test needs to know what the
+policy writes, `script` puts the words in its mouth."""
+
+from typing import Any
+
+import pytest
+import torch
+from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, system_of
+
+from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
+from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
+from thresher.engine.rollout import rollout as rollout_module
+from thresher.engine.rollout.samples import Job
+from thresher.kernels.sampling import sample
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+from thresher.rewards.transcript import Source
+
+
+def policy_text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(s.ids) for s in trajectory.segments if s.source is Source.POLICY]
+
+
+# --- The same bits, whatever the company
+
+
+def test_alone_and_in_a_crowd_bit_for_bit(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    jobs = make_jobs(tiny_questions)
+    crowd_run = tiny_rollout()
+    crowd = crowd_run.run(jobs, 1.0)
+    # The crowd is worth the name: it searches, goes on after a search, ends in several ways and at different times.
+    assert crowd_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in crowd}) > 20
+    assert len({trajectory.reason for trajectory in crowd}) >= 3
+    alone_run = tiny_rollout(max_running=1)
+    for job, together in zip(jobs, crowd, strict=True):
+        assert record(alone_run.run([job], 1.0)[0]) == record(together)
+
+
+def babble(question: Question, tools: Any) -> Any:
+    """Letters that random weights soon write end a turn; some of them search, some are answered by the engine."""
+    yield Prompt("{question}", question.question)
+    for _ in range(tools.max_turns):
+        turn = yield Generate(("e", "a", "o"))
+        if turn.stop == "o":
+            return "answered"
+        if turn.stop == "e":
+            yield Retrieved((yield Search(f"{question.question} {len(turn.text)}")), "<search>", "</search>")
+        else:
+            yield Feedback(" Go on." * (1 + len(turn.text) % 3))
+    return "turns"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(1, 1, 32), (5, 1, 24), (7, 1, 64), (6, 2, 12)],
+    ids=["one head", "5 to 1", "7 to 1", "6 to 2"],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_alone_and_in_a_crowd_with_other_heads(
+    heads: int, kv_heads: int, dim: int, threads: int, tiny_policy: Policy, tiny_rollout: Make, tiny_questions: Any
+) -> None:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * dim}
+    policy = init_policy(tiny_policy.config.replace(**shape, intermediate_size=100, tie_word_embeddings=False), 0)
+    jobs = make_jobs(tiny_questions[:9])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run = tiny_rollout(system_of(babble), policy=policy, max_turns=6)
+        crowd = run.run(jobs, 1.0)
+        assert run.clock.search_queries > 1 and len({len(t) for t in crowd}) > 5
+        alone = tiny_rollout(system_of(babble), policy=policy, max_turns=6, max_running=1)
+        for job, together in zip(jobs, crowd, strict=True):
+            assert record(alone.run([job], 1.0)[0]) == record(together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_running": 1}, {"max_running": 3}, {"max_running": 7, "page_size": 4}, {"page_size": 1}, {"page_size": 64}],
+    ids=str,
+)
+def test_neither_room_nor_page_size_changes_a_sample(
+    change: dict[str, int], tiny_rollout: Make, tiny_questions: list[Question]
+) -> None:
+    jobs = make_jobs(tiny_questions[:5], samples=2)
+    expected = list(map(record, tiny_rollout().run(jobs, 1.0)))
+    assert list(map(record, tiny_rollout(**change).run(jobs, 1.0))) == expected
+
+
+def test_neither_order_nor_siblings_change_a_sample(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    jobs = make_jobs(tiny_questions[:5], samples=3)
+    run = tiny_rollout(max_running=9)
+    expected = {(job.group, job.sample): record(t) for job, t in zip(jobs, run.run(jobs, 1.0), strict=True)}
+    assert len({str(value[3]) for value in expected.values()}) == len(jobs), "siblings are alike"
+    mixed = [jobs[(7 * place + 5) % len(jobs)] for place in range(len(jobs))]
+    results = run.run(mixed, 1.0)
+    assert [(t.group, t.sample) for t in results] == [(job.group, job.sample) for job in mixed]
+    assert all(record(t) == expected[t.group, t.sample] for t in results)
+    singles = [Job(job.question, number, 0, job.seed) for number, job in enumerate(jobs)]  # a prompt of one's own
+    for job, single in zip(jobs, run.run(singles, 1.0), strict=True):
+        assert record(single) == expected[job.group, job.sample]
+
+
+def test_noise_is_asked_for_by_seed_and_position(
+    tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The position is the token's own place in its trajectory, so no two of its tokens ever see the same noise."""
+    asked: dict[int, list[int]] = {}
+
+    def spy(logits_BV: torch.Tensor, seeds: list[int], positions: list[int], temperature: float) -> Any:
+        for seed, position in zip(seeds, positions, strict=True):
+            asked.setdefault(seed, []).append(position)
+        return sample(logits_BV, seeds, positions, temperature)
+
+    monkeypatch.setattr(rollout_module, "sample", spy)
+    jobs = make_jobs(tiny_questions[:6], samples=2)
+    for job, trajectory in zip(jobs, tiny_rollout().run(jobs, 1.0), strict=True):
+        assert asked[job.seed] == trajectory.policy_rows()
+
+
+def test_greedy_ignores_the_seed(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    jobs = make_jobs(tiny_questions[:6])
+    others = [Job(job.question, job.group, 0, job.seed + 77) for job in jobs]
+    run = tiny_rollout()
+    assert list(map(record, run.run(jobs, 0.0))) == list(map(record, run.run(others, 0.0)))
+    assert list(map(record, run.run(jobs, 1.0))) != list(map(record, run.run(others, 1.0)))
+
+
+def test_new_weights_need_no_new_rollout(
+    tiny_rollout: Make, tiny_policy: Policy, make_tiny_policy: Any, tiny_questions: list[Question]
+) -> None:
+    """The training loop updates the very tensors: nothing of the old weights' keys and values may be left."""
+    jobs = make_jobs(tiny_questions[:8], samples=2)
+    run = tiny_rollout(policy=tiny_policy)
+    before = list(map(record, run.run(jobs, 1.0)))
+    changed = make_tiny_policy()
+    with torch.no_grad():
+        for policy in (tiny_policy, changed):
+            for parameter in policy.parameters():
+                parameter.mul_(1.05)
+    after = list(map(record, run.run(jobs, 1.0)))
+    assert after == list(map(record, tiny_rollout(policy=changed).run(jobs, 1.0))) != before
+
+
+# --- Tokens
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_decode_equals_prefill(temperature: float, tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    run = tiny_rollout()
+    trajectories = run.run(make_jobs(tiny_questions), temperature)
+    assert sum(len(trajectory.searches) for trajectory in trajectories) > 5
+    assert_logprobs_match(run, trajectories, temperature, 1e-4)
+
+
+def test_bfloat16_decodes_near_its_prefill(
+    tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
+) -> None:
+    run = tiny_rollout(policy=tiny_policy.bfloat16())
+    trajectories = run.run(make_jobs(tiny_questions[:10]), 1.0)
+    assert run.cache.k_LKPSD.dtype == torch.bfloat16
+    assert_logprobs_match(run, trajectories, 1.0, 0.5)
+
+
+def test_every_trajectory_keeps_its_invariants(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    for name in ("eval_rar", "search_r1"):
+        run = tiny_rollout(name, max_running=11)
+        trajectories = run.run(make_jobs(tiny_questions[:25]), 1.0)
+        assert all(check_trajectory(t, tiny_tokenizer, run.system.tags, 360) == [] for t in trajectories)
+        assert all(t.segments[0].source is Source.PROMPT and t.reason for t in trajectories)
+
+
+def test_columns_beyond_the_tokenizer_are_never_sampled(
+    tiny_rollout: Make, tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    vocab = tiny_tokenizer.vocab_size
+    assert tiny_policy.config.vocab_size > vocab
+    frequent = sorted({token for word in ("rival", "spouse", "</>") for token in tiny_tokenizer.encode(word)})
+    tiny_policy.head_VH[vocab : vocab + len(frequent)] = 1.2 * tiny_policy.head_VH[frequent]
+    run = tiny_rollout(policy=tiny_policy)
+    trajectories = run.run(make_jobs(tiny_questions[:10]), 1.0)
+    ids = trajectories[0].ids()
+    tempting = torch.softmax(tiny_policy.logits(torch.tensor(ids)), -1)[:, vocab:].sum(-1)
+    assert tempting.mean() > 0.05
+    assert max(max(trajectory.ids()) for trajectory in trajectories) < vocab
+    assert_logprobs_match(run, trajectories, 1.0, 1e-4)
+
+
+def test_a_scripted_episode_token_by_token(
+    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    """Two searches, a turn without an action, an answer: who wrote what, in order, and not a token lost between."""
+    turns = [
+        "<think>?</think><search>spouse of Gil Hart</search>",
+        "<search>mayor</search>",
+        f"<evaluate>missing</evaluate>{EOS}",
+        "<answer>Eva Frost</answer>",
+    ]
+    script({5: turns})
+    run = tiny_rollout(max_turn_tokens=60, max_policy_tokens=300, max_context=600)
+    (trajectory,) = run.run([Job(tiny_questions[0], 0, 0, 5)], 1.0)
+    assert [str(s.source) for s in trajectory.segments] == [
+        "prompt", "policy", "retrieved", "policy", "retrieved", "policy", "feedback", "policy"
+    ]  # fmt: skip
+    assert policy_text(trajectory, tiny_tokenizer) == turns and trajectory.reason == "answered"
+    written = [s for s in trajectory.segments if s.source is Source.POLICY]
+    assert [(s.stop, s.trailing) for s in written] == [
+        ("</search>", 0), ("</search>", 0), (None, 0), ("</answer>", 0)
+    ]  # fmt: skip
+    assert [s.ids for s in written] == [tiny_tokenizer.encode_template(turn) for turn in turns]
+    assert [search["query"] for search in trajectory.searches] == ["spouse of Gil Hart", "mayor"]
+    shown = tiny_tokenizer.decode(trajectory.segments[2].ids)
+    first = run.index.search(["spouse of Gil Hart"], 2)[0]
+    assert trajectory.searches[0]["passages"] == [hit.passage.id for hit in first]
+    assert shown.startswith(f'\n\n<information>Doc 1(Title: "{first[0].passage.title}") {first[0].passage.text}')
+    assert shown.endswith("</information>\n\n")
+    assert_logprobs_match(run, [trajectory], 1.0, 1e-4)
+    clock = run.clock
+    assert clock.sampled_tokens == sum(len(s.ids) for s in written)
+    # All that was fed but single sampled tokens: the prompt, and appended pieces with the token that came before each.
+    appended = sum(len(s.ids) + 1 for s in trajectory.segments if s.source in (Source.RETRIEVED, Source.FEEDBACK))
+    assert clock.prefilled_tokens == len(trajectory.segments[0].ids) + appended
+    assert (clock.search_queries, clock.search_calls) == (2, 2)
+
+
+def test_a_token_that_goes_on_after_its_tag_is_kept_whole(
+    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    (glued,) = tiny_tokenizer.encode("><")
+    assert tiny_tokenizer.token_bytes(glued) == b"><"
+    script({0: ["<search>mayor</search><", "/answer>no</answer>"]})
+    (trajectory,) = tiny_rollout(max_turns=2).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
+    first, second = (s for s in trajectory.segments if s.source is Source.POLICY)
+    assert first.ids[-1] == glued and (first.stop, first.trailing) == ("</search>", 1)
+    # The bracket belongs to the first turn: the second does not begin with a closing tag.
+    assert tiny_tokenizer.decode(second.ids) == "/answer>no</answer>" and second.stop == "</answer>"
+    assert trajectory.reason == "turns"
+    assert [search["query"] for search in trajectory.searches] == ["mayor"]
+
+
+def test_a_tag_does_not_reach_from_one_turn_into_the_next(
+    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    turns = [f"<answer>Eva</answ{EOS}", f"er>{EOS}", f"</answer>{EOS}"]
+    script({0: turns})
+    (trajectory,) = tiny_rollout(max_turns=3).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
+    written = [s for s in trajectory.segments if s.source is Source.POLICY]
+    assert [s.stop for s in written] == [None, None, "</answer>"] and trajectory.reason == "turns"
+    assert policy_text(trajectory, tiny_tokenizer) == [turns[0], turns[1], "</answer>"]
+
+
+def test_every_end_of_text_ends_a_turn_and_is_trained(
+    script: Any, make_tiny_policy: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    ends = [tiny_tokenizer.added_tokens[name] for name in (EOS, "<|im_end|>")]
+    policy = make_tiny_policy()
+    object.__setattr__(policy.config, "eos_token_ids", tuple(ends))
+    script({0: [f"a{EOS}", "<|im_start|>b<|im_end|>"]})
+    (trajectory,) = tiny_rollout(policy=policy, max_turns=2).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
+    written = [s for s in trajectory.segments if s.source is Source.POLICY]
+    assert [s.ids[-1] for s in written] == ends and trajectory.reason == "turns"
+    assert all(len(s.logprobs) == len(s.ids) and s.stop is None for s in written)
+    rows = trajectory.policy_rows()
+    assert [trajectory.ids()[row] for row in rows] == written[0].ids + written[1].ids

@@ -1,0 +1,315 @@
+"""Stop tags in token ids, against plain substring search over bytes: on toy vocabularies built to glue and
+split tags in every way, and on 100,000 streams over Qwen's."""
+
+import subprocess
+import sys
+import time
+from bisect import bisect_left
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.engine.rollout.stop_tags import Hit, TagMatcher
+from thresher.rewards import UserError, tag_strings
+
+
+class Toy:
+    """A tokenizer that is its list of tokens."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+        self.vocab_size = len(tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.tokens[token_id]
+
+
+def searched(tokens: list[bytes], tags: list[bytes]) -> dict[int, tuple[bytes, bytes]]:
+    """The oracle: for each token (by place) in which a tag ends, the first such tag and the token's bytes
+    after it."""
+    text = b"".join(tokens)
+    found = []
+    for tag in tags:
+        begin = text.find(tag)
+        while begin >= 0:
+            found.append((begin + len(tag), -len(tag), tag))
+            begin = text.find(tag, begin + 1)
+    hits: dict[int, tuple[bytes, bytes]] = {}
+    ends = list(accumulate(map(len, tokens))) if found else []
+    for end, _, tag in sorted(found):
+        place = bisect_left(ends, end)
+        hits.setdefault(place, (tag, tokens[place][len(tokens[place]) - (ends[place] - end) :]))
+    return hits
+
+
+def stepped(matcher: TagMatcher, ids: list[int]) -> dict[int, tuple[bytes, bytes]]:
+    state, hits = matcher.start(), {}
+    for place, token_id in enumerate(ids):
+        state, hit = matcher.step(state, token_id)
+        if hit is not None:
+            hits[place] = (hit.tag.encode(), hit.trailing)
+    return hits
+
+
+TABLE = [
+    # what it tries, tokens in order, tags, hits as place -> (tag, trailing)
+    ("whole", [b"</s>"], ["</s>"], {0: ("</s>", b"")}),
+    ("byte by byte", [b"<", b"/", b"s", b">"], ["</s>"], {3: ("</s>", b"")}),
+    ("bytes before and behind", [b"x</", b"s>\n"], ["</s>"], {1: ("</s>", b"\n")}),
+    ("two tags in one token", [b"</s></a>!"], ["</a>", "</s>"], {0: ("</s>", b"</a>!")}),
+    ("the same tag twice", [b"</s></s>"], ["</s>"], {0: ("</s>", b"</s>")}),
+    (
+        "glued, then the rest",
+        [b"</s", b"></", b"a", b">"],
+        ["</s>", "</a>"],
+        {1: ("</s>", b"</"), 3: ("</a>", b"")},
+    ),
+    ("a false start", [b"</", b"</s", b">"], ["</s>"], {2: ("</s>", b"")}),
+    ("a head of its own", [b"<<", b"<s>"], ["<s>"], {1: ("<s>", b"")}),
+    ("broken off", [b"</s", b"x", b">"], ["</s>"], {}),
+    ("nothing between", [b"</s", b"", b"", b">"], ["</s>"], {3: ("</s>", b"")}),
+    ("same end, the longer", [b"</s>"], ["s>", "</s>", "/s>"], {0: ("</s>", b"")}),
+    ("one inside another", [b"<abc>"], ["<abc>", "b"], {0: ("b", b"c>")}),
+    ("overlapping", [b"aa", b"a"], ["aa"], {0: ("aa", b""), 1: ("aa", b"")}),
+    ("ends first beats begins first", [b"xabcd"], ["abcd", "bc"], {0: ("bc", b"d")}),
+    ("upper case", [b"</S>"], ["</s>"], {}),
+    ("inner space", [b"</", b" s>"], ["</s>"], {}),
+    ("inside a character", ["ü".encode()[:1], "ü".encode()[1:] + b">"], ["ü>"], {1: ("ü>", b"")}),
+    ("any byte", [b"\xff\x00<", b"s>\xfe"], ["<s>"], {1: ("<s>", b"\xfe")}),
+]
+
+
+@pytest.mark.parametrize(("tokens", "tags", "hits"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_by_hand(tokens: list[bytes], tags: list[str], hits: dict[int, tuple[str, bytes]]) -> None:
+    expected = {place: (tag.encode(), trailing) for place, (tag, trailing) in hits.items()}
+    assert stepped(TagMatcher(Toy(tokens), tags), list(range(len(tokens)))) == expected
+    assert searched(tokens, [tag.encode() for tag in tags]) == expected
+
+
+def test_after_a_hit_the_state_is_that_after_the_whole_token() -> None:
+    matcher = TagMatcher(Toy([b"</s></", b"s>", b"</"]), ["</s>"])
+    state, hit = matcher.step(matcher.start(), 0)
+    assert hit == Hit("</s>", b"</")
+    assert state == matcher.step(matcher.start(), 2)[0] != matcher.start()
+    assert matcher.step(state, 1) == (matcher.states - 1, Hit("</s>", b""))
+
+
+BYTES = st.text(alphabet="<>/ab", max_size=6).map(str.encode)
+TAG = st.text(alphabet="<>/ab", min_size=1, max_size=5)
+
+
+@settings(derandomize=True, max_examples=500, deadline=None)
+@given(
+    st.lists(BYTES, min_size=1, max_size=12),
+    st.lists(TAG, min_size=1, max_size=6, unique=True),
+    st.lists(st.integers(0, 10_000), max_size=30),
+)
+def test_any_vocabulary_any_tags_any_stream(tokens: list[bytes], tags: list[str], numbers: list[int]) -> None:
+    matcher = TagMatcher(Toy(tokens), tags)
+    ids = [number % len(tokens) for number in numbers]
+    hits = searched([tokens[i] for i in ids], [tag.encode() for tag in tags])
+    assert stepped(matcher, ids) == hits
+    states = np.zeros(3, np.int64)
+    for place, token_id in enumerate(ids):
+        states, codes = matcher.step_many(states, np.full(3, token_id))
+        for code in codes:
+            hit = matcher.hit(int(code), token_id)
+            assert (None if hit is None else (hit.tag.encode(), hit.trailing)) == hits.get(place)
+
+
+def test_more_columns_and_codes_than_fit_a_byte() -> None:
+    # Each token holds the tag at another place, so each needs a column and a hit of its own.
+    tokens = [b"." * n + b"<s>" + b"," * (n % 3) for n in range(400)]
+    matcher = TagMatcher(Toy(tokens), ["<s>"])
+    ids = np.arange(400)
+    _, codes = matcher.step_many(np.zeros(400, int), ids)
+    assert len(set(codes.tolist())) == 400
+    for code, token_id in zip(codes, ids, strict=True):
+        assert matcher.hit(int(code), int(token_id)) == Hit("<s>", b"," * (token_id % 3))
+
+
+@pytest.mark.parametrize(
+    ("tags", "message"),
+    [
+        ([], "no tags"),
+        ([""], "tag 0 is empty"),
+        (["</a>", ""], "tag 1 is empty"),
+        (["</a>", "</b>", "</a>"], "'</a>' is given twice"),
+        ([b"</a>"], "tag 0 is b'</a>'"),
+        ([None], "tag 0 is None"),
+        ("</a>", r"write \['</a>'\]"),
+    ],
+)
+def test_tags_that_cannot_be_matched_are_refused(tags: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TagMatcher(Toy([b"a"]), tags)
+
+
+def test_what_is_out_of_range_is_refused() -> None:
+    matcher = TagMatcher(Toy([b"<", b"s>"]), ["<s>"])
+    for token_id in (-1, 2, 151_936):
+        with pytest.raises(ValueError, match=f"token id {token_id} is outside"):
+            matcher.step(matcher.start(), token_id)
+        with pytest.raises(ValueError, match=f"token id {token_id} is outside"):
+            matcher.step_many(np.zeros(2, int), np.array([0, token_id]))
+    for state in (-1, matcher.states):
+        with pytest.raises(ValueError, match=f"state {state} is outside"):
+            matcher.step(state, 0)
+    with pytest.raises(ValueError, match="one state per id"):
+        matcher.step_many(np.zeros(2, int), np.zeros(3, int))
+    states, codes = matcher.step_many(np.zeros(0, int), np.zeros(0, int))
+    assert states.shape == codes.shape == (0,)
+
+
+def test_the_module_imports_no_torch() -> None:
+    code = "import sys, thresher.engine; thresher.engine.TagMatcher; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def qwen(shared_data: Path) -> Toy:
+    """Qwen2.5's real vocabulary; a list of bytes, so that the oracle reads the same table without the class
+    under test."""
+    from thresher.policy.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(shared_data / "qwen2.5")
+    toy = Toy([tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)])
+    toy.encode = tokenizer.encode  # type: ignore[attr-defined]
+    return toy
+
+
+LOOP_TAGS = tag_strings("think", "search", "information", "evaluate", "summary", "answer")
+# Tails of tags, a glued middle and a lone bracket: nearly every token hits, many at the same byte.
+ODD_TAGS = (
+    "</search>",
+    "search>",
+    "h>",
+    "></",
+    "</answer>",
+    "</reason><extract>",
+    "<",
+    "er>\n",
+    " </",
+    "ans",
+)
+
+
+def split_at_random(text: bytes, ids: dict[bytes, int], rng: np.random.Generator) -> list[int]:
+    """One of the many ways in which the vocabulary spells `text`."""
+    out, begin = [], 0
+    while begin < len(text):
+        fitting = [n for n in range(1, 14) if text[begin : begin + n] in ids and begin + n <= len(text)]
+        size = int(rng.choice(fitting))
+        out.append(ids[text[begin : begin + size]])
+        begin += size
+    return out
+
+
+def adversarial_streams(qwen: Toy, tags: tuple[str, ...], count: int, length: int) -> np.ndarray:
+    """[count, length] ids: tags whole, cut off, damaged or doubled, with neighbours that hold pieces of tags,
+    each spelled at random, and single tokens that hold such pieces."""
+    rng = np.random.default_rng(len(tags) * 1000 + length)
+    ids = {token: i for i, token in enumerate(qwen.tokens)}
+    marks = [i for i, token in enumerate(qwen.tokens) if b"<" in token or b">" in token]
+    heads = {tag[:n].encode() for tag in tags for n in range(1, len(tag))}
+    tails = {tag[n:].encode() for tag in tags for n in range(1, len(tag))}
+    inner = [i for i, token in enumerate(qwen.tokens) if token in heads or token in tails]
+    singles = np.concatenate([marks, inner * 10, rng.integers(0, qwen.vocab_size, len(marks))])
+    fragments: list[list[int]] = []
+    for _ in range(6000):
+        text = tags[rng.integers(len(tags))].encode()
+        kind = rng.integers(6)
+        cut = int(rng.integers(len(text)))
+        if kind == 0:
+            text = text[cut:]
+        elif kind == 1:
+            text = text[:cut]
+        elif kind == 2:
+            text = text[:cut] + text[cut + 1 :]
+        elif kind == 3:
+            text = text[:cut] + text
+        before, behind = (qwen.tokens[i] for i in rng.choice(marks, 2))
+        fragments.append(split_at_random(before * (cut % 2) + text + behind * (cut % 3 > 0), ids, rng))
+    fragments += [[int(i)] for i in rng.choice(singles, 2000)]
+    streams = np.empty((count, length), np.int64)
+    for row, picks in zip(streams, rng.integers(len(fragments), size=(count, length)), strict=True):
+        stream: list[int] = []
+        for pick in picks:
+            stream += fragments[pick]
+            if len(stream) >= length:
+                break
+        row[:] = (stream + [0] * length)[:length]
+    return streams
+
+
+@pytest.mark.parametrize(("tags", "count"), [(LOOP_TAGS, 100_000), (ODD_TAGS, 10_000)], ids=["loop", "odd"])
+def test_no_mismatch_on_adversarial_streams(qwen: Toy, tags: tuple[str, ...], count: int) -> None:
+    matcher = TagMatcher(qwen, tags)
+    streams = adversarial_streams(qwen, tags, count, 20)
+    found: list[dict[int, tuple[bytes, bytes]]] = [{} for _ in streams]
+    states = np.full(count, matcher.start())
+    for place, ids in enumerate(streams.T):
+        states, codes = matcher.step_many(states, ids)
+        for row in np.flatnonzero(codes):
+            hit = matcher.hit(int(codes[row]), int(ids[row]))
+            assert hit is not None
+            found[row][place] = (hit.tag.encode(), hit.trailing)
+
+    patterns = [tag.encode() for tag in tags]
+    mismatches = 0
+    seen: Counter[str] = Counter()
+    for ids, hits in zip(streams.tolist(), found, strict=True):
+        expected = searched([qwen.tokens[i] for i in ids], patterns)
+        mismatches += hits != expected
+        for place, (tag, trailing) in expected.items():
+            seen["hits"] += 1
+            seen["trailing"] += bool(trailing)
+            seen["split"] += len(tag) > len(qwen.tokens[ids[place]]) - len(trailing)
+            seen[tag.decode()] += 1
+    assert mismatches == 0
+    # The streams are what they claim to be: every tag ends often, in the middle of tokens, after a split.
+    assert seen["hits"] > count / 2 and seen["trailing"] > count / 20 and seen["split"] > count / 4, seen
+    assert all(seen[tag] > count / 1000 for tag in tags), seen
+    for ids, hits in zip(streams[:500].tolist(), found, strict=False):
+        assert stepped(matcher, ids) == hits
+
+
+def test_the_real_vocabulary_completes_a_tag_in_266_ways(qwen: Toy) -> None:
+    begin = time.perf_counter()
+    matcher = TagMatcher(qwen, LOOP_TAGS)
+    assert time.perf_counter() - begin < 2.0
+    assert matcher.nbytes < 2**20
+    state = matcher.start()
+    for token_id in (522, 1836):  # "</", "search"
+        state, hit = matcher.step(state, token_id)
+        assert hit is None
+    ids = np.arange(qwen.vocab_size)
+    _, codes = matcher.step_many(np.full(qwen.vocab_size, state), ids)
+    hits = {int(i): matcher.hit(int(codes[i]), int(i)) for i in np.flatnonzero(codes)}
+    whole = {i for i, token in enumerate(qwen.tokens) if any(t.encode() in token for t in LOOP_TAGS)}
+    assert len(hits.keys() - whole) == 266
+    assert [i for i, hit in hits.items() if hit is not None and not hit.trailing and i not in whole] == [29]
+    assert hits[397] == Hit("</search>", b"\n") and hits[1472] == Hit("</search>", b"</")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>So.</think>\n\n<search>who wrote it</search>\n",
+        "<think></think><search></search><answer></answer>",
+        "\t<evaluate>x</evaluate>\n\n\n</answer></answer>.",
+        "<search >no</ search></SEARCH>",
+        "«<answer>Köln</answer>»東京</search>",
+    ],
+)
+def test_encoded_text_gives_the_tags_in_it(qwen: Toy, text: str) -> None:
+    ids = qwen.encode(text)  # type: ignore[attr-defined]
+    matcher = TagMatcher(qwen, LOOP_TAGS)
+    hits = stepped(matcher, ids)
+    assert hits == searched([qwen.tokens[i] for i in ids], [tag.encode() for tag in LOOP_TAGS])
+    assert len(hits) == sum(text.count(tag) for tag in LOOP_TAGS)

@@ -1,0 +1,283 @@
+"""Run folders: never half-made, never mixed up, cut back to a checkpoint's step, one writer at a time."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thresher.engine.config.recipe import Grpo, Model, Optim, Recipe, Run, load_recipe
+from thresher.engine.store.run_folder import RunFolder, read_metrics, step_name, step_of
+from thresher.rewards.errors import UserError
+
+RECIPE = Recipe(model=Model(path="m"))
+OTHER = replace(RECIPE, grpo=Grpo(beta=0.5))
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def refusal(call: Any, *args: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_create_makes_a_whole_folder_and_its_parents(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "runs" / "a", RECIPE) as run:
+        assert tree(run.path) == [".lock", "checkpoints", "evaluations", "plots", "recipe.toml", "trajectories"]
+        assert load_recipe(run.recipe_file) == RECIPE
+        assert tree(tmp_path / "runs")[0] == "a"  # nothing else beside it
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
+def test_create_refuses_what_exists_and_leaves_it_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run"
+    {"folder": path.mkdir, "file": path.touch, "dangling link": lambda: path.symlink_to("nowhere")}[kind]()
+    before = tree(tmp_path)
+    assert refusal(RunFolder.create, path, RECIPE) == (
+        f"{path}: the run folder exists already; resume it, or choose another"
+    )
+    assert tree(tmp_path) == before
+
+
+def test_create_leaves_nothing_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Recipe, path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Recipe, "write", fail)
+    assert "cannot make the run folder (No space left on device)" in refusal(RunFolder.create, tmp_path / "run", RECIPE)
+    assert tree(tmp_path) == []
+
+
+def test_create_under_a_file_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot make the run folder" in refusal(RunFolder.create, tmp_path / "file" / "run", RECIPE)
+    assert tree(tmp_path) == ["file"]
+
+
+def test_resume_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        run.append_metrics({"step": 1, "reward": 0.5})
+    longer = replace(RECIPE, run=Run(steps=999), model=Model(path="m", device="cuda"))
+    with RunFolder.resume(tmp_path / "run", longer) as run:
+        assert load_recipe(run.recipe_file) == longer
+        run.append_metrics({"step": 2, "reward": 0.6})
+        assert read_metrics(run.path) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.6}]
+
+
+@pytest.mark.parametrize("optim", [Optim(schedule="cosine"), Optim(warmup_ratio=0.1)])
+def test_a_schedule_is_not_stretched_by_going_on_for_longer(tmp_path: Path, optim: Optim) -> None:
+    recipe = replace(RECIPE, optim=optim)
+    RunFolder.create(tmp_path / "run", recipe).close()
+    stored = (tmp_path / "run" / "recipe.toml").read_bytes()
+    longer = replace(recipe, run=replace(recipe.run, steps=recipe.run.steps + 1))
+    message = refusal(RunFolder.resume, tmp_path / "run", longer)
+    assert f"run.steps was {recipe.run.steps}, and by optim.schedule" in message
+    assert (tmp_path / "run" / "recipe.toml").read_bytes() == stored
+    RunFolder.resume(tmp_path / "run", recipe).close()
+
+
+def test_resume_refuses_another_recipe_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    RunFolder.create(path, RECIPE).close()
+    stored = (path / "recipe.toml").read_bytes()
+    assert refusal(RunFolder.resume, path, OTHER) == (
+        f"{path}: the run folder belongs to another recipe (grpo.beta is 0.001, not 0.5); resume with its own"
+        " recipe.toml, or choose another folder"
+    )
+    foreign = Recipe(model=Model(path="x", prompt="chat", dtype="bfloat16"), run=Run(seed=1), grpo=Grpo(beta=0.5))
+    assert "not 0.5 and 1 more)" not in refusal(RunFolder.resume, path, foreign)
+    assert " and 2 more)" in refusal(RunFolder.resume, path, foreign)
+    assert (path / "recipe.toml").read_bytes() == stored
+    RunFolder.resume(path, RECIPE).close()  # and the refusals have let go of the lock
+
+
+def test_resume_refuses_what_is_no_run_folder(tmp_path: Path) -> None:
+    assert "the run folder does not exist" in refusal(RunFolder.resume, tmp_path / "none", RECIPE)
+    assert "is not a run folder (it has no recipe.toml)" in refusal(RunFolder.resume, tmp_path, RECIPE)
+    assert tree(tmp_path) == []
+
+
+def test_resume_names_the_key_of_a_recipe_it_cannot_read(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", RECIPE).close()
+    (tmp_path / "run" / "recipe.toml").write_text('[model]\npath = "m"\n[grpo]\nbta = 1\n')
+    assert "recipe.toml: [grpo] bta: unknown key; did you mean beta?" in refusal(
+        RunFolder.resume, tmp_path / "run", RECIPE
+    )
+
+
+def test_resume_restores_folders_that_a_copy_lost(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", RECIPE).close()
+    for name in ("trajectories", "checkpoints", "plots"):
+        (tmp_path / "run" / name).rmdir()
+    with RunFolder.resume(tmp_path / "run", RECIPE) as run:
+        run.truncate_after(0)
+        assert run.trajectories.is_dir() and run.checkpoints.is_dir() and run.plots.is_dir()
+
+
+def test_only_one_writer_at_a_time(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", RECIPE)
+    stored = run.recipe_file.read_bytes()
+    message = refusal(RunFolder.resume, tmp_path / "run", replace(RECIPE, run=Run(steps=5)))
+    assert message.startswith(f"{tmp_path / 'run'}: process ")
+    assert message.endswith(" is writing to this folder; wait for it to end")
+    assert run.recipe_file.read_bytes() == stored
+    run.close()
+    run.close()
+    RunFolder.resume(tmp_path / "run", RECIPE).close()
+
+
+HOLDER = """
+import sys
+from thresher.engine.config.recipe import Model, Recipe
+from thresher.engine.store.run_folder import RunFolder
+run = RunFolder.create(sys.argv[1], Recipe(model=Model(path="m")))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+        assert f"process {holder.pid} is writing" in refusal(RunFolder.resume, tmp_path / "run", RECIPE)
+    finally:
+        holder.kill()
+        holder.communicate()
+    with RunFolder.resume(tmp_path / "run", RECIPE) as run:
+        run.append_metrics({"step": 1})
+
+
+def test_metrics_are_plain_json_lines(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        assert read_metrics(run.path) == []
+        run.append_metrics({"step": 1, "loss": 0.1 + 0.2, "text": "é\n\udcff"})
+        run.append_metrics({"step": 2, "loss": math.nan, "norm": [math.inf, 1.0], "n": np.float32(0.5)})
+        lines = run.metrics_file.read_text(encoding="utf-8").splitlines()
+        assert lines[0] == '{"step": 1, "loss": 0.30000000000000004, "text": "é\\n\\udcff"}'
+        assert lines[1] == '{"step": 2, "loss": null, "norm": [null, 1.0], "n": 0.5}'
+        assert read_metrics(run.metrics_file)[0] == {"step": 1, "loss": 0.1 + 0.2, "text": "é\n\udcff"}
+        for record in ({"loss": 1.0}, {"step": "1"}, {"step": None}):
+            with pytest.raises(ValueError, match='integer "step"'):
+                run.append_metrics(record)
+        assert len(read_metrics(run.path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("tail", "steps"),
+    [
+        (b"", [1, 2]),
+        (b'{"step": 3, "rew', [1, 2]),
+        (b'{"step": 3, "reward": "\xc3', [1, 2]),
+        (b'{"step": 3', [1, 2]),
+        (b"3", [1, 2]),
+        (b'{"step": 3}', [1, 2, 3]),  # whole, only its line end is missing
+    ],
+)
+def test_a_half_written_last_line_is_dropped(tmp_path: Path, tail: bytes, steps: list[int]) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        run.metrics_file.write_bytes(b'{"step": 1}\n{"step": 2}\n' + tail)
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == steps
+    with RunFolder.resume(tmp_path / "run", RECIPE) as run:
+        run.append_metrics({"step": 4})
+        assert [json.loads(line)["step"] for line in run.metrics_file.read_bytes().splitlines()] == [
+            *steps,
+            4,
+        ]
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[1]", b"{}", b'{"step": 1.5}', b"\xff"])
+def test_any_other_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    assert refusal(read_metrics, path) == (
+        f'{path}: line 2: expected a JSON object with a "step"; mend or delete the line'
+    )
+
+
+def test_trajectories_are_whole_or_absent(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        path = run.write_trajectories(10, ({"id": str(n), "logprobs": [-math.inf, -0.5]} for n in range(2)))
+        assert path == run.path / "trajectories" / "step_000010.jsonl"
+        assert [json.loads(line) for line in path.read_text().splitlines()] == [
+            {"id": "0", "logprobs": [None, -0.5]},
+            {"id": "1", "logprobs": [None, -0.5]},
+        ]
+
+        def breaks() -> Any:
+            yield {"id": "0"}
+            raise RuntimeError("killed")
+
+        with pytest.raises(RuntimeError):
+            run.write_trajectories(10, breaks())
+        with pytest.raises(RuntimeError):
+            run.write_trajectories(11, breaks())
+        assert tree(run.trajectories) == ["step_000010.jsonl"] and len(path.read_text().splitlines()) == 2
+
+
+def test_truncate_after_forgets_what_came_later(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        for step in (0, 5, 10, 10, 11, 12):
+            run.append_metrics({"step": step, "x": step / 3})
+        for step in (5, 10, 11, 1_000_000):
+            run.write_trajectories(step, [{"step": step}])
+        for name in ("notes.txt", ".step_000012.jsonl.0a1b2c3d.tmp"):
+            (run.trajectories / name).touch()
+        (run.path / ".summary.json.0a1b2c3d.tmp").touch()
+        kept = b"".join(run.metrics_file.read_bytes().splitlines(keepends=True)[:4])
+    with RunFolder.resume(tmp_path / "run", RECIPE) as run:
+        run.truncate_after(10)
+        assert run.metrics_file.read_bytes() == kept
+        assert tree(run.trajectories) == ["notes.txt", "step_000005.jsonl", "step_000010.jsonl"]
+        assert not list(run.path.glob("*.tmp"))
+        run.truncate_after(10)
+        assert run.metrics_file.read_bytes() == kept
+        run.truncate_after(-1)
+        assert run.metrics_file.read_bytes() == b"" and tree(run.trajectories) == ["notes.txt"]
+
+
+def test_truncate_after_without_metrics(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        run.truncate_after(0)
+        assert not run.metrics_file.exists()
+
+
+def test_summary(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        run.write_summary({"em_before": 0.25, "em_after": math.nan})
+        assert json.loads(run.summary_file.read_text()) == {"em_before": 0.25, "em_after": None}
+
+
+def test_reading_needs_no_lock(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        run.append_metrics({"step": 1})
+        reader = RunFolder(tmp_path / "run")
+        assert read_metrics(reader.metrics_file) == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [(0, "step_000000"), (10, "step_000010"), (999_999, "step_999999"), (1_234_567, "step_1234567")],
+)
+def test_step_names(step: int, name: str) -> None:
+    assert step_name(step) == name and step_of(name) == step
+
+
+@pytest.mark.parametrize(
+    "name", ["step_10", "step_0000010", "step_00001x", ".step_000010", "step_000010.tmp", "step_-00010", ""]
+)
+def test_other_names_are_no_steps(name: str) -> None:
+    assert step_of(name) is None

@@ -1,0 +1,286 @@
+"""The search loops, driven by hand: what an episode asks for after each kind of turn, and when it ends."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thresher.engine.config.recipe import load_recipe
+from thresher.engine.episode import (
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    System,
+    Tools,
+    Turn,
+    pair_tags,
+    read_template,
+)
+from thresher.engine.systems import load_system
+from thresher.retrieval.data.corpus import Passage
+from thresher.retrieval.indexes.index import Hit
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Piece, Source
+
+QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",))
+HITS = [Hit(4, Passage("p4", "Glass Bay", "Anna Bell mapped it."), 0.5)]
+SYSTEMS = ("search_r1", "eval_rar", "evinote", "evinote_code")
+SEARCH, ANSWER = Generate(("</search>", "</answer>")), "<answer>Anna Bell</answer>"
+
+
+def turn(text: str) -> Turn:
+    """As the engine would hand it over: the stop is the tag that the text ends with, if it ends with one."""
+    return Turn(text.encode(), next((tag for tag in ("</search>", "</answer>") if text.endswith(tag)), None))
+
+
+def drive(system: System, texts: Sequence[str], max_turns: int = 4) -> tuple[list[Any], str | None]:
+    """Everything the episode asked for, with the turns scripted, and the reason it gave; None if it wants more."""
+    episode = system.episode(QUESTION, Tools("T {question}", max_turns))
+    queue, requests, answer = list(texts), [], None
+    while True:
+        try:
+            request = episode.send(answer)
+        except StopIteration as stop:
+            assert not queue, f"turns left over: {queue}"
+            return requests, stop.value
+        requests.append(request)
+        answer = HITS if isinstance(request, Search) else None
+        if isinstance(request, Generate):
+            if not queue:
+                return requests, None
+            answer = turn(queue.pop(0))
+
+
+def kinds(requests: Sequence[Any]) -> list[str]:
+    return [type(request).__name__ for request in requests]
+
+
+@pytest.fixture(params=SYSTEMS)
+def system(request: pytest.FixtureRequest) -> System:
+    return load_system(request.param, {})
+
+
+def test_search_read_answer(system: System) -> None:
+    requests, reason = drive(system, ["<think>Hm.</think><search> Glass Bay </search>", ANSWER])
+    assert requests[:3] == [Prompt("T {question}", QUESTION.question), SEARCH, Search("Glass Bay")]
+    shown = requests[3]
+    assert isinstance(shown, Retrieved) and shown.hits is HITS
+    assert (shown.before, shown.after) == ("\n\n<information>", "</information>\n\n")
+    assert requests[4:] == [SEARCH] and reason == "answered"
+
+
+def test_an_answer_at_once(system: System) -> None:
+    requests, reason = drive(system, [ANSWER])
+    assert kinds(requests) == ["Prompt", "Generate"] and reason == "answered"
+
+
+INVALID = [
+    # a turn that is neither a search nor an answer
+    ("end of text", "I do not know.<|endoftext|>"),
+    ("an empty search", "<search> </search>"),
+    ("an empty answer", "<answer>\n</answer>"),
+    ("a search that was never opened", "Glass Bay</search>"),
+    ("an answer that was never opened", "Anna Bell</answer>"),
+    ("a search opened as an answer", "<answer>Glass Bay</search>"),
+    ("an answer opened as a search", "<search>Anna Bell</answer>"),
+    ("other letters", "<Search>Glass Bay</search>"),
+    ("nothing at all", ""),
+]
+
+
+@pytest.mark.parametrize("text", [text for _, text in INVALID], ids=[name for name, _ in INVALID])
+def test_a_turn_without_an_action_gets_feedback_and_counts(system: System, text: str) -> None:
+    requests, reason = drive(system, [text, ANSWER])
+    assert kinds(requests) == ["Prompt", "Generate", "Feedback", "Generate"] and reason == "answered"
+    line = requests[2].text
+    assert "no valid action" in line and not any(tag in line for tag in system.tags)
+    assert line.startswith("\n") and line.endswith("\n")
+    requests, reason = drive(system, [text] * 3, max_turns=3)
+    assert kinds(requests)[1:] == ["Generate", "Feedback", "Generate", "Feedback", "Generate"] and reason == "turns"
+
+
+def test_turns_are_counted_whatever_they_hold(system: System) -> None:
+    """Of N turns the last may only answer: a search in it finds nothing, for nobody could read it."""
+    search = "<search>Glass Bay</search>"
+    requests, reason = drive(system, [search, "", search, search], max_turns=4)
+    assert kinds(requests)[1:] == [
+        "Generate", "Search", "Retrieved", "Generate", "Feedback", "Generate", "Search", "Retrieved", "Generate"
+    ]  # fmt: skip
+    assert reason == "turns"
+    assert drive(system, [search, search, ANSWER], max_turns=3)[1] == "answered"
+    assert kinds(drive(system, [search], max_turns=1)[0]) == ["Prompt", "Generate"]
+    assert drive(system, [search, search], max_turns=4)[1] is None, "it ended too early"
+
+
+def test_search_r1_without_a_last_turn_to_answer() -> None:
+    system = load_system("search_r1", {"answer_after_searches": False})
+    search = "<search>Glass Bay</search>"
+    requests, reason = drive(system, [search, search], max_turns=3)
+    assert kinds(requests)[1:] == ["Generate", "Search", "Retrieved"] * 2 and reason == "turns"
+    assert drive(system, [search, ANSWER], max_turns=3)[1] == "answered"
+    assert kinds(drive(system, [], max_turns=1)[0]) == ["Prompt"]
+
+
+def test_the_first_block_is_the_action() -> None:
+    """A turn ends at the first closing tag, but the token may go on, and a turn may have opened more than one."""
+    assert Turn(b"<search>a</search><search>b</search>", "</search>").inside("search") == "a"
+    assert Turn(b"<search>x <search>a</search>", "</search>").inside("search") == "a"
+    assert Turn(b"<search>a</search", None).inside("search") is None
+    assert Turn(b"<search>a</search></", "</search>").inside("search") == "a"
+    assert Turn(b"<search>K\xc3</search>", "</search>").inside("search") == "K\ufffd"
+    assert Turn(b"", None).inside("answer") is None
+    assert Turn(b"x</answer>", "</answer>").stopped_at("</answer>")
+    assert not Turn(b"x</answer>", "</answer>").stopped_at("</search>")
+
+
+@pytest.mark.parametrize(
+    ("name", "tags", "group_size", "turns", "lr"),
+    [
+        ("search_r1", ["think", "search", "information", "answer"], 5, 5, 1e-6),
+        ("eval_rar", ["think", "search", "information", "evaluate", "answer"], 5, 5, 1e-6),
+        ("evinote", ["think", "search", "information", "summary", "answer"], 4, 6, 1e-5),
+        ("evinote_code", ["think", "search", "information", "summary", "answer"], 5, 5, 1e-6),
+    ],
+)
+def test_tags_template_and_preset(
+    name: str, tags: list[str], group_size: int, turns: int, lr: float, tmp_path: Path
+) -> None:
+    system = load_system(name, {})
+    assert system.name == name and system.tags == pair_tags(*tags)
+    assert system.template.count("{question}") == 1 and all(tag in system.template for tag in system.tags)
+    assert system.template.rstrip().endswith("{question}"), "the question comes last"
+    grpo, rollout = system.preset["grpo"], system.preset["rollout"]
+    assert (grpo["clip_low"], grpo["clip_high"], grpo["kl_value"], grpo["beta"]) == (0.2, 0.2, "k3", 1e-3)
+    assert (rollout["group_size"], rollout["max_turns"], rollout["temperature"]) == (group_size, turns, 1.0)
+    assert system.preset["retrieval"] == {"k": 3} and system.preset["optim"]["lr"] == lr
+    assert not system.given_passages and not system.wants_verdict
+    # The preset is made of keys and values that a recipe takes.
+    (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[retrieval]\nindex = "i"\n[system]\nname = "{name}"\n')
+    recipe = load_recipe(tmp_path / "r.toml", [], preset=lambda name: load_system(name, {}).preset)
+    assert recipe.rollout.group_size == group_size and recipe.optim.lr == lr
+
+
+@pytest.mark.parametrize(
+    ("variant", "note", "marks", "judged"),
+    [
+        ("Base", None, False, False),
+        ("NS", "summary", False, False),
+        ("NE", "evidence", False, False),
+        ("FS", "summary", False, False),
+        ("FS+SR", "summary", False, False),
+        ("FS+EQR", "summary", False, True),
+        ("SEN", "summary", True, False),
+        ("SEN+EQR", "summary", True, True),
+    ],
+)
+def test_evinotes_prompt_tags_and_claims_go_with_the_variant(
+    variant: str, note: str | None, marks: bool, judged: bool
+) -> None:
+    system = load_system("evinote", {"variant": variant})
+    assert system.tags == pair_tags("think", "search", "information", *([note] if note else []), "answer")
+    for tag in ("summary", "evidence"):
+        assert (f"<{tag}>" in system.template) == (tag == note)
+    assert ("*like this*" in system.template and "-like this-" in system.template) == marks
+    assert (system.claims is not None) == judged
+    noted = pieces("<search>a</search>", "<information>p</information>", "<summary>*A* -b-</summary>" + ANSWER)
+    rated = system.reward(Attempt(pieces=noted, golds=QUESTION.golds, entailment=0.5))
+    assert rated.reward == (1.5 if judged else 1)
+
+
+def test_evinotes_claims_are_about_its_last_note() -> None:
+    system = load_system("evinote", {})
+    noted = pieces(
+        "<search>a</search>", "p", "<summary>One.</summary><search>b</search>", "p", "<summary>Two.</summary>"
+    )
+    attempt = Attempt(pieces=noted, golds=("Anna Bell", "A. Bell"), question=QUESTION.question)
+    assert system.claims is not None
+    assert list(system.claims(attempt)) == [
+        ("Two.", "Anna Bell is the answer to 'Who mapped Glass Bay?'"),
+        ("Two.", "A. Bell is the answer to 'Who mapped Glass Bay?'"),
+    ]
+    either = load_system("evinote", {"variant": "SEN", "marks": "either"}).reward
+    one = pieces("<search>a</search>", "p", "<summary>*A*</summary><answer>Bo</answer>")
+    assert either(Attempt(pieces=one, golds=("x",))).reward == 0.1
+    assert load_system("evinote", {"variant": "SEN"}).reward(Attempt(pieces=one, golds=("x",))).reward == 0
+
+
+def pieces(*texts: str) -> list[Piece]:
+    """A prompt with an example, then the policy and passages that hold the answer, in turn."""
+    sources = [Source.POLICY if number % 2 == 0 else Source.RETRIEVED for number in range(len(texts))]
+    written = [Piece(source, text.encode()) for source, text in zip(sources, texts, strict=True)]
+    return [Piece(Source.PROMPT, b"<answer> Anna Bell </answer>"), *written]
+
+
+def test_rewards_are_the_papers() -> None:
+    golds = QUESTION.golds
+    passage = "<information><answer>Anna Bell</answer></information>"
+    right = pieces("<search>Glass Bay</search>", passage, ANSWER)
+    cited = pieces("<search>a</search>", passage, "<evaluate>Anna Bell did.</evaluate><answer>Bo</answer>")
+    early = pieces("<evaluate>Anna Bell?</evaluate><search>a</search>", passage, "<answer>Bo</answer>")
+    silent = pieces("<search>a</search>", passage, "<evaluate>Anna Bell did.</evaluate>")
+    part = pieces("<evaluate>Annabelle</evaluate><answer>Bo</answer>")
+
+    def rewards(name: str, **options: bool) -> list[float]:
+        reward = load_system(name, options).reward
+        return [reward(Attempt(pieces=p, golds=golds)).reward for p in (right, cited, early, silent, part)]
+
+    assert rewards("search_r1") == [1, 0, 0, 0, 0]
+    assert rewards("eval_rar") == [1, 0.1, 0.1, 0.1, 0]
+    assert rewards("eval_rar", evaluation_reward=False) == [1, 0, 0, 0, 0]
+    assert rewards("eval_rar", count_before_search=False) == [1, 0.1, 0, 0.1, 0]
+    assert rewards("eval_rar", require_answer=True) == [1, 0.1, 0.1, 0, 0]
+    substring = load_system("eval_rar", {"substring": True}).reward
+    anna = Attempt(pieces=part, golds=("Anna",))
+    assert substring(anna).reward == 0.1 and load_system("eval_rar", {}).reward(anna).reward == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("search-r1", {}, "system 'search-r1' is unknown; did you mean search_r1?"),
+        ("evinote-code", {}, "system 'evinote-code' is unknown; did you mean evinote_code?"),
+        ("os", {}, "system 'os' is unknown; choose one of eviomni, lear, .*, naive_grpo, or give a file"),
+        ("evinote", {"variant": "SEN + EQR"}, r'\[system\.options\].*variant: expected "Base" or'),
+        ("evinote", {"marks": "none"}, r"\[system\.options\].*marks"),
+        ("arena", {"accuracy": "bleu"}, r"\[system\.options\].*accuracy"),
+        ("arena", {"max_indices": 0}, r"max_indices: expected an integer >= 1, got 0"),
+        ("eviomni", {"tau": 0}, r"tau: expected a number > 0, got 0"),
+        ("eviomni", {"omega": 2}, r"omega"),
+        (
+            "lear",
+            {"rationale": False, "evidence": False, "full": False},
+            "expected one of rationale, evidence and full",
+        ),
+        ("eval_rar", {"evaluation_rewards": True}, r"\[system\.options\].*evaluation_rewards"),
+        ("eval_rar", {"substring": "yes"}, r"\[system\.options\].*substring"),
+        ("search_r1", {"evaluation_reward": True}, r"\[system\.options\].*evaluation_reward"),
+        ("search_r1", {"answer_after_searches": 1}, r"\[system\.options\].*answer_after_searches"),
+    ],
+)
+def test_unknown_names_and_switches_are_refused(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_system(name, options)
+
+
+def test_templates_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("Frage: {question}\nÄh", encoding="utf-8")
+    assert read_template(path) == "Frage: {question}\nÄh"
+    for content, said in [
+        (b"no place", "exactly once, found 0"),
+        (b"{question} {passages}", "no use for {passages}.*found 1"),
+        (b"{question} {question}", "exactly once, found 2"),
+        (b"\xff{question}", "cannot be read"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"mine.txt: .*{said}"):
+            read_template(path)
+    path.write_bytes(b"{question}")
+    with pytest.raises(UserError, match=r"needs {passages} exactly once, found 0"):
+        read_template(path, passages=True)
+    with pytest.raises(UserError, match=r"absent\.txt: the prompt template cannot be read"):
+        read_template(tmp_path / "absent.txt")

@@ -1,0 +1,219 @@
+"""A user's own system: the worked example of docs/systems.md, run as it stands there, and files that are no system."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thresher.cli import main as cli
+from thresher.engine.config.recipe import System as SystemSection
+from thresher.engine.rollout.rollout import Job, Rollout
+from thresher.engine.scoring.score import judge
+from thresher.engine.systems import NAMES, load_system
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Piece, Source
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "systems.md"
+PAGE = DOCS.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def quote(tmp_path: Path) -> Path:
+    """The one block of Python on the page, as a file."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "quote.py"
+    path.write_text(code, encoding="utf-8")
+    return path
+
+
+def example() -> dict[str, Any]:
+    """The transcript on the page."""
+    text = PAGE[PAGE.index('{"id": "1"') :]
+    record: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
+    return record
+
+
+def rated(tmp_path: Path, system: Path | str, record: dict[str, Any], *flags: str) -> dict[str, Any]:
+    (tmp_path / "t.jsonl").write_text(json.dumps(record) + "\n")
+    out = tmp_path / "rewards.jsonl"
+    command = ["score", "--system", str(system), "--transcripts", str(tmp_path / "t.jsonl"), "--out", str(out), *flags]
+    assert cli.run(command) == 0
+    entry: dict[str, Any] = json.loads(out.read_text())
+    return entry
+
+
+def test_the_worked_example_scores_the_transcript_beside_it(quote: Path, tmp_path: Path) -> None:
+    record = example()
+    entry = rated(tmp_path, quote, record)
+    measures = {"em": True, "f1": 1.0, "answered": True}
+    assert entry == {
+        "id": "1",
+        "reward": 1.5,
+        "parts": {"answer": 1.0, "quote": 1.0, **measures},
+        "answer": "Anna Bell",
+    }
+    assert rated(tmp_path, quote, record, "--set", "bonus=1")["reward"] == 2
+    for written, expected in [
+        ("<quote>Anna mapped it.</quote><answer>Anna Bell</answer>", 1),  # not word for word
+        ("<quote>It is cold.</quote><answer>Anna Bell</answer>", 1),  # settles nothing
+        ("<quote></quote><answer>Anna Bell</answer>", 1),
+        ("<quote>Anna Bell mapped it.</quote><answer>Bo</answer>", 0),
+        ("<answer>Anna Bell</answer>", 1),
+    ]:
+        segments = [{"source": "policy", "text": written}]
+        assert rated(tmp_path, quote, record | {"segments": segments})["reward"] == expected
+    passage = [{"source": "retrieved", "text": "<quote>Anna Bell mapped it.</quote><answer>Anna Bell</answer>"}]
+    assert rated(tmp_path, quote, record | {"segments": passage})["reward"] == 0
+
+
+def test_the_worked_example_in_a_rollout(
+    quote: Path, monkeypatch: pytest.MonkeyPatch, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
+) -> None:
+    """A relative path, as a recipe would have it; every trajectory ends, is judged, and shows the given passages."""
+    monkeypatch.chdir(quote.parent)
+    system = load_system("./quote.py", {"bonus": 1})
+    questions = [replace(q, passages=(Passage("p", "T", f"It is {q.golds[0]}."),)) for q in tiny_questions[:8]]
+    run = tiny_rollout(system, template="{question}\n{passages}\n<answer>")
+    trajectories = run.run([Job(q, i, 0, i) for i, q in enumerate(questions)], 1.0)
+    judged = judge(questions, trajectories, system, run.tokenizer)
+    assert len(judged) == 8 and all(entry.trajectory.reason for entry in judged)
+    assert all(entry.result.parts.keys() == {"answer", "quote", "em", "f1", "answered"} for entry in judged)
+    for entry in judged:
+        prompt, turn = entry.trajectory.segments
+        assert (prompt.source, turn.source) == (Source.PROMPT, Source.POLICY)
+        assert f"It is {entry.question.golds[0]}." in run.tokenizer.decode(prompt.ids)
+
+
+def test_the_example_has_a_preset_that_a_recipe_takes(quote: Path, tmp_path: Path) -> None:
+    from thresher.engine.assemble import read_run_recipe
+
+    (tmp_path / "r.toml").write_text(
+        f'[model]\npath = "m"\n[system]\nname = "{quote}"\noptions = {{ bonus = 1.0 }}\n[retrieval]\nindex = "i"\n'
+    )
+    recipe = read_run_recipe(tmp_path / "r.toml", [])
+    assert recipe.need(SystemSection).name == str(quote)
+    assert (recipe.retrieval and recipe.retrieval.k, recipe.rollout.group_size, recipe.grpo.beta) == (5, 8, 1e-3)
+
+
+def test_the_page_tells_of_every_system_and_switch() -> None:
+    from importlib import import_module
+
+    from thresher.engine.config.tables import hints
+
+    for name in NAMES:
+        assert f"**{name}**" in PAGE
+        for switch in hints(import_module(f"thresher.engine.systems.{name}").Options):
+            assert f"`{switch}`" in PAGE, f"{name} has a switch {switch}"
+
+
+GOOD = "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Options:\n    size: int = 1\n\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "needs a dataclass Options and a function system(options); add what is missing"),
+        ("class Options:\n    pass\n\n\ndef system(options):\n    pass\n", "needs a dataclass Options"),
+        (GOOD, "needs a dataclass Options and a function system(options)"),
+        (GOOD + "system = 3\n", "needs a dataclass Options and a function system(options)"),
+        (GOOD + "def system(options):\n    return 3\n", "system(options) returned int; it should return a System"),
+        (
+            GOOD + "def system(options):\n    return options.sise\n",
+            "raised AttributeError ('Options' object has no attribute 'sise') at line 10; mend the file",
+        ),
+        ("import nowhere_to_be_found\n", "importing it raised ModuleNotFoundError (No module named"),
+        ("\n\nx = 1 / 0\n", "importing it raised ZeroDivisionError (division by zero) at line 3; mend the file"),
+        ("def f(:\n", "importing it raised SyntaxError (invalid syntax) at line 1; mend the file"),
+        ("raise SystemExit(3)\n", "importing it raised SystemExit (3) at line 1; mend the file"),
+        (None, "no such Python file; name a system, or the path of a file that ends in .py"),
+    ],
+)
+def test_a_file_that_is_no_system_ends_in_a_sentence(
+    text: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    command = ["score", "--system", str(path), "--transcripts", "none.jsonl", "--out", str(tmp_path / "out.jsonl")]
+    assert cli.run(command) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"thresher: {path}: ") and told in message and message.count("\n") == 1
+
+
+OWN = (
+    "from thresher.engine.episode import System\nfrom thresher.rewards.result import RewardResult\n\n\n"
+    "def reward(attempt):\n"
+)
+NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; mend the file"),
+        ("return 1.0", "returned float; it should return a RewardResult; mend the file"),
+        ("return RewardResult(1.0, {'em': 1}, None)", "returned parts without f1 and answered, which answer_measures"),
+        ("return RewardResult(1.0, None, None)", "returned parts of NoneType; they should be a dict"),
+        (f"return RewardResult(1.0, {NONE_YET} | {{'x': 'y'}}, None)", "returned x = 'y', which is no finite number"),
+        (
+            f"return RewardResult(1.0, {NONE_YET} | {{'em': None}}, None)",
+            "returned em = None, which is no finite number",
+        ),
+        (f"return RewardResult(float('nan'), {NONE_YET}, None)", "returned reward = nan, which is no finite number"),
+        (f"return RewardResult(0, {NONE_YET}, 3)", "returned an answer of int; it should be a string"),
+    ],
+)
+def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_made(
+    body: str, told: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    made = (
+        "\n\ndef system(options):\n    return System('mine', ('<answer>', '</answer>'), None, reward, '{question}')\n"
+    )
+    path.write_text(GOOD + OWN + f"    {body}\n" + made)
+    (tmp_path / "r.toml").write_text(f'[model]\npath = "none"\n[system]\nname = "{path}"\n')
+    out = ["--out", str(tmp_path / "out")]
+    for command in (
+        ["score", "--system", str(path), "--transcripts", "none.jsonl"],
+        ["eval", "--model", str(tiny_model_folder), "--system", str(path), "--questions", "none.jsonl"],
+        ["train", str(tmp_path / "r.toml")],
+    ):
+        assert cli.run([*command, *out]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"thresher: {path}: reward(attempt) ") and told in message
+        assert message.count("\n") == 1 and not (tmp_path / "out").exists()
+    # What only what the policy wrote brings to light ends the same way, later.
+    later = f"    if not attempt.pieces[-1].text:\n        return RewardResult(0, {NONE_YET}, None)\n    {body}\n"
+    path.write_text(GOOD + OWN + later + made)
+    attempt = Attempt(pieces=[Piece(Source.POLICY, b"x")], golds=("x",))
+    with pytest.raises(UserError, match=r"mine\.py: reward\(attempt\) r.*; mend the file"):
+        load_system(str(path), {}).reward(attempt)
+
+
+def test_switches_of_an_own_system_are_checked_and_a_folder_is_no_file(quote: Path) -> None:
+    with pytest.raises(UserError, match=r"\[system.options\]: bonuss: unknown key; did you mean bonus\?"):
+        load_system(str(quote), {"bonuss": 1})
+    with pytest.raises(UserError, match='bonus: expected a number, got "x"'):
+        load_system(str(quote), {"bonus": "x"})
+    with pytest.raises(UserError, match="no such Python file"):
+        load_system(str(quote.parent) + "/", {})
+
+
+def test_a_file_is_read_anew_and_two_of_one_name_are_two(tmp_path: Path) -> None:
+    made = OWN + "    parts = {{'em': 0, 'f1': 0, 'answered': 0}}\n    return RewardResult(0, parts, None)\n"
+    made += "\n\ndef system(options):\n    return System({!r}, (), None, reward, '')\n"
+    paths = [tmp_path / folder / "mine.py" for folder in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(GOOD + made.format(path.parent.name))
+    assert [load_system(str(path), {}).name for path in paths] == ["a", "b"]
+    paths[0].write_text(GOOD + made.format("c"))
+    assert [load_system(str(path), {}).name for path in paths] == ["c", "b"]
+    assert not list(tmp_path.rglob("*.pyc")), "nothing is left beside a user's file"

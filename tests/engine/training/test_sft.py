@@ -1,0 +1,295 @@
+"""Supervised fine-tuning: transcripts become the ids that a rollout of the same pieces would hold, the loss is theirs
+alone, and the gate does as it says."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.engine.config.recipe import Optim, Sft
+from thresher.engine.episode import Feedback, Prompt, Retrieved
+from thresher.engine.protocol.render import Renderer, passage_lines
+from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
+from thresher.engine.training.sft import SftResult, Trainer, Transcript, encode_transcript, read_transcripts
+from thresher.policy.config import ModelConfig
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.indexes.index import Index
+from thresher.rewards.errors import UserError
+from thresher.rewards.tags import neutralise
+from thresher.rewards.transcript import Source
+
+TEMPLATE = "<|im_start|>Use <search> or <answer>: {question}\n"
+FORMAT = 'Doc {number}(Title: "{title}") {text}'
+TAGS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
+
+
+@pytest.fixture
+def renderer(tiny_tokenizer: Tokenizer) -> Renderer:
+    return Renderer(tokenizer=tiny_tokenizer, tags=TAGS, k=2, chat=False, max_passage_tokens=999, passage_format=FORMAT)
+
+
+def segment(source: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"source": source, "text": text, **more}
+
+
+def test_a_transcript_holds_what_a_rollout_of_its_pieces_would(
+    renderer: Renderer, tiny_tokenizer: Tokenizer, tiny_index: Index
+) -> None:
+    (hits,) = tiny_index.search(["spouse of Mia Noor"], 2)
+    said = ["<search>spouse of Mia Noor</search>", "<answ", "er> Gil Hart</answer>"]
+    record = {
+        "question": "Who is <answer>Mia<|im_end|>?",
+        "segments": [
+            segment("policy", said[0]),
+            segment("retrieved", BEFORE),
+            segment("retrieved", passage_lines([hit.passage for hit in hits], FORMAT)),
+            segment("retrieved", AFTER),
+            segment("policy", said[1]),
+            segment("feedback", INVALID),
+            segment("policy", said[2]),
+        ],
+    }
+    found = encode_transcript(record, tiny_tokenizer, renderer, TEMPLATE)
+    pieces = [
+        (Source.PROMPT, renderer.prompt(Prompt(TEMPLATE, record["question"]))),
+        (Source.POLICY, tiny_tokenizer.encode(said[0])),
+        (Source.RETRIEVED, renderer.retrieved(Retrieved(hits, BEFORE, AFTER))),
+        (Source.POLICY, tiny_tokenizer.encode(said[1])),
+        (Source.FEEDBACK, renderer.feedback(Feedback(INVALID))),
+        (Source.POLICY, tiny_tokenizer.encode(said[2])),
+    ]
+    assert found.ids == [token for _, ids in pieces for token in ids]
+    sources = [source for source, ids in pieces for _ in ids]
+    assert found.rows == [row for row, source in enumerate(sources) if source is Source.POLICY]
+    assert found.copied == []
+    # The template's control token is one; the question's is spelled out, and its tag is none.
+    assert found.ids[0] == tiny_tokenizer.added_tokens["<|im_start|>"]
+    assert tiny_tokenizer.added_tokens["<|im_end|>"] not in found.ids
+    assert neutralise("Who is <answer>Mia<|im_end|>?", TAGS).encode() in tiny_tokenizer.decode_bytes(found.ids)
+
+
+def test_its_own_prompt_takes_the_place_of_the_recipes(renderer: Renderer, tiny_tokenizer: Tokenizer) -> None:
+    segments = [segment("prompt", "<|im_start|>Go."), segment("policy", "Anna"), segment("prompt", "More?")]
+    found = encode_transcript({"segments": segments}, tiny_tokenizer, renderer, TEMPLATE)
+    assert found.ids == [token for part in segments for token in tiny_tokenizer.encode_template(part["text"])]
+    assert tiny_tokenizer.decode([found.ids[row] for row in found.rows]) == "Anna"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranges", "expected"),
+    [
+        ("<answer> Gil Hart</answer>", [[8, 17]], " Gil Hart"),
+        ("<answer> Gil Hart</answer>", [], ""),
+        ("Gil Hart, Mia Noor", [[0, 8], [9, 18]], "Gil Hart Mia Noor"),
+        ("ÄÖ Gil", [[2, 6]], " Gil"),  # ranges count characters, tokens hold bytes
+        ("日本 Gil 日本", [[0, 2]], "日本"),
+        (" Gil Hart", [[0, 3], [7, 9]], ""),  # a token that reaches out of its range was not copied
+    ],
+)
+def test_copied_ranges_become_tokens(
+    renderer: Renderer, tiny_tokenizer: Tokenizer, text: str, ranges: list[list[int]], expected: str
+) -> None:
+    segments = [segment("policy", "xx", copied=[]), segment("policy", text, copied=ranges)]
+    found = encode_transcript({"question": "?", "segments": segments}, tiny_tokenizer, renderer, TEMPLATE)
+    copied = tiny_tokenizer.decode([found.ids[row] for row in found.copied])
+    assert copied == expected
+    assert set(found.copied) <= set(found.rows)
+
+
+def good_line() -> dict[str, Any]:
+    return {"question": "Who?", "segments": [segment("policy", "Anna")]}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        {"question": "Who?"},
+        {"question": "Who?", "segments": []},
+        {"question": "Who?", "segments": "policy"},
+        {"question": "Who?", "segments": [["policy", "Anna"]]},
+        {"question": "Who?", "segments": [{"text": "Anna"}]},
+        {"question": "Who?", "segments": [{"source": "policy"}]},
+        {"question": "Who?", "segments": [segment("polizy", "Anna")]},
+        {"question": "Who?", "segments": [{"source": "policy", "text": 3}]},
+        {"question": "Who?", "segments": [segment("policy", "half \ud800")]},
+        {"question": "Who?", "segments": [segment("policy", "Anna", copied=[[0]])]},
+        {"question": "Who?", "segments": [segment("policy", "Anna", copied=3)]},
+        {"question": 3, "segments": [segment("policy", "Anna")]},
+        {"segments": [segment("policy", "Anna")]},
+        {"question": "Who?", "segments": [segment("retrieved", "Anna")]},  # nothing to train on
+        {"question": "Who?", "segments": [segment("policy", "")]},
+        {"segments": [segment("prompt", ""), segment("policy", "Anna")]},  # nothing before the first token
+    ],
+)
+def test_a_malformed_transcript_is_named_by_its_line(
+    tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer, bad: dict[str, Any]
+) -> None:
+    path = tmp_path / "transcripts.jsonl"
+    path.write_text(json.dumps(good_line()) + "\n\n" + json.dumps(bad) + "\n")
+    with pytest.raises(UserError) as caught:
+        read_transcripts(path, tiny_tokenizer, renderer, TEMPLATE)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ") and "\n" not in message
+    assert "'segments'" in message
+
+
+@pytest.mark.parametrize(("content", "told"), [("{\n", ":1: not valid JSON"), ("\n", ": holds no transcript")])
+def test_a_file_without_transcripts_is_refused(
+    tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer, content: str, told: str
+) -> None:
+    (tmp_path / "transcripts.jsonl").write_text(content)
+    with pytest.raises(UserError, match=f"transcripts.jsonl{told}"):
+        read_transcripts(tmp_path / "transcripts.jsonl", tiny_tokenizer, renderer, TEMPLATE)
+
+
+VOCAB = 20
+# "copy" transcripts: 1, a name, 2, the name again; the second name is copied, the 2 is said by the policy too.
+COPIES = [Transcript([1, name, other, 2, name, other], [3, 4, 5], [4, 5]) for name in range(3, 9) for other in (9, 10)]
+
+
+def make_policy(seed: int = 0) -> Policy:
+    config = ModelConfig(
+        vocab_size=24,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=100.0,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_ids=(0,),
+    )
+    return init_policy(config, seed).requires_grad_(True)
+
+
+def sft(**changes: Any) -> Sft:
+    whole = {"batch_size": 6, "steps": 4, "lr": 0.01, "held_out": 0.5, "gate_every": 2, "max_restarts": 1}
+    return Sft(transcripts="none", **{**whole, **changes})
+
+
+def run(policy: Policy, settings: Sft, transcripts: list[Transcript] = COPIES, **optim: Any) -> tuple[SftResult, Any]:
+    records: list[dict[str, Any]] = []
+    trainer = Trainer(policy, transcripts, settings, Optim(**optim), VOCAB, 0)
+    return trainer.run(records.append), records
+
+
+def nll(policy: Policy, transcripts: list[Transcript]) -> float:
+    """Mean of -log p over the trained tokens of all, among the tokenizer's columns."""
+    values = [
+        -torch.log_softmax(policy.logits(torch.tensor(t.ids))[row - 1, :VOCAB], -1)[t.ids[row]]
+        for t in transcripts
+        for row in t.rows
+    ]
+    return float(torch.stack(values).mean().detach())
+
+
+def test_the_loss_is_the_mean_over_the_policys_tokens_and_so_is_its_gradient() -> None:
+    policy, other = make_policy(), make_policy()
+    expected = nll(policy, COPIES)
+    result, records = run(policy, sft(steps=1, batch_size=12, held_out=0.0), micro_batch_tokens=11)
+    assert result.loss == records[0]["loss"] == pytest.approx(expected, abs=1e-5)
+    assert records[0]["tokens"] == 12 * 5 and records[0]["lr"] == 0.01
+    values = [
+        -torch.log_softmax(other.logits(torch.tensor(t.ids))[row - 1, :VOCAB], -1)[t.ids[row]]
+        for t in COPIES
+        for row in t.rows
+    ]
+    torch.stack(values).mean().backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in other.parameters() if p.grad is not None))
+    assert records[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_loss_falls() -> None:
+    policy = make_policy()
+    before = nll(policy, COPIES)
+    result, records = run(policy, sft(steps=60, batch_size=8, held_out=0.0))
+    assert nll(policy, COPIES) < 0.25 * before
+    assert records[-1]["loss"] < 0.25 * records[0]["loss"]
+    assert result == SftResult(60, 0, records[-1]["loss"], None, True)  # without a gate there is nothing to miss
+    assert [record["step"] for record in records] == list(range(1, 61))
+
+
+def test_every_training_transcript_comes_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def remember(self: Trainer, batch: list[Transcript]) -> tuple[float, int]:
+        seen.extend(id(transcript) for transcript in batch)
+        for parameter in self.policy.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return 0.0, 0
+
+    monkeypatch.setattr(Trainer, "_backward", remember)
+    run(make_policy(), sft(steps=4, batch_size=4, held_out=0.34))  # 4 of 12 are held out
+    training = sorted(id(transcript) for transcript in COPIES[4:])
+    assert sorted(seen[:8]) == sorted(seen[8:]) == training
+    assert seen[:8] != seen[8:]
+
+
+def test_copying_counts_the_most_likely_tokens() -> None:
+    policy = make_policy()
+    trainer = Trainer(policy, COPIES, sft(steps=30, held_out=0.25), Optim(micro_batch_tokens=12), VOCAB, 0)
+    assert trainer.held_out == COPIES[:3] and trainer.training == COPIES[3:]
+    for _ in range(2):
+        right = [
+            int(policy.logits(torch.tensor(t.ids))[row - 1, :VOCAB].argmax()) == t.ids[row]
+            for t in COPIES[:3]
+            for row in t.copied
+        ]
+        assert trainer.copying() == sum(right) / 6
+        trainer.run(lambda record: None)
+    assert sum(right) > 0
+
+
+def test_a_gate_that_opens_ends_the_training() -> None:
+    result, records = run(make_policy(), sft(steps=200, gate=0.9, gate_every=5), [*COPIES, *COPIES])
+    assert result.passed and result.restarts == 0 and result.copying is not None and result.copying >= 0.9
+    assert result.steps == len(records) < 200 and result.steps % 5 == 0
+    assert [record["step"] for record in records if "copying" in record] == list(range(5, result.steps + 1, 5))
+    assert all(record["copying"] < 0.9 for record in records[:-1] if "copying" in record)
+
+
+def test_a_gate_that_stays_shut_starts_over_from_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    monkeypatch.setattr(Trainer, "copying", lambda self: next(measured))
+    policy = make_policy()
+    settings = sft(steps=3, batch_size=6, gate=0.9, gate_every=2, max_restarts=2)
+    result, records = run(policy, settings)
+    assert [(r["restart"], r["step"]) for r in records] == [(n, step) for n in range(3) for step in (1, 2, 3)]
+    # Measured every second step and at the last.
+    assert [r.get("copying") for r in records] == [None, 0.1, 0.2, None, 0.3, 0.4, None, 0.5, 0.6]
+    assert (result.passed, result.restarts, result.steps, result.copying) == (False, 2, 3, 0.6)
+    # A batch holds all that is trained on, so equal weights have equal losses, up to the order of summing.
+    first = [record["loss"] for record in records if record["step"] == 1]
+    assert first == pytest.approx([first[0]] * 3, abs=1e-5) and records[2]["loss"] < first[0] - 0.1
+
+
+def test_another_attempt_sees_another_order_and_the_same_seed_the_same() -> None:
+    def losses() -> list[float]:
+        settings = sft(steps=4, batch_size=2, gate=1.0, gate_every=100, max_restarts=1, lr=1e-9)
+        return [record["loss"] for record in run(make_policy(), settings)[1]]
+
+    first = losses()
+    assert first == losses()
+    assert first[:4] != pytest.approx(first[4:], abs=1e-4)
+
+
+def test_holding_out_everything_is_refused() -> None:
+    with pytest.raises(UserError, match=r"every transcript is held out; lower sft\.held_out"):
+        Trainer(make_policy(), COPIES[:1], sft(), Optim(), VOCAB, 0)
+
+
+def test_some_are_held_out_whenever_any_share_is(renderer: Renderer) -> None:
+    trainer: Callable[[float], Trainer] = lambda share: Trainer(  # noqa: E731
+        make_policy(), COPIES, sft(held_out=share), Optim(), VOCAB, 0
+    )
+    assert [len(trainer(share).held_out) for share in (0.0, 0.001, 0.25, 0.9)] == [0, 1, 3, 11]

@@ -1,0 +1,218 @@
+"""A training run that depends on others: a retriever's server that is killed, a judge that fails. No step that was
+learned is lost, and the run goes on with the same bits."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+from chat_server import ChatServer
+from train_cases import (
+    assert_same_run,
+    metrics,
+    single_threaded,
+    what_happened,
+)
+
+from thresher.engine.config.recipe import Judge, Recipe
+from thresher.engine.evaluation.evaluate import evaluate
+from thresher.engine.scoring.score import judge
+from thresher.engine.training.train import Progress, train
+from thresher.retrieval.retriever import Unanswered
+from thresher.retrieval.serving.client import RemoteRetriever
+from thresher.rewards.errors import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+class Behind:
+    """An index behind a URL, as a process that can be killed and started again at the same address."""
+
+    def __init__(self, index: Path) -> None:
+        self.index, self.port = index, 0
+        self.start()
+
+    def start(self) -> None:
+        arguments = ["serve-retriever", "--index", str(self.index), "--port", str(self.port)]
+        command = [sys.executable, "-P", "-m", "thresher.cli", *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stdout is not None
+        found = re.search(r" at (http://127\.0\.0\.1:(\d+))", self.process.stdout.readline())
+        assert found
+        self.url, self.port = found[1], int(found[2])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def behind(tiny_index_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Behind]:
+    """Asked for everything: so tiny a run would soon have all of its answers in the cache."""
+    monkeypatch.setattr("thresher.retrieval.retriever.CACHE_CHARACTERS", -1)
+    server = Behind(tiny_index_folder)
+    yield server
+    server.kill()
+
+
+def trouble_at(monkeypatch: pytest.MonkeyPatch, at: int, trouble: Callable[[], object]) -> list[int]:
+    """Calls `trouble` once, before the request of this number; returns a list that grows by the queries of each."""
+    sizes: list[int] = []
+    find = RemoteRetriever._find
+
+    def counted(self: RemoteRetriever, queries: list[str], k: int) -> Any:
+        sizes.append(len(queries))
+        if len(sizes) == at:
+            trouble()
+        return find(self, queries, k)
+
+    monkeypatch.setattr(RemoteRetriever, "_find", counted)
+    return sizes
+
+
+def assert_same_but_for_the_recipe(one: Path, other: Path) -> None:
+    first, second = what_happened(one), what_happened(other)
+    assert first.keys() == second.keys()
+    assert [key for key in first if first[key] != second[key]] == ["recipe"]
+
+
+def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
+    tmp_path: Path,
+    make_recipe: Callable[..., Recipe],
+    tiny_model_folder: Path,
+    behind: Behind,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A policy that searches at every turn; the server is away for a second in the middle of a step. The run is that of
+    the index in this process, to the bit."""
+    (tmp_path / "prompt.txt").write_text("<search> or <answer>: {question}\n")
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"path": str(tiny_model_folder)},
+        "system": {"template": str(tmp_path / "prompt.txt")},
+        "run": {"steps": 2, "eval_every": None},
+    }
+
+    def killed_for_a_second() -> None:
+        behind.kill()
+        Timer(1.0, behind.start).start()
+
+    train(make_recipe(**changes), tmp_path / "index")
+    sizes = trouble_at(monkeypatch, 9, killed_for_a_second)
+    train(make_recipe(retrieval={"index": None, "url": behind.url}, **changes), tmp_path / "url")
+    assert behind.process.poll() is None and len(sizes) > 20
+    assert max(record["search_seconds"] for record in metrics(tmp_path / "url") if "eval" not in record) > 1
+    assert_same_but_for_the_recipe(tmp_path / "index", tmp_path / "url")
+
+
+def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, behind: Behind
+) -> None:
+    """Gone in step 2, when by the recipe there is no checkpoint yet; back at another address."""
+    out = tmp_path / "run"
+
+    def watch(progress: Progress) -> None:
+        if progress.step == 1:
+            behind.kill()
+
+    with pytest.raises(Unanswered, match=r"no answer for 0.2 s .* start the server again, and continue"):
+        train(make_recipe(retrieval={"index": None, "url": behind.url, "patience": 0.2}), out, watch=watch)
+    assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False)]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
+    assert [path.name for path in (out / "trajectories").iterdir()] == ["step_000001.jsonl"]
+    behind.port = 0
+    behind.start()
+    train(make_recipe(retrieval={"index": None, "url": behind.url}), out, resume=True)
+    assert_same_but_for_the_recipe(whole, out)
+
+
+def test_an_evaluation_that_the_server_left_is_made_up_for(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of step 2 are kept, and what was to be measured of them is measured when the run goes on."""
+    calls = 0
+
+    def away_at_the_second(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise Unanswered("away")
+        return evaluate(*arguments, **named)
+
+    monkeypatch.setattr("thresher.engine.training.train.evaluate", away_at_the_second)
+    out = tmp_path / "run"
+    with pytest.raises(Unanswered):
+        train(make_recipe(), out)
+    assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False), (2, False)]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000002"]
+    train(make_recipe(), out, resume=True)
+    assert_same_run(whole, out)
+
+
+def test_a_run_is_not_resumed_with_another_index(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], behind: Behind
+) -> None:
+    recipe = make_recipe(retrieval={"index": None, "url": behind.url}, run={"steps": 1})
+    train(recipe, tmp_path / "run")
+    (state,) = tmp_path.glob("run/checkpoints/*/state.json")
+    record = json.loads(state.read_text())
+    assert re.fullmatch("[0-9a-f]{16}", record["state"]["index"])
+    state.write_text(json.dumps(record | {"state": record["state"] | {"index": "another"}}))
+    with pytest.raises(UserError, match=r"retrieval.url: the server has another index \([0-9a-f]{16}\) than .*another"):
+        train(recipe, tmp_path / "run", resume=True)
+
+
+def test_a_judge_that_fails_costs_no_step_that_was_learned(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In step 2, when by the recipe there is no checkpoint yet."""
+    calls = 0
+
+    def failing_at_the_second(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise UserError("http://judge: stayed away for 300 s")
+        return judge(*arguments)
+
+    monkeypatch.setattr("thresher.engine.training.train.judge", failing_at_the_second)
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match="stayed away"):
+        train(make_recipe(), out)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
+    train(make_recipe(), out, resume=True)
+    assert_same_run(whole, out)
+
+
+@pytest.mark.parametrize("accuracy", ["judge", "em"])
+def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], accuracy: str
+) -> None:
+    (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
+    asked = {"question": "Who?", "golden_answers": ["nobody"], "gold_indices": [1]}
+    asked["passages"] = [{"title": "Anna", "text": "Anna is the mayor."}]
+    (tmp_path / "questions.jsonl").write_text(json.dumps(asked | {"id": "1"}) + "\n")
+    arena = {"name": "arena", "template": str(tmp_path / "prompt.txt"), "options": {"accuracy": accuracy}}
+    path = str(tmp_path / "questions.jsonl")
+    recipe = make_recipe(system=arena, data={"train": path, "dev": path}, run={"steps": 1})
+    out = tmp_path / "run"
+    with ChatServer() as server:
+        server.reply = lambda content: "yes"
+        train(replace(recipe, judge=Judge(url=server.url, model="m")), out)
+        assert bool(server.asked) == (out / "replies.jsonl").exists() == (accuracy == "judge")
+    entries = [json.loads(line) for line in (out / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
+    assert any(entry["answer"] for entry in entries)
+    for entry in entries:
+        assert entry.get("verdict") == (bool(entry["answer"]) if accuracy == "judge" else None)
+        assert entry["parts"]["accuracy"] == (accuracy == "judge" and bool(entry["answer"]))

@@ -1,0 +1,148 @@
+"""What an update is made of: advantages by group, the weights of each aggregation, schedules, the optimiser's step."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.engine.config.recipe import Grpo, Optim
+from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.training.update import advantages, make_items, make_optimizer, scheduled_lr, step_optimizer
+from thresher.policy.model import Policy
+from thresher.rewards.advantages import group_advantages
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+PROMPT, POLICY = Source.PROMPT, Source.POLICY
+
+
+def bare(rows: int, sample: int = 0) -> Trajectory:
+    return Trajectory("q", 0, sample, [Segment(PROMPT, [1, 2]), Segment(POLICY, [3] * rows, [-1.0] * rows)])
+
+
+@pytest.mark.parametrize(
+    ("grpo", "expected"),
+    [
+        (Grpo(), [1 / 9, 1 / 3, 1 / 24]),
+        (Grpo(aggregation="token"), [1 / 12, 1 / 12, 1 / 12]),
+        (Grpo(aggregation="constant", aggregation_constant=50.0), [1 / 150, 1 / 150, 1 / 150]),
+    ],
+)
+def test_weights_of_the_aggregations(grpo: Grpo, expected: list[float]) -> None:
+    items = make_items([bare(3), bare(1), bare(8)], [1.0, 0.0, -1.0], grpo)
+    assert [item.weight for item in items] == pytest.approx(expected)
+
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=6))
+@settings(max_examples=100, derandomize=True, deadline=None)
+def test_what_the_aggregations_average(values: list[list[float]]) -> None:
+    trajectories = [bare(len(part)) for part in values]
+
+    def weighted(grpo: Grpo) -> float:
+        items = make_items(trajectories, [0.0] * len(values), grpo)
+        return sum(item.weight * value for item, part in zip(items, values, strict=True) for value in part)
+
+    flat = [value for part in values for value in part]
+    means = [sum(part) / len(part) for part in values]
+    assert weighted(Grpo()) == pytest.approx(sum(means) / len(means), abs=1e-9)
+    assert weighted(Grpo(aggregation="token")) == pytest.approx(sum(flat) / len(flat), abs=1e-9)
+    constant = Grpo(aggregation="constant", aggregation_constant=5.0)
+    assert weighted(constant) == pytest.approx(sum(flat) / 5 / len(values), abs=1e-9)
+
+
+def test_a_trajectory_without_a_token_counts_in_the_mean_and_trains_nothing() -> None:
+    items = make_items([bare(2), bare(0), bare(4)], [1.0, 1.0, -1.0], Grpo())
+    assert [(len(item.rows), item.weight) for item in items] == [(2, pytest.approx(1 / 6)), (4, pytest.approx(1 / 12))]
+
+
+def test_dropping_groups_without_a_signal_leaves_the_weights_of_the_others() -> None:
+    trajectories = [bare(2), bare(3), bare(4)]
+    kept = make_items(trajectories, [0.0, 0.5, -0.5], Grpo(drop_zero_advantage=True))
+    assert kept == make_items(trajectories, [0.0, 0.5, -0.5], Grpo())[1:]
+    assert make_items(trajectories, [0.0] * 3, Grpo(drop_zero_advantage=True)) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.5, 1.0])), min_size=1, max_size=20))
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_advantages_by_group_however_scattered(entries: list[tuple[int, float]]) -> None:
+    groups, rewards = [group for group, _ in entries], [reward for _, reward in entries]
+    for grpo in (Grpo(), Grpo(std_floor=0.3, sample_std=True)):
+        found = advantages(rewards, groups, grpo)
+        for group in set(groups):
+            mine = [reward for number, reward in zip(groups, rewards, strict=True) if number == group]
+            expected = group_advantages(mine, std_floor=grpo.std_floor, sample_std=grpo.sample_std)
+            assert [a for number, a in zip(groups, found, strict=True) if number == group] == expected
+
+
+def test_advantages_by_hand() -> None:
+    assert advantages([1, 0, 0, 0, 1, 1], [7, 3, 7, 3, 3, 9], Grpo()) == pytest.approx(
+        [1, -math.sqrt(0.5), -1, -math.sqrt(0.5), math.sqrt(2), 0]
+    )
+    floored = advantages([0.51, 0.49], [0, 0], Grpo(std_floor=0.1))
+    assert floored == pytest.approx([0.1, -0.1])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
+    with pytest.raises(UserError, match="reward 1 of the group is"):
+        advantages([0.5, reward, 0.0], [0, 0, 1], Grpo())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_ratio", "expected"),
+    [
+        ("constant", 0.0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("constant", 0.25, [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1, 1, 1]),  # 2.5 steps are three
+        ("linear", 0.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        ("linear", 0.2, [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+        ("cosine", 0.0, [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]),
+        ("cosine", 0.6, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_schedules(schedule: str, warmup_ratio: float, expected: list[float]) -> None:
+    found = [scheduled_lr(3e-4, schedule, warmup_ratio, step, 10) for step in range(10)]
+    assert found == pytest.approx([3e-4 * share for share in expected])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_that_is_run_past_its_end_stays_at_zero(schedule: str) -> None:
+    assert [scheduled_lr(1.0, schedule, 0.5, step, 4) for step in (4, 5, 100)] == pytest.approx([0, 0, 0])
+
+
+def test_a_step_clips_by_the_norm_of_all_and_reports_it_unclipped() -> None:
+    module = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[1.0, 2.0]]))
+        module.bias.fill_(3.0)
+    module.weight.grad, module.bias.grad = torch.tensor([[0.0, 3.0]]), torch.tensor([4.0])
+    optimizer = torch.optim.SGD(module.parameters(), lr=99.0)
+    assert step_optimizer(module, optimizer, Optim(max_grad_norm=1.0), 0.5) == pytest.approx(5)
+    torch.testing.assert_close(module.weight.data, torch.tensor([[1.0, 1.7]]))
+    torch.testing.assert_close(module.bias.data, torch.tensor([2.6]))
+    assert module.weight.grad is None and optimizer.param_groups[0]["lr"] == 0.5
+    module.weight.grad, module.bias.grad = torch.tensor([[0.0, 3.0]]), torch.tensor([4.0])
+    assert step_optimizer(module, optimizer, Optim(max_grad_norm=math.inf), 0.1) == pytest.approx(5)
+    torch.testing.assert_close(module.bias.data, torch.tensor([2.2]))
+
+
+def test_norms_and_biases_are_not_decayed(make_tiny_policy: Callable[..., Policy]) -> None:
+    policy = make_tiny_policy(tie_word_embeddings=False).requires_grad_(True)
+    optim = Optim(weight_decay=0.1, betas=(0.8, 0.9), eps=1e-5)
+    decayed, other = make_optimizer(policy, optim, 0.01).param_groups
+    assert (decayed["weight_decay"], other["weight_decay"]) == (0.1, 0.0)
+    assert decayed["betas"] == (0.8, 0.9) and decayed["eps"] == 1e-5
+    name_of = {id(parameter): name for name, parameter in policy.named_parameters()}
+    names = [{name_of[id(parameter)].split(".")[-1] for parameter in group["params"]} for group in (decayed, other)]
+    assert names[0] == {
+        "embed_VH",
+        "untied_head_VH",
+        "qkv_weight",
+        "o_weight",
+        "gate_up_weight",
+        "down_weight",
+    }
+    assert names[1] == {"norm", "input_norm", "post_norm", "qkv_bias"}
+    assert len(decayed["params"]) + len(other["params"]) == len(name_of)

@@ -1,0 +1,115 @@
+"""Reading and writing records: every way in which a file can be wrong ends in a sentence with its line."""
+
+import gzip
+import json
+
+import pytest
+
+from thresher.retrieval.data.jsonl import iter_jsonl, iter_records, write_jsonl
+from thresher.rewards.errors import UserError
+
+
+def test_lines_are_numbered_as_an_editor_does_and_blank_ones_passed_over(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "x\xe2\x80\xa8y"}')  # BOM, CRLF, U+2028, no last line feed
+    assert list(iter_jsonl(path)) == [(1, {"a": 1}), (4, {"a": "x\u2028y"})]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b'{"a": 1', "column 8"),
+        (b"{'a': 1}", "column 2"),
+        (b'{"a": 1} {"a": 2}', "column 10"),
+        (b"[1, 2]", "expected a JSON object, found a list"),
+        (b'"text"', "found a string"),
+        (b"null", "found null"),
+        (b"true", "found a boolean"),
+        (b"3.5", "found a number"),
+        (b'{"a": "\xff"}', "not valid UTF-8 at byte 7"),
+        (b'{"a": ' + b"[" * 100_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 5_000 + b"}", "not valid JSON"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, told):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
+    records = iter_jsonl(path)
+    assert next(records) == (1, {"a": 1})
+    with pytest.raises(UserError) as caught:
+        next(records)
+    assert str(caught.value).startswith(f"{path}:2: ") and told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_in_json_is_read_item_by_item(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[\n {"a": 1},\n {"a": 2}\n]\n')
+    assert list(iter_records(path)) == [(f"{path}: item 1", {"a": 1}), (f"{path}: item 2", {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"Title": ["Sentence."]}', "expected a JSON list of objects, found an object"),
+        ('[{"a": 1}, 2]', "item 2: expected a JSON object, found a number"),
+        ('[{"a": 1},\n {"a": }]', "line 2 column 8"),
+    ],
+)
+def test_a_malformed_list_is_named(tmp_path, content, told):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        list(iter_records(path))
+    assert str(path) in str(caught.value) and told in str(caught.value)
+
+
+def test_gzip_of_both_kinds(tmp_path):
+    records = [{"a": 1}, {"a": "ü"}]
+    lines, items = tmp_path / "a.jsonl.gz", tmp_path / "a.json.gz"
+    lines.write_bytes(gzip.compress(b"".join(json.dumps(r).encode() + b"\n" for r in records)))
+    items.write_bytes(gzip.compress(json.dumps(records).encode()))
+    assert [record for _, record in iter_records(lines)] == records
+    assert [record for _, record in iter_records(items)] == records
+
+
+def test_damaged_gzip_is_told_apart_from_bad_json(tmp_path):
+    whole = gzip.compress(b"".join(b'{"a": %d}\n' % n for n in range(50_000)))
+    truncated, foreign = tmp_path / "cut.jsonl.gz", tmp_path / "plain.jsonl.gz"
+    truncated.write_bytes(whole[: len(whole) // 2])
+    foreign.write_bytes(b'{"a": 1}\n')
+    for path in (truncated, foreign):
+        with pytest.raises(UserError, match="truncated or damaged gzip data after line") as caught:
+            list(iter_jsonl(path))
+        assert str(path) in str(caught.value)
+
+
+def test_an_absent_file_and_a_folder(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.jsonl: no such file"):
+        list(iter_jsonl(tmp_path / "absent.jsonl"))
+    with pytest.raises(UserError, match="cannot be read"):
+        list(iter_jsonl(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_what_is_written_is_read_back(tmp_path, name):
+    records = [{"t": 'Röntgen\u2028\n"x"'}, {"t": "\ud800 half a pair"}, {"n": 0.1}]
+    assert write_jsonl(tmp_path / name, iter(records)) == 3
+    assert [record for _, record in iter_jsonl(tmp_path / name)] == records
+    first = (tmp_path / name).read_bytes()
+    write_jsonl(tmp_path / name, records)
+    assert (tmp_path / name).read_bytes() == first  # no clock in the gzip header
+
+
+def test_writing_leaves_nothing_half_written(tmp_path):
+    def records():
+        yield {"a": 1}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_jsonl(tmp_path / "out.jsonl", records())
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_jsonl(tmp_path / "out.jsonl", [{"a": float("nan")}])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="does not exist"):
+        write_jsonl(tmp_path / "none" / "out.jsonl", [])

@@ -1,0 +1,240 @@
+"""The BERT family against `transformers` with random weights, what padding and neighbours may change, and refusals.
+
+The folders are tiny, but made to tell: three layers, wide weights, no bias at 0 and no norm at 1.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import encoder_folders as folders
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from thresher.retrieval.encoders.bert import LENGTH_STEP, Bert, load_bert, read_bert_config
+from thresher.rewards.errors import UserError
+
+LENGTHS = [48, 33, 17, 2, 1]
+DISTILBERT = transformers.DistilBertConfig(**folders.DISTILBERT_SIZES)
+
+
+def dpr_config() -> transformers.DPRConfig:
+    return transformers.DPRConfig(**folders.SIZES)
+
+
+MODELS: dict[str, tuple[type[Any], Callable[[], Any]]] = {
+    "bert": (transformers.BertModel, folders.bert_config),
+    "bert-tanh": (transformers.BertModel, lambda: folders.bert_config(hidden_act="gelu_new")),
+    "bert-relu": (transformers.BertModel, lambda: folders.bert_config(hidden_act="relu", layer_norm_eps=1e-5)),
+    "masked-lm": (transformers.BertForMaskedLM, folders.bert_config),
+    "classifier": (transformers.BertForSequenceClassification, folders.bert_config),
+    "distilbert": (transformers.DistilBertModel, lambda: DISTILBERT),
+    "distilbert-classifier": (transformers.DistilBertForSequenceClassification, lambda: DISTILBERT),
+    "dpr-question": (transformers.DPRQuestionEncoder, dpr_config),
+    "dpr-passage": (transformers.DPRContextEncoder, dpr_config),
+}
+
+
+def inputs(lengths: list[int] = LENGTHS, width: int | None = None, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    width = width or max(lengths)
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(5, len(folders.VOCABULARY), (len(lengths), width), generator=generator)
+    return ids_BT, torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+def theirs(model: Any, ids_BT: torch.Tensor, mask_BT: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(input_ids=ids_BT, attention_mask=mask_BT.long(), output_hidden_states=True, **more)
+    hidden_BTH: torch.Tensor = found.hidden_states[-1]
+    return hidden_BTH
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A plain BERT, whose pooler has a tensor that the encoder does not."""
+    folders.random_model(transformers.BertModel, folders.bert_config()).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    record = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in record.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    kind, config = MODELS[name]
+    model = folders.random_model(kind, config())
+    model.save_pretrained(tmp_path)
+    ids_BT, mask_BT = inputs()
+    ours_BTH, theirs_BTH = load_bert(tmp_path)(ids_BT, mask_BT), theirs(model, ids_BT, mask_BT)
+    assert theirs_BTH[mask_BT].std() > 0.5  # something to compare
+    torch.testing.assert_close(ours_BTH[mask_BT], theirs_BTH[mask_BT], rtol=0, atol=1e-5)
+
+
+def test_token_types(folder: Path) -> None:
+    ids_BT, mask_BT = inputs()
+    types_BT = (torch.arange(ids_BT.shape[1]) > 5).long().expand_as(ids_BT)
+    expected_BTH = theirs(
+        transformers.BertModel.from_pretrained(folder).eval(), ids_BT, mask_BT, token_type_ids=types_BT
+    )
+    bert = load_bert(folder)
+    torch.testing.assert_close(bert(ids_BT, mask_BT, types_BT)[mask_BT], expected_BTH[mask_BT], rtol=0, atol=1e-5)
+    assert not torch.allclose(bert(ids_BT, mask_BT)[mask_BT], expected_BTH[mask_BT], atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_worse_than_that_of_transformers(folder: Path, dtype: torch.dtype) -> None:
+    """float64 is the truth; the same dtype in the other library is the measure."""
+    ids_BT, mask_BT = inputs()
+    model = transformers.BertModel.from_pretrained(folder).eval()
+    truth = load_bert(folder, torch.float64)(ids_BT, mask_BT)[mask_BT]
+    torch.testing.assert_close(truth, theirs(model.double(), ids_BT, mask_BT)[mask_BT], rtol=0, atol=1e-10)
+    bert = load_bert(folder, dtype)
+    model = transformers.BertModel.from_pretrained(folder).to(dtype).eval()
+    ours, other = bert(ids_BT, mask_BT)[mask_BT], theirs(model, ids_BT, mask_BT)[mask_BT]
+    assert ours.dtype == dtype
+    assert (ours.double() - truth).abs().mean() <= 2 * (other.double() - truth).abs().mean()
+
+
+def test_old_names_and_what_lies_beside_the_encoder(folder: Path) -> None:
+    """gamma and beta, the counter of positions in int64, heads, and a prefix: as the first BERT's files have it."""
+    before = load_bert(folder)
+    assert any(name.startswith("pooler.") for name in load_file(folder / "model.safetensors"))
+
+    def old(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        new = {
+            "bert."
+            + name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+            for name, value in tensors.items()
+        }
+        assert sum(name.endswith(("gamma", "beta")) for name in new) == 14
+        more = {"bert.embeddings.position_ids": torch.arange(70)[None], "cls.seq_relationship.bias": torch.zeros(2)}
+        return new | more
+
+    rewrite(folder, old)
+    after = load_bert(folder)
+    for (name, was), now in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert torch.equal(was, now), name
+
+
+@pytest.fixture
+def bert(folder: Path) -> Bert:
+    return load_bert(folder)
+
+
+def test_padding_is_never_read(bert: Bert) -> None:
+    ids_BT, mask_BT = inputs()
+    other_BT = torch.where(mask_BT, ids_BT, inputs(seed=2)[0])
+    assert not torch.equal(ids_BT, other_BT)
+    assert torch.equal(bert(ids_BT, mask_BT)[mask_BT], bert(other_BT, mask_BT)[mask_BT])
+
+
+@pytest.mark.parametrize("width", [48, 70, 80])
+def test_padding_changes_a_row_by_rounding_at_most(bert: Bert, width: int) -> None:
+    """80 reaches beyond the model's 70 positions."""
+    ids_BT, mask_BT = inputs(width=width)
+    hidden_BTH = bert(ids_BT, mask_BT)
+    for row, length in enumerate(LENGTHS):
+        alone_1TH = bert(ids_BT[row : row + 1, :length], mask_BT[row : row + 1, :length])
+        torch.testing.assert_close(hidden_BTH[row, :length], alone_1TH[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [LENGTH_STEP, 3 * LENGTH_STEP, 5 * LENGTH_STEP])
+def test_a_row_keeps_its_bits_in_any_company(bert: Bert, width: int) -> None:
+    lengths = [1 + (7 * row) % width for row in range(40)]
+    ids_BT, mask_BT = inputs(lengths, width)
+    hidden_BTH = bert(ids_BT, mask_BT)
+    for rows in ([3], [39, 3], [3, 5, 3], list(range(3, 20))):
+        found_BTH = bert(ids_BT[rows], mask_BT[rows])
+        for place, row in enumerate(rows):
+            assert torch.equal(found_BTH[place, : lengths[row]], hidden_BTH[row, : lengths[row]]), (rows, row)
+
+
+def test_no_gradients_unless_asked_for(bert: Bert) -> None:
+    assert not any(parameter.requires_grad for parameter in bert.parameters())
+    bert.requires_grad_(True)
+    bert(*inputs())[:, 0].square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in bert.parameters())
+
+
+def test_config_of_distilbert(shared_data: Path, tmp_path: Path) -> None:
+    shutil.copy(shared_data / "encoders" / "distilbert-base-uncased.config.json", tmp_path / "config.json")
+    config = read_bert_config(tmp_path)
+    assert (config.model_type, config.hidden_size, config.layers, config.types) == ("distilbert", 768, 6, 0)
+    assert (config.heads, config.intermediate_size, config.epsilon, config.activation) == (12, 3072, 1e-12, "gelu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "xlm-roberta"}, "model_type is 'xlm-roberta', expected one of bert, dpr, distilbert"),
+        ({"model_type": ...}, "model_type is None"),
+        ({"hidden_act": "swish"}, "the activation is 'swish', expected one of gelu"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', expected 'absolute'"),
+        ({"is_decoder": True}, "is_decoder is True, expected False"),
+        ({"projection_dim": 128}, "projection_dim is 128, expected 0"),
+        ({"embedding_size": 16}, "embedding_size is 16, expected 32"),
+        ({"hidden_size": ...}, "hidden_size is None, expected a positive integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True, expected a positive integer"),
+        ({"vocab_size": 12.5}, "vocab_size is 12.5, expected a positive integer"),
+        ({"num_attention_heads": 5}, "32 is not a multiple of the 5 attention heads"),
+        ({"layer_norm_eps": "small"}, "layer_norm_eps is 'small', expected a positive number"),
+        ({"num_hidden_layers": 4}, "tensor encoder.layer.3.attention.self.query.weight is missing"),
+        ({"num_hidden_layers": 2}, "tensor encoder.layer.2.attention.output.LayerNorm.bias is not part of the model"),
+        ({"vocab_size": 7}, "the config asks for [7, 32]"),
+    ],
+)
+def test_a_config_of_another_kind_or_model_is_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
+    edit_config(folder, **changes)
+    refused(folder, said)
+
+
+def refused(folder: Path, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_bert(folder)
+    assert said in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_that_do_not_fit_are_named(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    rewrite(folder, lambda tensors: tensors | {"encoder.extra": torch.zeros(2)})
+    refused(folder, "tensor encoder.extra is not part of the model")
+    rewrite(
+        folder,
+        lambda tensors: {
+            name: value
+            for name, value in tensors.items()
+            if "layer.1.output.dense.b" not in name and name != "encoder.extra"
+        },
+    )
+    refused(folder, "tensor encoder.layer.1.output.dense.bias is missing")
+    rewrite(folder, lambda tensors: {name: value.long() for name, value in tensors.items()})
+    refused(folder, "is missing")
+    (folder / "model.safetensors").write_bytes(whole[:-100])
+    refused(folder, "truncated inside tensor")
+    (folder / "model.safetensors").write_bytes(whole)
+    rewrite(folder, lambda tensors: tensors | {"embeddings.LayerNorm.bias": torch.zeros(32, dtype=torch.int64)})
+    refused(folder, "tensor embeddings.LayerNorm.bias is I64, only F32, BF16, F16 are supported")
+    rewrite(folder, lambda tensors: {"other." + name: value for name, value in tensors.items()})
+    refused(folder, "tensor embeddings.word_embeddings.weight is missing")
+
+
+def test_a_pickle_is_refused_with_the_way_to_convert_it(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, "convert it once: AutoModel.from_pretrained(folder).save_pretrained(folder) of transformers")
+
+
+def test_no_config(tmp_path: Path) -> None:
+    refused(tmp_path, "config.json: no such file")

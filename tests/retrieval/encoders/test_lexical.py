@@ -1,0 +1,204 @@
+"""The lexical encoder against sums done by hand, and its promises: same bits alone and in a crowd, nothing
+forgotten on disk."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.retrieval.encoders.lexical import CHUNK, LexicalEncoder, words
+from thresher.rewards.errors import UserError
+
+# Wide enough that no two of the handful of words used below share a place; test_words_do_not_meet holds it to
+# that.
+WIDE = 4096
+TEXTS = ["red fox", "red red red hen", "blue hen, old hen", "Red old fox."]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> LexicalEncoder:
+    return LexicalEncoder.fit(TEXTS, WIDE)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Ed Wood's 1994 film.", ["ed", "wood", "s", "1994", "film"]),
+        ("snake_case-and_more", ["snake", "case", "and", "more"]),
+        ("Röntgen ΑΘΗΝΑ Москва", ["röntgen", "αθηνα", "москва"]),
+        ("東京 2020年", ["東京", "2020年"]),
+        ("?! -- \n\t", []),
+        ("", []),
+        ("half \ud800 pair", ["half", "pair"]),
+    ],
+)
+def test_words(text, expected):
+    assert words(text) == expected
+
+
+def test_idf_by_hand(encoder):
+    # N = 4; red in 3 passages, fox, hen and old in 2, blue in 1, cat in none.
+    assert encoder.idf("red") == pytest.approx(math.log(1 + 1.5 / 3.5))
+    assert encoder.idf("fox") == encoder.idf("hen") == encoder.idf("old") == pytest.approx(math.log(2))
+    assert encoder.idf("blue") == pytest.approx(math.log(1 + 3.5 / 1.5))
+    assert encoder.idf("cat") == 0
+    assert encoder.idf("blue") > encoder.idf("hen") > encoder.idf("red") > 0
+
+
+def test_words_do_not_meet(encoder):
+    vectors = encoder.encode_queries(["red", "fox", "hen", "blue", "old"])
+    np.testing.assert_allclose(vectors @ vectors.T, np.eye(5), atol=1e-6)
+    assert (np.count_nonzero(vectors, axis=1) == 4).all()  # four places a word
+    np.testing.assert_allclose(np.abs(vectors[vectors != 0]), 0.5, rtol=1e-6)
+    assert {-0.5, 0.5} == set(vectors[vectors != 0].round(3).tolist())  # of both signs
+
+
+def test_scores_by_hand(encoder):
+    red, two, blue = (encoder.idf(word) for word in ("red", "fox", "blue"))
+    passages = encoder.encode_passages(TEXTS)
+    fox, twice_fox, red_cat = encoder.encode_queries(["fox", "Fox FOX!", "red cat"]) @ passages.T
+    expected = [two / math.hypot(red, two), 0, 0, two / math.sqrt(red**2 + 2 * two**2)]
+    np.testing.assert_allclose(fox, expected, atol=1e-6)
+    np.testing.assert_allclose(twice_fox, expected, atol=1e-6)  # a query of one word, however often
+    thrice = 3 * 2.2 / (3 + 1.2)  # saturated: 1.571 for three times, 1.375 for twice
+    hens = 2 * 2.2 / (2 + 1.2)
+    np.testing.assert_allclose(
+        red_cat,
+        [
+            red / math.hypot(red, two),
+            thrice * red / math.hypot(thrice * red, two),
+            0,
+            red / math.sqrt(red**2 + 2 * two**2),
+        ],
+        atol=1e-6,
+    )
+    hen = encoder.encode_queries(["hen"])[0] @ passages[2]
+    assert hen == pytest.approx(hens * two / math.sqrt(blue**2 + (hens * two) ** 2 + two**2), abs=1e-6)
+
+
+def test_shape_dtype_and_norm(encoder):
+    vectors = encoder.encode_passages([*TEXTS, "", "?!", "unseen words only"])
+    assert vectors.shape == (7, WIDE) and vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 1, 1, 1, 0, 0, 0], atol=1e-6)
+    assert encoder.encode_queries([]).shape == (0, WIDE)
+    assert not encoder.encode_queries(["", "?!"]).any()
+
+
+def test_word_order_and_case_leave_no_trace(encoder):
+    some = [f"word{n}" for n in range(300)]
+    shuffled = random.Random(0).sample(some, len(some))
+    first, second = encoder.encode_passages([" ".join(some), ", ".join(shuffled).upper()])
+    assert (first == second).all()
+
+
+def test_alone_and_in_a_crowd_to_the_last_bit():
+    rng = random.Random(0)
+    texts = [" ".join(f"w{rng.randrange(400)}" for _ in range(rng.randrange(40))) for _ in range(2 * CHUNK + 5)]
+    encoder = LexicalEncoder.fit(texts, 512)
+    crowd = encoder.encode_passages(texts)
+    for row in (0, 1, 17, CHUNK - 1, CHUNK, 2 * CHUNK + 4):
+        assert (encoder.encode_queries([texts[row]])[0] == crowd[row]).all()
+    # What was encoded before (and is cached) changes nothing either.
+    assert (LexicalEncoder.fit(texts, 512).encode_queries(texts[::-1])[::-1] == crowd).all()
+
+
+def test_the_hash_is_the_same_on_every_machine():
+    vector = LexicalEncoder(64, 1, {"fox": 1}).encode_queries(["fox"])[0]
+    assert [(int(place), float(vector[place])) for place in np.flatnonzero(vector)] == [
+        (7, 0.5),
+        (18, 0.5),
+        (32, -0.5),
+        (56, 0.5),
+    ]
+
+
+@pytest.mark.parametrize("dim", [16, 17, 63, 1000])
+def test_any_dimension_from_sixteen(dim):
+    some = [f"w{n}" for n in range(4 * dim)]
+    vectors = LexicalEncoder.fit(some, dim).encode_passages(some)
+    assert (np.count_nonzero(vectors, axis=1) == 4).all()  # a word's four places never coincide
+    # 16 words a place on average: all places are used, evenly enough (a Poisson count has a deviation of 4).
+    counts = np.count_nonzero(vectors, axis=0)
+    assert counts.min() > 0 and counts.max() < 16 + 5 * 4
+
+
+def test_signs_cancel_what_collides():
+    # 16 places for 1,600 words: every pair of texts collides everywhere, yet unrelated ones score 0 on
+    # average.
+    texts = [" ".join(f"t{t}w{n}" for n in range(8)) for t in range(200)]
+    vectors = LexicalEncoder.fit(texts, 16).encode_passages(texts)
+    scores = (vectors @ vectors.T)[np.triu_indices(200, 1)]
+    assert abs(scores.mean()) < 0.02 and scores.std() == pytest.approx(16**-0.5, rel=0.1)
+
+
+def test_saved_and_loaded(tmp_path, encoder):
+    encoder.save(tmp_path)
+    again = LexicalEncoder.load(tmp_path)
+    assert again.fingerprint == encoder.fingerprint and again.dim == WIDE and again.name == "lexical"
+    queries = [*TEXTS, "unseen", "Röntgen"]
+    assert (again.encode_queries(queries) == encoder.encode_queries(queries)).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "no such file"),
+        ("{", "not valid JSON"),
+        (json.dumps({"dim": 64, "passages": 3}), 'expected "dim", "passages" and "counts"'),
+        (json.dumps({"dim": 8, "passages": 3, "counts": {}}), "needs at least 16"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, content, told):
+    if content is not None:
+        (tmp_path / "lexical.json").write_text(content)
+    with pytest.raises(UserError, match=told):
+        LexicalEncoder.load(tmp_path)
+
+
+def test_the_fingerprint_sees_what_shapes_the_vectors(encoder):
+    others = [
+        LexicalEncoder.fit(TEXTS, 512),
+        LexicalEncoder.fit([*TEXTS, "?"], WIDE),
+        LexicalEncoder.fit([*TEXTS[:3], "red old fix"], WIDE),
+    ]
+    assert len({encoder.fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert LexicalEncoder.fit(TEXTS[::-1], WIDE).fingerprint == encoder.fingerprint
+
+
+@given(st.lists(st.text(max_size=60), max_size=5), st.text(max_size=60))
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_any_text_gives_a_unit_or_a_zero_vector(texts, query):
+    encoder = LexicalEncoder.fit(texts, 32)
+    known = {word for text in texts for word in words(text)}
+    for text, vector in zip([query, *texts], encoder.encode_queries([query, *texts]), strict=True):
+        norm = float(np.linalg.norm(vector))
+        assert norm == pytest.approx(1, abs=1e-5) if known.intersection(words(text)) else norm == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("red cat", "red"),
+        ("cat red dog cat", "red"),
+        ("unheard hen of a fox cat", "hen fox"),
+        ("reds FOX foxes", "fox"),
+        ("cat dog", ""),
+        ("redfox", ""),
+    ],
+)
+def test_words_that_no_passage_holds_leave_no_trace(encoder, text, known):
+    for encode in (encoder.encode_queries, encoder.encode_passages):
+        assert (encode([text]) == encode([known])).all()
+    assert encoder.encode_queries([text]).any() == bool(known)
+
+
+def test_unheard_words_change_no_bit_of_their_neighbours(encoder):
+    # Rows of a chunk share one sum: an empty row between them must not shift it.
+    some = ["cat", "red fox", "dog", "", "blue hen", "cat"]
+    rows = encoder.encode_queries(some)
+    assert (rows[[1, 4]] == encoder.encode_queries([some[1], some[4]])).all()
+    assert not rows[[0, 2, 3, 5]].any()

@@ -1,0 +1,132 @@
+"""Files of vectors that grow and are gone on with, and exact search over rows in float16."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.retrieval.indexes import exact, vectors
+from thresher.retrieval.indexes.exact import ExactRows, best_of, largest_row_norm
+from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.rewards.errors import UserError
+
+
+def rows_of(count: int, dim: int = 3) -> np.ndarray:
+    return np.arange(count * dim, dtype=np.float32).reshape(count, dim)
+
+
+def test_batches_make_the_file_that_numpy_writes(tmp_path):
+    whole = rows_of(10)
+    file = VectorFile(tmp_path / "v.npy", 10, 3)
+    assert file.done() == 0
+    for start in (0, 4, 8):
+        file.append(whole[start : start + 4])
+        assert file.done() == min(start + 4, 10)
+    np.save(tmp_path / "w.npy", whole)
+    assert file.path.read_bytes() == (tmp_path / "w.npy").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v.npy", "w.npy"]
+    assert np.array_equal(file.open(), whole)
+
+
+def test_rows_behind_the_counted_ones_are_written_again(tmp_path):
+    whole = rows_of(10)
+    file = VectorFile(tmp_path / "v.npy", 10, 3)
+    file.append(whole[:4])
+    with file.path.open("ab") as torn:
+        torn.write(b"a batch that was never counted")
+    again = VectorFile(tmp_path / "v.npy", 10, 3)
+    assert again.done() == 4
+    again.append(whole[4:])
+    assert np.array_equal(again.open(), whole)
+
+
+def test_a_count_that_the_file_does_not_bear_out_counts_for_nothing(tmp_path):
+    file = VectorFile(tmp_path / "v.npy", 10, 3)
+    file.append(rows_of(4))
+    (tmp_path / "v.npy.rows").write_text("6")
+    assert file.done() == 0
+    (tmp_path / "v.npy.rows").write_text("x")
+    assert file.done() == 0
+    (tmp_path / "v.npy.rows").unlink()
+    assert file.done() == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (11, 3)])
+def test_what_does_not_fit_is_not_appended(tmp_path, shape):
+    with pytest.raises(ValueError, match="does not fit"):
+        VectorFile(tmp_path / "v.npy", 10, 3).append(np.zeros(shape, np.float32))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slices_and_single_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(vectors, "SLICE_BYTES", 4 * 3 * 4)
+    whole = rows_of(10)
+    file = VectorFile(tmp_path / "v.npy", 10, 3)
+    file.append(whole)
+    assert [(start, len(part)) for start, part in file.slices()] == [(0, 4), (4, 4), (8, 2)]
+    assert [start for start, _ in file.slices(3, 8)] == [3, 7]
+    assert np.array_equal(np.concatenate([part for _, part in file.slices(3, 8)]), whole[3:8])
+    wanted = np.array([0, 3, 4, 9])
+    assert np.array_equal(file.rows_at(wanted), whole[wanted])
+
+
+@pytest.mark.parametrize("more", [0, 2 * vectors.READ_FEWEST + 1, 5 * vectors.READERS * vectors.READ_FEWEST])
+def test_rows_are_taken_in_any_order_and_never_from_beyond_the_end(tmp_path, more):
+    whole = rows_of(10)
+    file = VectorFile(tmp_path / "v.npy", 10, 3)
+    file.append(whole)
+    wanted = np.array([7, 0, 7, *np.random.default_rng(0).integers(0, 9, more), 9])
+    assert np.array_equal(file.take(wanted), whole[wanted])
+    file.path.write_bytes(file.path.read_bytes()[:-5])
+    with pytest.raises(UserError, match=r"v\.npy: ends before row 9; build the index again"):
+        file.take(wanted)
+
+
+def test_a_forked_process_has_readers_of_its_own(tmp_path):
+    file = VectorFile(tmp_path / "v.npy", 10, 3)
+    file.append(rows_of(10))
+    wanted = np.arange(4 * vectors.READ_FEWEST) % 10
+    taken = file.take(wanted)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if np.array_equal(file.take(wanted), taken) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_best_of_several_searches():
+    parts = [
+        (np.float32([[3, 1], [2, 2]]), np.array([[0, 1], [1, 0]])),
+        (np.float32([[5, 1], [2, 0]]), np.array([[3, 2], [2, 3]])),
+    ]
+    scores, rows = best_of(parts, 3)
+    assert scores.tolist() == [[5, 3, 1], [2, 2, 2]] and rows.tolist() == [[3, 0, 1], [0, 1, 2]]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 80), st.sampled_from([1, 5, 33]), st.integers(1, 30), st.integers(1, 1000))
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_float16_rows_are_searched_exactly_in_blocks(seed, count, dim, k, levels):
+    rng = np.random.default_rng(seed)
+    stored_ND = (rng.integers(-levels, levels + 1, (count, dim)) / levels).astype(np.float16)
+    query_QD = (rng.integers(-levels, levels + 1, (3, dim)) / levels).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "SLICE_BYTES", 7 * 4 * dim)
+        found = ExactRows(stored_ND).top(query_QD, k)
+    for query_D, best in zip(query_QD, found, strict=True):
+        scores = (stored_ND.astype(np.float64) * query_D.astype(np.float64)).sum(axis=1).astype(np.float32)
+        assert best == sorted(enumerate(scores.tolist()), key=lambda pair: (-pair[1], pair[0]))[:k]
+
+
+def test_the_largest_norm_is_found_block_by_block(monkeypatch):
+    monkeypatch.setattr(exact, "SLICE_BYTES", 4 * 2 * 3)
+    rows = np.float32([[0, 1], [1, 0], [0, 0], [3, 4], [1, 1]])
+    assert largest_row_norm(rows) == 5 and largest_row_norm(rows.astype(np.float16)) == 5
+
+
+def test_a_finished_file_of_another_shape_is_refused(tmp_path):
+    np.save(tmp_path / "v.npy", rows_of(10))
+    with pytest.raises(UserError, match=r"v\.npy: holds 10 x 3 vectors in float32, expected 5 x 6 in float32"):
+        VectorFile(tmp_path / "v.npy", 5, 6).open()

@@ -1,0 +1,284 @@
+"""The client: what a server says is what an index would have said, or there is a sentence about what is wrong."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from thresher.retrieval.data.corpus import Passage
+from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.retriever import Hit, Unanswered
+from thresher.retrieval.serving import client as client_module
+from thresher.retrieval.serving.client import RemoteRetriever
+from thresher.retrieval.serving.server import Served, Server
+from thresher.rewards.errors import UserError
+
+GOOD = {"result": [[{"document": {"id": "7", "contents": '"T"\ntext'}, "score": 0.5}]]}
+QUERIES = ["the rival of Mia Noor", "spouse", "Anna Bell", "teacher of Otto Pike", "", "spouse"]
+
+
+def served(index: Index, identity: str = "one") -> Served:
+    return Served(passages=len(index), kind="flat", corpus_sha256=index.corpus.sha256, identity=identity)
+
+
+class Stub:
+    """A server that does what it is told: `script` holds a (status, body) for each POST to come, or a word."""
+
+    def __init__(self) -> None:
+        self.script: list[Any] = []
+        self.health: Any = (404, {})
+        self.identity: str | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self.answer(*stub.health)
+
+            def do_POST(self) -> None:
+                stub.paths.append(self.path)
+                stub.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                said = stub.script.pop(0)
+                if said == "break":
+                    # Lingering for no time at all makes the close a reset.
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.close_connection = True
+                elif said == "half":
+                    self.wfile.write(b'HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"result": ')
+                    self.close_connection = True
+                elif said == "sleep":
+                    threading.Event().wait(0.3)  # time.sleep may be cut short by a test
+                    self.close_connection = True
+                else:
+                    self.answer(*said)
+
+            def answer(self, status: int, body: Any) -> None:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                if stub.identity is not None:
+                    self.send_header("thresher-index", stub.identity)
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread.start()
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    stub = Stub()
+    yield stub
+    stub.server.shutdown()
+    stub.thread.join()
+    stub.server.server_close()
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses between attempts, which are noted and cut short."""
+    taken: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(client_module.time, "sleep", lambda seconds: (taken.append(seconds), sleep(0.001)))
+    return taken
+
+
+@pytest.fixture
+def make_server(tiny_index: Index) -> Iterator[Callable[..., Server]]:
+    running: list[Server] = []
+
+    def make(identity: str = "one", port: int = 0) -> Server:
+        server = Server(tiny_index, served(tiny_index, identity), port=port)
+        running.append(server.__enter__())
+        return server
+
+    yield make
+    for server in running:
+        server.__exit__(None, None, None)
+
+
+# as an index in this process
+
+
+def test_the_hits_are_those_of_the_index_but_for_their_rows(
+    make_server: Callable[..., Server], tiny_index: Index
+) -> None:
+    server = make_server()
+    remote = RemoteRetriever(server.url)
+    expected = [[Hit(-1, hit.passage, hit.score) for hit in hits] for hits in tiny_index.search(QUERIES, 3)]
+    assert remote.search(QUERIES, 3) == expected and any(expected)
+    assert remote.identity == "one" and remote.retries == 0
+
+
+def test_one_request_for_all_that_wait_over_one_connection(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    remote = RemoteRetriever(server.url)
+    for _ in range(3):
+        remote.search(QUERIES, 3)
+    assert server.app.metrics.requests["/retrieve", 200] == 1 and server.app.metrics.queries == 4  # the cache has them
+    assert (remote.stats.queries, remote.stats.cached) == (18, 13)  # the blank one is nobody's to answer
+    split = RemoteRetriever(server.url, max_batch=3)
+    assert split.search(QUERIES, 3) == remote.search(QUERIES, 3)
+    assert server.app.metrics.requests["/retrieve", 200] == 3
+    assert len(server._server.server_state.connections) == 2  # one of each client
+    monkeypatch.setattr(client_module, "MAX_PASSAGES", 8)
+    RemoteRetriever(server.url).search(QUERIES, 4)
+    assert server.app.metrics.requests["/retrieve", 200] == 5
+
+
+def test_k_is_held_to_the_passages_that_a_server_tells_of(make_server: Callable[..., Server], stub: Stub) -> None:
+    remote = RemoteRetriever(make_server().url)
+    remote.check_k(40)
+    for k in (0, 41):
+        with pytest.raises(UserError, match=f"k is {k}"):
+            remote.check_k(k)
+    for health in ((404, {"detail": "Not Found"}), (200, b"fine"), (200, {"passages": "9"}), (200, [])):
+        stub.health = health
+        foreign = RemoteRetriever(stub.url)
+        foreign.check_k(10**6)
+        with pytest.raises(UserError, match="k is 0"):
+            foreign.check_k(0)
+
+
+def test_search_r1s_own_server(stub: Stub) -> None:
+    """No /health, whole numbers as ids, more in a document than is asked for."""
+    document = {"id": 7, "contents": '"The Title"\nSome text.', "title": "x"}
+    stub.script = [(200, {"result": [[{"document": document, "score": 1}]]})]
+    found = RemoteRetriever(f"{stub.url}/retrieve").search(["q"], 1)
+    assert found == [[Hit(-1, Passage("7", "The Title", "Some text."), 1.0)]]
+    assert stub.asked == [{"queries": ["q"], "topk": 1, "return_scores": True}] and stub.paths == ["/retrieve"]
+
+
+# a server in trouble
+
+
+@pytest.mark.parametrize("trouble", [(503, {}), (500, {}), (502, b"<html>"), (429, {}), "break", "half", "sleep"])
+def test_what_passes_is_waited_for(stub: Stub, pauses: list[float], trouble: Any) -> None:
+    said: list[str] = []
+    stub.script = [trouble, trouble, (200, GOOD)]
+    remote = RemoteRetriever(stub.url, timeout=0.1, say=said.append)
+    assert [hit.passage.id for hit in remote.search(["q"], 1)[0]] == ["7"]
+    assert remote.retries == 2 and stub.asked == [stub.asked[0]] * 3
+    assert len(said) == 2 and "asking again for up to 120 s" in said[0] and said[1].endswith("answers again")
+    stub.script = [(200, GOOD)]
+    remote.search(["r"], 1)
+    assert remote.retries == 2 and len(said) == 2
+
+
+def test_pauses_double_up_to_a_limit_and_begin_anew(stub: Stub, pauses: list[float]) -> None:
+    remote = RemoteRetriever(stub.url)
+    for query in ("q", "r"):
+        stub.script = [(503, {})] * 8 + [(200, GOOD)]
+        remote.search([query], 1)
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0] * 2
+
+
+def test_patience_ends(stub: Stub) -> None:
+    remote = RemoteRetriever(stub.url, patience=0.3)
+    stub.script = [(200, GOOD)] + [(503, {"error": "the queue is full"})] * 9
+    remote.search(["q"], 1)
+    started = time.monotonic()
+    with pytest.raises(Unanswered) as caught:
+        remote.search(["r"], 1)
+    assert 0.3 <= time.monotonic() - started < 5
+    assert str(caught.value) == (
+        f"{stub.url}/retrieve: no answer for 0.3 s (status 503 (the queue is full)); "
+        "start the server again, and continue a training run with --resume"
+    )
+
+
+def test_nobody_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(Unanswered) as caught:
+        RemoteRetriever(url, patience=0).check_k(3)
+    assert str(caught.value) == (
+        f"{url}/health: no answer for 0 s (a connection that could not be made); "
+        "start the server there (thresher serve-retriever), or mend retrieval.url"
+    )
+
+
+def test_a_refusal_is_told_at_once(make_server: Callable[..., Server], stub: Stub) -> None:
+    with pytest.raises(Unanswered, match=r"refuses a search with status 400 \(queries\[0\]: expected at most"):
+        RemoteRetriever(make_server().url).search(["x" * 70_000], 3)
+    stub.script = [(422, {"detail": [{"loc": "body"}]})]
+    remote = RemoteRetriever(stub.url)
+    with pytest.raises(Unanswered, match=r"refuses a search with status 422$"):
+        remote.search(["q"], 1)
+    assert remote.retries == 0
+
+
+HIT = GOOD["result"][0][0]
+MALFORMED: list[tuple[Any, str]] = [
+    (b"", 'expected "result" with a list for each of 1 queries, got none'),
+    (b"[" * 100_000, "got none"),
+    ([], "got none"),
+    ({"result": {}}, "got none"),
+    ({"result": []}, "got 0 of them"),
+    ({"result": [[], []]}, "got 2 of them"),
+    ({"result": [None]}, r"expected at most 1 passages in result\[0\], got no list"),
+    ({"result": [[HIT, HIT]]}, r"expected at most 1 passages in result\[0\], got 2"),
+    ({"result": [["text"]]}, r'expected result\[0\]\[0\] with a "document" and a "score"'),
+    ({"result": [[HIT["document"]]]}, 'with a "document" and a "score"'),
+    ({"result": [[HIT | {"document": {"id": "7"}}]]}, r'expected strings "id" and "contents" in result\[0\]\[0\]'),
+    ({"result": [[HIT | {"document": {"id": True, "contents": "x"}}]]}, 'strings "id" and "contents"'),
+    ({"result": [[HIT | {"document": {"id": "7", "contents": 5}}]]}, 'strings "id" and "contents"'),
+    ({"result": [[HIT | {"score": "high"}]]}, r'expected a number as result\[0\]\[0\].score, got "high"'),
+    ({"result": [[HIT | {"score": True}]]}, "expected a number as"),
+    ({"result": [[HIT | {"score": float("nan")}]]}, "expected a number as .* got NaN"),
+]
+
+
+@pytest.mark.parametrize(("answer", "told"), MALFORMED)
+def test_an_answer_of_another_shape(stub: Stub, answer: Any, told: str) -> None:
+    stub.script = [(200, answer)]
+    with pytest.raises(Unanswered, match=f"the answer is not Search-R1's: .*{told}"):
+        RemoteRetriever(stub.url).search(["q"], 1)
+
+
+def test_another_index_behind_the_same_address(stub: Stub) -> None:
+    stub.identity = "one"
+    remote = RemoteRetriever(stub.url)
+    stub.script = [(200, GOOD)] * 3
+    remote.search(["q"], 1)
+    stub.identity = "two"
+    with pytest.raises(Unanswered, match=r"now serves another index \(two\) than when this run began \(one\)"):
+        remote.search(["r"], 1)
+    stub.identity = None
+    with pytest.raises(Unanswered, match=r"now serves another index \(unnamed\)"):
+        remote.search(["s"], 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://h:1", "http://h:1/retrieve"),
+        ("http://h:1/", "http://h:1/retrieve"),
+        ("https://h/retrieve/", "https://h/retrieve"),
+        ("http://[::1]:8000/deep", "http://[::1]:8000/deep/retrieve"),
+    ],
+)
+def test_addresses(url: str, address: str) -> None:
+    assert RemoteRetriever(url).url == address
+
+
+@pytest.mark.parametrize("url", ["h:8000", "ftp://h", "http://", "http://h:x", "http://h:99999", "http://h/?a=1", "x"])
+def test_no_address(url: str) -> None:
+    with pytest.raises(UserError, match=r"is no address of a retrieval server; expected one such as http://127"):
+        RemoteRetriever(url)

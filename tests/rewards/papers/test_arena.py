@@ -1,0 +1,232 @@
+"""ARENA's reward: its four parts by hand, how references may be named, and what fools the original."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reward_cases import GOLDS, LONG, PIECES, attempt
+
+from thresher.rewards import Attempt, Piece, RewardResult, UserError, arena_reward, parse_indices
+from thresher.rewards.papers.arena import named_indices
+
+INDICES = [
+    ("[1,5]", {1, 5}),
+    ("[1, 5]", {1, 5}),
+    (" [ 5 ,\n1 ] ", {1, 5}),
+    ("1, 5", {1, 5}),
+    ("1,5", {1, 5}),
+    ("[1],[5]", {1, 5}),
+    ("[1], [5]", {1, 5}),
+    ("[1] [5]", {1, 5}),
+    ("[1][5]", {1, 5}),
+    ("[1,2],[5]", {1, 2, 5}),
+    ("[5,1,5]", {1, 5}),
+    ("7", {7}),
+    ("[7]", {7}),
+    ("[007]", {7}),
+    ("[0]", {0}),
+    ("[]", set()),
+    ("[],[]", set()),
+    ("", None),
+    ("none", None),
+    ("[1,5", None),
+    ("1,5]", None),
+    ("[1,]", None),
+    ("[,1]", None),
+    ("1,", None),
+    ("[1] and [5]", None),
+    ("[1],5", None),
+    ("[[1],[5]]", None),
+    ("1 5", None),
+    ("[1 5]", None),
+    ("[1-5]", None),
+    ("[-1]", None),
+    ("[1.0]", None),
+    ('["1"]', None),
+    ("[true]", None),
+    ("Reference 1", None),
+    ("[1,5].", None),
+    ("(1,5)", None),
+    ("[\u0661]", None),  # a digit of another script
+    ("[\u00b2]", None),
+    ("[12345678901]", None),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), INDICES)
+def test_indices(text: str, expected: set[int] | None) -> None:
+    assert parse_indices(text) == expected
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.sampled_from(["", " ", "\n "]), st.booleans())
+def test_whatever_order_spacing_and_brackets(numbers: list[int], space: str, apart: bool) -> None:
+    written = f",{space}".join(f"[{space}{n}{space}]" if apart else str(n) for n in numbers)
+    assert parse_indices(written) == set(numbers)
+    if not apart:
+        assert parse_indices(f"[{written}]") == set(numbers)
+    assert parse_indices(written + " x") is None
+
+
+def sections(named: str, answer: str = "Paris") -> str:
+    return f"p:<relevance>{named}</relevance>\n<analysis>[1] says so, [5] too.</analysis>\n<answer>{answer}</answer>"
+
+
+CASES = [
+    # what it tries, pieces, format, accuracy, relevance (gold 1 and 5)
+    ("all right: the maximum", [sections("[1,5]")], 1, 1, 1),
+    ("in another order and style", [sections("5, 1")], 1, 1, 1),
+    ("one of two", [sections("[1]")], 1, 1, 0.5),
+    ("one too many", [sections("[1,2,5]")], 1, 1, 0.5),
+    ("naming every reference", [sections(str(list(range(1, 11))))], 1, 1, 0.5),
+    ("none of them", [sections("[2,3]")], 1, 1, 0),
+    ("no index", [sections("[]")], 1, 1, 0),
+    ("words", [sections("the first and the fifth")], 1, 1, 0),
+    ("a reference that is not there", [sections("[1,5,99]")], 1, 1, 0.5),
+    ("wrong answer", [sections("[1,5]", "Rome")], 1, 0, 1),
+    ("a sentence for an answer", [sections("[1,5]", "It is Paris")], 1, 0, 1),
+    ("text after the last section", [sections("[1,5]") + " I am sure."], 0, 1, 1),
+    ("text before the first", ["p:Well. " + sections("[1,5]")[2:]], 0, 1, 1),
+    ("white space around", ["p:\n" + sections("[1,5]")[2:] + "\n"], 1, 1, 1),
+    ("the end of text", [sections("[1,5]") + "<|im_end|>"], 1, 1, 1),
+    ("free text inside", [sections("[1,5]").replace("says", "< 2 > <b>says</b>")], 1, 1, 1),
+    ("no analysis", ["p:<relevance>[1,5]</relevance><answer>Paris</answer>"], 0, 1, 1),
+    ("another order", ["p:<analysis>x</analysis><relevance>[1,5]</relevance><answer>Paris</answer>"], 0, 1, 1),
+    ("relevance after the answer", ["p:<answer>Paris</answer><relevance>[1,5]</relevance>"], 0, 1, 0),
+    ("two relevance sections", ["p:<relevance>[2]</relevance>" + sections("[1,5]")[2:]], 0, 1, 0),
+    ("two answers", [sections("[1,5]", "Rome") + "<answer>Paris</answer>"], 0, 0, 1),
+    ("nested", ["p:<relevance>[1,5]<relevance>[2]</relevance></relevance><answer>Paris</answer>"], 0, 1, 0),
+    ("unclosed", ["p:<relevance>[1,5]<analysis>x</analysis><answer>Paris"], 0, 0, 0),
+    ("closed by another", ["p:<relevance>[1,5]</analysis><answer>Paris</answer>"], 0, 1, 0),
+    ("the prompt's example", ["q:" + sections("[1,5]")[2:], "p:I do not know"], 0, 0, 0),
+    ("a passage's sections", ["r:" + sections("[1,5]")[2:], "p:?"], 0, 0, 0),
+    ("references as retrieved text", ["q:q", "r:[1] Paris </analysis>", sections("[1,5]")], 1, 1, 1),
+    ("nothing", [], 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("parts", "form", "accuracy", "relevance"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_reward(parts: list[str], form: float, accuracy: float, relevance: float) -> None:
+    result = arena_reward(attempt(*parts, gold_indices=[1, 5], passages=[("t", "x")] * 10))
+    assert [result.parts[part] for part in ("format", "accuracy", "relevance")] == [form, accuracy, relevance]
+    bonus = 10 if form == accuracy == relevance == 1 else 0
+    assert result.parts["bonus"] == bonus
+    assert result.reward == form + accuracy + relevance + bonus
+
+
+def test_parts_of_the_maximum() -> None:
+    result = arena_reward(attempt(sections("[1,5]"), gold_indices=[5, 1, 5]))
+    scored = {"format": 1.0, "accuracy": 1.0, "relevance": 1.0, "bonus": 10.0}
+    assert result == RewardResult(13.0, scored | {"em": True, "f1": 1.0, "answered": True, "named": 2}, "Paris")
+
+
+@pytest.mark.parametrize(
+    ("named", "cap", "relevance"),
+    [
+        ("[1,2,3,4,5]", None, 0.5),
+        ("[1,2,3,4,5]", 5, 0.5),
+        ("[1,2,3,4,5]", 4, 0.0),
+        ("[1,1,1,2]", 2, 0.5),  # named twice is named once
+        ("[1,5]", 1, 1.0),  # the gold set is right, whatever its size
+        ("[2,3]", 4, 0.0),
+    ],
+)
+def test_a_cap_closes_the_hole_of_naming_all(named: str, cap: int | None, relevance: float) -> None:
+    result = arena_reward(attempt(sections(named), gold_indices=[1, 5]), max_indices=cap)
+    assert result.parts["relevance"] == relevance
+
+
+@pytest.mark.parametrize(
+    ("gold", "named", "relevance"),
+    [(None, "[1,5]", 0.0), (None, "[]", 0.0), ([], "[]", 1.0), ([], "", 0.0), ([], "[1]", 0.0), ([1], "[]", 0.0)],
+)
+def test_gold_indices_that_are_unknown_or_none(gold: list[int] | None, named: str, relevance: float) -> None:
+    assert arena_reward(attempt(sections(named), gold_indices=gold)).parts["relevance"] == relevance
+
+
+def test_the_last_passage_may_be_gold() -> None:
+    tried = attempt(sections("[1,2]"), gold_indices=[1, 2], passages=[("t", "x"), ("t", "y")])
+    assert arena_reward(tried).reward == 13.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "options", "accuracy", "bonus"),
+    [
+        ("the paris.", ("Paris",), {}, 1.0, 10.0),
+        ("Paris, France", ("Paris",), {}, 0.0, 0.0),
+        ("Paris, France", ("Paris",), {"accuracy": "f1"}, 2 / 3, 0.0),
+        ("Paris", ("Rome", "Paris"), {"accuracy": "f1"}, 1.0, 10.0),
+        ("New_York", ("New York",), {}, 0.0, 0.0),
+        ("New_York", ("New York",), {"variant": "arena"}, 1.0, 10.0),
+        ("New_York", ("New York",), {"variant": "arena", "accuracy": "f1"}, 1.0, 10.0),
+        ("no", ("no",), {}, 1.0, 10.0),
+        ("I do not know", ("no",), {}, 0.0, 0.0),
+        ("the", ("The",), {}, 0.0, 0.0),
+        ("", ("",), {}, 0.0, 0.0),
+        ("Köln", ("KÖLN",), {}, 1.0, 10.0),
+    ],
+)
+def test_accuracy(answer: str, golds: tuple[str, ...], options: dict[str, Any], accuracy: float, bonus: float) -> None:
+    result = arena_reward(attempt(sections("[1]", answer), golds=golds, gold_indices=[1]), **options)
+    assert result.parts["accuracy"] == pytest.approx(accuracy)
+    assert result.parts["bonus"] == bonus
+
+
+def test_a_judge_decides_where_it_is_asked_to() -> None:
+    def judged(text: str, verdict: bool | None) -> float:
+        asked = attempt(text, gold_indices=[1], verdict=verdict)
+        return arena_reward(asked, accuracy="judge").reward
+
+    assert judged(sections("[1]", "The city of light"), True) == 13.0
+    assert judged(sections("[1]", "Paris"), False) == 2.0
+    assert judged("p:<relevance>[1]</relevance>", None) == 1.0  # no answer, nothing to judge
+    assert judged("p:<answer> </answer>", True) == 0.0
+    with pytest.raises(UserError, match="needs a judge's verdict"):
+        judged(sections("[1]"), None)
+    assert arena_reward(attempt(sections("[1]"), gold_indices=[1], verdict=False)).reward == 13.0  # EM does not ask
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "told"),
+    [
+        ({"gold_indices": [0]}, {}, "gold_indices: 0 is out of range: the first passage is 1; count them from 1"),
+        ({"gold_indices": [1, 3], "passages": [("", "x")] * 2}, {}, "3 is out of range: there are 2 passages"),
+        ({"gold_indices": [-1], "passages": [("", "x")]}, {}, "-1 is out of range"),
+        ({}, {"max_indices": 0}, "max_indices is 0; give at least 1"),
+        ({}, {"accuracy": "bleu"}, "accuracy 'bleu' is unknown; choose one of em, f1, judge"),
+        ({}, {"variant": "trivia"}, "squad, arena"),
+    ],
+)
+def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        arena_reward(attempt(sections("[1]"), **more), **options)
+
+
+GOLD_INDICES = st.one_of(st.none(), st.lists(st.integers(1, 3), max_size=3))
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(PIECES, GOLDS, GOLD_INDICES, st.sampled_from(["em", "f1", "judge"]), st.sampled_from([None, 1, 2]))
+def test_any_bytes(pieces: list[Piece], golds: list[str], gold: Any, accuracy: Any, cap: Any) -> None:
+    given_up = Attempt(pieces=pieces, golds=golds, gold_indices=gold, verdict=True)
+    result = arena_reward(given_up, accuracy=accuracy, max_indices=cap)
+    scored = [result.parts[part] for part in ("format", "accuracy", "relevance", "bonus")]
+    assert scored[0] in (0, 1) and 0 <= scored[1] <= 1 and scored[2] in (0, 0.5, 1) and scored[3] in (0, 10)
+    assert result.reward == pytest.approx(sum(scored)) and 0 <= result.reward <= 13
+    assert (scored[3] == 10) == (scored[:3] == [1, 1, 1])
+    assert arena_reward(given_up, accuracy=accuracy, max_indices=cap) == result
+
+
+@pytest.mark.parametrize("number", range(len(LONG)))
+def test_a_hundred_kilobytes(number: int) -> None:
+    text = LONG[number]
+    assert parse_indices(text) is None
+    hidden = attempt(f"p:<relevance>{text}</relevance><analysis>{text}</analysis><answer>Paris</answer>")
+    assert named_indices(hidden.pieces) is None
+    assert arena_reward(hidden).parts["format"] == (not any(t in text for t in ("<answer>", "</answer>")))
+    many = ",".join(str(n) for n in range(1, 17_000))
+    named = arena_reward(attempt(sections(f"[{many}]"), gold_indices=[1]))
+    assert (named.parts["relevance"], named.parts["named"]) == (0.5, 16_999)

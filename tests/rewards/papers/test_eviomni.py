@@ -1,0 +1,315 @@
+"""EviOmni's reward: lengths and answers by hand, what fools a pattern over the transcript, bounds that always hold."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reward_cases import GOLDS, LONG, PIECES, attempt, transcript
+
+from thresher.rewards import Attempt, Piece, RewardResult, UserError, eviomni_reward
+from thresher.rewards.papers.eviomni import (
+    evidence_length_reward,
+    evidence_of,
+    full_answer,
+    length_of_passages,
+    rationale_length_reward,
+    rationale_of,
+)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("r", "e", "tau", "expected"),
+    [
+        (10, 10, 0.5, 0.5),  # as long as each other: a half, whatever tau
+        (10, 10, 0.1, 0.5),
+        (20, 10, 1.0, sigmoid(1)),
+        (20, 10, 0.5, sigmoid(2)),
+        (10, 20, 1.0, sigmoid(-1)),  # 1 - 20/10
+        (10, 20, 0.5, sigmoid(-2)),
+        (15, 10, 0.5, sigmoid(1)),
+        (1_000_000, 1, 0.1, 1.0),
+        (1, 1_000_000, 0.1, 0.0),  # exp would overflow if it were written carelessly
+        (10, 0, 0.5, 0.0),
+        (0, 10, 0.5, 0.0),
+        (0, 0, 0.5, 0.0),
+    ],
+)
+def test_length_of_the_rationale(r: int, e: int, tau: float, expected: float) -> None:
+    assert rationale_length_reward(r, e, tau=tau) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("e", "passages", "gamma", "expected"),
+    [
+        (10, 100, 0.5, 1.0),  # .9 saved is enough: 1 exactly
+        (7, 70, 0.5, 1.0),
+        (1, 100, 0.5, 1.0),
+        (51, 1000, 0.5, 1.0),
+        (11, 100, 0.5, math.sqrt(0.89)),  # the jump at omega, as printed
+        (50, 100, 0.5, math.sqrt(0.5)),
+        (50, 100, 1.0, 0.5),
+        (75, 100, 0.1, 0.25**0.1),
+        (100, 100, 0.5, 0.0),
+        (101, 100, 0.5, 0.0),
+        (0, 100, 0.5, 0.0),  # the printed equation would give 1
+        (0, 0, 0.5, 0.0),
+        (5, 0, 0.5, 0.0),  # no passages: longer than they are
+    ],
+)
+def test_length_of_the_evidence(e: int, passages: int, gamma: float, expected: float) -> None:
+    assert evidence_length_reward(e, passages, gamma=gamma, omega=0.9) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("tenths", range(1, 10))
+def test_omega_is_reached_when_it_is_reached(tenths: int) -> None:
+    for scale in range(1, 200):
+        e, passages = (10 - tenths) * scale, 10 * scale
+        assert evidence_length_reward(e, passages, gamma=0.5, omega=tenths / 10) == 1.0
+        assert evidence_length_reward(e + 1, passages, gamma=0.5, omega=tenths / 10) < 1.0
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(st.integers(1, 10**9), st.integers(1, 10**9), st.integers(0, 10**9), st.sampled_from([0.1, 0.2, 0.5, 1.0]))
+def test_lengths_stay_in_their_range_and_order(r: int, e: int, passages: int, parameter: float) -> None:
+    ours = rationale_length_reward(r, e, tau=parameter)
+    assert 0 <= ours <= 1 and (ours >= 0.5) == (r >= e)
+    assert rationale_length_reward(r + 1, e, tau=parameter) >= ours
+    saved = evidence_length_reward(e, passages, gamma=parameter, omega=0.9)
+    assert 0 <= saved <= 1 and saved >= evidence_length_reward(e + 1, passages, gamma=parameter, omega=0.9)
+
+
+R, E, PARIS = "<reason>one two three four</reason>", "<extract>in Paris</extract>", "<answer>Paris</answer>"
+PASSAGES = [("Title", "word " * 10), ("", "word " * 10)]
+WHOLE = ["q:q", f"p:{R}{E}", f"p:\n{PARIS}"]
+
+
+def branches(rationale: str | None = None, evidence: str | None = None, full: str | None = None) -> dict[str, Any]:
+    """Branches as the engine leaves them: their contexts end in the opening tag, but for `full`."""
+    found = {"rationale": (rationale, "q:..<answer>"), "evidence": (evidence, "q:..<answer>"), "full": (full, "q:..")}
+    return {name: transcript(context, f"p:{text}") for name, (text, context) in found.items() if text is not None}
+
+
+def test_by_hand() -> None:
+    """F1 2/3, 0 and 1; lengths 4, 2 and 20; all in form."""
+    tried = attempt(*WHOLE, passages=PASSAGES, branches=branches("Paris, France</answer>", "Rome</answer>"))
+    answer, rationale, evidence = 5 / 9, sigmoid(2), 1.0
+    length = (rationale + evidence) / 2
+    result = eviomni_reward(tried)
+    assert result.reward == pytest.approx(0.8 * answer + 0.1 * length + 0.1)
+    assert result.answer == "Paris"
+    assert result.parts == pytest.approx(
+        {
+            "answer": answer,
+            "answer_rationale": 2 / 3,
+            "answer_evidence": 0.0,
+            "answer_full": 1.0,
+            "length": length,
+            "length_rationale": rationale,
+            "length_evidence": evidence,
+            "format": 1.0,
+            "em": True,
+            "f1": 1.0,
+            "answered": True,
+        }
+    )
+
+
+def test_the_presets_of_tau_gamma_and_omega() -> None:
+    few = attempt(*WHOLE, passages=[("", "word " * 4)])
+    assert eviomni_reward(few).parts["length_evidence"] == pytest.approx(0.5**0.5)
+    tight = eviomni_reward(few, tau=0.1, gamma=1.0).parts
+    assert (tight["length_rationale"], tight["length_evidence"]) == pytest.approx((sigmoid(10), 0.5))
+    assert eviomni_reward(few, omega=0.5).parts["length_evidence"] == 1.0
+    assert eviomni_reward(attempt(*WHOLE, passages=[("", "word " * 19)])).parts["length_evidence"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("on", "expected"),
+    [
+        ((True, True, True), (0.5 + 0 + 1) / 3),
+        ((True, True, False), 0.25),
+        ((True, False, True), 0.75),
+        ((False, True, True), 0.5),
+        ((True, False, False), 0.5),
+        ((False, True, False), 0.0),
+        ((False, False, True), 1.0),
+    ],
+)
+def test_each_answer_can_be_switched_off_and_is_measured_all_the_same(
+    on: tuple[bool, bool, bool], expected: float
+) -> None:
+    tried = attempt(*WHOLE, branches=branches("Paris in France</answer>", "Rome</answer>"))
+    rationale, evidence, full = on
+    result = eviomni_reward(tried, rationale=rationale, evidence=evidence, full=full, weights=(1, 0, 0))
+    assert result.reward == result.parts["answer"] == pytest.approx(expected)
+    names = [f"answer_{name}" for name in ("rationale", "evidence", "full")]
+    assert [result.parts[name] for name in names] == pytest.approx([0.5, 0, 1])
+    # Of those that were not written only one that counts is 0: it was due, and is missing.
+    bare = eviomni_reward(attempt(*WHOLE), rationale=rationale, evidence=evidence, full=full)
+    assert [bare.parts[name] for name in names] == [0 if rationale else None, 0 if evidence else None, 1]
+
+
+BRANCH = [
+    # what the policy wrote behind the engine's <answer>, F1 against Paris
+    ("Paris</answer>", 1.0),
+    (" Paris \n</answer></", 1.0),
+    ("<answer>Paris</answer>", 1.0),  # text from elsewhere opens it again
+    ("so <answer>Paris</answer>", 1.0),
+    ("Paris", 0.0),
+    ("<answer>Paris", 0.0),
+    ("", 0.0),
+    ("</answer>", 0.0),
+    ("</answer><answer>Paris</answer>", 0.0),  # it ended before
+    ("Rome</answer><answer>Paris</answer>", 0.0),
+    ("Paris</ANSWER>", 0.0),
+    ("Paris</answer><answer>Rome</answer>", 1.0),
+]
+
+
+@pytest.mark.parametrize(("written", "f1"), BRANCH)
+def test_answers_beside_the_trajectory(written: str, f1: float) -> None:
+    parts = eviomni_reward(attempt(*WHOLE, branches=branches(written, written))).parts
+    assert parts["answer_rationale"] == parts["answer_evidence"] == f1
+    assert parts["format"] == 1.0  # theirs is not part of it
+
+
+def test_a_branch_is_read_where_the_policy_wrote_it() -> None:
+    faked = {"rationale": transcript("q:<answer>Paris</answer>"), "evidence": transcript("r:Paris</answer>", "p:x")}
+    parts = eviomni_reward(attempt(*WHOLE, branches=faked)).parts
+    assert parts["answer_rationale"] == parts["answer_evidence"] == 0.0
+    cut = {"rationale": transcript("q:..", "p:Par", "p:is</ans", "p:wer>")}
+    assert eviomni_reward(attempt(*WHOLE, branches=cut)).parts["answer_rationale"] == 1.0
+    assert eviomni_reward(attempt(*WHOLE)).parts["answer_rationale"] == 0.0
+
+
+FULL = [
+    # what it tries, pieces, branch, o_f, format
+    ("in the transcript", [f"p:{R}{E}{PARIS}"], None, "Paris", 1),
+    ("in the branch", [f"p:{R}{E}"], PARIS, "Paris", 1),
+    ("in both", [f"p:{R}{E}{PARIS}"], "<answer>Rome</answer>", "Paris", 1),
+    ("nowhere", [f"p:{R}{E}"], None, None, 0),
+    ("in the branch, without tags", [f"p:{R}{E}"], "Paris", None, 0),
+    ("in the branch, with talk", [f"p:{R}{E}"], f"So: {PARIS}", "Paris", 0),
+    ("in the branch, twice", [f"p:{R}{E}"], f"{PARIS}{PARIS}", "Paris", 0),
+    ("in the branch, after no evidence", [f"p:{R}"], PARIS, "Paris", 0),
+    ("the whole in the branch", ["p:"], f"{R}{E}{PARIS}", "Paris", 0),
+    ("an empty one in the transcript", [f"p:{R}{E}<answer></answer>"], PARIS, "", 1),
+    ("an answer in the rationale", [f"p:<reason>{PARIS}</reason>{E}<answer>Rome</answer>"], None, "Rome", 0),
+    ("only in the rationale", [f"p:<reason>{PARIS}</reason>{E}"], None, None, 0),
+    ("an answer without evidence", [f"p:{PARIS}"], None, "Paris", 0),
+    ("two answers", [f"p:{R}{E}<answer>Rome</answer>{PARIS}"], None, "Rome", 0),
+    ("text after the answer", [f"p:{R}{E}{PARIS} Yes."], None, "Paris", 0),
+    ("the end of text after it", [f"p:{R}{E}{PARIS}<|im_end|>"], None, "Paris", 1),
+    ("half a tag after it", [f"p:{R}{E}{PARIS}</"], None, "Paris", 0),
+    ("text before", [f"p:Well. {R}{E}{PARIS}"], None, "Paris", 0),
+    ("text between", [f"p:{R} so {E}{PARIS}"], None, "Paris", 0),
+    ("white space between", [f"p: {R}\n{E}\n{PARIS}\n"], None, "Paris", 1),
+    ("another order", [f"p:{E}{R}{PARIS}"], None, "Paris", 0),
+    ("evidence twice", [f"p:{R}{E}{E}{PARIS}"], None, "Paris", 0),
+    ("nested", [f"p:<reason>{E}</reason>{PARIS}"], None, "Paris", 0),
+    ("unclosed rationale", [f"p:<reason>x{E}{PARIS}"], None, "Paris", 0),
+    ("glued by tokens", ["p:<reason>x</reason", "p:><extract>e</extract><", f"p:{PARIS[1:]}"], None, "Paris", 1),
+    ("the prompt's example", [f"q:{R}{E}{PARIS}", "p:?"], None, None, 0),
+    ("tags in passages", [f"r:{PARIS}</reason>", f"p:{R}{E}<answer>Rome</answer>"], None, "Rome", 1),
+    ("an empty evidence", [f"p:{R}<extract></extract>{PARIS}"], None, "Paris", 1),
+    ("nothing", [], None, None, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parts", "full", "answer", "form"), [case[1:] for case in FULL], ids=[case[0] for case in FULL]
+)
+def test_the_full_answer_and_the_form(parts: list[str], full: str | None, answer: str | None, form: float) -> None:
+    tried = attempt(*parts, branches=branches(full=full))
+    result = eviomni_reward(tried)
+    assert (result.answer, full_answer(tried), result.parts["format"]) == (answer, answer, form)
+    assert result.parts["answer_full"] == result.parts["f1"] == float(answer == "Paris")
+
+
+@pytest.mark.parametrize(
+    ("text", "rationale", "evidence", "rewarded"),
+    [
+        (f"{R}{E}", "one two three four", "in Paris", (True, True)),
+        (f"{R}<extract> </extract>", "one two three four", "", (False, False)),
+        (f"{R}", "one two three four", "", (False, False)),
+        (f"<reason></reason>{E}", "", "in Paris", (False, True)),
+        (f"{E}", "", "in Paris", (False, True)),
+        ("", "", "", (False, False)),
+        (f"{R}{E}<extract>a b c d e f</extract>", "one two three four", "in Paris", (True, True)),
+        ("<reason>x<extract>a b</extract>", "", "a b", (False, True)),
+    ],
+)
+def test_what_is_measured(text: str, rationale: str, evidence: str, rewarded: tuple[bool, bool]) -> None:
+    tried = attempt(f"p:{text}", passages=PASSAGES)
+    assert (rationale_of(tried.pieces), evidence_of(tried.pieces)) == (rationale, evidence)
+    parts = eviomni_reward(tried).parts
+    assert (parts["length_rationale"] > 0, parts["length_evidence"] > 0) == rewarded
+
+
+def test_lengths_are_in_the_attempts_unit_and_titles_do_not_count() -> None:
+    words = attempt(*WHOLE, passages=PASSAGES)
+    letters = attempt(*WHOLE, passages=PASSAGES, length=len)
+    assert (length_of_passages(words), length_of_passages(letters)) == (20, 100)
+    assert eviomni_reward(words).parts["length_rationale"] == pytest.approx(sigmoid(2))
+    assert eviomni_reward(letters).parts["length_rationale"] == pytest.approx(sigmoid((18 / 8 - 1) / 0.5))
+    assert eviomni_reward(letters).parts["length_evidence"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "f1"),
+    [("no", "no", 1), ("no", "I do not know", 0), ("The", "the", 0), ("", "", 0), ("KÖLN", "Köln", 1)],
+)
+def test_golds_that_fool(gold: str, answer: str, f1: float) -> None:
+    tried = attempt(f"p:{R}{E}<answer>{answer}</answer>", golds=(gold,), branches=branches(f"{answer}</answer>"))
+    parts = eviomni_reward(tried).parts
+    assert parts["answer_full"] == parts["answer_rationale"] == f1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"rationale": False, "evidence": False, "full": False}, "all switched off"),
+        ({"tau": 0}, "expected tau > 0"),
+        ({"tau": math.nan}, "expected tau > 0"),
+        ({"gamma": -0.1}, "gamma >= 0"),
+        ({"omega": 1.1}, "omega in 0..1"),
+        ({"weights": (0.8, 0.2)}, "expected three numbers"),
+        ({"weights": (0.8, 0.1, -0.1)}, "expected three numbers of at least 0"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        eviomni_reward(attempt(*WHOLE), **options)
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(PIECES, GOLDS, st.dictionaries(st.sampled_from(["rationale", "evidence", "full"]), PIECES), st.booleans())
+def test_any_bytes(pieces: list[Piece], golds: list[str], beside: dict[str, list[Piece]], full: bool) -> None:
+    tried = Attempt(pieces=pieces, golds=golds, branches=beside, passages=PASSAGES)
+    result = eviomni_reward(tried, full=full)
+    assert all(0 <= value <= 1 for value in result.parts.values())
+    assert 0 <= result.reward <= 1
+    weighted = zip((0.8, 0.1, 0.1), ("answer", "length", "format"), strict=True)
+    assert result.reward == pytest.approx(sum(weight * result.parts[part] for weight, part in weighted))
+    assert eviomni_reward(tried, full=full) == result
+
+
+@pytest.mark.parametrize("number", range(len(LONG)))
+def test_a_hundred_kilobytes(number: int) -> None:
+    text = LONG[number]
+    tried = attempt(
+        f"p:<reason>{text}</reason><extract>{text}</extract>{PARIS}",
+        passages=[("", text)],
+        branches=branches(f"{text}Paris</answer>", text, PARIS),
+    )
+    result = eviomni_reward(tried)
+    assert result.parts["format"] == float("answer>" not in text)
+    words = len(text.split())
+    assert result.parts["length_rationale"] == pytest.approx(0.5 if words else 0.0)
+    assert result.answer == "Paris" and isinstance(result, RewardResult)
