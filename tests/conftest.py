@@ -245,7 +245,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
 
     import torch
 
-    from thresher.engine.rollout import rollout
+    from thresher.kernels import sampling
 
     def install(lines: dict[int, list[str]], tokenizer: Tokenizer | None = None) -> None:
         encode = (tokenizer or tiny_tokenizer).encode_template
@@ -255,7 +255,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
             ids = torch.tensor([queues[seed].pop(0) for seed in seeds])
             return ids, torch.log_softmax(logits_BV / (temperature or 1.0), -1).gather(1, ids[:, None])[:, 0]
 
-        monkeypatch.setattr(rollout, "sample", say)
+        monkeypatch.setattr(sampling, "sample", say)
 
     return install
 

@@ -40,7 +40,8 @@ from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
 from thresher.engine.synthetic import demo
-from thresher.engine.training.train import Diverged, Progress, train
+from thresher.engine.training.step import Diverged
+from thresher.engine.training.train import Progress, train
 from thresher.policy.files import atomic_write_text
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.rewards.errors import UserError

@@ -261,7 +261,7 @@ def test_a_model_writes_analyses(
         return torch.tensor([queues[seed].pop(0) for seed in seeds]), torch.zeros(len(seeds))
 
     monkeypatch.setattr(Renderer, "prompt", spy)
-    monkeypatch.setattr(rollout_module, "sample", say)
+    monkeypatch.setattr(rollout_module.sampling, "sample", say)
     asked = [Question(f"q{number}", f"Who is {number}?", ("Mia",), {}, PASSAGES, (1, 3)) for number in range(4)]
     long = Question("long", "Who? " * 1500, ("Mia",), {}, PASSAGES, (2,))
     found = write_analyses([*asked, long], tiny_model_folder, max_tokens=len(tiny_tokenizer.encode(said[0])))
@@ -277,7 +277,7 @@ def test_a_model_really_writes(tiny_model_folder: Path, monkeypatch: pytest.Monk
         calls.append((len(seeds), temperature))
         return sample(logits_BV, seeds, positions, temperature)
 
-    monkeypatch.setattr(rollout_module, "sample", count)
+    monkeypatch.setattr(rollout_module.sampling, "sample", count)
     assert set(write_analyses([GOOD, OTHER], tiny_model_folder, max_tokens=5)) == {"good", "other"}
     assert calls[0] == (2, 0.0) and len(calls) <= 5
     monkeypatch.setattr(analyses_module, "load_policy", None)  # nothing is loaded where nothing is asked
