@@ -28,6 +28,8 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 from random import Random
 from time import perf_counter
 
@@ -36,7 +38,6 @@ from thresher.engine.protocol.passages import Fitted
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.scoring.score import Judged, Judges, check_all, judge
-from thresher.engine.training.questions import questions_of_step, seed_of
 from thresher.engine.training.update import Updater, UpdateStats, advantages, make_items
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
@@ -104,6 +105,27 @@ class GrpoStep:
             cut_passages=shown.cut_passages,
             scoring_seconds=scoring_seconds,
         )
+
+
+def seed_of(*parts: object) -> int:
+    """63 bits that depend on all parts, the same on every machine."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:
+    """The step's questions: each pass over the data is shuffled by (seed, pass) and every question comes once in it."""
+    chosen = []
+    for at in range((step - 1) * count, step * count):
+        number, position = divmod(at, len(questions))
+        chosen.append(questions[_order(len(questions), seed, number)[position]])
+    return chosen
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, number: int) -> list[int]:
+    order = list(range(count))
+    Random(seed_of("questions", seed, number)).shuffle(order)
+    return order
 
 
 def parts_of_batch(groups: int, size: int, updates: int) -> list[tuple[int, int]]:
