@@ -43,9 +43,11 @@ class Renderer:
         if self.chat:
             text = self.tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
         ids: list[int] = []
-        for part in re.split(f"({_QUESTION}|{_PASSAGES})", text):
-            if part == _QUESTION:
-                ids += self.tokenizer.encode(neutralise(request.question, self.tags))
+        # A space before the question is encoded with it: the tokenizer makes one token of " Who", as in running text.
+        for part in re.split(f"( ?{_QUESTION}|{_PASSAGES})", text):
+            if part.endswith(_QUESTION):
+                question = part.removesuffix(_QUESTION) + request.question
+                ids += self.tokenizer.encode(neutralise(question, self.tags))
             elif part == _PASSAGES:
                 ids += self._given(request.passages)
             else:
