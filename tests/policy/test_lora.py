@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import make_config
 from safetensors.torch import load_file, save_file
 
-from thresher.policy.config import ModelConfig
 from thresher.policy.lora import (
     CONFIG,
     FOLDER,
@@ -33,21 +33,7 @@ IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3])
 
 
 def make_policy(seed: int = 0, **changes: Any) -> Policy:
-    config = ModelConfig(
-        vocab_size=29,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        rms_norm_eps=1e-6,
-        rope_theta=300.0,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        eos_token_ids=(0,),
-    )
+    config = make_config(hidden_size=24, intermediate_size=40, max_position_embeddings=64, initializer_range=0.3)
     return init_policy(config.replace(**changes), seed)
 
 
