@@ -56,13 +56,13 @@ class ConfigRules:
     accepted: keys that are read in order to refuse what the family's layer does not compute.
     constants: keys that are written with the one value that they have in this family.
     integers: fields that config.json must spell out, and that are written, where other families may leave them open.
-    check: raises UserError for sizes that contradict each other in this family.
+    check: raises UserError for sizes that contradict each other in this family, where any do.
     """
 
     accepted: Mapping[str, Accepted]
     constants: Mapping[str, object]
     integers: tuple[str, ...] = ()
-    check: Callable[["ModelConfig"], None]
+    check: Callable[["ModelConfig"], None] = lambda config: None
 
 
 @dataclass(frozen=True, kw_only=True)
