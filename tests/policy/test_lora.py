@@ -1,5 +1,5 @@
-"""Low-rank adapters: fresh ones change nothing, trained ones have the gradients of a dense product, a row keeps its
-bits in any company, and what is saved is an ordinary model with PEFT's files beside it."""
+"""Low-rank adapters: fresh ones change nothing, trained ones have the gradients of a dense product, their bits are
+batch-invariant, and what is saved is an ordinary model with PEFT's files beside it."""
 
 import json
 import math
@@ -123,8 +123,8 @@ def test_their_gradients_are_those_of_the_dense_product() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 20])
-def test_a_row_has_the_same_bits_in_any_company(rank: int, threads: int) -> None:
-    """Rows come in multiples of 8 (kvcache.py). Ranks 2 to 4 as they stand would fail on three threads."""
+def test_a_row_is_batch_invariant_bit_for_bit(rank: int, threads: int) -> None:
+    """Rows come in multiples of 8 (kv_cache.py). Ranks 2 to 4 as they stand would fail on three threads."""
     settings = LoraSettings(rank=rank, alpha=8.0)
     generator = torch.Generator().manual_seed(rank)
     adapter = Adapter(24, 24, settings, generator)
@@ -237,7 +237,7 @@ def test_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"rank": 0}, "a rank of at least 1"),
         ({"alpha": 0.0}, "an alpha > 0"),
@@ -247,8 +247,8 @@ def test_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> None:
         ({"targets": ("q_proj",)}, r"targets are \['q_proj'\]"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         fresh(**changes)
 
 
