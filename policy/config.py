@@ -53,14 +53,14 @@ _NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "layer_types
 class ConfigRules:
     """What one family asks of config.json.
 
-    accepted: keys that are read in order to refuse what the family's layer does not compute.
-    constants: keys that are written with the one value that they have in this family.
+    constants: keys with the one value that the family's layer computes: written always, any other value refused.
+    accepted: keys that are only read, to refuse what the layer does not compute.
     integers: fields that config.json must spell out, and that are written, where other families may leave them open.
     check: raises UserError for sizes that contradict each other in this family, where any do.
     """
 
-    accepted: Mapping[str, Accepted]
     constants: Mapping[str, object]
+    accepted: Mapping[str, Accepted] = field(default_factory=dict)
     integers: tuple[str, ...] = ()
     check: Callable[["ModelConfig"], None] = lambda config: None
 
@@ -173,7 +173,7 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
     """
     model_type = _with_location(where, lambda: infer_model_type(d))
     rules = rules_of(model_type)
-    _refuse_unsupported(d, {**rules.accepted, **_ACCEPTED}, where)
+    _refuse_unsupported(d, rules, where)
     values: dict[str, Any] = {key: _integer(d, key, where) for key in (*_INTEGERS, *rules.integers)}
     if d.get("head_dim") is None:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
@@ -223,14 +223,15 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def _refuse_unsupported(d: dict[str, Any], accepted: Mapping[str, Accepted], where: str) -> None:
+def _refuse_unsupported(d: dict[str, Any], rules: ConfigRules, where: str) -> None:
     """Raises UserError for every feature that would silently change what the model computes."""
     layer_types = d.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
     ):
         raise UserError(f"{where}: layer_types must all be 'full_attention'; use a model without sliding windows")
-    for key, (values, words) in accepted.items():
+    constants: dict[str, Accepted] = {key: ((value,), _short(value)) for key, value in rules.constants.items()}
+    for key, (values, words) in {**constants, **rules.accepted, **_ACCEPTED}.items():
         if key in d and d[key] not in values:
             raise UserError(f"{where}: {key} is {_short(d[key])}, only {words} is supported; use a model without it")
 

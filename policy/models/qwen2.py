@@ -35,8 +35,8 @@ class Qwen2Layer(Layer):
     """One layer: attention and a gated MLP, each behind a norm and added to the stream."""
 
     rules = ConfigRules(
-        accepted={"hidden_act": (("silu",), "'silu'"), "use_sliding_window": ((False, None), "false")},
         constants={"hidden_act": "silu"},
+        accepted={"use_sliding_window": ((False, None), "false")},
         check=_check_sizes,
     )
 

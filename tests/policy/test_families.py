@@ -63,9 +63,7 @@ def test_a_family_computes_what_transformers_computes(model_type: str, tied: boo
 class ToyLayer(Qwen2Layer):
     """A family that only this test knows: Qwen2 without biases, its heads as wide as they like."""
 
-    rules = ConfigRules(
-        accepted={"toy_bias": ((False,), "false")}, constants={"toy_bias": False}, integers=("head_dim",)
-    )
+    rules = ConfigRules(constants={"toy_bias": False}, integers=("head_dim",))
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
