@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 import torch
+from model_cases import make_config
 
 from thresher.engine.rollout.kv_cache import BATCH_STEP, NewRows, PagedKV, PagedStep
 from thresher.kernels import attention
 from thresher.kernels.attention import KEY_STEP, Varlen, varlen_attention
-from thresher.policy.config import ModelConfig
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -110,11 +110,9 @@ class Cache:
 
     def __init__(self, heads: tuple[int, int, int], lengths: Sequence[int], page_size: int, fill: float = 0.0) -> None:
         query_heads, kv_heads, dim = heads
-        config = ModelConfig(
-            vocab_size=8, hidden_size=query_heads * dim, intermediate_size=8, num_hidden_layers=2,
-            num_attention_heads=query_heads, num_key_value_heads=kv_heads, head_dim=dim, rms_norm_eps=1e-6,
-            rope_theta=1e4, max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(),
-        )  # fmt: skip
+        config = make_config(
+            hidden_size=query_heads * dim, num_attention_heads=query_heads, num_key_value_heads=kv_heads
+        )
         needs = [-(-length // page_size) for length in lengths]
         self.kv = PagedKV(config, 3 + sum(needs), page_size)
         self.kv.k_LKPSD.fill_(fill)
