@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from thresher.cli import flags
-from thresher.cli.commands.bench_retrieval import retrieval_arguments
-from thresher.cli.commands.data import data_commands
+from thresher.cli.commands.bench.retrieval import retrieval_arguments
+from thresher.cli.commands.data.convert import data_commands
 from thresher.cli.commands.eval import eval_arguments
 from thresher.cli.commands.extract import extract_arguments
-from thresher.cli.commands.index import build_arguments, search_arguments
-from thresher.cli.commands.index_plan import hybrid_arguments, plan_arguments
+from thresher.cli.commands.index.build import build_arguments, search_arguments
+from thresher.cli.commands.index.plan import hybrid_arguments, plan_arguments
 from thresher.cli.commands.serve_retriever import serve_arguments
-from thresher.cli.commands.study import study_commands
+from thresher.cli.commands.study.kl import study_commands
 from thresher.engine.evaluation.compare import compare_arguments
 from thresher.engine.training.sft_data import sft_command
 from thresher.rewards.errors import UserError
@@ -246,31 +246,31 @@ def _score(options: argparse.Namespace) -> None:
 
 
 def _index_build(options: argparse.Namespace) -> None:
-    from thresher.cli.commands.index import run_build
+    from thresher.cli.commands.index.build import run_build
 
     run_build(options)
 
 
 def _index_plan(options: argparse.Namespace) -> None:
-    from thresher.cli.commands.index_plan import run_plan
+    from thresher.cli.commands.index.plan import run_plan
 
     run_plan(options)
 
 
 def _index_hybrid(options: argparse.Namespace) -> None:
-    from thresher.cli.commands.index_plan import run_hybrid
+    from thresher.cli.commands.index.plan import run_hybrid
 
     run_hybrid(options)
 
 
 def _index_search(options: argparse.Namespace) -> None:
-    from thresher.cli.commands.index import run_search
+    from thresher.cli.commands.index.build import run_search
 
     run_search(options)
 
 
 def _index_check(options: argparse.Namespace) -> None:
-    from thresher.cli.commands.index import run_check
+    from thresher.cli.commands.index.build import run_check
 
     run_check(options)
 

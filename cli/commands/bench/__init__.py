@@ -1,0 +1,1 @@
+"""`thresher bench`: one file for each measurement."""

@@ -1,0 +1,1 @@
+"""`thresher data`: one file for each action."""

@@ -1,0 +1,1 @@
+"""`thresher index`: one file for each action."""

@@ -1,0 +1,1 @@
+"""`thresher study`: one file for each claim."""
