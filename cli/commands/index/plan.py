@@ -1,23 +1,29 @@
-"""`thresher index plan` and `index hybrid`: their arguments, and what a person sees of them."""
+"""`thresher index plan`: measure this machine for less than a minute, then print what an index would need and take.
+
+The measuring is retrieval/building/calibrate.py's, the arithmetic plan.py's beside it.
+"""
 
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-
-from rich import box
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from thresher.cli import flags
 from thresher.engine import console
+
+if TYPE_CHECKING:
+    from thresher.retrieval.building.plan import Plan
+
+HELP = "what an index will need and take, before it is built"
+PLACE = 10
 
 # Columns of the table, which a file or a pipe has room for.
 WIDTH = 120
 
 
-def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `thresher index plan` takes."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passages", type=flags.count, required=True, metavar="N")
     parser.add_argument("--dim", type=flags.count, metavar="D", help="of a vector; default: the encoder's, else 768")
     parser.add_argument(
@@ -31,11 +37,10 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="JSON to write as well")
 
 
-def run_plan(options: argparse.Namespace) -> None:
-    """Measure this machine for less than a minute, then print what an index would need and take."""
+def run(options: argparse.Namespace) -> None:
     from thresher.policy.files import atomic_write_text
     from thresher.retrieval.building.calibrate import SAMPLE, Calibration, disk_rate, encode_rate
-    from thresher.retrieval.building.plan import ALL, COLUMNS, WORDS, advice, own_memory, plan, show_seconds
+    from thresher.retrieval.building.plan import ALL, WORDS, advice, own_memory, plan
     from thresher.retrieval.indexes.kinds import parse_memory, show_bytes
 
     memory = own_memory() if options.memory is None else parse_memory(options.memory)
@@ -46,42 +51,16 @@ def run_plan(options: argparse.Namespace) -> None:
         encoder = load_encoder(options.encoder, device=options.device)
         dim, encoded = options.dim or encoder.dim, encode_rate(encoder)
     calibration = Calibration(dim, options.sample or SAMPLE)
-    console.console.print(
-        f"Measuring this machine for up to a minute: samples of {calibration.sample:,}, {calibration.threads} threads."
-    )
-    if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
-        console.console.print(f"It is busy (load {os.getloadavg()[0]:.1f}), and on a quiet one all times are shorter.")
-    if not console.console.is_terminal:
-        console.console.width = max(WIDTH, console.console.width)
+    _announce(calibration.sample, calibration.threads)
     written = disk_rate(options.disk)
     plans = plan(options.passages, dim, options.kind or [ALL], memory, calibration, written)
     words = all(row.kind == WORDS for row in plans)
     shape = f"{options.passages:,} passages" + ("" if words else f" x {dim}")
-    drawn = Table(
-        title=f"{shape}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for number, column in enumerate(COLUMNS):
-        drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for row in plans:
-        drawn.add_row(*row.row())
-    console.console.print(drawn)
-    console.console.print("1 query and 64 together: seconds of the search; effort: nprobe or efSearch, assumed.")
-    if words:
-        console.console.print(f"BM25 counts words; build it with --encoder {WORDS}.")
-    elif encoded is None:
-        console.console.print("Encoding comes before the build and is not in it; give --encoder to have it measured.")
-    else:
-        console.console.print(
-            f"Encoding comes before the build and is not in it: {show_seconds(options.passages / encoded)}, at "
-            f"{encoded:,.0f} passages of 100 words a second with {options.encoder} on {options.device}."
-        )
-    said = advice(options.passages, dim, memory)
+    _print_plans(f"{shape}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s", plans)
+    console.console.print(_encoding_note(options, encoded, words))
+    advised = advice(options.passages, dim, memory)
     if not words:
-        console.console.print(said[0].upper() + said[1:] + ".")
+        console.console.print(advised[0].upper() + advised[1:] + ".")
     if options.out is not None:
         record = {
             "passages": options.passages,
@@ -92,27 +71,43 @@ def run_plan(options: argparse.Namespace) -> None:
             "disk_bytes_per_second": written,
             "encoded_per_second": encoded,
             "plans": [asdict(row) for row in plans],
-            "advice": said,
+            "advice": advised,
         }
         atomic_write_text(options.out, json.dumps(record, indent=2) + "\n")
 
 
-def hybrid_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `thresher index hybrid` takes."""
-    parser.add_argument("members", nargs="+", metavar="INDEX", help="folders of two or more indexes of one corpus")
-    parser.add_argument("--depth", type=flags.count, default=100, help="passages asked of each; default: 100")
-    parser.add_argument("--out", required=True)
+def _announce(sample: int, threads: int) -> None:
+    console.console.print(f"Measuring this machine for up to a minute: samples of {sample:,}, {threads} threads.")
+    if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
+        console.console.print(f"It is busy (load {os.getloadavg()[0]:.1f}), and on a quiet one all times are shorter.")
 
 
-def run_hybrid(options: argparse.Namespace) -> None:
-    """Join indexes into one that is searched as any other."""
-    from thresher.retrieval.indexes.hybrid import build_hybrid
+def _print_plans(title: str, plans: "Sequence[Plan]") -> None:
+    from rich import box
+    from rich.table import Table
 
-    hybrid = build_hybrid([Path(member) for member in options.members], options.out, options.depth)
-    figures = {
-        "index": options.out,
-        "members": ", ".join(options.members),
-        "passages": len(hybrid),
-        "depth": hybrid.depth,
-    }
-    console.figures(f"hybrid index in {options.out}", figures)
+    from thresher.retrieval.building.plan import COLUMNS
+
+    if not console.console.is_terminal:
+        console.console.width = max(WIDTH, console.console.width)
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, column in enumerate(COLUMNS):
+        drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in plans:
+        drawn.add_row(*row.row())
+    console.console.print(drawn)
+    console.console.print("1 query and 64 together: seconds of the search; effort: nprobe or efSearch, assumed.")
+
+
+def _encoding_note(options: argparse.Namespace, encoded: float | None, words: bool) -> str:
+    """What of the work before the build the table leaves out; `encoded` are passages a second."""
+    from thresher.retrieval.building.plan import WORDS, show_seconds
+
+    if words:
+        return f"BM25 counts words; build it with --encoder {WORDS}."
+    if encoded is None:
+        return "Encoding comes before the build and is not in it; give --encoder to have it measured."
+    return (
+        f"Encoding comes before the build and is not in it: {show_seconds(options.passages / encoded)}, at "
+        f"{encoded:,.0f} passages of 100 words a second with {options.encoder} on {options.device}."
+    )
