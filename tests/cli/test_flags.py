@@ -54,8 +54,9 @@ def command_line() -> list[str]:
 
 def test_the_command_line_is_frozen() -> None:
     now, then = command_line(), FROZEN.read_text("utf-8").splitlines()
-    assert [line for line in then if line not in now] == [], "gone: somebody's script may hold it"
-    assert [line for line in now if line not in then] == [], f"new: add to {FROZEN.name}"
+    gone, new = [line for line in then if line not in now], [line for line in now if line not in then]
+    assert not gone, "gone, and somebody's script may hold it:\n" + "\n".join(gone)
+    assert not new, f"new, to be added to {FROZEN.name}:\n" + "\n".join(new)
     assert now == then, "in another order than --help"
 
 
