@@ -1,3 +1,5 @@
-"""Lives here: the command line. main.py runs a command, registry.py finds all of them, flags.py has what they share.
-May come in: reading arguments, and printing; work belongs to the packages that a command calls.
+"""The command line: main.py runs a command, registry.py finds all of them, flags.py has what their flags share.
+Comes in: cli/commands, engine/assemble.py, engine/config, rewards.
+
+Deliberately absent: work. Whatever is not reading arguments, or printing, lies in the rooms that come in.
 """

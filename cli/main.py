@@ -45,16 +45,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(arguments: Sequence[str] | None = None) -> None:
-    """Run one command as if it had been typed, for commands that are chains of others; its errors are raised."""
+    """Run one command; its errors are raised. Commands that are chains of others get it as `options.run_command`."""
     options = build_parser().parse_args(arguments)
     options.handler(options)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; one that was parsed has the command's function as `handler`."""
+    """The parser of all commands. What it parses has the command's function as `handler`, and `run_command`."""
     parser = argparse.ArgumentParser(
         prog="thresher", description="Train small open models to answer from retrieved text, with GRPO."
     )
+    parser.set_defaults(run_command=run_command)  # handed down, for no command imports what lies above it
     add_commands(parser, commands)
     return parser
 

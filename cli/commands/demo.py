@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.cli.main import run_command
     from thresher.engine.synthetic.demo import demo
 
     out = Path(options.out)
@@ -29,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     def say(text: str) -> None:
         console.console.print(text, style="bold", markup=False, soft_wrap=True)
 
-    demo(out, options.seed, options.set, run_command, say)
+    demo(out, options.seed, options.set, options.run_command, say)
     from thresher.engine.reporting.report import print_trajectories  # matplotlib takes a second
 
     print_trajectories(out / "grpo")

@@ -23,8 +23,8 @@ LIMITS = (
     ("max-body", 8 * 2**20, "BYTES", "of one request"),
     ("max-batch", 256, "N", "queries searched at once, from several connections"),
     ("max-wait-ms", 3.0, "MS", "for others to join a search"),
-    ("max-waiting", 16_384, "N", "queries; more are told to come back"),
-    ("max-connections", 512, "N", "more are told to come back"),
+    ("max-waiting", 16_384, "N", "queries; more are refused for now"),
+    ("max-connections", 512, "N", "more are refused for now"),
     ("timeout", 60.0, "SECONDS", "for a body to arrive, and for a search"),
 )
 

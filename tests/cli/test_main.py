@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
-from thresher.engine.synthetic import invent
+from thresher.engine.synthetic import demo, invent
 from thresher.engine.synthetic.world import Size
 
 
@@ -75,3 +75,22 @@ def test_invent_passes_on_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert cli.run(["data", "invent", "--out", "o", "--forms", "32"]) == 0
     plain = ("o", 0, Size(), " {text}")
     assert called == [("o", 3, Size(aware=0.5), "{text}", 0), (*plain, 0), (*plain, 32)]
+
+
+def test_a_chain_of_commands_goes_through_the_parser(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`demo` and the studies get a function that runs a command from its arguments, and whose errors are raised."""
+    chains: list[Any] = []
+    monkeypatch.setattr(demo, "demo", lambda out, seed, overrides, run, say: chains.append(run) or stop())
+
+    def stop() -> None:
+        raise cli.UserError("far enough")
+
+    assert cli.run(["demo", "--out", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == "thresher: far enough\n"
+    with pytest.raises(cli.UserError, match=r"no-run"):
+        chains[0](["report", str(tmp_path / "no-run")])
+    parser = cli.build_parser()
+    for stage in demo.stages(tmp_path, 0, ["run.steps=1"]):
+        assert parser.parse_args(stage).handler is not None

@@ -45,7 +45,7 @@ def modules(package: ModuleType = commands) -> Iterator[ModuleType]:
 def test_a_command_says_what_it_must(module: ModuleType) -> None:
     assert module.__doc__ and isinstance(module.HELP, str) and isinstance(module.PLACE, int)
     if hasattr(module, "__path__"):
-        assert isinstance(module.METAVAR, str) and module.__doc__.startswith("Lives here: ")
+        assert isinstance(module.METAVAR, str)
     else:
         assert module.__doc__.startswith("`thresher ")
         assert list(inspect.signature(module.add_arguments).parameters) == ["parser"]

@@ -1,5 +1,5 @@
-"""Lives here: `thresher bench ..`, one file a measurement; the measuring is the package bench's.
-May come in: flags, a handler, printing.
+"""`thresher bench ..`: one file a measurement; the measuring itself is done in bench/.
+Comes in: bench/compile.py, bench/loss, bench/retrieval, bench/step, cli/flags.py.
 """
 
 HELP = "measure, beside peers"

@@ -1,5 +1,6 @@
-"""Lives here: `thresher data ..`, one file an action that makes question sets and transcripts, or looks at them.
-May come in: flags, a handler, printing.
+"""`thresher data ..`: one file an action that makes questions and transcripts, or looks at them.
+Comes in: cli/flags.py, engine/console.py, engine/episode.py, engine/synthetic, engine/training, retrieval/data,
+retrieval/datasets, retrieval/questions.py, rewards.
 """
 
 HELP = "make and check data"

@@ -1,5 +1,6 @@
-"""Lives here: `thresher index ..`, one file an action on index folders.
-May come in: flags, a handler, printing.
+"""`thresher index ..`: one file an action on index folders.
+Comes in: cli/flags.py, engine/config, engine/console.py, policy, retrieval/building, retrieval/encoders,
+retrieval/indexes.
 """
 
 HELP = "plan, build, join, search or check an index"

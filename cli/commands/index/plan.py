@@ -96,7 +96,7 @@ def _print_plans(title: str, plans: "Sequence[Plan]") -> None:
     for row in plans:
         drawn.add_row(*row.row())
     console.console.print(drawn)
-    console.console.print("1 query and 64 together: seconds of the search; effort: nprobe or efSearch, assumed.")
+    console.console.print("1 query and 64 together: seconds of the search, at an assumed nprobe or efSearch.")
 
 
 def _encoding_note(options: argparse.Namespace, encoded: float | None, words: bool) -> str:

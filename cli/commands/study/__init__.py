@@ -1,5 +1,5 @@
-"""Lives here: `thresher study ..`, one file a claim; the studies are in bench/studies.
-May come in: flags, a handler, printing.
+"""`thresher study ..`: one file a claim; the studies themselves are in bench/studies.
+Comes in: bench/studies, cli/flags.py.
 """
 
 HELP = "put a claim of the method to the test"

@@ -20,6 +20,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.studies.kl import run_study
-    from thresher.cli.main import run_command
 
-    run_study(Path(options.out), options.start, options.steps, options.seeds, run_command)
+    run_study(Path(options.out), options.start, options.steps, options.seeds, options.run_command)

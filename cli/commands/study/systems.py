@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.studies.systems import SYSTEMS, run_study
-    from thresher.cli.main import run_command
 
     names = options.system or SYSTEMS
-    run_study(Path(options.out), names, options.seeds, options.controls, options.set, run_command)
+    run_study(Path(options.out), names, options.seeds, options.controls, options.set, options.run_command)
