@@ -10,7 +10,6 @@ from thresher.rewards.errors import UserError
 if TYPE_CHECKING:
     from thresher.engine.extraction.run import Chosen
 
-
 HELP = "evidence from passages, for whoever answers"
 PLACE = 60
 
