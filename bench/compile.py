@@ -36,7 +36,7 @@ from rich.table import Table
 
 from thresher.bench.machine import facts, package_version
 from thresher.engine.console import console, progress_line, shown
-from thresher.kernels.specialise import Specialisation
+from thresher.kernels.registry import Specialisation
 from thresher.rewards.errors import UserError
 
 KERNEL_MODULES = ("thresher.kernels.head_triton", "thresher.kernels.coefficients_triton")

@@ -22,7 +22,7 @@ from torch import Tensor
 from thresher.kernels.head_triton import Exps, TritonHead
 from thresher.kernels.kl import BOUND, EXP_CAP
 from thresher.kernels.objective import LogitGradient, LossRows, LossSettings
-from thresher.kernels.specialise import Specialisation
+from thresher.kernels.registry import Specialisation
 
 ROWS, COLUMNS = 64, 4096
 _NARROW = [

@@ -17,14 +17,14 @@ pytest.importorskip("triton")
 
 from thresher.bench import compile as bench
 from thresher.cli import main as cli
-from thresher.kernels.specialise import Specialisation
+from thresher.kernels.registry import Specialisation
 
 TOYS = '''
 """Kernels of which each has one thing wrong with it, or none."""
 import triton
 import triton.language as tl
 
-from thresher.kernels.specialise import Specialisation
+from thresher.kernels.registry import Specialisation
 
 
 @triton.jit

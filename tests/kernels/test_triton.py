@@ -249,7 +249,7 @@ def test_one_row_with_a_gradient_does_not_make_chunks_of_one(monkeypatch: pytest
 @pytest.mark.parametrize("H", [896, 3584])
 @pytest.mark.parametrize("mebibytes", [150, 560])
 def test_even_chunks_within_the_budget(H: int, mebibytes: int) -> None:
-    from thresher.kernels.tiling import even_rows
+    from thresher.kernels.head_tiling import even_rows
 
     head = torch.empty(151_936, H, dtype=torch.bfloat16, device="meta")
     rows = even_rows(head, mebibytes * 2**20, 8192)
