@@ -82,15 +82,6 @@ def default_chunk_rows(budget: int, columns: int, element_bytes: int) -> int:
     return max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
 
 
-def head_logits(hidden_NH: Tensor, lm_head_VH: Tensor) -> Tensor:
-    """Logits [N, V] for sampling, float32 (float64 for float64): the very numbers that the torch face makes log-probs
-    from, and up to the order of a float32 sum those of the Triton face."""
-    rows_MH = fill_rows(hidden_NH, lm_head_VH)
-    logits_MV = rows_MH.new_empty((len(rows_MH), len(lm_head_VH)), dtype=compute_dtype(lm_head_VH))
-    logits_product(rows_MH, lm_head_VH, logits_MV)
-    return logits_MV[: len(hidden_NH)]
-
-
 class TorchHead:
     """The torch face, with two buffers [M, V] of the compute dtype for chunks of up to `rows` rows.
 

@@ -44,8 +44,7 @@ from thresher.engine.rollout.kv_cache import PagedKV, PagedStep
 from thresher.engine.rollout.samples import Feed, Job, Live, Opening
 from thresher.engine.rollout.scheduler import Group, Scheduler
 from thresher.engine.rollout.stop_tags import TagMatcher
-from thresher.kernels.logprob import head_logits
-from thresher.kernels.sampling import sample
+from thresher.kernels.sampling import head_logits, sample
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
