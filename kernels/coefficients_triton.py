@@ -7,7 +7,7 @@
 Without an entropy bonus one number a row says it all: the exps become their own gradient by one store at the target,
 e_y - S = S (p_y - 1), and the factor -c / S goes to the matmuls' narrow sides. With one, each exp is rewritten.
 
-The formulas of ratio, clip, dual clip and KL are objective.py's and kl.py's; the tests hold the two faces together.
+The formulas of ratio, clip, dual clip and KL are objective.py's; the tests hold the two faces together.
 
 Legend: N rows of a chunk, V vocabulary.
 """
@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.head_triton import Exps, TritonHead
-from thresher.kernels.kl import BOUND, EXP_CAP
-from thresher.kernels.objective import LogitGradient, LossRows, LossSettings
+from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
 from thresher.kernels.registry import Specialisation
 
 ROWS, COLUMNS = 64, 4096

@@ -3,7 +3,7 @@
     z = X W^T / temperature, p = softmax(z), l_t = log p[t, y_t], r_t = exp(l_t - old_t), d_t = l_t - ref_t
     loss = sum_t w_t (-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) + beta KL(d_t, r_t) - entropy_coef H_t)
     dual clip c > 1, where A_t < 0: max(min(..), c A_t) in the place of min(..)
-    dloss/dl_t = w_t (beta c_KL - r_t A_t), without the second term where clipped; c_KL: the table in kl.py
+    dloss/dl_t = w_t (beta c_KL - r_t A_t), without the second term where clipped; c_KL: the table in objective.py
     dloss/dz_tv = dloss/dl_t ([v = y_t] - p_tv) + w_t entropy_coef p_tv (log p_tv + H_t)
     dX = dz W / temperature, dW = dz^T X / temperature
     GRPO: Shao et al. 2024, eq. 3; asymmetric clip: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020, eq. 5

@@ -21,7 +21,7 @@ from thresher.engine.config.recipe import Grpo, Optim
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.training.packing import Batch, Item, pack
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.kl import kl_coefficient
+from thresher.kernels.objective import kl_coefficient
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
 

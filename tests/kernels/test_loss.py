@@ -13,9 +13,8 @@ from loss_cases import Case, Operations, assert_close, assert_same_bits, brute, 
 from torch import Tensor
 
 from thresher.kernels import grpo_loss, matmul, token_logprobs
-from thresher.kernels.kl import CHOICES, ESTIMATORS, kl_coefficient, kl_values
 from thresher.kernels.loss import reference_grpo_loss
-from thresher.kernels.objective import LossResult
+from thresher.kernels.objective import CHOICES, ESTIMATORS, LossResult, kl_coefficient, kl_values
 
 
 # Every value with every gradient; the other settings vary along, so that the table stays small.

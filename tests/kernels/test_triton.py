@@ -16,7 +16,7 @@ import torch
 from loss_cases import Case, assert_same_bits, brute, make_case, run
 
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.kl import CHOICES, EXP_CAP
+from thresher.kernels.objective import CHOICES, EXP_CAP
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
