@@ -25,16 +25,16 @@ def make_qkv(heads: int, kv_heads: int, dim: int, count: int, seed: int = 0) -> 
     return q * 2, k, v  # sharper than uniform, so that what a row sees matters
 
 
-def brute(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+def brute(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The formula, row by row and head by head, in the dtype of its arguments."""
     out, start = [], 0
-    shared = q_THD.shape[1] // k_TKD.shape[1]
+    shared = q_TND.shape[1] // k_TKD.shape[1]
     for length in lengths:
         for row in range(start, start + length):
             heads = []
-            for head in range(q_THD.shape[1]):
+            for head in range(q_TND.shape[1]):
                 k, v = k_TKD[start : row + 1, head // shared], v_TKD[start : row + 1, head // shared]
-                heads.append(torch.softmax(k @ q_THD[row, head] / q_THD.shape[2] ** 0.5, 0) @ v)
+                heads.append(torch.softmax(k @ q_TND[row, head] / q_TND.shape[2] ** 0.5, 0) @ v)
             out.append(torch.stack(heads))
         start += length
     return torch.stack(out)

@@ -141,7 +141,7 @@ def test_float32_error_is_at_most_twice_torchs(T: int, H: int, V: int, scale: fl
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_keep_float32_log_probs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # blocks of 64 columns, so that the head is brought to float32 in several pieces, the last one ragged
-    monkeypatch.setattr(matmul, "BLOCK_BYTES", 64 * 4 * 96)
+    monkeypatch.setattr(matmul, "SLAB_BYTES", 64 * 4 * 96)
     case = make_case(100, H=96, V=601, seed=1)
     case = replace(case, hidden=case.hidden.to(dtype), head=case.head.to(dtype), weights=case.weights / 100)
     truth = brute(case, beta=0.1, entropy_coef=0.01)
@@ -173,7 +173,7 @@ def test_the_path_of_mixed_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_addmm(c, a.float(), b.float(), beta=beta, out=out)
 
     monkeypatch.setattr(matmul, "mixed_matmul", lambda tensor: tensor.dtype == torch.bfloat16)
-    monkeypatch.setattr(matmul, "BLOCK_BYTES", 64 * 4 * 32)
+    monkeypatch.setattr(matmul, "SLAB_BYTES", 64 * 4 * 32)
     monkeypatch.setattr(torch, "mm", mixed)
     monkeypatch.setattr(torch, "addmm", mixed_add)
     case = make_case(100, H=32, V=301)

@@ -223,7 +223,7 @@ def test_a_guess_that_is_no_number_is_mended() -> None:
     guess = torch.full((9,), math.nan, device=DEVICE)
     for temperature in (1.0, 0.5):
         _, _, exps = TritonHead(head, temperature, 9).exps(hidden, targets, guess)
-        probs = exps.exps_NV * torch.exp(-exps.log_mass_N)[:, None]
+        probs = exps.exps_RV * torch.exp(-exps.log_normaliser_R)[:, None]
         torch.testing.assert_close(probs, torch.softmax(hidden @ head.t() / temperature, 1))
 
 
