@@ -20,6 +20,9 @@ Deliberately absent: float16 (a gradient's range is not its) and float64; both a
 Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs/notation.md).
 """
 
+# Kernels are typed by their launches.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
 from dataclasses import dataclass
 
 import torch
