@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from thresher.kernels.attention import Varlen
-from thresher.kernels.norm import rms_norm
-from thresher.kernels.rope import rope_table
+from thresher.kernels.layers import rms_norm, rope_table
 from thresher.policy.config import ModelConfig, read_config, write_config
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
 from thresher.policy.models.layer import Attend, Layer

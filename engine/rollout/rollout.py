@@ -47,7 +47,6 @@ from thresher.engine.rollout.samples import Job, PrefillGroup, Sample
 from thresher.engine.rollout.scheduler import Group, Scheduler
 from thresher.engine.rollout.stop_tags import TagMatcher
 from thresher.kernels import sampling
-from thresher.kernels.logprob import head_logits
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
@@ -282,7 +281,7 @@ class _Run:
             return
         started = time.perf_counter()
         hidden_BH = torch.stack([one.hidden_H for one in due if one.hidden_H is not None])  # of all: for the type
-        logits_BV = head_logits(hidden_BH, self.rollout.policy.head_VH[: self.rollout.tokenizer.vocab_size])
+        logits_BV = sampling.head_logits(hidden_BH, self.rollout.policy.head_VH[: self.rollout.tokenizer.vocab_size])
         ids_B, logprobs_B = sampling.sample(
             logits_BV, [sample.job.seed for sample in due], [sample.length for sample in due], self.temperature
         )

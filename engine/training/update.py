@@ -25,7 +25,7 @@ from thresher.engine.config.recipe import Grpo, Optim
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention import Varlen
-from thresher.kernels.kl import kl_coefficient
+from thresher.kernels.objective import kl_coefficient
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
 

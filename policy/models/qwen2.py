@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thresher.kernels.mlp import silu_gate
-from thresher.kernels.norm import rms_norm
-from thresher.kernels.rope import rotate
+from thresher.kernels.layers import rms_norm, rotate, silu_gate
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.models.layer import Attend, Layer
 from thresher.rewards.errors import UserError
