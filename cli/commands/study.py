@@ -1,4 +1,4 @@
-"""Flags of `thresher study`: one command for each claim. The work is in engine/studies/."""
+"""Flags of `thresher study`: one command for each claim. The work is in bench/studies/."""
 
 import argparse
 from collections.abc import Callable
@@ -48,19 +48,19 @@ def _study(studies: Parsers, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _kl(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    from thresher.bench.studies.kl import run_study
+    from thresher.bench.studies.kl.run import run_study
 
     run_study(Path(options.out), options.start, options.steps, options.seeds, parser)
 
 
 def _mask(options: argparse.Namespace) -> None:
-    from thresher.bench.studies.mask import run_study
+    from thresher.bench.studies.mask.run import run_study
 
     run_study(Path(options.out), options.run, options.seed, options.repeats, options.limit, options.device)
 
 
 def _systems(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    from thresher.bench.studies.systems import SYSTEMS, run_study
+    from thresher.bench.studies.systems.run import SYSTEMS, run_study
 
     names = options.system or SYSTEMS
     run_study(Path(options.out), names, options.seeds, options.controls, options.set, parser)

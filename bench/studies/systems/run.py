@@ -84,7 +84,7 @@ def run_study(
     console.console.print(f"study systems: {len(cases)} runs from {world / 'base'}, into {out}")
     started = time.perf_counter()
     train_all(cases)
-    from thresher.bench.studies.systems_plot import draw_curves  # matplotlib takes a second
+    from thresher.bench.studies.systems.plot import draw_curves  # matplotlib takes a second
 
     records = {case.name: read_metrics(case.folder) for case in cases}
     rows = [summary_of(case, records[case.name]) for case in cases]

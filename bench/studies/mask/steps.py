@@ -28,8 +28,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from thresher.bench.studies.mask_batch import Subject, retrieved_rows, without_retrieved
-from thresher.bench.studies.peak_memory import peak_bytes
+from thresher.bench.studies.mask.batch import Subject, retrieved_rows, without_retrieved
+from thresher.bench.studies.mask.peak_memory import peak_bytes
 from thresher.engine.training.packing import Batch, Item, pack
 from thresher.engine.training.update import make_items
 from thresher.kernels import grpo_loss, token_logprobs

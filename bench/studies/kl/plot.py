@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from thresher.bench.studies.kl_exact import Curve
+from thresher.bench.studies.kl.exact import Curve
 from thresher.engine.reporting.charts import BLUE, GREEN, GREY, ORANGE
 from thresher.engine.reporting.plots import DPI, STYLE
 from thresher.policy.files import atomic_path

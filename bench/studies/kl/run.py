@@ -1,7 +1,7 @@
 """`thresher study kl`: what the choice of a KL estimator does, from one token to a training run.
 
-1. Curves of the estimators' values and gradients (kl_exact.py): at log-ratio -10, k3's coefficient is 22,025, k2's 10.
-2. Expected values and gradients by enumeration (kl_exact.py): which estimators are exact, and of what.
+1. Curves of the estimators' values and gradients (exact.py): at log-ratio -10, k3's coefficient is 22,025, k2's 10.
+2. Expected values and gradients by enumeration (exact.py): which estimators are exact, and of what.
 3. Training: the demo's small policy, warmed up once, then GRPO with k2 and with k3 from that start, with the same
    questions and noise, at a mild and at a hot learning rate. Each run is an ordinary run folder, and all that differs
    between two of a pair is `grpo.kl_value`.
@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from thresher.bench.studies.kl_exact import DRAWS, OUTCOMES, curves, enumerate_all
-from thresher.bench.studies.kl_plot import draw_curves, draw_enumeration, draw_training, label
+from thresher.bench.studies.kl.exact import DRAWS, OUTCOMES, curves, enumerate_all
+from thresher.bench.studies.kl.plot import draw_curves, draw_enumeration, draw_training, label
 from thresher.engine import console
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from thresher.bench.studies import mask, mask_steps
-from thresher.bench.studies.mask import compare, compare_parts, gradient, poison_changes_nothing, removal
-from thresher.bench.studies.mask_batch import Subject, retrieved_rows, stretched, without_retrieved
-from thresher.bench.studies.mask_steps import TREATMENTS, head_loss, run_step, treat, turns
-from thresher.bench.studies.peak_memory import LiveBytes
+from thresher.bench.studies.mask import run as mask
+from thresher.bench.studies.mask import steps as mask_steps
+from thresher.bench.studies.mask.batch import Subject, retrieved_rows, stretched, without_retrieved
+from thresher.bench.studies.mask.peak_memory import LiveBytes
+from thresher.bench.studies.mask.run import compare, compare_parts, gradient, poison_changes_nothing, removal
+from thresher.bench.studies.mask.steps import TREATMENTS, head_loss, run_step, treat, turns
 from thresher.engine.config.recipe import Grpo
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.kernels.objective import LossResult

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from thresher.bench.studies.systems import (
+from thresher.bench.studies.systems.plot import draw_curves
+from thresher.bench.studies.systems.run import (
     CLAIMS,
     SYSTEMS,
     Case,
@@ -18,7 +19,6 @@ from thresher.bench.studies.systems import (
     summary_of,
     world_stages,
 )
-from thresher.bench.studies.systems_plot import draw_curves
 from thresher.cli.main import build_parser, run
 from thresher.engine.config.recipe import Data, Retrieval, System
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
