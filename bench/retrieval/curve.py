@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from thresher.bench.measure import spread
-from thresher.bench.retrieval.peers import Search, Searcher, Truth, ours
+from thresher.bench.retrieval.peers import ExactAnswers, Search, Searcher, ours
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.approximate import ApproximateSearch
 from thresher.retrieval.indexes.exact import Rows
@@ -41,7 +41,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class RecallCurve:
     """Points by rising effort, and the ms of the exact searches that were measured among them, by name."""
 
     points: Sequence[Point]
@@ -86,7 +86,7 @@ class Rotation:
         return self._search(self._query_QD[take], self._k)
 
 
-def follow(search: ApproximateSearch, truth: Truth, peers: Sequence[Searcher], deadline: float) -> Curve:
+def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Sequence[Searcher], deadline: float) -> RecallCurve:
     """The curve of `search` over the queries of `truth`; `deadline` (time.monotonic) ends it early, with the batches
     done so far."""
     exact: dict[str, list[float]] = {peer.name: [] for peer in peers}
@@ -113,7 +113,7 @@ def follow(search: ApproximateSearch, truth: Truth, peers: Sequence[Searcher], d
     for point in points:
         row_QK = np.concatenate(point.found)
         point.recall = {str(k): truth.recall(row_QK, k) for k in RECALLS if k <= truth.k}
-    return Curve(points, exact)
+    return RecallCurve(points, exact)
 
 
 def _efforts(search: ApproximateSearch, k: int) -> list[int]:

@@ -90,7 +90,7 @@ def bare(index: Any, name: str, effort: int) -> Search:
     return search
 
 
-class Truth:
+class ExactAnswers:
     """The exact answers to `query_QD`: rows and float64 scores [Q, k], by the engine's flat search."""
 
     def __init__(self, query_QD: Vectors, exact: Any, k: int) -> None:

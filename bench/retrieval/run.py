@@ -34,7 +34,7 @@ from thresher.bench.machine import facts, memory_gib
 from thresher.bench.measure import in_turn, spread
 from thresher.bench.retrieval.build import built
 from thresher.bench.retrieval.curve import CURVE_BATCH, SETTLE_SECONDS, Rotation, follow, settle
-from thresher.bench.retrieval.peers import Search, Searcher, Truth, bare, exact_peers, ours
+from thresher.bench.retrieval.peers import ExactAnswers, Search, Searcher, bare, exact_peers, ours
 from thresher.bench.retrieval.service import measure_service, unavailable
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
 from thresher.bench.rows import append_rows, check_files
@@ -72,7 +72,7 @@ class RetrievalBench:
 
 
 @dataclass(slots=True)
-class Run:
+class BenchRun:
     """One run of the bench: where rows go, and until when."""
 
     bench: RetrievalBench
@@ -97,7 +97,7 @@ def run_retrieval_bench(
     whether an exact search was wrong."""
     check_files(out, plot)
     head = {"bench": "retrieval", **facts(("faiss-cpu", "numpy"))}
-    run = Run(bench, head, out, time.monotonic() + bench.budget, [], {})
+    run = BenchRun(bench, head, out, time.monotonic() + bench.budget, [], {})
     with TemporaryDirectory() as scratch:
         folder = Path(bench.work or scratch)
         for name, make in _sets(bench, folder, run):
@@ -135,7 +135,7 @@ def failure(rows: Sequence[dict[str, Any]]) -> str | None:
     return f"the flat index is not exact over {wrong[0]}" if wrong else None
 
 
-def _sets(bench: RetrievalBench, folder: Path, run: Run) -> list[tuple[str, Callable[[], VectorSet | None]]]:
+def _sets(bench: RetrievalBench, folder: Path, run: BenchRun) -> list[tuple[str, Callable[[], VectorSet | None]]]:
     """(name, how to make it), the real one first."""
     found: list[tuple[str, Callable[[], VectorSet | None]]] = []
     if bench.source is not None:
@@ -147,13 +147,13 @@ def _sets(bench: RetrievalBench, folder: Path, run: Run) -> list[tuple[str, Call
     return found
 
 
-def measure_set(made: VectorSet, run: Run) -> None:
+def measure_set(made: VectorSet, run: BenchRun) -> None:
     """Every row of one set of vectors."""
     rows, dim = made.vectors.rows, made.vectors.dim
     kinds = [parse_kind(name, rows, dim) for name in (FLAT, *run.bench.kinds)]
     vectors_ND = made.vectors.open()
     exact = ExactRows(vectors_ND, largest_row_norm(vectors_ND))
-    truth = Truth(made.question_QD, exact, min(K, rows))
+    truth = ExactAnswers(made.question_QD, exact, min(K, rows))
     peers = exact_peers(vectors_ND)
     wrong = {
         peer.name: reason
@@ -184,7 +184,13 @@ def measure_set(made: VectorSet, run: Run) -> None:
 
 
 def measure_kind(
-    kind: Kind, made: VectorSet, truth: Truth, exact: ExactRows, peers: Sequence[Searcher], run: Run, name: str
+    kind: Kind,
+    made: VectorSet,
+    truth: ExactAnswers,
+    exact: ExactRows,
+    peers: Sequence[Searcher],
+    run: BenchRun,
+    name: str,
 ) -> dict[str, Any] | None:
     """The figures of one kind; None where the budget did not suffice for any."""
     if kind.exact:
@@ -230,7 +236,7 @@ def _batches(
     question_QD: Vectors,
     k: int,
     peers: Sequence[Searcher],
-    run: Run,
+    run: BenchRun,
     name: str,
 ) -> dict[str, Any]:
     """{batch: figures}: ours, FAISS's structure alone (`lone`) and the peers, taking turns."""
@@ -266,7 +272,7 @@ def _batches(
     return found
 
 
-def _measure_server(run: Run, scratch: Path) -> None:
+def _measure_server(run: BenchRun, scratch: Path) -> None:
     """One row for different queries, one for repeated ones."""
     if reason := unavailable():
         run.left_out["the server"] = reason
@@ -280,7 +286,7 @@ def _measure_server(run: Run, scratch: Path) -> None:
         run.keep({"server": figures})
 
 
-def _show(run: Run) -> None:
+def _show(run: BenchRun) -> None:
     """One table of kinds, one line for each server row, and what was left out."""
     lines = [_line(row) for row in run.rows if "batches" in row]
     if lines:

@@ -60,7 +60,7 @@ class Law:
         return deviation_D
 
 
-class World:
+class SyntheticVectors:
     """Passages and questions of `dim` dimensions. Passage i is the same whatever else is drawn."""
 
     def __init__(self, dim: int, law: Law | None = None, seed: int = 0) -> None:

@@ -56,7 +56,7 @@ LAST = 5  # sampled exact match at the end is the mean of so many steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class KlRun:
     """One training run."""
 
     rate: str
@@ -125,7 +125,9 @@ def run_study(out: Path, start: str | None, steps: int, seeds: Sequence[int], pa
     console.console.print(f"{time.perf_counter() - started:.0f} s in all. Pictures and figures are in {out}")
 
 
-def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int], parser: argparse.ArgumentParser) -> list[Case]:
+def make_cases(
+    out: Path, world: Path, steps: int, seeds: Sequence[int], parser: argparse.ArgumentParser
+) -> list[KlRun]:
     """Every run, in the order in which they are trained: pairs side by side, seed by seed."""
     cases = []
     for seed, rate, estimator in itertools.product(seeds, RATES, ESTIMATORS):
@@ -140,11 +142,11 @@ def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int], parser:
         options = parser.parse_args(typed)
         folder = out / "runs" / f"{rate}-{estimator}-seed{seed}"
         recipe = read_run_recipe(options.recipe, options.set)
-        cases.append(Case(rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
+        cases.append(KlRun(rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
     return cases
 
 
-def check_folder(case: Case) -> None:
+def check_folder(case: KlRun) -> None:
     """UserError if the run's folder was made by a study with other settings."""
     path = case.folder / "recipe.toml"
     if not path.exists():
@@ -179,7 +181,7 @@ def make_start(world: Path, parser: argparse.ArgumentParser) -> None:
         options.handler(options)
 
 
-def train_all(cases: Sequence[Case], steps: int) -> dict[str, str]:
+def train_all(cases: Sequence[KlRun], steps: int) -> dict[str, str]:
     """Train what is not trained yet. Returns why a run stopped early, by its name: numbers that were not finite."""
     stopped = {}
     with console.progress_line("study kl", len(cases) * steps) as line:
@@ -191,7 +193,7 @@ def train_all(cases: Sequence[Case], steps: int) -> dict[str, str]:
     return stopped
 
 
-def _train(case: Case, before: int, line: console.Line) -> None:
+def _train(case: KlRun, before: int, line: console.Line) -> None:
     """One run, unless it is finished; `before` steps of the line belong to earlier ones."""
 
     def watch(progress: Progress) -> None:
@@ -206,13 +208,13 @@ def _train(case: Case, before: int, line: console.Line) -> None:
         train(case.recipe, case.folder, case.folder.exists(), watch)
 
 
-def steps_of(case: Case) -> list[dict[str, Any]]:
+def steps_of(case: KlRun) -> list[dict[str, Any]]:
     """What the study looks at, of every step of a run."""
     records = read_metrics(case.folder)
     return [{key: record.get(key) for key in ("step", *LOGGED)} for record in records if "eval" not in record]
 
 
-def summary_of(case: Case, steps: Sequence[Mapping[str, Any]], stopped: str | None) -> dict[str, Any]:
+def summary_of(case: KlRun, steps: Sequence[Mapping[str, Any]], stopped: str | None) -> dict[str, Any]:
     """A run in one record: the largest of what can explode, and exact match as it came."""
 
     def known(key: str) -> list[float]:

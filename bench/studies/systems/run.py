@@ -48,7 +48,7 @@ CLAIMS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SystemRun:
     """One training run of the study."""
 
     system: str
@@ -125,7 +125,7 @@ def make_world(world: Path, parser: argparse.ArgumentParser) -> None:
 
 def make_cases(
     out: Path, systems: Sequence[str], seeds: Sequence[int], controls: set[int], overrides: Sequence[str]
-) -> list[Case]:
+) -> list[SystemRun]:
     cases = []
     for system in systems:
         prompt = out / "world" / f"{system}.txt"
@@ -144,7 +144,7 @@ def make_cases(
                     ],
                 )
                 folder = out / "runs" / f"{system}{'-control' if control else ''}-seed{seed}"
-                cases.append(Case(system=system, seed=seed, control=control, folder=folder, recipe=recipe))
+                cases.append(SystemRun(system=system, seed=seed, control=control, folder=folder, recipe=recipe))
     return cases
 
 
@@ -160,7 +160,7 @@ def _paths(world: Path, system: str) -> list[str]:
     return [model, *data, f"retrieval.index={world / 'index'}"]
 
 
-def check_folder(case: Case) -> None:
+def check_folder(case: SystemRun) -> None:
     """UserError if the run's folder was made by a study with other settings."""
     path = case.folder / "recipe.toml"
     if path.exists() and (differences := load_recipe(path).differences(case.recipe)):
@@ -170,7 +170,7 @@ def check_folder(case: Case) -> None:
         )
 
 
-def train_all(cases: Sequence[Case]) -> None:
+def train_all(cases: Sequence[SystemRun]) -> None:
     """Train what is not trained yet."""
     total = sum(case.recipe.run.steps for case in cases)
     before = 0
@@ -182,7 +182,7 @@ def train_all(cases: Sequence[Case]) -> None:
             line.to(before, f"{case.name}  finished")
 
 
-def _train(case: Case, before: int, line: console.Line) -> None:
+def _train(case: SystemRun, before: int, line: console.Line) -> None:
     def watch(progress: Progress) -> None:
         if "eval" not in progress.record:
             record = progress.record
@@ -191,7 +191,7 @@ def _train(case: Case, before: int, line: console.Line) -> None:
     train(case.recipe, case.folder, case.folder.exists(), watch)
 
 
-def summary_of(case: Case, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A run in one record: its first and last evaluation on the held-out questions, greedy."""
     evals = [record["eval"] for record in records if "eval" in record]
     key, _ = CLAIMS[case.system]

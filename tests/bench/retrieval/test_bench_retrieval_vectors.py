@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from thresher.bench.retrieval.vectors import BLOCK, Law, World, neighbours
+from thresher.bench.retrieval.vectors import BLOCK, Law, SyntheticVectors, neighbours
 from thresher.retrieval.indexes.exact import faiss
 
 D = 96
 
 
 def passages(rows: int, seed: int = 0) -> np.ndarray:
-    return np.concatenate(list(World(D, seed=seed).passages(rows)))
+    return np.concatenate(list(SyntheticVectors(D, seed=seed).passages(rows)))
 
 
 def test_a_passage_is_the_same_whatever_else_is_drawn() -> None:
@@ -21,9 +21,9 @@ def test_a_passage_is_the_same_whatever_else_is_drawn() -> None:
 
 
 def test_a_question_is_about_its_passage_and_is_not_a_copy() -> None:
-    world, rows = World(D), BLOCK + 50
+    world, rows = SyntheticVectors(D), BLOCK + 50
     question_QD, gold_Q = world.questions(100, rows)
-    again_QD, again_Q = World(D).questions(100, rows)
+    again_QD, again_Q = SyntheticVectors(D).questions(100, rows)
     assert np.array_equal(question_QD, again_QD) and np.array_equal(gold_Q, again_Q)
     assert question_QD.shape == (100, D) and gold_Q.max() < rows and gold_Q.max() >= BLOCK // 2
     vectors_ND = passages(rows)
@@ -43,7 +43,7 @@ def test_the_spectrum_is_the_laws() -> None:
 
 def test_neighbours_are_where_those_of_real_embeddings_are() -> None:
     # The medians of all-MiniLM-L6-v2 over 2,000 Wikipedia passages, of the neighbours of rank 1, 5, 10 and 100.
-    vectors_ND = np.concatenate(list(World(384).passages(2000)))
+    vectors_ND = np.concatenate(list(SyntheticVectors(384).passages(2000)))
     score_QF, _ = faiss.knn(vectors_ND[:300], vectors_ND, 101, metric=faiss.METRIC_INNER_PRODUCT)
     np.testing.assert_allclose(
         np.median(score_QF[:, [1, 5, 10, 100]], axis=0), [0.430, 0.346, 0.314, 0.197], atol=0.035
