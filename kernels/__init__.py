@@ -1,4 +1,6 @@
-"""Kernels: each file holds the maths, a plain-torch reference and the faces that run it."""
+"""Kernels: each file holds the maths, a plain-torch reference and the backends that run it.
+Comes in: nothing.
+"""
 
 from thresher.kernels.logprob import token_logprobs
 from thresher.kernels.loss import grpo_loss

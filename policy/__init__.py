@@ -1,4 +1,5 @@
 """The model: config, transformer, weights in and out, tokenizer.
+Comes in: kernels, rewards.
 
     from thresher.policy import load_policy, load_tokenizer
 
