@@ -6,6 +6,7 @@ TYPE_CHECKING counts as any other does.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,9 +18,15 @@ def modules() -> list[Path]:
     return sorted(path for folder in RANK for path in (ROOT / folder).rglob("*.py"))
 
 
+@cache
 def sources() -> dict[str, str]:
     """Every module's source, by its path in the checkout ("engine/console.py")."""
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in modules()}
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def imports(source: str) -> Iterator[tuple[str, bool]]:
@@ -36,10 +43,11 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
                 inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
                 yield from visit(child, lazy or inside)
 
-    return visit(ast.parse(source), False)
+    return visit(parsed(source), False)
 
 
-def imported_files(path: str, source: str) -> set[str]:
+@cache
+def imported_files(path: str, source: str) -> frozenset[str]:
     """The paths of our own files that a file imports; what an `__init__.py` re-exports from its own folder is left out,
     for nothing in the folder gets to it through that."""
     found = set()
@@ -52,4 +60,4 @@ def imported_files(path: str, source: str) -> set[str]:
                 break
             parts.pop()
     folder, _, file = path.rpartition("/")
-    return {there for there in found - {path} if file != "__init__.py" or not there.startswith(f"{folder}/")}
+    return frozenset(there for there in found - {path} if file != "__init__.py" or not there.startswith(f"{folder}/"))

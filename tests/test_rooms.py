@@ -3,11 +3,11 @@
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from layout_cases import imported_files, sources
+from layout_cases import imported_files, parsed, sources
 
 # From low to high: a room imports from itself and from rooms on earlier lines, never from one beside it.
 ROOMS = (
@@ -99,7 +99,7 @@ def from_above(path: str, source: str) -> list[str]:
     ]
 
 
-def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+def cycle(graph: Mapping[str, Collection[str]]) -> list[str]:
     """A cycle of a graph of imports, in order; empty where there is none."""
     try:
         TopologicalSorter(graph).prepare()
@@ -192,7 +192,7 @@ def misses(package: str, docstring: str, wanted: str) -> list[str]:
 
 def test_every_package_says_what_lives_there_and_what_comes_in() -> None:
     files = sources()
-    packages = {path: ast.get_docstring(ast.parse(source)) or "" for path, source in files.items() if is_package(path)}
+    packages = {path: ast.get_docstring(parsed(source)) or "" for path, source in files.items() if is_package(path)}
     assert len(packages) > 25
     wrong = [line for path, text in packages.items() for line in misses(path, text, wanted_line(path, files))]
     assert wrong == [], "\n".join(wrong)
@@ -218,7 +218,7 @@ def test_the_test_of_packages_can_tell() -> None:
 def test_a_class_name_is_given_once() -> None:
     places = defaultdict(list)
     for path, source in sources().items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path)
     twice = {name: found for name, found in places.items() if len(found) > 1}
@@ -231,7 +231,7 @@ def long_functions(files: Mapping[str, str]) -> dict[tuple[str, str], int]:
     return {
         (path, node.name): node.end_lineno - node.lineno + 1
         for path, source in files.items()
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
         and node.end_lineno - node.lineno >= LONGEST_FUNCTION

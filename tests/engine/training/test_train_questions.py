@@ -83,7 +83,7 @@ def test_arena_is_not_trained_where_no_question_knows_its_gold_passages(
     assert f"{some}: 1 of 3 questions do not tell" in first and f"{none}: 2 of 2 questions do not tell" in second
 
 
-def test_cut_passages_are_told_once_counted_and_stored_as_shown(
+def test_cut_passages_are_reported_once_counted_and_stored_as_shown(
     tmp_path: Path, make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
@@ -97,9 +97,9 @@ def test_cut_passages_are_told_once_counted_and_stored_as_shown(
         run={"steps": 2, "eval_every": None},
     )
     train(recipe, tmp_path / "run")
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("raise rollout.max_passage_tokens") == 1
-    assert "train: 2 of 2 questions had passages cut to 40 tokens" in told  # of the evaluation before the first step
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("raise rollout.max_passage_tokens") == 1
+    assert "train: 2 of 2 questions had passages cut to 40 tokens" in printed  # of the evaluation before the first step
     assert [record.get("eval", record)["cut_passages"] for record in metrics(tmp_path / "run")] == [4, 2, 2, 4]
     for entry in sampled(tmp_path / "run", 1):
         texts = [passage["text"] for passage in entry["passages"]]

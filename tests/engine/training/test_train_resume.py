@@ -135,11 +135,11 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     """Saved when it was evaluated, though no save is due then, and kept beside the newest, through a resume."""
     found = iter((0.1, 0.2, 0.9, 0.3, 0.9, 0.8))
 
-    def told(judged: list[Any], tags: Any = ()) -> dict[str, Any]:
+    def with_made_up_em(judged: list[Any], tags: Any = ()) -> dict[str, Any]:
         return summarise(judged, tags) | ({"em": next(found), "f1": 0.0} if len(judged) == DEV else {})
 
-    assert DEV != SAMPLES * GROUPS  # how an evaluation is told from a step here
-    monkeypatch.setattr("thresher.engine.training.train.summarise", told)
+    assert DEV != SAMPLES * GROUPS  # how an evaluation is recognised here
+    monkeypatch.setattr("thresher.engine.training.train.summarise", with_made_up_em)
     run = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}
     constant = {"warmup_ratio": 0.0}
     train(make_recipe(run={**run, "steps": 4}, optim=constant), tmp_path / "run")
