@@ -79,11 +79,11 @@ def ours(top: Callable[[Vectors, int], list[Found]]) -> Search:
     return search
 
 
-def bare(index: Any, name: str, effort: int) -> Search:
-    """FAISS's structure `index` alone, at the effort of that name: what it finds, ranked by its own scores."""
+def bare(index: Any, name: str, value: int) -> Search:
+    """FAISS's structure `index` without our rescoring, its parameter `name` set: what it finds, by its own scores."""
 
     def search(query_QD: Vectors, k: int) -> Rows:
-        faiss.ParameterSpace().set_index_parameter(index, name, effort)
+        faiss.ParameterSpace().set_index_parameter(index, name, value)
         found: Rows = index.search(query_QD, k)[1]
         return found
 

@@ -1,9 +1,9 @@
 """`thresher bench retrieval`: the engine's indexes beside torch, numpy and FAISS, over 10^4 to 10^6 vectors and more.
 
-For every set of vectors (retrieval_sets.py; the smallest can be real passages): prove that the flat index and all peers
-find the same. Then for every kind: build it in a process of its own (retrieval_build.py); follow its recall from little
-effort to much, the exact searches taking their turns among the efforts; take the least effort whose recall at 5 is .95;
-and let it take turns with all peers in batches from 1 to 512. Last, a server under 64 connections.
+For every set of vectors (sets.py; the smallest can be real passages): prove that the flat index and all peers
+find the same. Then for every kind: build it in a process of its own (build.py); follow its recall as the
+search parameter (nprobe, efSearch) rises, the exact searches taking turns with it; choose the least value whose recall
+at 5 is .95; and let that take turns with all peers in batches from 1 to 512. Last, a server under 64 connections.
 
     recall      at k, against the exact answer, over 512 questions
     ratio       a peer's time by ours, of neighbouring calls
@@ -11,7 +11,7 @@ and let it take turns with all peers in batches from 1 to 512. Last, a server un
 
 What is timed is the engine's own search with all it does, the second scoring of rows in float64 included; encoding a
 question is not in it. Rows are written as they are made. The clock is looked at before each step and the build is
-stopped by it; what a budget cuts off is told. If a flat index is not exact, the command ends with status 1.
+stopped by it; what a budget cuts off is reported. If a flat index is not exact, the command ends with status 1.
 
 Deliberately absent: kinds tuned by hand, and recall of the peers, which are exact.
 
@@ -93,7 +93,7 @@ class BenchRun:
 def run_retrieval_bench(
     bench: RetrievalBench, out: str | Path | None = None, plot: str | Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure, append the rows to `out` as they are made, draw `plot`, print tables. Returns the rows; `failure` tells
+    """Measure, append the rows to `out` as they are made, draw `plot`, print tables. Returns the rows; `failure` says
     whether an exact search was wrong."""
     check_files(out, plot)
     head = {"bench": "retrieval", **facts(("faiss-cpu", "numpy"))}
@@ -163,9 +163,9 @@ def measure_set(made: VectorSet, run: BenchRun) -> None:
     if FLAT in wrong:
         run.keep({"shape": made.shape, "wrong": wrong})
         return
-    told = {"shape": made.shape, "near": made.near().round(4).tolist(), "proved": PROOF, "wrong_peers": wrong}
+    common = {"shape": made.shape, "near": made.near().round(4).tolist(), "proved": PROOF, "wrong_peers": wrong}
     if made.made == "real":
-        told["near_synthetic"] = synthetic_near(made).round(4).tolist()
+        common["near_synthetic"] = synthetic_near(made).round(4).tolist()
     peers = [peer for peer in peers if peer.name not in wrong]
     for kind in kinds:
         name = f"{kind.name} over {rows:,} x {dim} {made.made}"
@@ -180,7 +180,7 @@ def measure_set(made: VectorSet, run: BenchRun) -> None:
             console.print(name)
             row = measure_kind(kind, made, truth, exact, peers, run, name)
             if row is not None:
-                run.keep({**told, "kind": kind.name, **row})
+                run.keep({**common, "kind": kind.name, **row})
 
 
 def measure_kind(
@@ -221,32 +221,36 @@ def measure_kind(
         "curve": curve.record(),
     }
     if chosen is None:
-        run.left_out[name] = f"no effort reached the recall wanted, the best being {curve.best():.3f}"
+        run.left_out[name] = f"no search parameter reached the recall wanted, the best being {curve.best():.3f}"
         return row
-    search.effort = chosen.effort
-    row |= {"chosen": chosen.effort, "recall": chosen.recall}
-    lone = bare(index, search.candidates.effort, chosen.effort)
-    row["batches"] = _batches(ours(search.top), lone, made.question_QD, truth.k, peers, run, name)
+    search.effort = chosen.parameter
+    row |= {"chosen": chosen.parameter, "recall": chosen.recall}
+    structure_only = bare(index, search.candidates.effort, chosen.parameter)
+    row["batches"] = _batches(ours(search.top), structure_only, made.question_QD, truth.k, peers, run, name)
     return row
 
 
 def _batches(
     search: Search,
-    lone: Search | None,
+    structure_only: Search | None,
     question_QD: Vectors,
     k: int,
     peers: Sequence[Searcher],
     run: BenchRun,
     name: str,
 ) -> dict[str, Any]:
-    """{batch: figures}: ours, FAISS's structure alone (`lone`) and the peers, taking turns."""
+    """{batch: figures}: ours, FAISS's structure alone (`structure_only`) and the peers, taking turns."""
     found: dict[str, Any] = {}
     before = 0.0
     for size in sorted(batch for batch in set(run.bench.batches) if batch <= len(question_QD)):
         if time.monotonic() + 8 * before * FEWEST >= run.deadline:
             run.left_out[f"{name}, batches of {size}"] = OUT_OF_TIME
             continue
-        searches = {"ours": search} | ({"alone": lone} if lone else {}) | {peer.name: peer.search for peer in peers}
+        searches = (
+            {"ours": search}
+            | ({"alone": structure_only} if structure_only else {})
+            | {peer.name: peer.search for peer in peers}
+        )
         calls = [Rotation(each, question_QD, size, k) for each in searches.values()]
         before = sum(1e-3 * times[0] + SETTLE_SECONDS for times in in_turn(calls, 1, CPU, settle))
         rounds = min(max(int(CELL_SECONDS / before), FEWEST), MOST)
@@ -292,7 +296,7 @@ def _show(run: BenchRun) -> None:
     if lines:
         table(
             f"Search, batches of {CURVE_BATCH}: medians; speedup over the faster of torch and FAISS, both exact",
-            ("vectors", "kind", "effort", "recall@5", "build s", "RAM / vectors", "ms", "queries/s", "speedup"),
+            ("vectors", "kind", "parameter", "recall@5", "build s", "RAM / vectors", "ms", "queries/s", "speedup"),
             lines,
         )
     for row in run.rows:

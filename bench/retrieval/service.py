@@ -89,7 +89,7 @@ def _queries(corpus: Corpus, count: int) -> list[str]:
 
 @contextmanager
 def _server(index: Path) -> Iterator[str]:
-    """The address of a server that ends with the block."""
+    """The address of a server that ends with the `with`."""
     arguments = ["serve-retriever", "--index", str(index), "--port", "0"]
     command = [sys.executable, "-P", "-m", "thresher.cli", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -98,7 +98,7 @@ def _server(index: Path) -> Iterator[str]:
             said = process.stdout.readline()
             found = re.search(r" at (http://\S+?);", said)
             if not found:
-                raise RuntimeError(f"the server did not start: {said.strip() or 'it said nothing'}")
+                raise RuntimeError(f"the server did not start: {said.strip() or 'it printed nothing'}")
             yield found[1]
         finally:
             process.terminate()

@@ -89,11 +89,11 @@ def synthetic_set(rows: int, dim: int, folder: Path, deadline: float) -> VectorS
     return VectorSet(made="synthetic", vectors=vectors, question_QD=np.array(asked.open()), folder=own)
 
 
-def _joined(blocks: Iterator[Vectors]) -> Iterator[Vectors]:
+def _joined(chunks: Iterator[Vectors]) -> Iterator[Vectors]:
     """Fewer and larger ones, for each that is written waits for the disk."""
     held: list[Vectors] = []
-    for block_BD in blocks:
-        held.append(block_BD)
+    for chunk_BD in chunks:
+        held.append(chunk_BD)
         if sum(map(len, held)) >= WRITTEN:
             yield np.concatenate(held)
             held = []

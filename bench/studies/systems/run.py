@@ -5,9 +5,8 @@
     curves.png, table.md, systems.json
 
 The base knows the form of all protocols and hardly what to look for (engine/synthetic/warmup_transcripts.py). The
-control of a system is the
-same run with its rewards shuffled within each group: it moves as far and is told nothing. What is finished in the
-folder is not done again, and a run that was killed goes on.
+control of a system is the same run with its rewards shuffled within each group: its updates are as large and carry no
+signal. What is finished in the folder is not done again, and a run that was killed goes on.
 
 Deliberately absent: a setting of its own for each system. One recipe (recipes/world) serves them all, so that what
 differs between two curves is the protocol and its reward; a system's preset fills what that recipe leaves open.
@@ -35,7 +34,7 @@ from thresher.rewards.errors import UserError
 
 SYSTEMS = (*SEARCHING, *GIVEN)
 RECIPES = Path(str(files("thresher.recipes")))
-FORMS = 3200  # transcripts of each protocol in the base's warm-up
+WARMUP_TRANSCRIPTS = 3200  # transcripts of each protocol in the base's warm-up
 # What a system's own claim is measured by, beside reward and EM: a key of the evaluation's record, and what to call it.
 CLAIMS = {
     "search_r1": ("searches", "searches"),
@@ -100,17 +99,17 @@ def world_stages(world: Path) -> list[list[str]]:
     """The commands that make the shared base, each of which writes one folder whole or not at all."""
     data, model = world / "data", world / "init"
     sft = ["sft", str(RECIPES / "world" / "base.toml"), "--set"]
-    recite = ["--set", f"sft.transcripts={data / 'recitals.jsonl'}", "--out", str(world / "recite")]
-    forms = ["--set", f"sft.transcripts={data / 'forms.jsonl'}", "--out", str(world / "base")]
+    copy_task = ["--set", f"sft.transcripts={data / 'recitals.jsonl'}", "--out", str(world / "recite")]
+    warmup = ["--set", f"sft.transcripts={data / 'forms.jsonl'}", "--out", str(world / "base")]
     trained_on = [str(data / name) for name in ("corpus.jsonl", "train.jsonl", "warmup.jsonl")]
     make_model = ["init", "--config", str(RECIPES / "world" / "config.json"), "--train-tokenizer", *trained_on]
     make_index = ["index", "build", "--corpus", str(data / "corpus.jsonl"), "--encoder", "lexical"]
     return [
-        ["data", "invent", "--forms", str(FORMS), "--out", str(data)],
+        ["data", "invent", "--forms", str(WARMUP_TRANSCRIPTS), "--out", str(data)],
         [*make_model, "--vocab-size", "800", "--embedding-std", "0.4", "--zero-outputs", "--out", str(model)],
         [*make_index, "--embed", "title+text", "--dim", "2048", "--out", str(world / "index")],
-        [*sft, f"model.path={model}", *recite],
-        [*sft, f"model.path={world / 'recite'}", *forms],
+        [*sft, f"model.path={model}", *copy_task],
+        [*sft, f"model.path={world / 'recite'}", *warmup],
     ]
 
 

@@ -88,14 +88,14 @@ def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: ExactAnswers, t
     assert chosen is not None and chosen.recall["5"] >= 0.95 and all(len(point.ms) == 8 for point in curve.points)
     recalls = [point.recall["5"] for point in curve.points]
     assert recalls == sorted(recalls) and all(recall < 0.95 for recall in recalls[: curve.points.index(chosen)])
-    search.effort = chosen.effort
+    search.effort = chosen.parameter
     assert truth.recall(ours(search.top)(made.question_QD, 10), 5) == chosen.recall["5"]
     recorded = curve.record()
-    assert [point["effort"] for point in recorded["points"]] == [point.effort for point in curve.points]
+    assert [point["effort"] for point in recorded["points"]] == [point.parameter for point in curve.points]
     assert set(recorded["exact_ms"]) == {"torch"}
-    alone = bare(index, search.candidates.effort, search.candidates.most)
+    structure_only = bare(index, search.candidates.effort, search.candidates.most)
     if "PCA" not in name:
-        assert truth.recall(alone(made.question_QD, 10), 10) > 0.99
+        assert truth.recall(structure_only(made.question_QD, 10), 10) > 0.99
 
 
 def test_a_curve_that_never_gets_there_says_so() -> None:
