@@ -180,9 +180,17 @@ def test_a_flat_index_that_is_wrong_ends_with_status_1(
     assert "the flat index is not exact over 300 vectors: query 0: a score is off by" in str(ended.value.code)
 
 
-def test_a_wrong_peer_is_named_and_left_out(made: VectorSet, truth: ExactAnswers) -> None:
+def test_a_wrong_peer_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: VectorSet, truth: ExactAnswers
+) -> None:
     liar = Searcher("liar", "1", lambda query_QD, k: np.tile(np.arange(k), (len(query_QD), 1)))
     assert "a score is off by" in str(truth.wrong(liar.search, 4))
+    monkeypatch.setattr(bench_module, "exact_peers", lambda vectors_ND: [liar, *exact_peers(vectors_ND)])
+    command = ["bench", "retrieval", "--sizes", "300", "--dim", "8", "--kinds", "hnsw", "--batches", "64"]
+    assert run([*command, "--server", "0", "--out", str(tmp_path / "rows.jsonl")]) == 0
+    for row in rows_of(tmp_path / "rows.jsonl"):
+        assert list(row["wrong_peers"]) == ["liar"] and "a score is off by" in row["wrong_peers"]["liar"]
+        assert set(row["batches"]["64"]["peers"]) == {"torch", "numpy", "FAISS"}
 
 
 def test_real_passages_are_drawn_encoded_once_and_bound_to_their_source(tmp_path: Path) -> None:

@@ -260,4 +260,4 @@ def test_copied_ranges_are_whole_tokens(files: Path) -> None:
         names = [
             segment["text"][start:end] for segment in record["segments"] for start, end in segment.get("copied", ())
         ]
-        assert tokenizer.decode([found.ids[row] for row in found.copied]) == "".join(names)
+        assert names and tokenizer.decode([found.ids[row] for row in found.copied]) == "".join(names)

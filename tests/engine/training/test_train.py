@@ -33,8 +33,8 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-def test_a_run_learns_something_and_writes_everything_down(whole: Path, base: dict[str, Any]) -> None:
-    names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file())
+def test_a_run_learns_something_and_writes_everything_down(uninterrupted: Path, base: dict[str, Any]) -> None:
+    names = sorted(str(path.relative_to(uninterrupted)) for path in uninterrupted.rglob("*") if path.is_file())
     files = ("config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "state.json")
     assert names == [
         ".lock",
@@ -45,7 +45,7 @@ def test_a_run_learns_something_and_writes_everything_down(whole: Path, base: di
         "summary.json",
         *(f"trajectories/step_{step:06d}.jsonl" for step in (1, 2, 3, 4)),
     ]
-    records = metrics(whole)
+    records = metrics(uninterrupted)
     assert [(record["step"], "eval" in record) for record in records] == [
         (0, True),
         (1, False),
@@ -56,13 +56,13 @@ def test_a_run_learns_something_and_writes_everything_down(whole: Path, base: di
         (4, True),
     ]
     start = load_file(Path(base["model"]["path"]) / "model.safetensors")
-    end = load_file(whole / "checkpoints" / "step_000004" / "model.safetensors")
+    end = load_file(uninterrupted / "checkpoints" / "step_000004" / "model.safetensors")
     assert not torch.equal(start["model.embed_tokens.weight"], end["model.embed_tokens.weight"])
 
 
-def test_the_metrics_of_a_step_are_those_of_its_trajectories(whole: Path) -> None:
-    for record in (record for record in metrics(whole) if "eval" not in record):
-        entries = sampled(whole, record["step"])
+def test_the_metrics_of_a_step_are_those_of_its_trajectories(uninterrupted: Path) -> None:
+    for record in (record for record in metrics(uninterrupted) if "eval" not in record):
+        entries = sampled(uninterrupted, record["step"])
         assert len(entries) == record["questions"] == GROUPS * SAMPLES
         said = [segment for entry in entries for segment in entry["segments"] if segment["source"] == "policy"]
         tokens = sum(len(segment["ids"]) for segment in said)
@@ -79,11 +79,11 @@ def test_the_metrics_of_a_step_are_those_of_its_trajectories(whole: Path) -> Non
         assert record["zero_advantage_groups"] == GROUPS - len(signals)
         assert record["lr"] == 1e-3
         assert 0 < record["grad_norm"] < 1e3
-    assert any(record.get("zero_advantage_groups", GROUPS) < GROUPS for record in metrics(whole))
+    assert any(record.get("zero_advantage_groups", GROUPS) < GROUPS for record in metrics(uninterrupted))
 
 
-def test_the_first_update_is_on_policy_and_at_its_reference(whole: Path) -> None:
-    first, second = (record for record in metrics(whole) if "eval" not in record and record["step"] <= 2)
+def test_the_first_update_is_on_policy_and_at_its_reference(uninterrupted: Path) -> None:
+    first, second = (record for record in metrics(uninterrupted) if "eval" not in record and record["step"] <= 2)
     for record in (first, second):
         assert record["logprob_gap_max"] < 1e-4 and record["logprob_gap"] < 1e-5
         assert record["ratio"] == pytest.approx(1, abs=1e-5) and record["clipped"] == 0 and record["capped"] == 0
@@ -97,20 +97,22 @@ def test_the_first_update_is_on_policy_and_at_its_reference(whole: Path) -> None
 
 @pytest.mark.parametrize("step", [0, 4])
 def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_its_step(
-    whole: Path, make_recipe: Callable[..., Recipe], tiny_questions: list[Question], step: int
+    uninterrupted: Path, make_recipe: Callable[..., Recipe], tiny_questions: list[Question], step: int
 ) -> None:
-    written = [json.loads(line) for line in (whole / f"evaluations/step_{step:06d}.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line) for line in (uninterrupted / f"evaluations/step_{step:06d}.jsonl").read_text().splitlines()
+    ]
     assert [entry["id"] for entry in written] == [question.id for question in tiny_questions[:DEV]]
     recipe = make_recipe()
-    parts = load_parts(recipe, whole / f"checkpoints/step_{step:06d}" if step else None)
+    parts = load_parts(recipe, uninterrupted / f"checkpoints/step_{step:06d}" if step else None)
     judged = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe, parts.system)[1])
     assert [entry.to_dict(parts.tokenizer) for entry in judged] == written
-    (record,) = (record["eval"] for record in metrics(whole) if record["step"] == step and "eval" in record)
+    (record,) = (record["eval"] for record in metrics(uninterrupted) if record["step"] == step and "eval" in record)
     assert untimed(record) == untimed(summarise(judged, parts.system.tags)) | {"cut_passages": 0}
 
 
-def test_the_summary_has_these_keys(whole: Path) -> None:
-    summary = json.loads((whole / "summary.json").read_text())
+def test_the_summary_has_these_keys(uninterrupted: Path) -> None:
+    summary = json.loads((uninterrupted / "summary.json").read_text())
     assert list(summary) == [
         "em_before",
         "em_after",
@@ -123,8 +125,8 @@ def test_the_summary_has_these_keys(whole: Path) -> None:
         "seed",
         "steps",
     ]
-    evaluations = [record["eval"] for record in metrics(whole) if "eval" in record]
-    steps = [record for record in metrics(whole) if "eval" not in record]
+    evaluations = [record["eval"] for record in metrics(uninterrupted) if "eval" in record]
+    steps = [record for record in metrics(uninterrupted) if "eval" not in record]
     assert (summary["em_before"], summary["em_after"]) == (evaluations[0]["em"], evaluations[-1]["em"])
     assert (summary["f1_before"], summary["f1_after"]) == (evaluations[0]["f1"], evaluations[-1]["f1"])
     assert (summary["questions"], summary["seed"], summary["steps"]) == (DEV, 3, STEPS)

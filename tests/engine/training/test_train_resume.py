@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_killed_run_goes_on_to_the_same_bits(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, step: int
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, step: int
 ) -> None:
     """Killed in step 1 there is no checkpoint yet; in step 3 the records of that step have to be forgotten."""
     out = tmp_path / "run"
@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rewa')  # and a line was cut short
     returned = train(make_recipe(), out, resume=True)
-    assert_same_run(whole, out)
+    assert_same_run(uninterrupted, out)
     assert json.loads((out / "summary.json").read_text()) == returned
 
 
@@ -84,7 +84,7 @@ train(load_recipe(recipe), out, watch=counted)
 
 
 @pytest.mark.parametrize("where", ["update", "save"])
-def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, where: str) -> None:
+def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, where: str) -> None:
     """In the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
     recipe, out = make_recipe(), tmp_path / "run"
     recipe.write(tmp_path / "recipe.toml")
@@ -95,7 +95,7 @@ def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path
     assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_000002"]
     assert len(list((out / "checkpoints").glob(".*.tmp"))) == (where == "save")
     train(recipe, out, resume=True)
-    assert_same_run(whole, out)
+    assert_same_run(uninterrupted, out)
     assert not list(out.rglob(".*.tmp"))
 
 
@@ -115,7 +115,7 @@ def test_bfloat16_trains_float32_weights_and_resumes(tmp_path: Path, make_recipe
 
 
 def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
 ) -> None:
     out = tmp_path / "run"
     constant = {"optim": {"warmup_ratio": 0.0}}
@@ -125,7 +125,7 @@ def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
     train(make_recipe(**constant), out, resume=True)
     assert what_happened(out) == before
     # One warm-up step of four reaches the full rate at once, so this is the whole run but for its recipe.
-    expected = what_happened(whole)
+    expected = what_happened(uninterrupted)
     assert [key for key in expected if expected[key] != before[key]] == ["recipe"]
 
 
@@ -151,16 +151,16 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
 
 
 def test_a_folder_that_exists_or_is_anothers_is_refused(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
 ) -> None:
-    before = what_happened(whole)
+    before = what_happened(uninterrupted)
     with pytest.raises(UserError, match="the run folder exists already"):
-        train(make_recipe(), whole)
+        train(make_recipe(), uninterrupted)
     with pytest.raises(UserError, match=r"belongs to another recipe \(grpo.beta is 0.02, not 0.5\)"):
-        train(make_recipe(grpo={"beta": 0.5}), whole, resume=True)
+        train(make_recipe(grpo={"beta": 0.5}), uninterrupted, resume=True)
     with pytest.raises(UserError, match="the run folder does not exist"):
         train(make_recipe(), tmp_path / "none", resume=True)
-    assert what_happened(whole) == before and list(tmp_path.iterdir()) == []
+    assert what_happened(uninterrupted) == before and list(tmp_path.iterdir()) == []
 
 
 def test_a_run_does_not_go_on_with_a_system_file_that_changed(

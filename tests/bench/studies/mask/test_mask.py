@@ -50,7 +50,7 @@ def make_trajectories(count: int = 6) -> list[Trajectory]:
 def subject(make_tiny_policy: Callable[..., Policy]) -> Subject:
     """Six trajectories in batches of a few; one has no advantage, two have nothing that was retrieved."""
     trajectories = make_trajectories()
-    return Subject(
+    made = Subject(
         name="a test",
         policy=make_tiny_policy().requires_grad_(True),
         vocab_size=VOCABULARY,
@@ -60,6 +60,8 @@ def subject(make_tiny_policy: Callable[..., Policy]) -> Subject:
         temperature=0.7,
         micro_batch_tokens=90,
     )
+    assert all(made.count(source) > 0 for source in Source)  # else the tests here would say little
+    return made
 
 
 def sources(trajectory: Trajectory) -> list[Source]:
@@ -106,11 +108,6 @@ def test_a_treatment_has_the_rows_it_should_have(subject: Subject, name: str) ->
     assert treated.tokens == sum(len(t) - 1 for t in trajectories)
     if name == "removed":
         assert all(int(batch.ids_T.max()) < OUTSIDE for batch in treated.batches)
-
-
-def test_the_subject_has_all_kinds_of_segments(subject: Subject) -> None:
-    """Else the tests here would say little."""
-    assert all(subject.count(source) > 0 for source in Source)
 
 
 def test_old_logprobs_are_the_policy_s_own(subject: Subject) -> None:
