@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from thresher.bench.retrieval.server import measure_server
+from thresher.bench.retrieval.load_generator import measure_server
 from thresher.retrieval.data.corpus import Corpus, open_corpus, read_corpus
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
