@@ -102,6 +102,12 @@ def test_every_folder_is_a_package_and_no_test_is() -> None:
     assert len(names) == len(set(names))  # importlib's import mode needs no more than that
 
 
+def test_tests_lie_in_the_folders_of_what_they_test() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(folders) > 15
+    assert [str(folder) for folder in folders if not (ROOT / folder).is_dir()] == []
+
+
 def test_no_file_is_longer_than_can_be_read() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in modules()}
     assert {path: length for path, length in lengths.items() if length > LONGEST} == {}

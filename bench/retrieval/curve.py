@@ -6,7 +6,7 @@ over all batches.
 
 Deliberately absent: a value between the steps, found by bisection; what is chosen was measured.
 
-Shape letters: Q queries, D dimension, K hits.
+Axes: Q queries, D dimension, K hits.
 """
 
 import time

@@ -9,7 +9,7 @@ Each gets queries [Q, D] and k and returns rows [Q, k], best first; the machine'
 
 Deliberately absent: other vector databases, which would need a server each.
 
-Shape letters: N vectors, Q queries, D dimension.
+Axes: N vectors, Q queries, D dimension.
 """
 
 import warnings

@@ -15,7 +15,7 @@ stopped by it; what a budget cuts off is reported. If a flat index is not exact,
 
 Deliberately absent: kinds tuned by hand, and recall of the peers, which are exact.
 
-Shape letters: N vectors, Q queries, D dimension.
+Axes: N vectors, Q queries, D dimension.
 """
 
 import math

@@ -17,7 +17,7 @@ makes it anew for real vectors. Distances depend on the spectrum, which is kept 
 
 Deliberately absent: near-duplicates, of which real corpora have some (they make a search easier), and text.
 
-Shape letters: N passages, Q questions, B rows of a chunk, D dimension, R ranks.
+Axes: N passages, Q questions, B rows of a chunk, D dimension, R ranks.
 """
 
 from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ pi_old(y), so that the loss is an expectation over samples of pi_old and its gra
 A token's logits are hidden @ head.T; with a hidden state of one 1, the head's only column is z. Advantages are 0 and
 beta is 1: what is left of the loss is the KL. Deliberately absent: formulas of an estimator, which are the kernel's.
 
-Legend: V outcomes, N points of a curve.
+Axes: V outcomes, N points of a curve.
 """
 
 from collections.abc import Mapping, Sequence
