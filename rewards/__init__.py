@@ -1,4 +1,5 @@
 """Rewards as pure functions of a transcript and the gold answers: each paper's own, text measures, tags, advantages.
+Comes in: nothing.
 
 Imports neither torch nor any other folder, so that everything above may use it.
 """

@@ -271,10 +271,10 @@ def make_recipe(base: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, make_recipe: Callable[..., Recipe]) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, make_recipe: Callable[..., Recipe]) -> Path:
     """The run that nothing interrupted."""
     from thresher.engine.training.train import train
 
-    out = tmp_path_factory.mktemp("whole") / "run"
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
     train(make_recipe(), out)
     return out

@@ -5,36 +5,12 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from layout_cases import RANK, ROOT, imports, modules
 
-ROOT = Path(__file__).resolve().parent.parent
-# A folder may import from those of a lower rank and from itself; of two on one rank neither from the other.
-RANK = {"kernels": 0, "rewards": 0, "policy": 1, "retrieval": 2, "engine": 3, "bench": 4, "cli": 5, "recipes": 0}
 LONGEST = 420
-
-
-def modules() -> list[Path]:
-    return sorted(path for folder in RANK for path in (ROOT / folder).rglob("*.py"))
-
-
-def imports(source: str) -> Iterator[tuple[str, bool]]:
-    """(full name of an imported module or of a name in it, whether it is imported inside a function)."""
-
-    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                yield from ((alias.name, lazy) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, "imports are absolute here"
-                yield from ((f"{child.module}.{alias.name}", lazy) for alias in child.names)
-            else:
-                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-                yield from visit(child, lazy or inside)
-
-    return visit(ast.parse(source), False)
 
 
 def broken(path: str, source: str) -> list[str]:
@@ -123,6 +99,12 @@ def test_every_folder_is_a_package_and_no_test_is() -> None:
     assert not (ROOT / "tests" / "__init__.py").exists()
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))  # importlib's import mode needs no more than that
+
+
+def test_tests_lie_in_the_folders_of_what_they_test() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(folders) > 15
+    assert [str(folder) for folder in folders if not (ROOT / folder).is_dir()] == []
 
 
 def test_no_file_is_longer_than_can_be_read() -> None:

@@ -14,6 +14,7 @@ from thresher.engine.config.recipe import Optim, Recipe, Sft, from_dict
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.training import sft as sft_module
 from thresher.engine.training.sft import encode_transcript
+from thresher.engine.training.train import Progress
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
@@ -125,3 +126,20 @@ def assert_same_run(one: Path, other: Path) -> None:
     first, second = what_happened(one), what_happened(other)
     assert first.keys() == second.keys()
     assert [key for key in first if first[key] != second[key]] == []
+
+
+def sampled(run: Path, step: int) -> list[dict[str, Any]]:
+    path = run / "trajectories" / f"step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Killed(BaseException):
+    """Stands for a kill: no handler of the product catches it."""
+
+
+def die_after(step: int) -> Callable[[Progress], None]:
+    def watch(progress: Progress) -> None:
+        if progress.step == step:
+            raise Killed
+
+    return watch

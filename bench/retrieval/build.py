@@ -44,8 +44,8 @@ def built(kind: Kind, vectors: VectorFile, folder: Path, seconds: float) -> Buil
     enough. RuntimeError, with its last line, when the process fails."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / RECORD).is_file():
-        told = [str(vectors.path), str(vectors.rows), str(vectors.dim), kind.name, str(folder)]
-        command = [sys.executable, "-P", "-m", "thresher.bench.retrieval.build", *told]
+        arguments = [str(vectors.path), str(vectors.rows), str(vectors.dim), kind.name, str(folder)]
+        command = [sys.executable, "-P", "-m", "thresher.bench.retrieval.build", *arguments]
         try:
             subprocess.run(command, timeout=seconds, check=True, stderr=subprocess.PIPE, text=True)
         except subprocess.TimeoutExpired:

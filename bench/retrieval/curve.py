@@ -1,12 +1,12 @@
-"""Recall against speed: what more effort brings, and what it costs.
+"""Recall against speed: what a larger search parameter (nprobe lists, or efSearch) brings, and what it costs.
 
-All efforts take turns, batch of 64 by batch of 64, with the exact searches among them, so that a busy minute of the
+All values take turns, batch of 64 by batch of 64, with the exact searches among them, so that a busy minute of the
 machine falls on all. The first batch goes up the scale and finds where to stop, at a recall of .99. Recall is counted
 over all batches.
 
-Deliberately absent: an effort between the steps, found by bisection; what is taken was measured.
+Deliberately absent: a value between the steps, found by bisection; what is chosen was measured.
 
-Shape letters: Q queries, D dimension, K hits.
+Axes: Q queries, D dimension, K hits.
 """
 
 import time
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from thresher.bench.measure import spread
-from thresher.bench.retrieval.peers import Search, Searcher, Truth, ours
+from thresher.bench.retrieval.peers import ExactAnswers, Search, Searcher, ours
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.approximate import ApproximateSearch
 from thresher.retrieval.indexes.exact import Rows
@@ -27,28 +27,28 @@ ENOUGH = 0.99
 CURVE_BATCH = 64
 SETTLE_SECONDS = 0.05
 RECALLS = (1, 5, 10)
-EFFORTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+PARAMETERS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 @dataclass(slots=True)
 class Point:
-    """An effort: ms of every batch, the rows found for all queries, and the recall by k as text."""
+    """A value of the search parameter: ms of every batch, rows found for all queries, and the recall by k as text."""
 
-    effort: int
+    parameter: int
     ms: list[float] = field(default_factory=list)
     found: list[Rows] = field(default_factory=list)
     recall: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """Points by rising effort, and the ms of the exact searches that were measured among them, by name."""
+class RecallCurve:
+    """Points by rising parameter, and the ms of the exact searches that were measured among them, by name."""
 
     points: Sequence[Point]
     exact: dict[str, list[float]]
 
     def chosen(self) -> Point | None:
-        """The least effort whose recall at 5 is at least .95; None where none is."""
+        """The least parameter whose recall at 5 is at least .95; None where none is."""
         return next((point for point in self.points if _wanted(point) >= WANTED), None)
 
     def best(self) -> float:
@@ -63,7 +63,7 @@ class Curve:
             "exact_ms": {name: spread(ms) for name, ms in self.exact.items()},
             "points": [
                 {
-                    "effort": point.effort,
+                    "effort": point.parameter,
                     "recall": point.recall,
                     "ms": spread(point.ms),
                     "speedup": fastest / spread(point.ms)["p50"],
@@ -86,7 +86,7 @@ class Rotation:
         return self._search(self._query_QD[take], self._k)
 
 
-def follow(search: ApproximateSearch, truth: Truth, peers: Sequence[Searcher], deadline: float) -> Curve:
+def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Sequence[Searcher], deadline: float) -> RecallCurve:
     """The curve of `search` over the queries of `truth`; `deadline` (time.monotonic) ends it early, with the batches
     done so far."""
     exact: dict[str, list[float]] = {peer.name: [] for peer in peers}
@@ -103,8 +103,8 @@ def follow(search: ApproximateSearch, truth: Truth, peers: Sequence[Searcher], d
             for point in points:
                 _measure(search, point, batch_QD, truth.k)
             continue
-        for effort in _efforts(search, truth.k):
-            point = Point(effort)
+        for parameter in _parameters(search, truth.k):
+            point = Point(parameter)
             _measure(search, point, batch_QD, truth.k)
             points.append(point)
             recall = truth.recall(point.found[0], min(WANTED_K, truth.k))
@@ -113,17 +113,17 @@ def follow(search: ApproximateSearch, truth: Truth, peers: Sequence[Searcher], d
     for point in points:
         row_QK = np.concatenate(point.found)
         point.recall = {str(k): truth.recall(row_QK, k) for k in RECALLS if k <= truth.k}
-    return Curve(points, exact)
+    return RecallCurve(points, exact)
 
 
-def _efforts(search: ApproximateSearch, k: int) -> list[int]:
+def _parameters(search: ApproximateSearch, k: int) -> list[int]:
     least, most = search.span(k)
     # All there is, where that is a step away.
-    return [effort for effort in EFFORTS if least <= effort < most] + ([most] if most < 2 * EFFORTS[-1] else [])
+    return [value for value in PARAMETERS if least <= value < most] + ([most] if most < 2 * PARAMETERS[-1] else [])
 
 
 def _measure(search: ApproximateSearch, point: Point, batch_QD: Vectors, k: int) -> None:
-    search.effort = point.effort
+    search.effort = point.parameter
     ms, row_QK = _timed(ours(search.top), batch_QD, k)
     point.ms.append(ms)
     point.found.append(row_QK)

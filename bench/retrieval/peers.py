@@ -9,7 +9,7 @@ Each gets queries [Q, D] and k and returns rows [Q, k], best first; the machine'
 
 Deliberately absent: other vector databases, which would need a server each.
 
-Shape letters: N vectors, Q queries, D dimension.
+Axes: N vectors, Q queries, D dimension.
 """
 
 import warnings
@@ -79,18 +79,18 @@ def ours(top: Callable[[Vectors, int], list[Found]]) -> Search:
     return search
 
 
-def bare(index: Any, name: str, effort: int) -> Search:
-    """FAISS's structure `index` alone, at the effort of that name: what it finds, ranked by its own scores."""
+def bare(index: Any, name: str, value: int) -> Search:
+    """FAISS's structure `index` without our rescoring, its parameter `name` set: what it finds, by its own scores."""
 
     def search(query_QD: Vectors, k: int) -> Rows:
-        faiss.ParameterSpace().set_index_parameter(index, name, effort)
+        faiss.ParameterSpace().set_index_parameter(index, name, value)
         found: Rows = index.search(query_QD, k)[1]
         return found
 
     return search
 
 
-class Truth:
+class ExactAnswers:
     """The exact answers to `query_QD`: rows and float64 scores [Q, k], by the engine's flat search."""
 
     def __init__(self, query_QD: Vectors, exact: Any, k: int) -> None:

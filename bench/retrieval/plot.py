@@ -1,8 +1,8 @@
 """The picture of `thresher bench retrieval`: recall against speed, a panel for each set of vectors.
 
-Every point is an effort, measured in batches of 64; the ring marks the one that is taken. Grey lines are the exact
-searches, which took their turns among the efforts. Speed is on a logarithmic scale, and so is recall, by what it leaves
-to 1.
+Every point is a value of the search parameter, measured in batches of 64; the ring marks the one that is chosen. Grey
+lines are the exact searches, which took turns with it. Speed is on a logarithmic scale, and so is recall, by what it
+leaves to 1.
 
 Deliberately absent: building and memory, which are in the rows.
 """
@@ -110,7 +110,7 @@ def _set(row: dict[str, Any]) -> str:
 
 def _foot(row: dict[str, Any]) -> str:
     return (
-        "Rings: the least effort with a recall of .95, and how much faster than the line that is. Medians.\n"
+        "Rings: the least nprobe or efSearch with recall .95, and how much faster than the line that is. Medians.\n"
         f"{row['machine']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}; torch {row['torch']},"
         f" faiss {row['faiss-cpu']}; commit {row['commit']}; load {row['load']:.1f}."
     )

@@ -1,9 +1,9 @@
 """`thresher bench retrieval`: the engine's indexes beside torch, numpy and FAISS, over 10^4 to 10^6 vectors and more.
 
-For every set of vectors (retrieval_sets.py; the smallest can be real passages): prove that the flat index and all peers
-find the same. Then for every kind: build it in a process of its own (retrieval_build.py); follow its recall from little
-effort to much, the exact searches taking their turns among the efforts; take the least effort whose recall at 5 is .95;
-and let it take turns with all peers in batches from 1 to 512. Last, a server under 64 connections.
+For every set of vectors (sets.py; the smallest can be real passages): prove that the flat index and all peers
+find the same. Then for every kind: build it in a process of its own (build.py); follow its recall as the
+search parameter (nprobe, efSearch) rises, the exact searches taking turns with it; choose the least value whose recall
+at 5 is .95; and let that take turns with all peers in batches from 1 to 512. Last, a server under 64 connections.
 
     recall      at k, against the exact answer, over 512 questions
     ratio       a peer's time by ours, of neighbouring calls
@@ -11,11 +11,11 @@ and let it take turns with all peers in batches from 1 to 512. Last, a server un
 
 What is timed is the engine's own search with all it does, the second scoring of rows in float64 included; encoding a
 question is not in it. Rows are written as they are made. The clock is looked at before each step and the build is
-stopped by it; what a budget cuts off is told. If a flat index is not exact, the command ends with status 1.
+stopped by it; what a budget cuts off is reported. If a flat index is not exact, the command ends with status 1.
 
 Deliberately absent: kinds tuned by hand, and recall of the peers, which are exact.
 
-Shape letters: N vectors, Q queries, D dimension.
+Axes: N vectors, Q queries, D dimension.
 """
 
 import math
@@ -34,7 +34,7 @@ from thresher.bench.machine import facts, memory_gib
 from thresher.bench.measure import in_turn, spread
 from thresher.bench.retrieval.build import built
 from thresher.bench.retrieval.curve import CURVE_BATCH, SETTLE_SECONDS, Rotation, follow, settle
-from thresher.bench.retrieval.peers import Search, Searcher, Truth, bare, exact_peers, ours
+from thresher.bench.retrieval.peers import ExactAnswers, Search, Searcher, bare, exact_peers, ours
 from thresher.bench.retrieval.service import measure_service, unavailable
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
 from thresher.bench.rows import append_rows, check_files
@@ -72,7 +72,7 @@ class RetrievalBench:
 
 
 @dataclass(slots=True)
-class Run:
+class BenchRun:
     """One run of the bench: where rows go, and until when."""
 
     bench: RetrievalBench
@@ -93,11 +93,11 @@ class Run:
 def run_retrieval_bench(
     bench: RetrievalBench, out: str | Path | None = None, plot: str | Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure, append the rows to `out` as they are made, draw `plot`, print tables. Returns the rows; `failure` tells
+    """Measure, append the rows to `out` as they are made, draw `plot`, print tables. Returns the rows; `failure` says
     whether an exact search was wrong."""
     check_files(out, plot)
     head = {"bench": "retrieval", **facts(("faiss-cpu", "numpy"))}
-    run = Run(bench, head, out, time.monotonic() + bench.budget, [], {})
+    run = BenchRun(bench, head, out, time.monotonic() + bench.budget, [], {})
     with TemporaryDirectory() as scratch:
         folder = Path(bench.work or scratch)
         for name, make in _sets(bench, folder, run):
@@ -135,7 +135,7 @@ def failure(rows: Sequence[dict[str, Any]]) -> str | None:
     return f"the flat index is not exact over {wrong[0]}" if wrong else None
 
 
-def _sets(bench: RetrievalBench, folder: Path, run: Run) -> list[tuple[str, Callable[[], VectorSet | None]]]:
+def _sets(bench: RetrievalBench, folder: Path, run: BenchRun) -> list[tuple[str, Callable[[], VectorSet | None]]]:
     """(name, how to make it), the real one first."""
     found: list[tuple[str, Callable[[], VectorSet | None]]] = []
     if bench.source is not None:
@@ -147,13 +147,13 @@ def _sets(bench: RetrievalBench, folder: Path, run: Run) -> list[tuple[str, Call
     return found
 
 
-def measure_set(made: VectorSet, run: Run) -> None:
+def measure_set(made: VectorSet, run: BenchRun) -> None:
     """Every row of one set of vectors."""
     rows, dim = made.vectors.rows, made.vectors.dim
     kinds = [parse_kind(name, rows, dim) for name in (FLAT, *run.bench.kinds)]
     vectors_ND = made.vectors.open()
     exact = ExactRows(vectors_ND, largest_row_norm(vectors_ND))
-    truth = Truth(made.question_QD, exact, min(K, rows))
+    truth = ExactAnswers(made.question_QD, exact, min(K, rows))
     peers = exact_peers(vectors_ND)
     wrong = {
         peer.name: reason
@@ -163,9 +163,9 @@ def measure_set(made: VectorSet, run: Run) -> None:
     if FLAT in wrong:
         run.keep({"shape": made.shape, "wrong": wrong})
         return
-    told = {"shape": made.shape, "near": made.near().round(4).tolist(), "proved": PROOF, "wrong_peers": wrong}
+    common = {"shape": made.shape, "near": made.near().round(4).tolist(), "proved": PROOF, "wrong_peers": wrong}
     if made.made == "real":
-        told["near_synthetic"] = synthetic_near(made).round(4).tolist()
+        common["near_synthetic"] = synthetic_near(made).round(4).tolist()
     peers = [peer for peer in peers if peer.name not in wrong]
     for kind in kinds:
         name = f"{kind.name} over {rows:,} x {dim} {made.made}"
@@ -180,11 +180,17 @@ def measure_set(made: VectorSet, run: Run) -> None:
             console.print(name)
             row = measure_kind(kind, made, truth, exact, peers, run, name)
             if row is not None:
-                run.keep({**told, "kind": kind.name, **row})
+                run.keep({**common, "kind": kind.name, **row})
 
 
 def measure_kind(
-    kind: Kind, made: VectorSet, truth: Truth, exact: ExactRows, peers: Sequence[Searcher], run: Run, name: str
+    kind: Kind,
+    made: VectorSet,
+    truth: ExactAnswers,
+    exact: ExactRows,
+    peers: Sequence[Searcher],
+    run: BenchRun,
+    name: str,
 ) -> dict[str, Any] | None:
     """The figures of one kind; None where the budget did not suffice for any."""
     if kind.exact:
@@ -215,32 +221,36 @@ def measure_kind(
         "curve": curve.record(),
     }
     if chosen is None:
-        run.left_out[name] = f"no effort reached the recall wanted, the best being {curve.best():.3f}"
+        run.left_out[name] = f"no search parameter reached the recall wanted, the best being {curve.best():.3f}"
         return row
-    search.effort = chosen.effort
-    row |= {"chosen": chosen.effort, "recall": chosen.recall}
-    lone = bare(index, search.candidates.effort, chosen.effort)
-    row["batches"] = _batches(ours(search.top), lone, made.question_QD, truth.k, peers, run, name)
+    search.effort = chosen.parameter
+    row |= {"chosen": chosen.parameter, "recall": chosen.recall}
+    structure_only = bare(index, search.candidates.effort, chosen.parameter)
+    row["batches"] = _batches(ours(search.top), structure_only, made.question_QD, truth.k, peers, run, name)
     return row
 
 
 def _batches(
     search: Search,
-    lone: Search | None,
+    structure_only: Search | None,
     question_QD: Vectors,
     k: int,
     peers: Sequence[Searcher],
-    run: Run,
+    run: BenchRun,
     name: str,
 ) -> dict[str, Any]:
-    """{batch: figures}: ours, FAISS's structure alone (`lone`) and the peers, taking turns."""
+    """{batch: figures}: ours, FAISS's structure alone (`structure_only`) and the peers, taking turns."""
     found: dict[str, Any] = {}
     before = 0.0
     for size in sorted(batch for batch in set(run.bench.batches) if batch <= len(question_QD)):
         if time.monotonic() + 8 * before * FEWEST >= run.deadline:
             run.left_out[f"{name}, batches of {size}"] = OUT_OF_TIME
             continue
-        searches = {"ours": search} | ({"alone": lone} if lone else {}) | {peer.name: peer.search for peer in peers}
+        searches = (
+            {"ours": search}
+            | ({"alone": structure_only} if structure_only else {})
+            | {peer.name: peer.search for peer in peers}
+        )
         calls = [Rotation(each, question_QD, size, k) for each in searches.values()]
         before = sum(1e-3 * times[0] + SETTLE_SECONDS for times in in_turn(calls, 1, CPU, settle))
         rounds = min(max(int(CELL_SECONDS / before), FEWEST), MOST)
@@ -266,7 +276,7 @@ def _batches(
     return found
 
 
-def _measure_server(run: Run, scratch: Path) -> None:
+def _measure_server(run: BenchRun, scratch: Path) -> None:
     """One row for different queries, one for repeated ones."""
     if reason := unavailable():
         run.left_out["the server"] = reason
@@ -280,13 +290,13 @@ def _measure_server(run: Run, scratch: Path) -> None:
         run.keep({"server": figures})
 
 
-def _show(run: Run) -> None:
+def _show(run: BenchRun) -> None:
     """One table of kinds, one line for each server row, and what was left out."""
     lines = [_line(row) for row in run.rows if "batches" in row]
     if lines:
         table(
             f"Search, batches of {CURVE_BATCH}: medians; speedup over the faster of torch and FAISS, both exact",
-            ("vectors", "kind", "effort", "recall@5", "build s", "RAM / vectors", "ms", "queries/s", "speedup"),
+            ("vectors", "kind", "parameter", "recall@5", "build s", "RAM / vectors", "ms", "queries/s", "speedup"),
             lines,
         )
     for row in run.rows:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from thresher.bench.retrieval.server import measure_server
+from thresher.bench.retrieval.load_generator import measure_server
 from thresher.retrieval.data.corpus import Corpus, open_corpus, read_corpus
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
@@ -89,7 +89,7 @@ def _queries(corpus: Corpus, count: int) -> list[str]:
 
 @contextmanager
 def _server(index: Path) -> Iterator[str]:
-    """The address of a server that ends with the block."""
+    """The address of a server that ends with the `with`."""
     arguments = ["serve-retriever", "--index", str(index), "--port", "0"]
     command = [sys.executable, "-P", "-m", "thresher.cli", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -98,7 +98,7 @@ def _server(index: Path) -> Iterator[str]:
             said = process.stdout.readline()
             found = re.search(r" at (http://\S+?);", said)
             if not found:
-                raise RuntimeError(f"the server did not start: {said.strip() or 'it said nothing'}")
+                raise RuntimeError(f"the server did not start: {said.strip() or 'it printed nothing'}")
             yield found[1]
         finally:
             process.terminate()

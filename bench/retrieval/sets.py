@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from thresher.bench.retrieval.vectors import World, neighbours
+from thresher.bench.retrieval.vectors import SyntheticVectors, neighbours
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.retrieval.building.grow import sample_rows
 from thresher.retrieval.data.corpus import open_corpus
@@ -72,7 +72,7 @@ class PassageSource:
 
 def synthetic_set(rows: int, dim: int, folder: Path, deadline: float) -> VectorSet | None:
     """`rows` x `dim` synthetic vectors under `folder`; None where the clock (`time.monotonic`) passes `deadline`."""
-    world = World(dim)
+    world = SyntheticVectors(dim)
     own = folder / f"synthetic-{rows}x{dim}"
     own.mkdir(parents=True, exist_ok=True)
     vectors = VectorFile(own / VECTORS_FILE, rows, dim)
@@ -89,11 +89,11 @@ def synthetic_set(rows: int, dim: int, folder: Path, deadline: float) -> VectorS
     return VectorSet(made="synthetic", vectors=vectors, question_QD=np.array(asked.open()), folder=own)
 
 
-def _joined(blocks: Iterator[Vectors]) -> Iterator[Vectors]:
+def _joined(chunks: Iterator[Vectors]) -> Iterator[Vectors]:
     """Fewer and larger ones, for each that is written waits for the disk."""
     held: list[Vectors] = []
-    for block_BD in blocks:
-        held.append(block_BD)
+    for chunk_BD in chunks:
+        held.append(chunk_BD)
         if sum(map(len, held)) >= WRITTEN:
             yield np.concatenate(held)
             held = []
@@ -130,7 +130,7 @@ def real_set(source: PassageSource, folder: Path, deadline: float) -> VectorSet 
 
 def synthetic_near(real: VectorSet) -> npt.NDArray[np.float64]:
     """What `near` would be of synthetic vectors of the same number and width."""
-    world = World(real.vectors.dim)
+    world = SyntheticVectors(real.vectors.dim)
     vectors_ND = np.concatenate(list(world.passages(real.vectors.rows)))
     return neighbours(world.questions(128, real.vectors.rows)[0], vectors_ND)
 

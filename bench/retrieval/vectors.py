@@ -17,7 +17,7 @@ makes it anew for real vectors. Distances depend on the spectrum, which is kept 
 
 Deliberately absent: near-duplicates, of which real corpora have some (they make a search easier), and text.
 
-Shape letters: N passages, Q questions, B rows of a block, D dimension, R ranks.
+Axes: N passages, Q questions, B rows of a chunk, D dimension, R ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.exact import Rows, faiss
 
-BLOCK = 4096
+CHUNK = 4096
 RANKS = (1, 5, 10, 100)
 PERCENTILES = (10, 50, 90)
 
@@ -60,7 +60,7 @@ class Law:
         return deviation_D
 
 
-class World:
+class SyntheticVectors:
     """Passages and questions of `dim` dimensions. Passage i is the same whatever else is drawn."""
 
     def __init__(self, dim: int, law: Law | None = None, seed: int = 0) -> None:
@@ -80,9 +80,9 @@ class World:
         self._tied = [self._drawn(until_V, self.law.words[-1], draw) for until_V in self._until[:-1]]
 
     def passages(self, rows: int) -> Iterator[Vectors]:
-        """The first `rows` passages in blocks, float32 [B, D] of norm 1."""
-        for start in range(0, rows, BLOCK):
-            common_BD, noise_BD = self._block(start // BLOCK)
+        """The first `rows` passages in chunks, float32 [B, D] of norm 1."""
+        for start in range(0, rows, CHUNK):
+            common_BD, noise_BD = self._chunk(start // CHUNK)
             yield _unit(common_BD + noise_BD)[: rows - start]
 
     def questions(self, count: int, rows: int) -> tuple[Vectors, Rows]:
@@ -90,24 +90,24 @@ class World:
         draw = np.random.default_rng([self.seed, 2, rows])
         gold_Q = np.sort(draw.integers(rows, size=count))
         question_QD = np.empty((count, self.dim), np.float32)
-        for block in np.unique(gold_Q // BLOCK):
-            here = np.flatnonzero(gold_Q // BLOCK == block)
-            common_BD, _ = self._block(int(block))
+        for chunk in np.unique(gold_Q // CHUNK):
+            here = np.flatnonzero(gold_Q // CHUNK == chunk)
+            common_BD, _ = self._chunk(int(chunk))
             other = np.float32(self.law.loose) * self._noise(len(here), draw)
-            question_QD[here] = _unit(common_BD[gold_Q[here] % BLOCK] + other)
+            question_QD[here] = _unit(common_BD[gold_Q[here] % CHUNK] + other)
         order = draw.permutation(count)
         return question_QD[order], gold_Q[order]
 
-    def _block(self, block: int) -> tuple[Vectors, Vectors]:
-        """What the passages of a block share with others, and their own noise, [B, D] each."""
-        draw = np.random.default_rng([self.seed, 1, block])
-        common_BD = np.repeat(self._mean_D[None], BLOCK, axis=0)
-        finest_B = self._drawn(self._until[-1], BLOCK, draw)
+    def _chunk(self, chunk: int) -> tuple[Vectors, Vectors]:
+        """What the passages of a chunk share with others, and their own noise, [B, D] each."""
+        draw = np.random.default_rng([self.seed, 1, chunk])
+        common_BD = np.repeat(self._mean_D[None], CHUNK, axis=0)
+        finest_B = self._drawn(self._until[-1], CHUNK, draw)
         common_BD += self._words[-1][finest_B]
         for word_VD, until_V, tied_V in zip(self._words, self._until, self._tied, strict=False):
-            free_B = self._drawn(until_V, BLOCK, draw)
-            common_BD += word_VD[np.where(draw.random(BLOCK) < self.law.tied, tied_V[finest_B], free_B)]
-        return common_BD, self._noise(BLOCK, draw)
+            free_B = self._drawn(until_V, CHUNK, draw)
+            common_BD += word_VD[np.where(draw.random(CHUNK) < self.law.tied, tied_V[finest_B], free_B)]
+        return common_BD, self._noise(CHUNK, draw)
 
     def _drawn(self, until_V: npt.NDArray[np.float64], count: int, draw: np.random.Generator) -> Rows:
         """`count` words of a vocabulary, by frequency."""

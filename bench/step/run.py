@@ -4,7 +4,7 @@ Both get the same model (the demo's Qwen2, random weights), the same prompts wit
 `completion` tokens a sample, the same reward, beta, learning rate and optimiser. Their steps alternate, so whatever
 else the machine does falls on both. Search is left out on both sides; TRL runs without gradient checkpointing.
 
-    rollout    sampling all completions (TRL: `_generate`, see step_trl.py)
+    rollout    sampling all completions (TRL: `_generate`, see trl.py)
     update     the rest of the step: rewards, advantages, reference log-probs, forward, backward, clip, optimiser
 
 Rates are completion tokens per second of rollout, and prompt and completion tokens per second of update. The ratio is
@@ -20,13 +20,10 @@ Axes: T packed tokens.
 
 import copy
 import json
-import random
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,8 @@ from typing import Any
 import torch
 
 from thresher.bench.machine import checkout, facts
+from thresher.bench.measure import spread
+from thresher.bench.step.setting import Seconds, Setting, StepShape, make_setting, reward_of
 from thresher.engine.config.recipe import Grpo, Optim
 from thresher.engine.console import console, table
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools
@@ -41,13 +40,8 @@ from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.rollout.samples import Job
-from thresher.engine.synthetic.random_model import END_OF_TEXT, ROUND
-from thresher.engine.synthetic.world import Size, invent, passages, questions
 from thresher.engine.training.update import Item, Updater, advantages, make_items, pack
 from thresher.kernels import token_logprobs
-from thresher.policy.config import config_from_dict
-from thresher.policy.model import Policy, init_policy
-from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
@@ -56,78 +50,6 @@ PEERS = ("trl", "none")
 WARMUP = 2  # steps of each side before the clock counts
 STOP = "</NotToBeSpelledByChance>"
 LARGEST_GAP = 1e-4  # nats, in float32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What a step consists of. Lengths in tokens; a prompt has at least `prompt` and few more."""
-
-    questions: int = 16
-    group: int = 8
-    prompt: int = 56
-    completion: int = 64
-    beta: float = 0.02
-    lr: float = 1e-5
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """One step's clock."""
-
-    rollout: float
-    total: float
-
-    @property
-    def update(self) -> float:
-        return self.total - self.rollout
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What both sides start from. The policy's config has no end of text, so that every sample has its full length."""
-
-    shape: Shape
-    tokenizer: Tokenizer
-    policy: Policy
-    questions: list[Question]
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        return [self.tokenizer.encode(question.question) for question in self.questions]
-
-    @property
-    def rollout_tokens(self) -> int:
-        return self.shape.questions * self.shape.group * self.shape.completion
-
-    @property
-    def update_tokens(self) -> int:
-        return self.rollout_tokens + self.shape.group * sum(map(len, self.prompts))
-
-
-def make_setting(shape: Shape) -> Setting:
-    """The demo's model and vocabulary, and prompts made of facts of an invented world with a question at the end."""
-    world = invent(Size(warmup_worlds=0), shape.seed).train
-    facts_of_world = [passage.text for passage in passages([world], shape.seed)]
-    tokenizer = train_bpe(facts_of_world, 800, [END_OF_TEXT])
-    config = json.loads((files("thresher.recipes") / "demo" / "config.json").read_text(encoding="utf-8"))
-    config["vocab_size"] = -(-tokenizer.vocab_size // ROUND) * ROUND
-    policy = init_policy(config_from_dict(config, "the demo's config.json").replace(eos_token_ids=()), shape.seed)
-    rng = random.Random(shape.seed)
-
-    def lengthened(question: Question) -> Question:
-        text = question.question
-        while len(tokenizer.encode(text)) < shape.prompt:
-            text = f"{rng.choice(facts_of_world)}\n{text}"
-        return replace(question, question=text)
-
-    asked = questions(world, shape.questions, 0.67, shape.seed, "bench")
-    return Setting(shape, tokenizer, policy, [lengthened(question) for question in asked])
-
-
-def reward_of(ids: Sequence[int]) -> float:
-    """The share of odd ids: cheap, and different enough within a group to give every sample an advantage."""
-    return sum(token % 2 for token in ids) / len(ids)
 
 
 class Ours:
@@ -141,7 +63,7 @@ class Ours:
         self.rollout = Rollout(
             policy,
             setting.tokenizer,
-            None,  # an episode that never searches needs no index
+            None,  # an episode that never searches needs no retriever
             system,
             Tools(system.template, 1),
             Renderer(
@@ -244,7 +166,7 @@ def run_step_bench(steps: int = 20, out: str | Path | None = None, peer: str = "
     if peer == "trl" and not all(map(find_spec, ("trl", "datasets"))):
         console.print('TRL is not installed, so ours is measured alone; pip install "thresher[bench]" brings it.')
         peer = "none"
-    setting = make_setting(Shape())
+    setting = make_setting(StepShape())
     ours = Ours(setting)
     mine: list[Seconds] = []
     others: list[Seconds] = []
@@ -328,12 +250,6 @@ def _figures(setting: Setting, steps: list[Seconds]) -> dict[str, Any]:
         "rollout_tokens_per_s": spread([setting.rollout_tokens / step.rollout for step in steps]),
         "update_tokens_per_s": spread([setting.update_tokens / step.update for step in steps]),
     }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """p20, p50 and p80, interpolated."""
-    cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
-    return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
 
 
 def _show(row: dict[str, Any]) -> None:

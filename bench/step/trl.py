@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from thresher.bench.step.run import Seconds, Setting, reward_of
+from thresher.bench.step.setting import Seconds, Setting, reward_of
 from thresher.engine.synthetic.random_model import END_OF_TEXT
 
 

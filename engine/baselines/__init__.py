@@ -1,4 +1,5 @@
 """What needs no training: ways to get an answer out of any instruct model, to stand beside the trained systems.
+Comes in: engine/config, engine/episode.py, engine/systems, retrieval/data, retrieval/questions.py, rewards.
 
 Each is a System like those of `thresher.engine.systems`, one file each: `Options` (a frozen dataclass of its switches)
 and `system(options) -> System`. They share a reward, the exact match of the final answer, and an option `examples`, a

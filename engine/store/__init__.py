@@ -1,1 +1,3 @@
-"""engine/store"""
+"""What a run leaves on the disk: its folder, metrics, checkpoints and the journal of trajectories.
+Comes in: engine/config, policy, retrieval/data, rewards.
+"""

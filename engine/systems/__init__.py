@@ -1,5 +1,9 @@
-"""One file per paper. A system module has `Options` (a frozen dataclass of its switches) and `system(options) ->
-System`; so has a user's own system, a file that is named by its path where others are named by name."""
+"""One file per paper.
+Comes in: engine/config, engine/episode.py, retrieval/questions.py, rewards, rewards/papers.
+
+A system module has `Options` (a frozen dataclass of its switches) and `system(options) -> System`;
+so has a user's own system, a file that is named by its path where others are named by name.
+"""
 
 import sys
 from collections.abc import Callable, Mapping

@@ -1,4 +1,5 @@
 """The question sets of the field, each in the files it is published in, turned into one `Question` record.
+Comes in: retrieval/data, retrieval/questions.py, rewards.
 
 `containers` yields the records of a file, whatever it is made of; `row` is what a reader sees of one record;
 `multihop`, `short` and `results` hold the readers; `flavours` is the table of them, and tells which a file looks like;

@@ -1,1 +1,3 @@
-"""rewards/papers"""
+"""Each paper's reward, as printed and as coded.
+Comes in: rewards.
+"""

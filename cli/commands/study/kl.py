@@ -1,4 +1,4 @@
-"""`thresher study kl`: the estimators of the KL term. The study is bench/studies/kl.py."""
+"""`thresher study kl`: the estimators of the KL term. The study is bench/studies/kl/run.py."""
 
 import argparse
 from pathlib import Path
@@ -19,6 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.studies.kl import run_study
+    from thresher.bench.studies.kl.run import run_study
 
     run_study(Path(options.out), options.start, options.steps, options.seeds, options.run_command)

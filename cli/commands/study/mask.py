@@ -1,4 +1,4 @@
-"""`thresher study mask`: what to do with retrieved tokens in the loss. The study is bench/studies/mask.py."""
+"""`thresher study mask`: what to do with retrieved tokens in the loss. The study is bench/studies/mask/run.py."""
 
 import argparse
 from pathlib import Path
@@ -22,6 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.studies.mask import run_study
+    from thresher.bench.studies.mask.run import run_study
 
     run_study(Path(options.out), options.run, options.seed, options.repeats, options.limit, options.device)

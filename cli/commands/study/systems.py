@@ -1,4 +1,4 @@
-"""`thresher study systems`: does every system learn? The study is bench/studies/systems.py."""
+"""`thresher study systems`: does every system learn? The study is bench/studies/systems/run.py."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.studies.systems import SYSTEMS, run_study
+    from thresher.bench.studies.systems.run import SYSTEMS, run_study
 
     names = options.system or SYSTEMS
     run_study(Path(options.out), names, options.seeds, options.controls, options.set, options.run_command)

@@ -12,8 +12,8 @@ import pytest
 from thresher.bench.retrieval import run as bench_module
 from thresher.bench.retrieval import service as retrieval_service
 from thresher.bench.retrieval.build import RECORD, built
-from thresher.bench.retrieval.curve import Curve, Point, Rotation, follow
-from thresher.bench.retrieval.peers import Searcher, Truth, bare, exact_peers, ours
+from thresher.bench.retrieval.curve import Point, RecallCurve, Rotation, follow
+from thresher.bench.retrieval.peers import ExactAnswers, Searcher, bare, exact_peers, ours
 from thresher.bench.retrieval.plot import draw
 from thresher.bench.retrieval.run import OUT_OF_TIME, RetrievalBench, failure, read_source, run_retrieval_bench
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_set
@@ -42,11 +42,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> VectorSet:
 
 
 @pytest.fixture(scope="module")
-def truth(made: VectorSet) -> Truth:
-    return Truth(made.question_QD, ExactRows(made.vectors.open()), 10)
+def truth(made: VectorSet) -> ExactAnswers:
+    return ExactAnswers(made.question_QD, ExactRows(made.vectors.open()), 10)
 
 
-def test_peers_are_exact_and_who_is_not_is_found_out(made: VectorSet, truth: Truth) -> None:
+def test_peers_are_exact_and_who_is_not_is_found_out(made: VectorSet, truth: ExactAnswers) -> None:
     peers = exact_peers(made.vectors.open())
     assert [peer.name for peer in peers] == ["torch", "numpy", "FAISS"]
     for peer in peers:
@@ -68,7 +68,7 @@ def test_peers_are_exact_and_who_is_not_is_found_out(made: VectorSet, truth: Tru
     assert "different rows" in str(truth.wrong(too_few, 8))
 
 
-def test_recall_counts_what_was_found(made: VectorSet, truth: Truth) -> None:
+def test_recall_counts_what_was_found(made: VectorSet, truth: ExactAnswers) -> None:
     row_QK = exact_peers(made.vectors.open())[0].search(made.question_QD, 11)
     assert truth.recall(row_QK[:, :10], 10) == truth.recall(row_QK[:, ::-1][:, 1:], 10) == 1
     assert truth.recall(row_QK[:, 1:], 1) == 0
@@ -77,7 +77,7 @@ def test_recall_counts_what_was_found(made: VectorSet, truth: Truth) -> None:
 
 
 @pytest.mark.parametrize("name", ["IVF16,Flat", "HNSW8", "PCA18,HNSW8", "PCA18,HNSW8_SQ8", "PCA18,IVF16,Flat"])
-def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: Truth, tmp_path: Path, name: str) -> None:
+def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: ExactAnswers, tmp_path: Path, name: str) -> None:
     kind = parse_kind(name, N, D)
     index = grow(kind, made.vectors, tmp_path, lambda *_: None)
     search = ApproximateSearch(
@@ -88,19 +88,19 @@ def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: Truth, tmp_path
     assert chosen is not None and chosen.recall["5"] >= 0.95 and all(len(point.ms) == 8 for point in curve.points)
     recalls = [point.recall["5"] for point in curve.points]
     assert recalls == sorted(recalls) and all(recall < 0.95 for recall in recalls[: curve.points.index(chosen)])
-    search.effort = chosen.effort
+    search.effort = chosen.parameter
     assert truth.recall(ours(search.top)(made.question_QD, 10), 5) == chosen.recall["5"]
     recorded = curve.record()
-    assert [point["effort"] for point in recorded["points"]] == [point.effort for point in curve.points]
+    assert [point["effort"] for point in recorded["points"]] == [point.parameter for point in curve.points]
     assert set(recorded["exact_ms"]) == {"torch"}
-    alone = bare(index, search.candidates.effort, search.candidates.most)
+    structure_only = bare(index, search.candidates.effort, search.candidates.most)
     if "PCA" not in name:
-        assert truth.recall(alone(made.question_QD, 10), 10) > 0.99
+        assert truth.recall(structure_only(made.question_QD, 10), 10) > 0.99
 
 
 def test_a_curve_that_never_gets_there_says_so() -> None:
     points = [Point(1, [1.0], [], {"5": 0.2}), Point(2, [2.0], [], {"5": 0.7})]
-    assert Curve(points, {}).chosen() is None and Curve(points, {}).best() == 0.7
+    assert RecallCurve(points, {}).chosen() is None and RecallCurve(points, {}).best() == 0.7
 
 
 def test_a_rotation_asks_for_every_query_in_turn() -> None:
@@ -180,9 +180,17 @@ def test_a_flat_index_that_is_wrong_ends_with_status_1(
     assert "the flat index is not exact over 300 vectors: query 0: a score is off by" in str(ended.value.code)
 
 
-def test_a_wrong_peer_is_named_and_left_out(made: VectorSet, truth: Truth) -> None:
+def test_a_wrong_peer_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: VectorSet, truth: ExactAnswers
+) -> None:
     liar = Searcher("liar", "1", lambda query_QD, k: np.tile(np.arange(k), (len(query_QD), 1)))
     assert "a score is off by" in str(truth.wrong(liar.search, 4))
+    monkeypatch.setattr(bench_module, "exact_peers", lambda vectors_ND: [liar, *exact_peers(vectors_ND)])
+    command = ["bench", "retrieval", "--sizes", "300", "--dim", "8", "--kinds", "hnsw", "--batches", "64"]
+    assert run([*command, "--server", "0", "--out", str(tmp_path / "rows.jsonl")]) == 0
+    for row in rows_of(tmp_path / "rows.jsonl"):
+        assert list(row["wrong_peers"]) == ["liar"] and "a score is off by" in row["wrong_peers"]["liar"]
+        assert set(row["batches"]["64"]["peers"]) == {"torch", "numpy", "FAISS"}
 
 
 def test_real_passages_are_drawn_encoded_once_and_bound_to_their_source(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
     assert len(seen) > 55 and len(skipped) < 20
 
 
-def test_the_digest_is_stable_and_tells_types_apart() -> None:
+def test_the_digest_is_stable_and_distinguishes_types() -> None:
     recipe = Recipe(model=Model(path="m"), system=System(name="s", options={"a": 1, "b": 2}))
     reordered = Recipe(model=Model(path="m"), system=System(name="s", options={"b": 2, "a": 1}))
     as_bool = Recipe(model=Model(path="m"), system=System(name="s", options={"a": True, "b": 2}))

@@ -108,7 +108,9 @@ def test_a_branch_knows_only_its_context(
         torch.testing.assert_close(torch.tensor(one.policy_logprobs()), fresh, rtol=0, atol=1e-5)
 
 
-def test_branches_repeat_bit_for_bit_alone_and_in_a_crowd(tiny_rollout: Make, tiny_tokenizer: Tokenizer) -> None:
+def test_branches_are_independent_of_batch_composition_bit_for_bit(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer
+) -> None:
     """Turns end at letters that random weights soon write, so that branches are reached without a script."""
 
     def soon(question: Question, tools: Any) -> Any:
@@ -131,10 +133,10 @@ def test_branches_repeat_bit_for_bit_alone_and_in_a_crowd(tiny_rollout: Make, ti
             for name, branch in trajectory.branches.items()
         ]
 
-    crowd = record(tiny_rollout(system).run(jobs, 1.0))
-    alone = tiny_rollout(system, max_running=1)
-    assert len(crowd) >= 8 and len({len(entry[1][1]) for entry in crowd}) > 2
-    assert record([alone.run([job], 1.0)[0] for job in jobs]) == crowd
+    batch = record(tiny_rollout(system).run(jobs, 1.0))
+    single = tiny_rollout(system, max_running=1)
+    assert len(batch) >= 8 and len({len(entry[1][1]) for entry in batch}) > 2
+    assert record([single.run([job], 1.0)[0] for job in jobs]) == batch
 
 
 def test_a_branch_without_room_is_counted_and_left_out(

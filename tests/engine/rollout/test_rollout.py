@@ -1,5 +1,5 @@
-"""Rollouts of a tiny policy: the same bits alone and in a crowd, and exact tokens. Where a test needs to know what the
-policy writes, `script` puts the words in its mouth."""
+"""Rollouts of a tiny policy: independent of batch composition to the bit, and exact tokens. Where a test needs to know
+what the policy writes, `script` forces the ids."""
 
 from typing import Any
 
@@ -22,19 +22,21 @@ def policy_text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(s.ids) for s in trajectory.segments if s.source is Source.POLICY]
 
 
-# --- The same bits, whatever the company
+# --- Independent of batch composition
 
 
-def test_alone_and_in_a_crowd_bit_for_bit(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+def test_samples_are_independent_of_batch_composition_bit_for_bit(
+    tiny_rollout: Make, tiny_questions: list[Question]
+) -> None:
     jobs = make_jobs(tiny_questions)
-    crowd_run = tiny_rollout()
-    crowd = crowd_run.run(jobs, 1.0)
-    # The crowd is worth the name: it searches, goes on after a search, ends in several ways and at different times.
-    assert crowd_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in crowd}) > 20
-    assert len({trajectory.reason for trajectory in crowd}) >= 3
-    alone_run = tiny_rollout(max_running=1)
-    for job, together in zip(jobs, crowd, strict=True):
-        assert record(alone_run.run([job], 1.0)[0]) == record(together)
+    batched_run = tiny_rollout()
+    batch = batched_run.run(jobs, 1.0)
+    # The batch is a mixed one: it searches, goes on after a search, ends in several ways and at different times.
+    assert batched_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in batch}) > 20
+    assert len({trajectory.reason for trajectory in batch}) >= 3
+    single_run = tiny_rollout(max_running=1)
+    for job, together in zip(jobs, batch, strict=True):
+        assert record(single_run.run([job], 1.0)[0]) == record(together)
 
 
 def babble(question: Question, tools: Any) -> Any:
@@ -57,7 +59,7 @@ def babble(question: Question, tools: Any) -> Any:
     ids=["one head", "5 to 1", "7 to 1", "6 to 2"],
 )
 @pytest.mark.parametrize("threads", [1, 3])
-def test_alone_and_in_a_crowd_with_other_heads(
+def test_samples_are_independent_of_batch_composition_with_other_heads(
     heads: int, kv_heads: int, dim: int, threads: int, tiny_policy: Policy, tiny_rollout: Make, tiny_questions: Any
 ) -> None:
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * dim}
@@ -67,11 +69,11 @@ def test_alone_and_in_a_crowd_with_other_heads(
     torch.set_num_threads(threads)
     try:
         run = tiny_rollout(system_of(babble), policy=policy, max_turns=6)
-        crowd = run.run(jobs, 1.0)
-        assert run.clock.search_queries > 1 and len({len(t) for t in crowd}) > 5
-        alone = tiny_rollout(system_of(babble), policy=policy, max_turns=6, max_running=1)
-        for job, together in zip(jobs, crowd, strict=True):
-            assert record(alone.run([job], 1.0)[0]) == record(together)
+        batch = run.run(jobs, 1.0)
+        assert run.clock.search_queries > 1 and len({len(t) for t in batch}) > 5
+        single = tiny_rollout(system_of(babble), policy=policy, max_turns=6, max_running=1)
+        for job, together in zip(jobs, batch, strict=True):
+            assert record(single.run([job], 1.0)[0]) == record(together)
     finally:
         torch.set_num_threads(before)
 

@@ -111,12 +111,12 @@ def test_long_inputs_enter_in_chunks(
     jobs = make_jobs(tiny_questions[:6], samples=2)
     whole = tiny_rollout().run(jobs, 1.0)
     monkeypatch.setattr(kv_cache_module, "CHUNK", chunk)
-    run, alone = tiny_rollout(max_running=9), tiny_rollout(max_running=1)
-    crowd = run.run(jobs, 1.0)
-    assert_logprobs_match(run, crowd, 1.0, 1e-4)
-    assert [t.ids() for t in crowd] == [t.ids() for t in whole]
-    for job, together in list(zip(jobs, crowd, strict=True))[::3]:
-        assert record(alone.run([job], 1.0)[0]) == record(together)
+    run, single = tiny_rollout(max_running=9), tiny_rollout(max_running=1)
+    batch = run.run(jobs, 1.0)
+    assert_logprobs_match(run, batch, 1.0, 1e-4)
+    assert [t.ids() for t in batch] == [t.ids() for t in whole]
+    for job, together in list(zip(jobs, batch, strict=True))[::3]:
+        assert record(single.run([job], 1.0)[0]) == record(together)
 
 
 def test_all_searches_of_a_step_are_one_call(

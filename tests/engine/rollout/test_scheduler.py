@@ -19,23 +19,23 @@ def make_groups(prompts: list[int], members: list[int]) -> list[Group]:
     ]
 
 
-class House:
+class Simulation:
     """What the rollout does with the pool: a prompt per group, a fork per sample, growth up to the context."""
 
     def __init__(self, groups: list[Group], num_blocks: int, page_size: int, max_running: int, context: int) -> None:
         self.pool = BlockPool(num_blocks, page_size)
         self.scheduler = Scheduler(groups, self.pool, max_running, context)
         self.max_running, self.context = max_running, context
-        self.openings: dict[int, BlockTable] = {}
+        self.prompts: dict[int, BlockTable] = {}
         self.samples: list[tuple[Group, int, BlockTable]] = []
         self.started: list[tuple[int, int]] = []
 
     def admit(self) -> None:
         for group, member in self.scheduler.admit():
-            if group.number not in self.openings:
-                self.openings[group.number] = BlockTable()
-                self.pool.extend(self.openings[group.number], group.prompt_tokens)
-            self.samples.append((group, member, self.pool.fork(self.openings[group.number])))
+            if group.number not in self.prompts:
+                self.prompts[group.number] = BlockTable()
+                self.pool.extend(self.prompts[group.number], group.prompt_tokens)
+            self.samples.append((group, member, self.pool.fork(self.prompts[group.number])))
             self.started.append((group.number, member))
 
     def grow(self, rng: Random) -> None:
@@ -51,7 +51,7 @@ class House:
             last = self.scheduler.finish(group, member)
             assert last == group.done
             if last:
-                self.pool.release(self.openings.pop(group.number))
+                self.pool.release(self.prompts.pop(group.number))
             self.check()
 
     def check(self) -> None:
@@ -70,21 +70,23 @@ def test_promises_are_kept_and_everybody_finishes_in_turn(data: st.DataObject) -
     # From the least that is not refused to plenty.
     least = max(-(-context // page) - prompt // page + -(-prompt // page) for prompt in prompts)
     blocks = 1 + least + data.draw(st.integers(0, 40), label="spare blocks")
-    house = House(make_groups(prompts, members), blocks, page, data.draw(st.integers(1, 8), label="running"), context)
+    simulation = Simulation(
+        make_groups(prompts, members), blocks, page, data.draw(st.integers(1, 8), label="running"), context
+    )
     rng = Random(data.draw(st.integers(0, 999), label="seed"))
     rounds = 0
-    while not house.scheduler.idle:
+    while not simulation.scheduler.idle:
         rounds += 1
-        house.admit()
-        assert house.samples, "nobody runs and nobody may start"
-        house.check()
-        house.grow(rng)
-        house.check()
-        house.finish(rng)
-    assert house.started == [(group, member) for group, count in enumerate(members) for member in range(count)]
+        simulation.admit()
+        assert simulation.samples, "nobody runs and nobody may start"
+        simulation.check()
+        simulation.grow(rng)
+        simulation.check()
+        simulation.finish(rng)
+    assert simulation.started == [(group, member) for group, count in enumerate(members) for member in range(count)]
     assert rounds <= sum(members)
-    assert house.scheduler.promised == house.scheduler.running == 0
-    assert house.pool.free == blocks - 1
+    assert simulation.scheduler.promised == simulation.scheduler.running == 0
+    assert simulation.pool.free == blocks - 1
 
 
 def started(scheduler: Scheduler) -> list[tuple[int, int]]:

@@ -151,15 +151,17 @@ def test_eviomnis_three_answers_and_lengths_in_words(tmp_path: Path) -> None:
     assert narrow["parts"]["answer"] == 1
 
 
-def test_answers_and_stored_branches_are_one_thing_told_twice(tmp_path: Path) -> None:
+def test_answers_and_stored_branches_are_one_thing_stored_twice(tmp_path: Path) -> None:
     stored = {
         name: [segment("prompt", "Paris <answer>"), segment("policy", text)]
         for name, text in EVIOMNI["answers"].items()
     }
-    told = {key: value for key, value in EVIOMNI.items() if key != "answers"} | {"branches": stored}
-    assert score(tmp_path, "eviomni", told) == score(tmp_path, "eviomni", EVIOMNI)
+    record = {key: value for key, value in EVIOMNI.items() if key != "answers"} | {"branches": stored}
+    assert score(tmp_path, "eviomni", record) == score(tmp_path, "eviomni", EVIOMNI)
     # The context of a branch is not the policy's, whatever it holds.
-    faked = told | {"branches": {"evidence": [segment("prompt", "<answer>Paris</answer>"), segment("policy", "Rome")]}}
+    faked = record | {
+        "branches": {"evidence": [segment("prompt", "<answer>Paris</answer>"), segment("policy", "Rome")]}
+    }
     assert score(tmp_path, "eviomni", faked)[0]["parts"]["answer_evidence"] == 0
 
 
@@ -222,7 +224,7 @@ def test_without_a_note_there_is_nothing_to_entail(tmp_path: Path) -> None:
     assert entry["reward"] == 0 and entry["parts"]["answer"] == 1
 
 
-def test_the_lot_falls_by_id_and_text(tmp_path: Path) -> None:
+def test_the_draw_depends_on_id_and_text(tmp_path: Path) -> None:
     """FS+SR gives .1 to one noted wrong answer in three, the same one whenever it is asked."""
     wrong = [NOTED | {"id": number, "golden_answers": ["Rome"]} for number in range(60)]
     rewards = [entry["reward"] for entry in score(tmp_path, "evinote", *wrong, options={"variant": "FS+SR"})]
@@ -329,22 +331,22 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "told"), BAD)
+@pytest.mark.parametrize(("bad", "expected"), BAD)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, bad: Any, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, bad: Any, expected: str
 ) -> None:
     line = bad if isinstance(bad, bytes) else (bad if isinstance(bad, str) else json.dumps(bad)).encode()
     (tmp_path / "in.jsonl").write_bytes(json.dumps(transcript(RIGHT)).encode() + b"\n" + line + b"\n")
     command = ["score", "--system", system, "--transcripts", str(tmp_path / "in.jsonl")]
     assert cli.run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("thresher: ") and message.count("\n") == 1 and told in message
+    assert message.startswith("thresher: ") and message.count("\n") == 1 and expected in message
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(
-    ("system", "options", "record", "told"),
+    ("system", "options", "record", "expected"),
     [
         ("evinote", {}, NOTED, "in.jsonl:1: evinote is rewarded for entailment, and no judge is asked here; add"),
         ("evinote", {"variant": "FS+EQR"}, NOTED, "in.jsonl:1: evinote is rewarded for entailment"),
@@ -352,10 +354,10 @@ def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
     ],
 )
 def test_a_judges_word_that_is_missing(
-    tmp_path: Path, system: str, options: dict[str, str], record: dict[str, Any], told: str
+    tmp_path: Path, system: str, options: dict[str, str], record: dict[str, Any], expected: str
 ) -> None:
     write(tmp_path / "in.jsonl", record)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=expected):
         score_file(system, options, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
@@ -379,7 +381,7 @@ def test_nothing_to_rate_leaves_an_older_file_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "options", "told"),
+    ("system", "options", "expected"),
     [
         ("evalrar", {}, "system 'evalrar' is unknown; did you mean eval_rar?"),
         ("eval_rar", {"substrings": True}, r"\[system.options\]: substrings: unknown key; did you mean substring\?"),
@@ -388,10 +390,10 @@ def test_nothing_to_rate_leaves_an_older_file_as_it_was(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_system_or_switch_is_refused(
-    tmp_path: Path, system: str, options: dict[str, Any], told: str
+    tmp_path: Path, system: str, options: dict[str, Any], expected: str
 ) -> None:
     write(tmp_path / "in.jsonl", transcript(RIGHT))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=expected):
         score_file(system, options, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 

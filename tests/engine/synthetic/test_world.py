@@ -173,7 +173,7 @@ def test_files_are_what_the_readers_read(files: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_order_of_passages_tells_nothing(worlds: Worlds) -> None:
+def test_the_order_of_passages_carries_no_information(worlds: Worlds) -> None:
     order = passages([worlds.train, worlds.test], 0)
     assert [passage.id for passage in order] == [str(number) for number in range(len(order))]
     held_out = [passage.title.split(",")[0] in worlds.test.kinds for passage in order]
@@ -260,4 +260,4 @@ def test_copied_ranges_are_whole_tokens(files: Path) -> None:
         names = [
             segment["text"][start:end] for segment in record["segments"] for start, end in segment.get("copied", ())
         ]
-        assert tokenizer.decode([found.ids[row] for row in found.copied]) == "".join(names)
+        assert names and tokenizer.decode([found.ids[row] for row in found.copied]) == "".join(names)

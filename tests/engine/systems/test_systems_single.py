@@ -253,6 +253,7 @@ def test_every_system_runs_in_a_rollout(
     judges = Judges(entailment=LexicalJudge())
     judged = judge([job.question for job in jobs], trajectories, system, run.tokenizer, judges)
     check_all(judged, run.tokenizer, system.tags, run.limits.max_context)
+    assert len(judged) == len(jobs)
     assert all(entry.trajectory.reason and entry.result.reward >= 0 for entry in judged)
 
 

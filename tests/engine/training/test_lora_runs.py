@@ -1,5 +1,5 @@
 """Training adapters: the gradient of a dense computation, a reference that is the base to the bit without a second
-model, the same bits in any company, and a killed run that goes on as if nothing had happened."""
+model, batch-invariant, and a killed run that goes on as if nothing had happened."""
 
 import json
 from collections.abc import Callable
@@ -174,7 +174,7 @@ def record(trajectory: Trajectory) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("rank", "width", "threads"), [(8, 32, 1), (3, 24, 3)])
-def test_alone_and_in_a_crowd_bit_for_bit(
+def test_samples_are_independent_of_batch_composition_bit_for_bit(
     rank: int,
     width: int,
     threads: int,
@@ -182,7 +182,7 @@ def test_alone_and_in_a_crowd_bit_for_bit(
     tiny_rollout: Callable[..., Any],
     tiny_questions: list[Question],
 ) -> None:
-    """Rank 3 on three threads is where an unpadded product gives a row other bits in company."""
+    """Rank 3 on three threads is where an unpadded product is not batch-invariant."""
     taught = make_tiny_policy()
     policy = taught if width == 32 else init_policy(taught.config.replace(hidden_size=width), 0)
     adapted(policy, rank=rank, spread=0.05)
@@ -190,15 +190,15 @@ def test_alone_and_in_a_crowd_bit_for_bit(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        crowd = tiny_rollout(policy=policy).run(jobs, 1.0)
-        assert len({len(trajectory) for trajectory in crowd}) > 5
-        alone = tiny_rollout(policy=policy, max_running=1)
-        for job, together in list(zip(jobs, crowd, strict=True))[::3]:
-            assert record(alone.run([job], 1.0)[0]) == record(together)
+        batch = tiny_rollout(policy=policy).run(jobs, 1.0)
+        assert len({len(trajectory) for trajectory in batch}) > 5
+        single = tiny_rollout(policy=policy, max_running=1)
+        for job, together in list(zip(jobs, batch, strict=True))[::3]:
+            assert record(single.run([job], 1.0)[0]) == record(together)
     finally:
         torch.set_num_threads(before)
-    vocab = alone.tokenizer.vocab_size
-    for trajectory in crowd:  # what was recorded is what the update will compute
+    vocab = single.tokenizer.vocab_size
+    for trajectory in batch:  # what was recorded is what the update will compute
         rows = torch.tensor(trajectory.policy_rows())
         logits = policy.logits(torch.tensor(trajectory.ids()))[rows - 1, :vocab]
         ids = torch.tensor(trajectory.ids())[rows]
@@ -303,11 +303,11 @@ def test_a_checkpoint_is_an_ordinary_model_of_base_and_adapters(
     assert torch.equal(untouched["model.embed_tokens.weight"], hf_views(base)["model.embed_tokens.weight"])
     moments = load_file(folder / "optimizer.safetensors")
     assert moments and all(".adapters." in name for name in moments)
-    for changes, told in (
+    for changes, message in (
         ({"rank": 5}, r"r is 4, the recipe's \[lora\] says 5"),
         ({"seed": 5}, "lora.seed is 3, not 5"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             train(make_recipe(lora=changes), tmp_path / "run", resume=True)
 
 

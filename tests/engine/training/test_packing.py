@@ -131,7 +131,7 @@ def test_rows_are_the_policys_tokens_and_no_others() -> None:
     assert batch.advantages_R.tolist() == [1, 1, 1, 1, -1, -1]
 
 
-def test_packed_rows_have_the_log_probs_of_their_sequence_alone(tiny_policy: Policy) -> None:
+def test_packed_rows_have_the_log_probs_of_their_sequence_unpacked(tiny_policy: Policy) -> None:
     generator = torch.Generator().manual_seed(0)
     made = []
     for length in (31, 2, 17, 17, 5):

@@ -139,12 +139,12 @@ def test_a_malformed_transcript_is_named_by_its_line(
     assert "'segments'" in message
 
 
-@pytest.mark.parametrize(("content", "told"), [("{\n", ":1: not valid JSON"), ("\n", ": holds no transcript")])
+@pytest.mark.parametrize(("content", "expected"), [("{\n", ":1: not valid JSON"), ("\n", ": holds no transcript")])
 def test_a_file_without_transcripts_is_refused(
-    tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer, content: str, told: str
+    tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer, content: str, expected: str
 ) -> None:
     (tmp_path / "transcripts.jsonl").write_text(content)
-    with pytest.raises(UserError, match=f"transcripts.jsonl{told}"):
+    with pytest.raises(UserError, match=f"transcripts.jsonl{expected}"):
         read_transcripts(tmp_path / "transcripts.jsonl", tiny_tokenizer, renderer, TEMPLATE)
 
 

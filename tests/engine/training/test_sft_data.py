@@ -100,7 +100,7 @@ def test_passages_and_questions_stay_data(renderer: Renderer, tiny_tokenizer: To
     assert tiny_tokenizer.added_tokens["<|im_end|>"] not in found.ids
 
 
-def test_prompts_whose_passages_are_cut_are_told(
+def test_prompts_whose_passages_are_cut_are_reported(
     renderer: Renderer, tiny_tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = Question("long", "Who?", ("Mia Noor",), {}, (Passage("a", "", "word " * 60), Passage("b", "", "Mia Noor.")))
@@ -211,7 +211,7 @@ def test_a_template_of_ones_own(questions: Path, tmp_path: Path, renderer: Rende
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--kind", "reasoning", "--answer", "plain"], "--template and --answer are not for reasoning"),
         (["--kind", "qa", "--model", "m"], "a record of kind qa has none"),
@@ -220,10 +220,10 @@ def test_a_template_of_ones_own(questions: Path, tmp_path: Path, renderer: Rende
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
-    arguments: list[str], told: str, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         data_sft(*arguments, "--questions", str(questions), "--out", str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
 
@@ -310,7 +310,7 @@ def test_sft_of_adapters_on_questions(tiny_model_folder: Path, questions: Path, 
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({}, "expected either transcripts or data, questions, got neither"),
         ({"transcripts": "t", "data": "d"}, "expected either transcripts or data, questions, got both"),
@@ -318,8 +318,8 @@ def test_sft_of_adapters_on_questions(tiny_model_folder: Path, questions: Path, 
         ({"data": "d", "format": "chat"}, "expected"),
     ],
 )
-def test_a_section_that_contradicts_itself_is_refused(keys: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_section_that_contradicts_itself_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         Sft(**keys)
 
 

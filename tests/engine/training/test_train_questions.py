@@ -1,7 +1,30 @@
-"""What a step of training is given: its questions and its seeds."""
+"""What a run is given: questions, their passages and seeds; what does not fit is refused before there is a folder."""
 
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from train_cases import (
+    NAMES,
+    metrics,
+    sampled,
+    single_threaded,
+)
+
+from thresher.engine.assemble import load_questions
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.systems import load_system
 from thresher.engine.training.step import questions_of_step, seed_of
+from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
 
 
 def test_questions_of_a_step_come_once_in_every_pass() -> None:
@@ -19,3 +42,67 @@ def test_seeds_are_the_same_on_every_machine() -> None:
     assert seed_of(0, 1, 2, 3) == 3252311618909706447
     assert len({seed_of(*parts) for parts in ((1, 2), (2, 1), (12,), ("1", 2), (1, 2, 0))}) == 5
     assert all(0 <= seed_of(number) < 2**63 for number in range(100))
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_there_is_a_folder(
+    tmp_path: Path, make_recipe: Callable[..., Recipe]
+) -> None:
+    lines = [{"id": "short", "question": "Who?", "golden_answers": ["Anna"]}]
+    lines.append({"id": "long", "question": "Who knows " * 200 + "?", "golden_answers": ["Anna"]})
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("train", "dev"):
+        recipe = make_recipe(data={name: str(tmp_path / "questions.jsonl")})
+        with pytest.raises(UserError, match=r"question long: its prompt of .* a context of 240"):
+            train(recipe, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
+
+
+def marked(path: Path, *gold_indices: list[int] | None) -> Path:
+    """Questions with two passages each, of which they say that these are gold."""
+    passages = [{"title": name, "text": f"{name} is the mayor."} for name in NAMES[:2]]
+    asked = {"question": "Who?", "golden_answers": NAMES[:1], "passages": passages}
+    path.write_text("".join(json.dumps(asked | {"gold_indices": indices}) + "\n" for indices in gold_indices))
+    return path
+
+
+def test_arena_is_not_trained_where_no_question_knows_its_gold_passages(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
+    arena = {"name": "arena", "template": str(tmp_path / "prompt.txt")}
+    none, some = marked(tmp_path / "none.jsonl", None, None), marked(tmp_path / "some.jsonl", None, [1], [])
+    with pytest.raises(UserError, match=r"none.jsonl: no question tells .* arena .* give questions with passages and"):
+        train(make_recipe(system=arena, data={"train": str(none), "dev": None}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    # The same reward on the same questions, but for a system that does not ask.
+    load_questions(make_recipe(data={"train": str(none), "dev": str(none)}), load_system("naive_grpo", {}))
+    assert capsys.readouterr().out == ""
+    recipe = make_recipe(system=arena, data={"train": str(some), "dev": str(none)})
+    asked = load_questions(recipe, load_system("arena", {}))
+    assert [len(questions) for questions in asked] == [3, 2]
+    first, second = capsys.readouterr().out.splitlines()
+    assert f"{some}: 1 of 3 questions do not tell" in first and f"{none}: 2 of 2 questions do not tell" in second
+
+
+def test_cut_passages_are_reported_once_counted_and_stored_as_shown(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
+    passages = [{"title": "", "text": f"{name} is the mayor. " * 8} for name in NAMES[:2]]
+    asked = {"question": "Who?", "golden_answers": NAMES[:1], "passages": passages}
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(asked | {"id": str(n)}) + "\n" for n in range(2)))
+    recipe = make_recipe(
+        system={"name": "naive_grpo", "template": str(tmp_path / "prompt.txt")},
+        data={"train": str(tmp_path / "q.jsonl"), "dev": str(tmp_path / "q.jsonl")},
+        rollout={"questions_per_step": 1, "group_size": 2},
+        run={"steps": 2, "eval_every": None},
+    )
+    train(recipe, tmp_path / "run")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("raise rollout.max_passage_tokens") == 1
+    assert "train: 2 of 2 questions had passages cut to 40 tokens" in printed  # of the evaluation before the first step
+    assert [record.get("eval", record)["cut_passages"] for record in metrics(tmp_path / "run")] == [4, 2, 2, 4]
+    for entry in sampled(tmp_path / "run", 1):
+        texts = [passage["text"] for passage in entry["passages"]]
+        assert entry["segments"][0]["text"] == f"Who? {texts[0]}\n{texts[1]}\n"
+        assert all(whole["text"].startswith(text) for whole, text in zip(passages, texts, strict=True))

@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-class Behind:
+class IndexServer:
     """An index behind a URL, as a process that can be killed and started again at the same address."""
 
     def __init__(self, index: Path) -> None:
@@ -59,10 +59,10 @@ class Behind:
 
 
 @pytest.fixture
-def behind(tiny_index_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Behind]:
+def index_server(tiny_index_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IndexServer]:
     """Asked for everything: so tiny a run would soon have all of its answers in the cache."""
     monkeypatch.setattr("thresher.retrieval.retriever.CACHE_CHARACTERS", -1)
-    server = Behind(tiny_index_folder)
+    server = IndexServer(tiny_index_folder)
     yield server
     server.kill()
 
@@ -92,7 +92,7 @@ def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
     tmp_path: Path,
     make_recipe: Callable[..., Recipe],
     tiny_model_folder: Path,
-    behind: Behind,
+    index_server: IndexServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A policy that searches at every turn; the server is away for a second in the middle of a step. The run is that of
@@ -105,40 +105,40 @@ def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
     }
 
     def killed_for_a_second() -> None:
-        behind.kill()
-        Timer(1.0, behind.start).start()
+        index_server.kill()
+        Timer(1.0, index_server.start).start()
 
     train(make_recipe(**changes), tmp_path / "index")
     sizes = trouble_at(monkeypatch, 9, killed_for_a_second)
-    train(make_recipe(retrieval={"index": None, "url": behind.url}, **changes), tmp_path / "url")
-    assert behind.process.poll() is None and len(sizes) > 20
+    train(make_recipe(retrieval={"index": None, "url": index_server.url}, **changes), tmp_path / "url")
+    assert index_server.process.poll() is None and len(sizes) > 20
     assert max(record["search_seconds"] for record in metrics(tmp_path / "url") if "eval" not in record) > 1
     assert_same_but_for_the_recipe(tmp_path / "index", tmp_path / "url")
 
 
 def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, behind: Behind
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, index_server: IndexServer
 ) -> None:
     """Gone in step 2, when by the recipe there is no checkpoint yet; back at another address."""
     out = tmp_path / "run"
 
     def watch(progress: Progress) -> None:
         if progress.step == 1:
-            behind.kill()
+            index_server.kill()
 
     with pytest.raises(Unanswered, match=r"no answer for 0.2 s .* start the server again, and continue"):
-        train(make_recipe(retrieval={"index": None, "url": behind.url, "patience": 0.2}), out, watch=watch)
+        train(make_recipe(retrieval={"index": None, "url": index_server.url, "patience": 0.2}), out, watch=watch)
     assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False)]
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
     assert [path.name for path in (out / "trajectories").iterdir()] == ["step_000001.jsonl"]
-    behind.port = 0
-    behind.start()
-    train(make_recipe(retrieval={"index": None, "url": behind.url}), out, resume=True)
-    assert_same_but_for_the_recipe(whole, out)
+    index_server.port = 0
+    index_server.start()
+    train(make_recipe(retrieval={"index": None, "url": index_server.url}), out, resume=True)
+    assert_same_but_for_the_recipe(uninterrupted, out)
 
 
 def test_an_evaluation_that_the_server_left_is_made_up_for(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of step 2 are kept, and what was to be measured of them is measured when the run goes on."""
     calls = 0
@@ -157,13 +157,13 @@ def test_an_evaluation_that_the_server_left_is_made_up_for(
     assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False), (2, False)]
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000002"]
     train(make_recipe(), out, resume=True)
-    assert_same_run(whole, out)
+    assert_same_run(uninterrupted, out)
 
 
 def test_a_run_is_not_resumed_with_another_index(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], behind: Behind
+    tmp_path: Path, make_recipe: Callable[..., Recipe], index_server: IndexServer
 ) -> None:
-    recipe = make_recipe(retrieval={"index": None, "url": behind.url}, run={"steps": 1})
+    recipe = make_recipe(retrieval={"index": None, "url": index_server.url}, run={"steps": 1})
     train(recipe, tmp_path / "run")
     (state,) = tmp_path.glob("run/checkpoints/*/state.json")
     record = json.loads(state.read_text())
@@ -174,7 +174,7 @@ def test_a_run_is_not_resumed_with_another_index(
 
 
 def test_a_judge_that_fails_costs_no_step_that_was_learned(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], whole: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In step 2, when by the recipe there is no checkpoint yet."""
     calls = 0
@@ -192,7 +192,7 @@ def test_a_judge_that_fails_costs_no_step_that_was_learned(
         train(make_recipe(), out)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
     train(make_recipe(), out, resume=True)
-    assert_same_run(whole, out)
+    assert_same_run(uninterrupted, out)
 
 
 @pytest.mark.parametrize("accuracy", ["judge", "em"])

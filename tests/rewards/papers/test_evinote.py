@@ -260,7 +260,7 @@ def test_entailment_is_a_measure_of_every_variant_with_notes() -> None:
         assert (judged.parts["entailment"], judged.reward) == (0.75, 1.0)
 
 
-def test_a_note_that_says_it_is_worth_more_than_one_that_does_not() -> None:
+def test_a_note_that_says_it_earns_more_than_one_that_does_not() -> None:
     """What a judge thinks of "Jupiter is a planet" must not be lost on the way to the reward."""
     note = "<summary>* Jupiter is a planet\n- perhaps the largest</summary>"
     low, high = (evinote_reward(attempt(*episode(note), entailment=probability)).reward for probability in (0.01, 0.99))
@@ -291,7 +291,7 @@ def test_golds_that_fool(gold: str, answer: str, right: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "options", "told"),
+    ("more", "options", "message"),
     [
         ({}, {"variant": "SENS"}, "variant 'SENS' is unknown; choose one of Base, NS"),
         ({}, {"marks": "none"}, "marks 'none' is unknown; choose both or either"),
@@ -300,8 +300,8 @@ def test_golds_that_fool(gold: str, answer: str, right: float) -> None:
         ({"entailment": float("nan")}, {}, "is no probability"),
     ],
 )
-def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         evinote_reward(attempt(*episode(), **more), **options)
 
 

@@ -141,7 +141,7 @@ def test_the_parts_explain_the_reward() -> None:
     )
 
 
-def test_the_evaluation_part_is_what_the_blocks_are_worth_whatever_the_answer() -> None:
+def test_the_evaluation_part_depends_on_the_evaluations_whatever_the_answer() -> None:
     right = transcript(SEARCH, PASSAGE, "p:<evaluate>Paris</evaluate><answer>Paris</answer>")
     result = eval_rar_reward(right, "Paris")
     assert (result.reward, result.parts["answer"], result.parts["evaluation"]) == (1.0, 1.0, 0.1)

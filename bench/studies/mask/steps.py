@@ -28,8 +28,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from thresher.bench.studies.mask_batch import Subject, retrieved_rows, without_retrieved
-from thresher.bench.studies.peak_memory import peak_bytes
+from thresher.bench.studies.mask.batch import Subject, retrieved_rows, without_retrieved
+from thresher.bench.studies.mask.peak_memory import peak_bytes
 from thresher.engine.training.update import Batch, Item, make_items, pack
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import LossResult
@@ -66,7 +66,7 @@ class Treated:
 
 
 @dataclass(slots=True)
-class Clock:
+class StepClock:
     """Milliseconds of each part, one entry a step."""
 
     forward: list[float] = field(default_factory=list)
@@ -141,7 +141,7 @@ def clear(policy: Policy) -> None:
     policy.head_VH.grad = torch.zeros_like(policy.head_VH)
 
 
-def run_step(subject: Subject, batches: Iterable[Batch], clock: Clock | None = None) -> list[LossResult]:
+def run_step(subject: Subject, batches: Iterable[Batch], clock: StepClock | None = None) -> list[LossResult]:
     """Forward, head with loss, and backward of all batches; leaves the gradients on the policy."""
     policy = subject.policy
     clear(policy)
@@ -171,9 +171,9 @@ def _now(device: torch.device) -> float:
 
 def timed(
     subject: Subject, treated: Mapping[str, Treated], repeats: int, tick: Callable[[], None] = lambda: None
-) -> dict[str, Clock]:
+) -> dict[str, StepClock]:
     """`repeats` steps of each treatment, turn and turn about, after one that does not count."""
-    clocks = {name: Clock() for name in treated}
+    clocks = {name: StepClock() for name in treated}
     for counts, name in turns(list(treated), repeats):
         run_step(subject, treated[name].batches, clocks[name] if counts else None)
         tick()

@@ -1,7 +1,7 @@
 """`thresher study kl`: what the choice of a KL estimator does, from one token to a training run.
 
-1. Curves of the estimators' values and gradients (kl_exact.py): at log-ratio -10, k3's coefficient is 22,025, k2's 10.
-2. Expected values and gradients by enumeration (kl_exact.py): which estimators are exact, and of what.
+1. Curves of the estimators' values and gradients (exact.py): at log-ratio -10, k3's coefficient is 22,025, k2's 10.
+2. Expected values and gradients by enumeration (exact.py): which estimators are exact, and of what.
 3. Training: the demo's small policy, warmed up once, then GRPO with k2 and with k3 from that start, with the same
    questions and noise, at a mild and at a hot learning rate. Each run is an ordinary run folder, and all that differs
    between two of a pair is `grpo.kl_value`.
@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from thresher.bench.studies.kl_exact import DRAWS, OUTCOMES, curves, enumerate_all
-from thresher.bench.studies.kl_plot import draw_curves, draw_enumeration, draw_training, label
+from thresher.bench.studies.kl.exact import DRAWS, OUTCOMES, curves, enumerate_all
+from thresher.bench.studies.kl.plot import draw_curves, draw_enumeration, draw_training, label
 from thresher.engine import console
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
@@ -56,7 +56,7 @@ LAST = 5  # sampled exact match at the end is the mean of so many steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class KlRun:
     """One training run."""
 
     rate: str
@@ -127,7 +127,7 @@ def run_study(
     console.console.print(f"{time.perf_counter() - started:.0f} s in all. Pictures and figures are in {out}")
 
 
-def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list[Case]:
+def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list[KlRun]:
     """Every run, in the order in which they are trained: pairs side by side, seed by seed."""
     cases = []
     for seed, rate, estimator in itertools.product(seeds, RATES, ESTIMATORS):
@@ -142,11 +142,11 @@ def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list
         assigned = [value for flag, value in itertools.pairwise(typed) if flag == "--set"]
         folder = out / "runs" / f"{rate}-{estimator}-seed{seed}"
         recipe = read_run_recipe(typed[1], assigned)  # train RECIPE --set .. --set .. --out ..
-        cases.append(Case(rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
+        cases.append(KlRun(rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
     return cases
 
 
-def check_folder(case: Case) -> None:
+def check_folder(case: KlRun) -> None:
     """UserError if the run's folder was made by a study with other settings."""
     path = case.folder / "recipe.toml"
     if not path.exists():
@@ -180,7 +180,7 @@ def make_start(world: Path, run_command: Callable[[list[str]], None]) -> None:
         run_command(typed)
 
 
-def train_all(cases: Sequence[Case], steps: int) -> dict[str, str]:
+def train_all(cases: Sequence[KlRun], steps: int) -> dict[str, str]:
     """Train what is not trained yet. Returns why a run stopped early, by its name: numbers that were not finite."""
     stopped = {}
     with console.progress_line("study kl", len(cases) * steps) as line:
@@ -192,7 +192,7 @@ def train_all(cases: Sequence[Case], steps: int) -> dict[str, str]:
     return stopped
 
 
-def _train(case: Case, before: int, line: console.Line) -> None:
+def _train(case: KlRun, before: int, line: console.Line) -> None:
     """One run, unless it is finished; `before` steps of the line belong to earlier ones."""
 
     def watch(progress: Progress) -> None:
@@ -207,13 +207,13 @@ def _train(case: Case, before: int, line: console.Line) -> None:
         train(case.recipe, case.folder, case.folder.exists(), watch)
 
 
-def steps_of(case: Case) -> list[dict[str, Any]]:
+def steps_of(case: KlRun) -> list[dict[str, Any]]:
     """What the study looks at, of every step of a run."""
     records = read_metrics(case.folder)
     return [{key: record.get(key) for key in ("step", *LOGGED)} for record in records if "eval" not in record]
 
 
-def summary_of(case: Case, steps: Sequence[Mapping[str, Any]], stopped: str | None) -> dict[str, Any]:
+def summary_of(case: KlRun, steps: Sequence[Mapping[str, Any]], stopped: str | None) -> dict[str, Any]:
     """A run in one record: the largest of what can explode, and exact match as it came."""
 
     def known(key: str) -> list[float]:

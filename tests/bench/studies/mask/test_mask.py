@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from thresher.bench.studies import mask, mask_steps
-from thresher.bench.studies.mask import compare, compare_parts, gradient, poison_changes_nothing, removal
-from thresher.bench.studies.mask_batch import Subject, retrieved_rows, stretched, without_retrieved
-from thresher.bench.studies.mask_steps import TREATMENTS, head_loss, run_step, treat, turns
-from thresher.bench.studies.peak_memory import LiveBytes
+from thresher.bench.studies.mask import run as mask
+from thresher.bench.studies.mask import steps as mask_steps
+from thresher.bench.studies.mask.batch import Subject, retrieved_rows, stretched, without_retrieved
+from thresher.bench.studies.mask.peak_memory import LiveBytes
+from thresher.bench.studies.mask.run import compare, compare_parts, gradient, poison_changes_nothing, removal
+from thresher.bench.studies.mask.steps import TREATMENTS, head_loss, run_step, treat, turns
 from thresher.engine.config.recipe import Grpo
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.kernels.objective import LossResult
@@ -49,7 +50,7 @@ def make_trajectories(count: int = 6) -> list[Trajectory]:
 def subject(make_tiny_policy: Callable[..., Policy]) -> Subject:
     """Six trajectories in batches of a few; one has no advantage, two have nothing that was retrieved."""
     trajectories = make_trajectories()
-    return Subject(
+    made = Subject(
         name="a test",
         policy=make_tiny_policy().requires_grad_(True),
         vocab_size=VOCABULARY,
@@ -59,6 +60,8 @@ def subject(make_tiny_policy: Callable[..., Policy]) -> Subject:
         temperature=0.7,
         micro_batch_tokens=90,
     )
+    assert all(made.count(source) > 0 for source in Source)  # else the tests here would say little
+    return made
 
 
 def sources(trajectory: Trajectory) -> list[Source]:
@@ -105,11 +108,6 @@ def test_a_treatment_has_the_rows_it_should_have(subject: Subject, name: str) ->
     assert treated.tokens == sum(len(t) - 1 for t in trajectories)
     if name == "removed":
         assert all(int(batch.ids_T.max()) < OUTSIDE for batch in treated.batches)
-
-
-def test_the_subject_has_all_kinds_of_segments(subject: Subject) -> None:
-    """Else the tests here would say little."""
-    assert all(subject.count(source) > 0 for source in Source)
 
 
 def test_old_logprobs_are_the_policy_s_own(subject: Subject) -> None:

@@ -1,6 +1,6 @@
 """`thresher study mask`: what masking of retrieved tokens costs, and what it does to the gradient.
 
-One batch of trajectories, four treatments (mask_steps.py): time, memory and gradient of each; then the same with the
+One batch of trajectories, four treatments (steps.py): time, memory and gradient of each; then the same with the
 passages cut short or repeated, for the cost against the share of retrieved tokens. Prints a table and what it says in
 words, writes mask.json and mask.png.
 
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thresher.bench.studies.mask_batch import Subject, scripted, stored, stretched
-from thresher.bench.studies.mask_steps import (
+from thresher.bench.studies.mask.batch import Subject, scripted, stored, stretched
+from thresher.bench.studies.mask.peak_memory import peak_bytes
+from thresher.bench.studies.mask.steps import (
     TREATMENTS,
     Treated,
     clear,
@@ -31,7 +32,6 @@ from thresher.bench.studies.mask_steps import (
     timed_heads,
     treat,
 )
-from thresher.bench.studies.peak_memory import peak_bytes
 from thresher.engine import console
 from thresher.engine.training.update import Batch
 from thresher.kernels.objective import LossResult
@@ -77,7 +77,7 @@ def run_study(out: Path, run: str | None, seed: int, repeats: int, limit: int, d
             "sweep": sweep(subject, tick),
         }
     figures["seconds"] = time.perf_counter() - started
-    from thresher.bench.studies.mask_plot import draw_mask  # matplotlib takes a second that a mistake need not wait
+    from thresher.bench.studies.mask.plot import draw_mask  # matplotlib takes a second that a mistake need not wait
 
     with staged_folder(out) as staged:
         atomic_write_text(staged / "mask.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")

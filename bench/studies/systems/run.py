@@ -5,9 +5,8 @@
     curves.png, table.md, systems.json
 
 The base knows the form of all protocols and hardly what to look for (engine/synthetic/warmup_transcripts.py). The
-control of a system is the
-same run with its rewards shuffled within each group: it moves as far and is told nothing. What is finished in the
-folder is not done again, and a run that was killed goes on.
+control of a system is the same run with its rewards shuffled within each group: its updates are as large and carry no
+signal. What is finished in the folder is not done again, and a run that was killed goes on.
 
 Deliberately absent: a setting of its own for each system. One recipe (recipes/world) serves them all, so that what
 differs between two curves is the protocol and its reward; a system's preset fills what that recipe leaves open.
@@ -34,7 +33,7 @@ from thresher.rewards.errors import UserError
 
 SYSTEMS = (*SEARCHING, *GIVEN)
 RECIPES = Path(str(files("thresher.recipes")))
-FORMS = 3200  # transcripts of each protocol in the base's warm-up
+WARMUP_TRANSCRIPTS = 3200  # transcripts of each protocol in the base's warm-up
 # What a system's own claim is measured by, beside reward and EM: a key of the evaluation's record, and what to call it.
 CLAIMS = {
     "search_r1": ("searches", "searches"),
@@ -47,7 +46,7 @@ CLAIMS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SystemRun:
     """One training run of the study."""
 
     system: str
@@ -84,7 +83,7 @@ def run_study(
     console.console.print(f"study systems: {len(cases)} runs from {world / 'base'}, into {out}")
     started = time.perf_counter()
     train_all(cases)
-    from thresher.bench.studies.systems_plot import draw_curves  # matplotlib takes a second
+    from thresher.bench.studies.systems.plot import draw_curves  # matplotlib takes a second
 
     records = {case.name: read_metrics(case.folder) for case in cases}
     rows = [summary_of(case, records[case.name]) for case in cases]
@@ -100,17 +99,17 @@ def world_stages(world: Path) -> list[list[str]]:
     """The commands that make the shared base, each of which writes one folder whole or not at all."""
     data, model = world / "data", world / "init"
     sft = ["sft", str(RECIPES / "world" / "base.toml"), "--set"]
-    recite = ["--set", f"sft.transcripts={data / 'recitals.jsonl'}", "--out", str(world / "recite")]
-    forms = ["--set", f"sft.transcripts={data / 'forms.jsonl'}", "--out", str(world / "base")]
+    copy_task = ["--set", f"sft.transcripts={data / 'recitals.jsonl'}", "--out", str(world / "recite")]
+    warmup = ["--set", f"sft.transcripts={data / 'forms.jsonl'}", "--out", str(world / "base")]
     trained_on = [str(data / name) for name in ("corpus.jsonl", "train.jsonl", "warmup.jsonl")]
     make_model = ["init", "--config", str(RECIPES / "world" / "config.json"), "--train-tokenizer", *trained_on]
     make_index = ["index", "build", "--corpus", str(data / "corpus.jsonl"), "--encoder", "lexical"]
     return [
-        ["data", "invent", "--forms", str(FORMS), "--out", str(data)],
+        ["data", "invent", "--forms", str(WARMUP_TRANSCRIPTS), "--out", str(data)],
         [*make_model, "--vocab-size", "800", "--embedding-std", "0.4", "--zero-outputs", "--out", str(model)],
         [*make_index, "--embed", "title+text", "--dim", "2048", "--out", str(world / "index")],
-        [*sft, f"model.path={model}", *recite],
-        [*sft, f"model.path={world / 'recite'}", *forms],
+        [*sft, f"model.path={model}", *copy_task],
+        [*sft, f"model.path={world / 'recite'}", *warmup],
     ]
 
 
@@ -124,7 +123,7 @@ def make_world(world: Path, run_command: Callable[[list[str]], None]) -> None:
 
 def make_cases(
     out: Path, systems: Sequence[str], seeds: Sequence[int], controls: set[int], overrides: Sequence[str]
-) -> list[Case]:
+) -> list[SystemRun]:
     cases = []
     for system in systems:
         prompt = out / "world" / f"{system}.txt"
@@ -143,7 +142,7 @@ def make_cases(
                     ],
                 )
                 folder = out / "runs" / f"{system}{'-control' if control else ''}-seed{seed}"
-                cases.append(Case(system=system, seed=seed, control=control, folder=folder, recipe=recipe))
+                cases.append(SystemRun(system=system, seed=seed, control=control, folder=folder, recipe=recipe))
     return cases
 
 
@@ -159,7 +158,7 @@ def _paths(world: Path, system: str) -> list[str]:
     return [model, *data, f"retrieval.index={world / 'index'}"]
 
 
-def check_folder(case: Case) -> None:
+def check_folder(case: SystemRun) -> None:
     """UserError if the run's folder was made by a study with other settings."""
     path = case.folder / "recipe.toml"
     if path.exists() and (differences := load_recipe(path).differences(case.recipe)):
@@ -169,7 +168,7 @@ def check_folder(case: Case) -> None:
         )
 
 
-def train_all(cases: Sequence[Case]) -> None:
+def train_all(cases: Sequence[SystemRun]) -> None:
     """Train what is not trained yet."""
     total = sum(case.recipe.run.steps for case in cases)
     before = 0
@@ -181,7 +180,7 @@ def train_all(cases: Sequence[Case]) -> None:
             line.to(before, f"{case.name}  finished")
 
 
-def _train(case: Case, before: int, line: console.Line) -> None:
+def _train(case: SystemRun, before: int, line: console.Line) -> None:
     def watch(progress: Progress) -> None:
         if "eval" not in progress.record:
             record = progress.record
@@ -190,7 +189,7 @@ def _train(case: Case, before: int, line: console.Line) -> None:
     train(case.recipe, case.folder, case.folder.exists(), watch)
 
 
-def summary_of(case: Case, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A run in one record: its first and last evaluation on the held-out questions, greedy."""
     evals = [record["eval"] for record in records if "eval" in record]
     key, _ = CLAIMS[case.system]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from thresher.bench.studies import kl
-from thresher.bench.studies.kl_exact import CHOICES, curve, curves, enumerate_all, exact, expectation
+from thresher.bench.studies.kl import run as kl
+from thresher.bench.studies.kl.exact import CHOICES, curve, curves, enumerate_all, exact, expectation
 from thresher.cli import main as cli
 from thresher.engine.store.run_folder import read_metrics
 from thresher.engine.training.train import Progress, train

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from thresher.bench.studies import mask, mask_batch
-from thresher.bench.studies.mask_steps import TREATMENTS
+from thresher.bench.studies.mask import batch as mask_batch
+from thresher.bench.studies.mask import run as mask
+from thresher.bench.studies.mask.steps import TREATMENTS
 from thresher.cli import main as cli
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from thresher.bench.studies.kl_exact import Curve
+from thresher.bench.studies.kl.exact import EstimatorCurve
 from thresher.engine.reporting.charts import BLUE, GREEN, GREY, ORANGE
 from thresher.engine.reporting.plots import DPI, STYLE
 from thresher.policy.files import atomic_path
@@ -33,7 +33,7 @@ def _save(figure: Figure, path: Path) -> None:
         figure.savefig(temporary, format="png")
 
 
-def draw_curves(curves: Sequence[Curve], path: Path) -> None:
+def draw_curves(curves: Sequence[EstimatorCurve], path: Path) -> None:
     """Value and coefficient of every estimator over d, the vertical axes linear up to 1 and logarithmic beyond."""
     with matplotlib.rc_context(STYLE | {"axes.titlepad": 12}):
         figure = _figure(10.6, 4.4)
@@ -65,7 +65,7 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
         _save(figure, path)
 
 
-def _mark(axes: Axes, curve: Curve, offset: tuple[float, float]) -> None:
+def _mark(axes: Axes, curve: EstimatorCurve, offset: tuple[float, float]) -> None:
     """A dot on a coefficient's curve at d = -10, with its number beside it."""
     at = int((curve.d_N + 10).abs().argmin())
     point = float(curve.d_N[at]), float(curve.coefficient_N[at])

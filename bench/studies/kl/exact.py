@@ -11,7 +11,7 @@ pi_old(y), so that the loss is an expectation over samples of pi_old and its gra
 A token's logits are hidden @ head.T; with a hidden state of one 1, the head's only column is z. Advantages are 0 and
 beta is 1: what is left of the loss is the KL. Deliberately absent: formulas of an estimator, which are the kernel's.
 
-Legend: V outcomes, N points of a curve.
+Axes: V outcomes, N points of a curve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ EXACT = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class EstimatorCurve:
     """One estimator over d: all [N] float64, in nats (d, value) or without unit (coefficient)."""
 
     name: str
@@ -44,15 +44,15 @@ class Curve:
     coefficient_N: Tensor
 
 
-def curve(name: str, ratio: float = 1.0, points: Sequence[float] | None = None) -> Curve:
+def curve(name: str, ratio: float = 1.0, points: Sequence[float] | None = None) -> EstimatorCurve:
     """An estimator's curve at the given values of d, by default from -REACH to REACH."""
     grid_N = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
     d_N = grid_N if points is None else torch.tensor(points, dtype=torch.float64)
     ratio_N = torch.full_like(d_N, ratio)
-    return Curve(name, ratio, d_N, kl_values(d_N, ratio_N)[name], kl_coefficient(name, d_N, ratio_N))
+    return EstimatorCurve(name, ratio, d_N, kl_values(d_N, ratio_N)[name], kl_coefficient(name, d_N, ratio_N))
 
 
-def curves() -> list[Curve]:
+def curves() -> list[EstimatorCurve]:
     """What the study draws: every estimator on policy, and k3_ratio where pi is half or twice pi_old too."""
     return [*(curve(name) for name in ESTIMATORS), *(curve("k3_ratio", ratio) for ratio in (0.5, 2.0))]
 

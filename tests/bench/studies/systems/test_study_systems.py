@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from thresher.bench.studies.systems import (
+from thresher.bench.studies.systems.plot import draw_curves
+from thresher.bench.studies.systems.run import (
     CLAIMS,
     SYSTEMS,
-    Case,
+    SystemRun,
     check_folder,
     make_cases,
     markdown,
@@ -18,7 +19,6 @@ from thresher.bench.studies.systems import (
     summary_of,
     world_stages,
 )
-from thresher.bench.studies.systems_plot import draw_curves
 from thresher.cli.main import build_parser, run
 from thresher.engine.config.recipe import Data, Retrieval, System
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
@@ -27,12 +27,12 @@ from thresher.rewards.errors import UserError
 
 
 @pytest.fixture
-def cases(tmp_path: Path) -> list[Case]:
+def cases(tmp_path: Path) -> list[SystemRun]:
     (tmp_path / "world").mkdir()
     return make_cases(tmp_path, SYSTEMS, [0, 1], {0}, ["run.steps=3"])
 
 
-def test_every_system_gets_its_runs_and_its_own_world(cases: list[Case]) -> None:
+def test_every_system_gets_its_runs_and_its_own_world(cases: list[SystemRun]) -> None:
     assert [(case.system, case.seed, case.control) for case in cases[:3]] == [
         ("search_r1", 0, False),
         ("search_r1", 0, True),
@@ -64,7 +64,7 @@ def test_the_worlds_commands_are_commands(tmp_path: Path) -> None:
     assert f"model.path={stages[3][-1]}" in stages[4] and f"model.path={stages[1][-1]}" in stages[3]
 
 
-def test_another_setting_in_the_folder_is_refused(cases: list[Case]) -> None:
+def test_another_setting_in_the_folder_is_refused(cases: list[SystemRun]) -> None:
     case, other = cases[0], cases[1]
     case.folder.mkdir(parents=True)
     case.recipe.write(case.folder / "recipe.toml")
@@ -82,7 +82,7 @@ def test_an_unknown_system_and_a_file_in_the_way(tmp_path: Path, capsys: pytest.
     assert run(["study", "systems", "--out", str(tmp_path / "file")]) == 2
 
 
-def records_of(case: Case) -> list[dict[str, Any]]:
+def records_of(case: SystemRun) -> list[dict[str, Any]]:
     """Made-up metrics: everything rises by the step, but not in a control."""
     key = CLAIMS[case.system][0]
 
@@ -99,7 +99,7 @@ def records_of(case: Case) -> list[dict[str, Any]]:
     return [{"step": step, "eval": at(step)} if step % 2 == 0 else {"step": step, "em": 0.0} for step in range(5)]
 
 
-def test_rows_table_and_picture(cases: list[Case], tmp_path: Path) -> None:
+def test_rows_table_and_picture(cases: list[SystemRun], tmp_path: Path) -> None:
     records = {case.name: records_of(case) for case in cases}
     for case in cases:
         case.folder.mkdir(parents=True)

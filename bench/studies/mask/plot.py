@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
-from thresher.bench.studies.mask_steps import TREATMENTS
+from thresher.bench.studies.mask.steps import TREATMENTS
 from thresher.engine.reporting.charts import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
 from thresher.engine.reporting.plots import DPI, STYLE
 from thresher.policy.files import atomic_path

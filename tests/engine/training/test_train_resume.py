@@ -1,0 +1,181 @@
+"""A run that was killed, or is to go on for longer: the same bits as one that nothing interrupted, or a refusal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_cases import (
+    DEV,
+    GROUPS,
+    SAMPLES,
+    Killed,
+    assert_same_run,
+    die_after,
+    metrics,
+    single_threaded,
+    what_happened,
+)
+
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.evaluation.evaluate import summarise
+from thresher.engine.store.best_checkpoint import best_checkpoint
+from thresher.engine.training.train import train
+from thresher.rewards.errors import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, step: int
+) -> None:
+    """Killed in step 1 there is no checkpoint yet; in step 3 the records of that step have to be forgotten."""
+    out = tmp_path / "run"
+    with pytest.raises(Killed):
+        train(make_recipe(), out, watch=die_after(step))
+    assert metrics(out)[-1]["step"] == step and not (out / "summary.json").exists()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rewa')  # and a line was cut short
+    returned = train(make_recipe(), out, resume=True)
+    assert_same_run(uninterrupted, out)
+    assert json.loads((out / "summary.json").read_text()) == returned
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from thresher.engine.store import checkpoint
+from thresher.engine.training import update as grpo
+from thresher.engine.config.recipe import load_recipe
+from thresher.engine.training.train import train
+
+torch.set_num_threads(1)
+where, recipe, out = sys.argv[1:]
+module, name = {"update": (grpo, "grpo_loss"), "save": (checkpoint, "save_file")}[where]
+wanted, calls, steps = getattr(module, name), 0, 0
+
+def counted(progress):
+    global steps
+    steps = max(steps, progress.step)
+
+def fatal(*arguments, **options):
+    global calls
+    calls += steps >= (2 if where == "update" else 4)
+    if calls == 2 or (calls and where == "save"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wanted(*arguments, **options)
+
+setattr(module, name, fatal)
+train(load_recipe(recipe), out, watch=counted)
+"""
+
+
+@pytest.mark.parametrize("where", ["update", "save"])
+def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, where: str) -> None:
+    """In the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
+    recipe, out = make_recipe(), tmp_path / "run"
+    recipe.write(tmp_path / "recipe.toml")
+    command = [sys.executable, "-P", "-c", KILLED, where, str(tmp_path / "recipe.toml"), str(out)]
+    killed = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert metrics(out)[-1]["step"] == (2 if where == "update" else 4)
+    assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_000002"]
+    assert len(list((out / "checkpoints").glob(".*.tmp"))) == (where == "save")
+    train(recipe, out, resume=True)
+    assert_same_run(uninterrupted, out)
+    assert not list(out.rglob(".*.tmp"))
+
+
+def test_bfloat16_trains_float32_weights_and_resumes(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+    smaller = {"questions_per_step": 1, "group_size": 2}
+    run = {"steps": 2, "save_every": 1, "eval_questions": 1}
+    recipe = make_recipe(model={"dtype": "bfloat16"}, optim={"lr": 1e-5}, rollout=smaller, run=run)
+    train(recipe, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(recipe, tmp_path / "killed", watch=die_after(2))
+    train(recipe, tmp_path / "killed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    weights = load_file(tmp_path / "killed" / "checkpoints" / "step_000002" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    embedding = weights["model.embed_tokens.weight"]
+    assert not torch.equal(embedding, embedding.bfloat16().float())
+
+
+def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
+) -> None:
+    out = tmp_path / "run"
+    constant = {"optim": {"warmup_ratio": 0.0}}
+    train(make_recipe(run={"steps": 2}, **constant), out)
+    train(make_recipe(**constant), out, resume=True)
+    before = what_happened(out)
+    train(make_recipe(**constant), out, resume=True)
+    assert what_happened(out) == before
+    # One warm-up step of four reaches the full rate at once, so this is the whole run but for its recipe.
+    expected = what_happened(uninterrupted)
+    assert [key for key in expected if expected[key] != before[key]] == ["recipe"]
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved when it was evaluated, though no save is due then, and kept beside the newest, through a resume."""
+    found = iter((0.1, 0.2, 0.9, 0.3, 0.9, 0.8))
+
+    def with_made_up_em(judged: list[Any], tags: Any = ()) -> dict[str, Any]:
+        return summarise(judged, tags) | ({"em": next(found), "f1": 0.0} if len(judged) == DEV else {})
+
+    assert DEV != SAMPLES * GROUPS  # how an evaluation is recognised here
+    for module in ("train", "metrics"):
+        monkeypatch.setattr(f"thresher.engine.training.{module}.summarise", with_made_up_em)
+    run = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}
+    constant = {"warmup_ratio": 0.0}
+    train(make_recipe(run={**run, "steps": 4}, optim=constant), tmp_path / "run")
+    kept = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == ["step_000002", "step_000004"]  # as good later is no better
+    train(make_recipe(run={**run, "steps": 5}, optim=constant), tmp_path / "run", resume=True)
+    assert sorted(path.name for path in kept.iterdir()) == ["step_000002", "step_000005"]
+    assert best_checkpoint(tmp_path / "run").step == 2
+
+
+def test_a_folder_that_exists_or_is_anothers_is_refused(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
+) -> None:
+    before = what_happened(uninterrupted)
+    with pytest.raises(UserError, match="the run folder exists already"):
+        train(make_recipe(), uninterrupted)
+    with pytest.raises(UserError, match=r"belongs to another recipe \(grpo.beta is 0.02, not 0.5\)"):
+        train(make_recipe(grpo={"beta": 0.5}), uninterrupted, resume=True)
+    with pytest.raises(UserError, match="the run folder does not exist"):
+        train(make_recipe(), tmp_path / "none", resume=True)
+    assert what_happened(uninterrupted) == before and list(tmp_path.iterdir()) == []
+
+
+def test_a_run_does_not_go_on_with_a_system_file_that_changed(
+    tmp_path: Path, make_recipe: Callable[..., Recipe]
+) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(text := "from thresher.engine.systems.eval_rar import Options, system\n")
+    make = partial(make_recipe, system={"name": str(own)}, optim={"warmup_ratio": 0.0})
+    train(make(run={"steps": 1}), tmp_path / "run")
+    before = what_happened(tmp_path / "run")
+    own.write_text(text.replace("eval_rar", "search_r1"))
+    with pytest.raises(UserError, match=r"mine.py: the file has changed since .*; put the old one back, or start"):
+        train(make(run={"steps": 2}), tmp_path / "run", resume=True)
+    assert what_happened(tmp_path / "run") == before
+    own.write_text(text)
+    train(make(run={"steps": 2}), tmp_path / "run", resume=True)
+    assert [record["step"] for record in metrics(tmp_path / "run") if "eval" not in record] == [1, 2]

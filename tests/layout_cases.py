@@ -1,0 +1,63 @@
+"""What the tests of the layout read: the packages' files, and what each of them imports.
+
+Deliberately absent: importing anything. All of it is read from the source, so that an import inside a function or under
+TYPE_CHECKING counts as any other does.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# A folder may import from those of a lower rank and from itself; of two on one rank neither from the other.
+RANK = {"kernels": 0, "rewards": 0, "policy": 1, "retrieval": 2, "engine": 3, "bench": 4, "cli": 5, "recipes": 0}
+
+
+def modules() -> list[Path]:
+    return sorted(path for folder in RANK for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Every module's source, by its path in the checkout ("engine/console.py")."""
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in modules()}
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def imports(source: str) -> Iterator[tuple[str, bool]]:
+    """(full name of an imported module or of a name in it, whether it is imported inside a function)."""
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, "imports are absolute here"
+                yield from ((f"{child.module}.{alias.name}", lazy) for alias in child.names)
+            else:
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from visit(child, lazy or inside)
+
+    return visit(parsed(source), False)
+
+
+@cache
+def imported_files(path: str, source: str) -> frozenset[str]:
+    """The paths of our own files that a file imports; what an `__init__.py` re-exports from its own folder is left out,
+    for nothing in the folder gets to it through that."""
+    found = set()
+    for name, _ in imports(source):
+        parts = name.split(".")[1:] if name.startswith("thresher.") else []
+        while parts:
+            here = "/".join(parts)
+            if there := next((file for file in (f"{here}.py", f"{here}/__init__.py") if (ROOT / file).is_file()), None):
+                found.add(there)
+                break
+            parts.pop()
+    folder, _, file = path.rpartition("/")
+    return frozenset(there for there in found - {path} if file != "__init__.py" or not there.startswith(f"{folder}/"))
