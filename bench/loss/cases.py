@@ -33,7 +33,7 @@ TRUTH_BYTES = 512 * 2**20  # one buffer of a block of rows in float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class LossShape:
     """One case. density: the share of active rows, those that are not masked, in percent."""
 
     tokens: int
@@ -61,13 +61,13 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Case:
+class LossCase:
     """The tensors of one case. hidden_TH and head_VH are leaves that want gradients; the others are float32 or int64.
 
     weights_T is 1/R at unmasked rows and 0 elsewhere; under the mask, old and reference log-probs are 0.
     """
 
-    shape: Shape
+    shape: LossShape
     hidden_TH: Tensor
     head_VH: Tensor
     targets_T: Tensor
@@ -98,7 +98,7 @@ class Case:
         self.hidden_TH.grad = self.head_VH.grad = None
 
 
-def make_case(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Case:
+def make_case(shape: LossShape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LossCase:
     """The case's tensors, the same for the same arguments on the same kind of device."""
     noise = torch.Generator(device).manual_seed(seed)
 
@@ -126,7 +126,7 @@ def make_case(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int 
     old_T = spread(logprobs_R - _away_from_clip(RATIO_STD * normal(shape.active)))
     ref_T = spread(logprobs_R - RATIO_STD * normal(shape.active))
     advantages_T = normal(shape.sequences).repeat_interleave(shape.tokens // shape.sequences)
-    return Case(
+    return LossCase(
         shape,
         hidden_TH.requires_grad_(),
         head_VH.requires_grad_(),
@@ -176,7 +176,7 @@ def _logprobs(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Truth:
+class LossTruth:
     """Float64, from the case's own numbers. loss_scale: the sum of the rows' absolute losses, which cancel."""
 
     loss: float
@@ -190,7 +190,7 @@ class Truth:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LossOutcome:
     """What one forward and backward left. logprobs: of all rows or of the unmasked ones; None where a peer has none."""
 
     loss: Tensor
@@ -216,7 +216,7 @@ class Errors:
         return [name for name, limit in limits.items() if values[name] is not None and not values[name] <= limit]
 
 
-def truth_of(case: Case, seed: int = 1) -> Truth:
+def truth_of(case: LossCase, seed: int = 1) -> LossTruth:
     """The exact figures: two passes over the vocabulary for some rows, one for the others."""
     noise = torch.Generator().manual_seed(seed)
     hidden_TH, head_VH, index_R = case.hidden_TH.detach(), case.head_VH.detach(), case.index_R
@@ -242,7 +242,7 @@ def truth_of(case: Case, seed: int = 1) -> Truth:
     rows_RH = hidden_TH[index_R].double()
     dlogits_RF = (rows_RH @ head_VH[columns_F].double().t() - lse_R[:, None]).exp_().neg_()
     dlogits_RF += targets_R[:, None] == columns_F
-    return Truth(
+    return LossTruth(
         loss=float(losses_R.sum()),
         loss_scale=float(losses_R.abs().sum()),
         index_R=index_R,
@@ -254,7 +254,7 @@ def truth_of(case: Case, seed: int = 1) -> Truth:
     )
 
 
-def errors_of(outcome: Outcome, truth: Truth) -> Errors:
+def errors_of(outcome: LossOutcome, truth: LossTruth) -> Errors:
     logprob = None
     if outcome.logprobs is not None:
         all_rows = len(outcome.logprobs) != len(truth.index_R)

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.bench.loss.cases import BETA, CLIP_HIGH, CLIP_LOW, Case, Outcome, objective
+from thresher.bench.loss.cases import BETA, CLIP_HIGH, CLIP_LOW, LossCase, LossOutcome, objective
 from thresher.bench.machine import package_version
 from thresher.kernels import grpo_loss
 from thresher.kernels.checks import compute_dtype
 
-Run = Callable[[], Outcome]
-Prepare = Callable[[Case, int | None], Run]
+Run = Callable[[], LossOutcome]
+Prepare = Callable[[LossCase, int | None], Run]
 HEAD_TO_LOSS, LOGPROBS, FROM_LOGITS = "all of it", "head and log-prob; the rest in torch", "all after the head"
 TRL_COLUMNS = 32768  # the vocabulary chunk of TRL's own trainer
 
@@ -61,24 +61,24 @@ class Contender:
         return None
 
 
-def usual_chunk(case: Case, chunk_rows: int | None) -> int:
+def usual_chunk(case: LossCase, chunk_rows: int | None) -> int:
     """Rows of a chunk for the chunked naive form and for bare matmuls: the ones named, or what suits the device."""
     fitting = max(2**27 // (4 * case.shape.vocab), 16)
     usual = 2048 if case.device.type == "cuda" else min(fitting, 1024)
     return min(chunk_rows or usual, case.shape.active)
 
 
-def _our_arguments(case: Case, chunk_rows: int | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def _our_arguments(case: LossCase, chunk_rows: int | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     tensors = (case.hidden_TH, case.head_VH, case.targets_T, case.old_T, case.advantages_T, case.weights_T)
     options = {"ref_logprobs_T": case.ref_T, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "kl_value": "k3"}
     return tensors, {**options, "beta": BETA, "chunk_rows": chunk_rows}
 
 
 def _ours(backend: str) -> Prepare:
-    def prepare(case: Case, chunk_rows: int | None) -> Run:
+    def prepare(case: LossCase, chunk_rows: int | None) -> Run:
         tensors, options = _our_arguments(case, chunk_rows)
 
-        def run() -> Outcome:
+        def run() -> LossOutcome:
             result = grpo_loss(*tensors, **options, backend=backend)
             result.loss.backward()
             return _outcome(case, result.loss, result.logprobs)
@@ -88,35 +88,35 @@ def _ours(backend: str) -> Prepare:
     return prepare
 
 
-def _ours_into_buffer(case: Case, chunk_rows: int | None) -> Run:
+def _ours_into_buffer(case: LossCase, chunk_rows: int | None) -> Run:
     """As our trainer calls it: the head's gradient is added to the float32 buffer that the optimiser reads."""
     tensors, options = _our_arguments(case, chunk_rows)
     buffer_VH = torch.zeros_like(case.head_VH, dtype=compute_dtype(case.head_VH)).detach()
 
-    def run() -> Outcome:
+    def run() -> LossOutcome:
         result = grpo_loss(*tensors, **options, lm_head_grad_VH=buffer_VH)
         assert result.hidden_grad_TH is not None
         # In training the states are no leaf, and backward would pass this on without making a copy of it.
         case.hidden_TH.grad = result.hidden_grad_TH
-        return Outcome(result.loss, result.logprobs, result.hidden_grad_TH, buffer_VH)
+        return LossOutcome(result.loss, result.logprobs, result.hidden_grad_TH, buffer_VH)
 
     return run
 
 
-def _outcome(case: Case, loss: Tensor, logprobs: Tensor | None) -> Outcome:
+def _outcome(case: LossCase, loss: Tensor, logprobs: Tensor | None) -> LossOutcome:
     assert case.hidden_TH.grad is not None and case.head_VH.grad is not None
-    return Outcome(loss, logprobs, case.hidden_TH.grad, case.head_VH.grad)
+    return LossOutcome(loss, logprobs, case.hidden_TH.grad, case.head_VH.grad)
 
 
-def _vectors(case: Case) -> tuple[Tensor, ...]:
+def _vectors(case: LossCase) -> tuple[Tensor, ...]:
     return tuple(values_T[case.index_R] for values_T in (case.old_T, case.ref_T, case.advantages_T, case.weights_T))
 
 
-def _from_logprobs(case: Case, logprobs_of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
+def _from_logprobs(case: LossCase, logprobs_of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
     """A run of a peer that makes log-probs [R] of hidden states [R, H], head and targets [R]."""
     vectors, targets_R = _vectors(case), case.targets_T[case.index_R]
 
-    def run() -> Outcome:
+    def run() -> LossOutcome:
         logprobs_R = logprobs_of(case.hidden_TH[case.mask_T], case.head_VH, targets_R)
         loss = objective(logprobs_R, *vectors).sum()
         loss.backward()
@@ -130,11 +130,11 @@ def naive_logprobs(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Ten
     return -F.cross_entropy((hidden_RH @ head_VH.t()).float(), targets_R, reduction="none")
 
 
-def _naive(case: Case, chunk_rows: int | None) -> Run:
+def _naive(case: LossCase, chunk_rows: int | None) -> Run:
     return _from_logprobs(case, naive_logprobs)
 
 
-def _compiled(case: Case, chunk_rows: int | None) -> Run:
+def _compiled(case: LossCase, chunk_rows: int | None) -> Run:
     compiled = torch.compile(naive_logprobs)
 
     def logprobs_of(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Tensor:
@@ -147,12 +147,12 @@ def _compiled(case: Case, chunk_rows: int | None) -> Run:
     return _from_logprobs(case, logprobs_of)
 
 
-def _chunked(case: Case, chunk_rows: int | None) -> Run:
+def _chunked(case: LossCase, chunk_rows: int | None) -> Run:
     """The same line on some rows at a time, each chunk's gradient taken before the next chunk's logits are made."""
     vectors, targets_R = _vectors(case), case.targets_T[case.index_R]
     rows = usual_chunk(case, chunk_rows)
 
-    def run() -> Outcome:
+    def run() -> LossOutcome:
         total, kept = torch.zeros((), device=case.device), []
         rows_RH = case.hidden_TH.detach()[case.mask_T]
         grad_RH = torch.empty_like(rows_RH)
@@ -173,7 +173,7 @@ def _chunked(case: Case, chunk_rows: int | None) -> Run:
 
 
 def _liger_fused(tf32: bool) -> Prepare:
-    def prepare(case: Case, chunk_rows: int | None) -> Run:
+    def prepare(case: LossCase, chunk_rows: int | None) -> Run:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
         loss_of = LigerFusedLinearGRPOLoss(
@@ -190,7 +190,7 @@ def _liger_fused(tf32: bool) -> Prepare:
         ids_BQ, mask_BQ = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
         old_BQ, ref_BQ, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
 
-        def run() -> Outcome:
+        def run() -> LossOutcome:
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
             try:
@@ -213,7 +213,7 @@ def _liger_fused(tf32: bool) -> Prepare:
     return prepare
 
 
-def _liger_triton(case: Case, chunk_rows: int | None) -> Run:
+def _liger_triton(case: LossCase, chunk_rows: int | None) -> Run:
     """It takes logits of Q + 1 positions and ignores the last, so each sequence gets one more row, of zeros."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
@@ -221,7 +221,7 @@ def _liger_triton(case: Case, chunk_rows: int | None) -> Run:
     ids_BQ, mask_BQ = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
     old_BQ, ref_BQ, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
 
-    def run() -> Outcome:
+    def run() -> LossOutcome:
         padded_BQH.grad = None
         loss, _ = triton_grpo_loss(
             padded_BQH @ case.head_VH.t(),
@@ -240,12 +240,12 @@ def _liger_triton(case: Case, chunk_rows: int | None) -> Run:
         )
         loss.backward()
         assert padded_BQH.grad is not None and case.head_VH.grad is not None
-        return Outcome(loss, None, padded_BQH.grad[:, :-1].flatten(0, 1), case.head_VH.grad)
+        return LossOutcome(loss, None, padded_BQH.grad[:, :-1].flatten(0, 1), case.head_VH.grad)
 
     return run
 
 
-def _trl(case: Case, chunk_rows: int | None) -> Run:
+def _trl(case: LossCase, chunk_rows: int | None) -> Run:
     from trl.kernels import ChunkedLogProbFunction
 
     columns = min(TRL_COLUMNS, case.shape.vocab)
@@ -259,7 +259,7 @@ def _trl(case: Case, chunk_rows: int | None) -> Run:
     return _from_logprobs(case, logprobs_of)
 
 
-def _cce(case: Case, chunk_rows: int | None) -> Run:
+def _cce(case: LossCase, chunk_rows: int | None) -> Run:
     from cut_cross_entropy import linear_cross_entropy
 
     def logprobs_of(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from thresher.bench.loss.cases import Case, Errors, Shape, Truth, errors_of, make_case, truth_of
+from thresher.bench.loss.cases import Errors, LossCase, LossShape, LossTruth, errors_of, make_case, truth_of
 from thresher.bench.loss.peers import PEERS, Contender, Run, contenders, usual_chunk
 from thresher.bench.machine import facts
 from thresher.bench.measure import in_turn, peak_bytes, spread
@@ -91,13 +91,13 @@ class LossBench:
     def resolved_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype or ("bfloat16" if self.resolved_device().type == "cuda" else "float32")]
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[LossShape]:
         """All cases, the weightiest first."""
         usual = SHAPES[self.resolved_device().type]
         axes = {name: sorted(set(getattr(self, name) or usual[name])) for name in usual}
         main = MAIN_TOKENS if MAIN_TOKENS in axes["tokens"] else axes["tokens"][-1]
         densest = axes["density"][-1]
-        made = [Shape(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
+        made = [LossShape(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
         return sorted(
             made,
             key=lambda s: (s.density != densest, s.tokens != main, s.hidden, s.vocab, s.tokens, -s.density),
@@ -139,7 +139,7 @@ def run_loss_bench(
         f" backward of ours and {len(bench.peers)} peers, each held to float64 first"
     )
     rows: list[dict[str, Any]] = []
-    left_out: dict[Shape, str] = {}
+    left_out: dict[LossShape, str] = {}
     widths = None
     with progress_line("loss", len(shapes)) as line:
         for number, shape in enumerate(shapes, 1):
@@ -182,7 +182,7 @@ def forget_compilations() -> None:
 def failure(rows: Sequence[dict[str, Any]]) -> str | None:
     """One sentence if ours has no figures in any row, for another reason than the budget; None if all is well."""
     wrong = [
-        f"{name} at {Shape(**{axis: row['shape'][axis] for axis in AXES})}: {found['left_out']}"
+        f"{name} at {LossShape(**{axis: row['shape'][axis] for axis in AXES})}: {found['left_out']}"
         for row in rows
         for name, found in row["ours"].items()
         if found.get("left_out", OUT_OF_TIME) != OUT_OF_TIME
@@ -191,7 +191,7 @@ def failure(rows: Sequence[dict[str, Any]]) -> str | None:
 
 
 def measure_case(
-    shape: Shape,
+    shape: LossShape,
     chosen: Sequence[Contender],
     device: torch.device,
     dtype: torch.dtype,
@@ -246,7 +246,7 @@ def measure_case(
     }
 
 
-def enter(contender: Contender, case: Case, truth: Truth, chunk_rows: int | None) -> Entrant | str:
+def enter(contender: Contender, case: LossCase, truth: LossTruth, chunk_rows: int | None) -> Entrant | str:
     """Prove a contender right, warm it up and measure its memory; or say in one sentence why not."""
     limits = (LIMITS if contender.ours else PEER_LIMITS)[case.dtype]
     try:
@@ -271,7 +271,7 @@ def enter(contender: Contender, case: Case, truth: Truth, chunk_rows: int | None
             torch.cuda.empty_cache()
 
 
-def bare_matmuls(case: Case, rows: int) -> list[Callable[[], Any]]:
+def bare_matmuls(case: LossCase, rows: int) -> list[Callable[[], Any]]:
     """logits, dX and dW of a chunk of `rows` rows, in the case's dtype, and nothing else."""
     head_VH, rows_MH = case.head_VH.detach(), case.hidden_TH.detach()[case.index_R[:rows]]
     logits_MV = torch.mm(rows_MH, head_VH.t())
@@ -289,7 +289,7 @@ def _nominal(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((rate for part, rate in NOMINAL if part in name), None)
 
 
-def _floor(shape: Shape, rate: float | None) -> float | None:
+def _floor(shape: LossShape, rate: float | None) -> float | None:
     return None if rate is None else 1e3 * shape.flops / rate
 
 

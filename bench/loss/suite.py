@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed; the extra [bench] brings it")
 
-from thresher.bench.loss.cases import Case, Shape, Truth, make_case, truth_of
+from thresher.bench.loss.cases import LossCase, LossShape, LossTruth, make_case, truth_of
 from thresher.bench.loss.peers import PEERS, Contender, contenders
 from thresher.bench.loss.run import LossBench, enter, forget_compilations
 
@@ -25,14 +25,14 @@ SETTING = LossBench()
 DEVICE, DTYPE = SETTING.resolved_device(), SETTING.resolved_dtype()
 
 
-def _name(value: Shape | Contender) -> str:
+def _name(value: LossShape | Contender) -> str:
     if isinstance(value, Contender):
         return value.name.replace(", ", "-").replace(" ", "-").lower()
     return "T{}-H{}-V{}-D{}".format(*astuple(value))
 
 
 @pytest.fixture(scope="module", params=SETTING.shapes(), ids=_name)
-def proven(request: pytest.FixtureRequest) -> Iterator[tuple[Case, Truth]]:
+def proven(request: pytest.FixtureRequest) -> Iterator[tuple[LossCase, LossTruth]]:
     """One case at a time: its tensors and its truth."""
     forget_compilations()
     case = make_case(request.param, DEVICE, DTYPE)
@@ -41,7 +41,7 @@ def proven(request: pytest.FixtureRequest) -> Iterator[tuple[Case, Truth]]:
 
 
 @pytest.mark.parametrize("contender", contenders(DEVICE, list(PEERS)), ids=_name)
-def test_loss(proven: tuple[Case, Truth], contender: Contender, benchmark: Any) -> None:
+def test_loss(proven: tuple[LossCase, LossTruth], contender: Contender, benchmark: Any) -> None:
     case, truth = proven
     reason = contender.unavailable(DEVICE, DTYPE)
     if reason is not None:

@@ -16,9 +16,9 @@ from thresher.bench.loss.cases import (
     CLIP_HIGH,
     CLIP_LOW,
     MARGIN,
-    Case,
-    Outcome,
-    Shape,
+    LossCase,
+    LossOutcome,
+    LossShape,
     errors_of,
     make_case,
     objective,
@@ -32,7 +32,7 @@ from thresher.cli.main import run
 from thresher.rewards.errors import UserError
 
 CPU = torch.device("cpu")
-SHAPE = Shape(tokens=96, hidden=16, vocab=300, density=50)
+SHAPE = LossShape(tokens=96, hidden=16, vocab=300, density=50)
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +42,11 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case() -> LossCase:
     return make_case(SHAPE, CPU, torch.float32)
 
 
-def test_a_case_is_what_it_says(case: Case) -> None:
+def test_a_case_is_what_it_says(case: LossCase) -> None:
     assert int(case.mask_T.sum()) == SHAPE.active == 48
     assert SHAPE.sequences == 4 and case.advantages_B.unique().numel() == 4
     assert (case.sequences(case.advantages_T) == case.advantages_B[:, None]).all()
@@ -59,7 +59,7 @@ def test_a_case_is_what_it_says(case: Case) -> None:
 
 
 def test_no_ratio_stands_where_rounding_could_move_it_over_the_clip() -> None:
-    case = make_case(Shape(tokens=1024, hidden=16, vocab=300, density=100), CPU, torch.float32)
+    case = make_case(LossShape(tokens=1024, hidden=16, vocab=300, density=100), CPU, torch.float32)
     log_ratios_R = truth_of(case).logprobs_R - case.old_T[case.index_R]
     for edge in (math.log(1 - CLIP_LOW), math.log(1 + CLIP_HIGH)):
         distance_R = (log_ratios_R - edge).abs()
@@ -73,13 +73,13 @@ def test_no_ratio_stands_where_rounding_could_move_it_over_the_clip() -> None:
     ("tokens", "sequences", "active"), [(8192, 8, 2048), (16384, 16, 4096), (90, 3, 22), (7, 1, 1), (1, 1, 1)]
 )
 def test_sequences_divide_the_tokens(tokens: int, sequences: int, active: int) -> None:
-    shape = Shape(tokens=tokens, hidden=4, vocab=9, density=25)
+    shape = LossShape(tokens=tokens, hidden=4, vocab=9, density=25)
     assert (shape.sequences, shape.active) == (sequences, active)
     if tokens < 100:
         assert int(make_case(shape, CPU, torch.float32).mask_T.sum()) == active
 
 
-def whole(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def whole(case: LossCase) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, dX and dW by autograd through everything, in float64."""
     hidden_TH, head_VH = (leaf.detach().double().requires_grad_() for leaf in (case.hidden_TH, case.head_VH))
     logp_TV = torch.log_softmax(hidden_TH @ head_VH.t(), 1)
@@ -92,7 +92,7 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach(), hidden_TH.grad, head_VH.grad
 
 
-def test_the_sampled_truth_is_that_of_autograd_through_everything(case: Case) -> None:
+def test_the_sampled_truth_is_that_of_autograd_through_everything(case: LossCase) -> None:
     loss, hidden_grad_TH, head_grad_VH = whole(case)
     truth = truth_of(case)
     assert len(truth.rows_E) == 48 and len(truth.columns_F) > 64
@@ -121,22 +121,22 @@ def test_every_contender_that_is_here_agrees_with_float64(contender: Contender, 
         assert not outcome.hidden_grad_TH[~case.mask_T].any()
 
 
-def _scaled(case: Case, chunk_rows: int | None) -> Any:
+def _scaled(case: LossCase, chunk_rows: int | None) -> Any:
     """Ours, with every gradient a fifth too large."""
     right = OURS[0].prepare(case, chunk_rows)
 
-    def wrong() -> Outcome:
+    def wrong() -> LossOutcome:
         outcome = right()
         return replace(outcome, hidden_grad_TH=1.2 * outcome.hidden_grad_TH)
 
     return wrong
 
 
-def _broken(case: Case, chunk_rows: int | None) -> Any:
+def _broken(case: LossCase, chunk_rows: int | None) -> Any:
     raise RuntimeError("no kernel image\nand a second line")
 
 
-def test_what_is_wrong_or_fails_is_not_timed(case: Case) -> None:
+def test_what_is_wrong_or_fails_is_not_timed(case: LossCase) -> None:
     truth = truth_of(case)
     wrong = enter(replace(OURS[0], prepare=_scaled), case, truth, None)
     assert isinstance(wrong, str) and "hidden_grad 2.0e-01" in wrong and "head_grad" not in wrong
@@ -248,7 +248,7 @@ def test_peak_memory_is_counted_and_calls_take_turns() -> None:
     assert "".join(order) == "-a-b-b-a" and [len(taken) for taken in times] == [2, 2]
 
 
-def test_a_picture_needs_only_one_measured_contender(tmp_path: Path, case: Case) -> None:
+def test_a_picture_needs_only_one_measured_contender(tmp_path: Path, case: LossCase) -> None:
     row = measure_case(SHAPE, [OURS[0], OURS[1], PEERS["cce"]], CPU, torch.float32)
     head = {"gpu": None, "machine": "a machine", "threads": 1, "torch": "2", "commit": None}
     draw([{**head, **row}], tmp_path / "one.png")
