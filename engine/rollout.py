@@ -7,8 +7,8 @@ searches are gathered, so that all waiting episodes share one call of the retrie
 
 The samples of one question fork the same pages; the prompt is prefilled once.
 
-What makes a sample repeatable, alone or in a crowd: its noise is a function of its own seed and position; the forward
-gives a row the same bits in any company (CPU, float32; see kernels/attention.py and BATCH_STEP); a long input is cut
+What makes a sample independent of batch composition: its noise is a function of its own seed and position; the forward
+is batch-invariant (in float32 on a CPU whose BLAS is, see ROW_MULTIPLE and kernels/attention.py); a long input is cut
 into chunks by its own length; a running sample is never evicted; searches join at the step in which they were asked.
 """
 
