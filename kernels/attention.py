@@ -11,8 +11,9 @@ dimension, P pages of the cache, S slots of a page, L padded key length.
 
 These are the torch faces. In the paged one every sequence's key length is padded to a multiple of `KEY_STEP` and its
 rows to a multiple of `ROW_STEP`, by its own length alone, and only equals share a batched matmul: so on a CPU in
-float32 the bits of a row do not depend on what else is in the batch. (Where D is a multiple of 4, as in every real
-model; else the matrices of a batch lie at addresses that MKL treats differently.)
+float32 a row is independent of batch composition, to the bit, wherever the BLAS gives a matrix the same bits in a batch
+of any number. (MKL does, but for AVX2 on three threads, and where D is a multiple of 4, as in every real model; else
+the matrices of a batch lie at addresses that it treats differently.)
 """
 
 from collections.abc import Sequence

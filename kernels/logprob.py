@@ -5,7 +5,8 @@
 
 Logits are made a chunk of rows at a time, from float32 accumulators, so memory is bounded by the chunk: one matmul,
 2THV. The loss runs the same rows through the same face, `TorchHead` here or `TritonHead` of head.py, so its forward
-gives these very bits (on the torch face of CUDA only for chunks of equal size, where cuBLAS decides by it).
+gives these very bits (on the torch face only for chunks of equal size, unless the BLAS is batch-invariant: cuBLAS is
+not, a CPU's often, see ROW_MULTIPLE).
 
 Deliberately absent: top-p or top-k log-probs (the sampler owns those).
 
