@@ -1,5 +1,5 @@
 """Training adapters: the gradient of a dense computation, a reference that is the base to the bit without a second
-model, the same bits in any company, and a killed run that goes on as if nothing had happened."""
+model, samples independent of batch composition, and a killed run that goes on as if nothing had happened."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from batch_invariance import needs_invariant_policy, using_threads
 from safetensors.torch import load_file
 
 from thresher.engine import assemble, trained
@@ -174,7 +175,7 @@ def record(trajectory: Trajectory) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("rank", "width", "threads"), [(8, 32, 1), (3, 24, 3)])
-def test_alone_and_in_a_crowd_bit_for_bit(
+def test_samples_with_adapters_are_batch_invariant(
     rank: int,
     width: int,
     threads: int,
@@ -182,21 +183,18 @@ def test_alone_and_in_a_crowd_bit_for_bit(
     tiny_rollout: Callable[..., Any],
     tiny_questions: list[Question],
 ) -> None:
-    """Rank 3 on three threads is where an unpadded product gives a row other bits in company."""
+    """Rank 3 on three threads is where an unpadded product is not batch-invariant."""
     taught = make_tiny_policy()
     policy = taught if width == 32 else init_policy(taught.config.replace(hidden_size=width), 0)
     adapted(policy, rank=rank, spread=0.05)
+    needs_invariant_policy(policy, threads)
     jobs = [Job(question, group, 0, 1000 * group) for group, question in enumerate(tiny_questions[:24])]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_threads(threads):
         crowd = tiny_rollout(policy=policy).run(jobs, 1.0)
         assert len({len(trajectory) for trajectory in crowd}) > 5
         alone = tiny_rollout(policy=policy, max_running=1)
         for job, together in list(zip(jobs, crowd, strict=True))[::3]:
             assert record(alone.run([job], 1.0)[0]) == record(together)
-    finally:
-        torch.set_num_threads(before)
     vocab = alone.tokenizer.vocab_size
     for trajectory in crowd:  # what was recorded is what the update will compute
         rows = torch.tensor(trajectory.policy_rows())
