@@ -102,7 +102,7 @@ test: lint
 
 .PHONY: bench
 bench: .venv-bench
-	@$(BENCH)/bin/thresher bench step --out bench/results/step.jsonl
+	@$(BENCH)/bin/thresher bench step --out bench/results/step-cpu.jsonl
 
 # Installs nothing but links to this checkout: torch and the rest are what the machine has. Needs no data folder. All of
 # it within 8 minutes: tests are cut off after 5, and the bench gets what they leave of 450 seconds. A failing test does

@@ -9,8 +9,9 @@ Query heads share key/value heads in groups of N / K (grouped-query attention).
 
 Both are torch implementations. In the paged one every sequence's key length is padded to a multiple of `KEY_STEP` and
 its rows to a multiple of `ROW_STEP`, by its own length alone, and only equals share a batched matmul: so on a CPU in
-float32 the bits of a row are independent of batch composition. (Where D is a multiple of 4, as in every real model;
-else the matrices of a batch lie at addresses that MKL treats differently.)
+float32 a row is independent of batch composition, to the bit, wherever the BLAS gives a matrix the same bits in a batch
+of any number. (MKL does, but for AVX2 on three threads, where D is a multiple of 4, as in every real model; else the
+matrices of a batch lie at addresses that it treats differently.)
 
 Axes: T packed tokens, B sequences, Q positions or new tokens of a sequence, J its keys, padded, N query heads, K
 key/value heads, D head dimension, P blocks of the KV cache, S slots of a block (docs/notation.md).

@@ -5,7 +5,8 @@
 
 Logits are made a chunk of rows at a time, from float32 accumulators, so memory is bounded by the chunk: one matmul,
 2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head_triton.py, so its
-forward gives these very bits (torch on CUDA does so for chunks of equal size only, since cuBLAS decides by it).
+forward gives these very bits (in torch only for chunks of equal size, unless the BLAS is batch-invariant: cuBLAS is
+not, a CPU's often, see ROW_MULTIPLE).
 
 Deliberately absent: top-p or top-k log-probs, and logits to sample from (sampling.py).
 

@@ -20,8 +20,10 @@ from torch import Tensor
 from thresher.kernels.checks import compute_dtype
 
 MIB = 2**20
-# A CPU's float32 matmul takes another kernel for odd rows, and for fewer than 16; once filled up to a multiple of 16 a
-# row's bits depend neither on its place nor on its neighbours (MKL; not for under 16 columns with H no multiple of 4).
+# A CPU's float32 matmul takes another kernel for odd rows, and for fewer than 16. Filled up to a multiple of 16 rows it
+# is batch-invariant (a row's bits depend neither on its place nor on its neighbours) with MKL on AVX-512 and with MKL's
+# strict reproducibility (MKL_CBWR=AUTO,STRICT), but not with MKL on AVX2 nor for wide heads on several threads:
+# docs/design.md, "Rollout", has the list. (Nor for under 16 columns with H no multiple of 4.)
 ROW_MULTIPLE = 16
 # What a part of a low-precision head, or of its gradient, may take in float32.
 SLAB_BYTES = 64 * MIB

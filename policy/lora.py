@@ -44,7 +44,7 @@ TARGETS = tuple(MODULES)
 FOLDER = "adapter"  # beside model.safetensors; in its own folder, or transformers would add it to what has it already
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# With 2 to 4 inputs, a CPU matmul of several threads gives a row other bits among more rows; with 8 it does not.
+# With 2 to 4 inputs a CPU matmul of several threads is not batch-invariant where with 8 it is.
 RANK_STEP = 8
 
 

@@ -67,7 +67,12 @@ class Ours:
             system,
             Tools(system.template, 1),
             Renderer(
-                tokenizer=setting.tokenizer, tags=system.tags, k=1, chat=False, max_passage_tokens=1, passage_format=""
+                tokenizer=setting.tokenizer,
+                tags=system.tags,
+                k=1,
+                chat=False,
+                max_passage_tokens=1,
+                passage_format="{text}",
             ),
             Limits(
                 max_turn_tokens=shape.completion,
@@ -153,11 +158,13 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
     return gaps
 
 
-def run_step_bench(steps: int = 20, out: str | Path | None = None, peer: str = "trl") -> dict[str, Any]:
+def run_step_bench(
+    steps: int = 20, out: str | Path | None = None, peer: str = "trl", shape: StepShape | None = None
+) -> dict[str, Any]:
     """Prove, time `steps` steps of each side, print a table, append a row to `out`; returns the row.
 
-    `out` None: bench/results/step-cpu.jsonl of the checkout, nothing where there is none. peer "trl" falls back to
-    "none", and says so, where TRL is not installed.
+    `shape` None: the one that stored results are of. `out` None: bench/results/step-cpu.jsonl of the checkout, nothing
+    where there is none. peer "trl" falls back to "none", and says so, where TRL is not installed.
     """
     if peer not in PEERS:
         raise UserError(f"--peer {peer}: expected one of {', '.join(PEERS)}")
@@ -166,7 +173,7 @@ def run_step_bench(steps: int = 20, out: str | Path | None = None, peer: str = "
     if peer == "trl" and not all(map(find_spec, ("trl", "datasets"))):
         console.print('TRL is not installed, so ours is measured alone; pip install "thresher[bench]" brings it.')
         peer = "none"
-    setting = make_setting(StepShape())
+    setting = make_setting(shape or StepShape())
     ours = Ours(setting)
     mine: list[Seconds] = []
     others: list[Seconds] = []

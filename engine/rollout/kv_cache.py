@@ -17,10 +17,10 @@ from typing import Generic, TypeVar
 import torch
 
 from thresher.kernels.attention import KEY_STEP, ROW_STEP, PagedGroup, paged_attention
+from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 from thresher.rewards.errors import UserError
 
-BATCH_STEP = 8  # rows of a forward are padded to this multiple, so that a CPU matmul gives each row the same bits
 CHUNK = 1024  # a longer input enters the cache in several forwards, cut at multiples of this from its own start
 
 
@@ -154,7 +154,8 @@ class PagedKV:
 class PagedStep:
     """One forward's new rows, laid out: `ids_T`, `positions_T`, and, as a callable, `attend`.
 
-    Rows lie sequence after sequence and are padded to a multiple of BATCH_STEP with rows that write to block 0.
+    Rows lie sequence after sequence and are padded to a multiple of ROW_MULTIPLE, in which a CPU's matmul is
+    batch-invariant (kernels/matmul.py), with rows that write to block 0.
     `last_rows` gives, for each sequence, the row of its last new token.
     """
 
@@ -175,7 +176,7 @@ class PagedStep:
             rows = 1 if count == 1 else -(-count // ROW_STEP) * ROW_STEP
             keys = -(-(item.start + count) // KEY_STEP) * KEY_STEP
             shapes.setdefault((rows, keys), []).append((first, item))
-        padding = -len(ids) % BATCH_STEP
+        padding = -len(ids) % ROW_MULTIPLE
         self.ids_T = torch.tensor(ids + [0] * padding, device=device)
         self.positions_T = torch.tensor(positions + [0] * padding, device=device)
         self.slots_T = torch.tensor(slots + [at % page for at in range(padding)], device=device)

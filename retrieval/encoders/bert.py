@@ -8,7 +8,8 @@ BERT, MiniLM, E5, BGE and DPR's two halves differ in sizes and in the prefix of 
 et al. 2019) has other names and no types. Query, key and value projections are one parameter here.
 
 Padding takes part in nothing: no token attends to it, so a row's result changes by rounding at most. On a CPU in
-float32 it keeps its last bit whatever rows stand beside it, as long as T is the same multiple of `LENGTH_STEP`.
+float32 it is independent of batch composition, to the bit, as long as T is the same multiple of `LENGTH_STEP` and the
+BLAS is batch-invariant (docs/design.md, "Rollout").
 
 Deliberately absent: dropout, pooler and task heads (their tensors are passed over; whoever needs a head puts it on top
 of `Bert.forward`), relative positions, cross attention, and pytorch_model.bin, which can run code when it is opened.
@@ -26,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.files import read_json_object
 from thresher.policy.weights import read_weights, tensor_shapes
 from thresher.rewards.errors import UserError
 
-# Rows of a matmul that come in sixteens keep their bits in any company (see kernels/matmul.py), and attention's do at a
-# fixed length.
-LENGTH_STEP = 16
+# So rows of a matmul come in multiples in which a BLAS may be batch-invariant; attention's are at a fixed length.
+LENGTH_STEP = ROW_MULTIPLE
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class Head:
         self._activation = activation
 
     def __call__(self, x_BH: Tensor) -> Tensor:
-        """float32 [B, H] -> [B, K]. Rows are padded to a multiple, so that none has other bits in other company."""
+        """float32 [B, H] -> [B, K]. Rows are padded to a multiple, for batch invariance."""
         padded_BH = F.pad(x_BH, (0, 0, 0, -len(x_BH) % LENGTH_STEP))
         inner_BH = self._activation(F.linear(padded_BH, self.dense_HH, self.dense_H))
         return F.linear(inner_BH, self.output_KH, self.output_K)[: len(x_BH)]

@@ -5,9 +5,10 @@
 How a folder wants it done is read by `settings`, with where each answer comes from (`LearnedEncoder.settings.why`).
 Texts are sorted by length and batched by it, so little is padding.
 
-A vector does not depend on the texts beside it: in float32 on a CPU not in its last bit, since texts of one batch are
-padded to the same multiple of 16 tokens by their own length alone; on CUDA, where a batch is padded to its longest text
-and the transformer computes in bfloat16, but for rounding. Pooling and norm are float32 everywhere.
+A vector does not depend on the texts beside it: in float32 on a CPU not in its last bit, where the BLAS is batch-
+invariant, since texts of one batch are padded to the same multiple of 16 tokens by their own length alone; on CUDA,
+where a batch is padded to its longest text and the transformer computes in bfloat16, but for rounding. Pooling and norm
+are float32 everywhere.
 
 The model itself is not copied into an index: encoder.json keeps where it lies, the settings and a fingerprint over
 weights, tokenizer and settings, which must still be the same when the index is opened. Device and dtype are not part

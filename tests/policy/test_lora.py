@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from batch_invariance import needs_invariant_rows, using_threads, weight_shapes
 from model_cases import make_config
 from safetensors.torch import load_file, save_file
 
+from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.lora import (
     CONFIG,
     FOLDER,
@@ -121,23 +123,21 @@ def test_their_gradients_are_those_of_the_dense_product() -> None:
         assert slope_OI.abs().max() > 1e-3
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 20])
-def test_a_row_is_batch_invariant_bit_for_bit(rank: int, threads: int) -> None:
-    """Rows come in multiples of 8 (kv_cache.py). Ranks 2 to 4 as they stand would fail on three threads."""
+def test_an_adapters_rows_are_batch_invariant(rank: int, threads: int) -> None:
+    """Rows come in multiples of ROW_MULTIPLE (kv_cache.py). Ranks 2 to 4 as they stand would fail on three threads."""
     settings = LoraSettings(rank=rank, alpha=8.0)
     generator = torch.Generator().manual_seed(rank)
     adapter = Adapter(24, 24, settings, generator)
     torch.nn.init.normal_(adapter.b_OR, generator=generator)
     x_TI = torch.randn(128, 24, generator=generator)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        alone = torch.cat([adapter(rows) for rows in x_TI.split(8)])
-        for count in (16, 24, 56, 104, 128):
+    needs_invariant_rows(weight_shapes(adapter), threads, len(x_TI))
+    with using_threads(threads):
+        alone = torch.cat([adapter(rows) for rows in x_TI.split(ROW_MULTIPLE)])
+        for count in (32, 48, 64, 112, 128):
             assert torch.equal(adapter(x_TI[:count]), alone[:count]), count
-    finally:
-        torch.set_num_threads(before)
     torch.testing.assert_close(alone, x_TI @ adapter.product().T, rtol=0, atol=1e-4)
 
 

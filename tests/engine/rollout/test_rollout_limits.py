@@ -4,6 +4,7 @@ break the rules. Where a test needs to know what the policy writes, `script` put
 from typing import Any
 
 import pytest
+from batch_invariance import needs_invariant_policy
 from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, system_of
 
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
@@ -115,6 +116,7 @@ def test_long_inputs_enter_in_chunks(
     batch = run.run(jobs, 1.0)
     assert_logprobs_match(run, batch, 1.0, 1e-4)
     assert [t.ids() for t in batch] == [t.ids() for t in whole]
+    needs_invariant_policy(run.policy)
     for job, together in list(zip(jobs, batch, strict=True))[::3]:
         assert record(single.run([job], 1.0)[0]) == record(together)
 

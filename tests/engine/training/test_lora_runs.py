@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from batch_invariance import needs_invariant_policy, using_threads
 from safetensors.torch import load_file
 
 from thresher.engine import assemble
@@ -174,7 +175,7 @@ def record(trajectory: Trajectory) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("rank", "width", "threads"), [(8, 32, 1), (3, 24, 3)])
-def test_samples_are_independent_of_batch_composition_bit_for_bit(
+def test_samples_with_adapters_are_batch_invariant(
     rank: int,
     width: int,
     threads: int,
@@ -186,17 +187,14 @@ def test_samples_are_independent_of_batch_composition_bit_for_bit(
     taught = make_tiny_policy()
     policy = taught if width == 32 else init_policy(taught.config.replace(hidden_size=width), 0)
     adapted(policy, rank=rank, spread=0.05)
+    needs_invariant_policy(policy, threads)
     jobs = [Job(question, group, 0, 1000 * group) for group, question in enumerate(tiny_questions[:24])]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_threads(threads):
         batch = tiny_rollout(policy=policy).run(jobs, 1.0)
         assert len({len(trajectory) for trajectory in batch}) > 5
         single = tiny_rollout(policy=policy, max_running=1)
         for job, together in list(zip(jobs, batch, strict=True))[::3]:
             assert record(single.run([job], 1.0)[0]) == record(together)
-    finally:
-        torch.set_num_threads(before)
     vocab = single.tokenizer.vocab_size
     for trajectory in batch:  # what was recorded is what the update will compute
         rows = torch.tensor(trajectory.policy_rows())

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from batch_invariance import needs_invariant_rows, weight_shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thresher.retrieval.encoders.bert import LENGTH_STEP
+from thresher.retrieval.encoders.bert import LENGTH_STEP, load_bert
 from thresher.retrieval.encoders.learned import LearnedEncoder, batches, load_encoder
 from thresher.retrieval.encoders.settings import Settings, read_settings
 from thresher.retrieval.encoders.wordpiece import CHARACTERS_PER_TOKEN, load_wordpiece
@@ -211,8 +212,9 @@ def test_real_weights(minilm: Path) -> None:
 # Promises
 
 
-def test_alone_and_in_a_crowd(encoder: LearnedEncoder, plain: Path) -> None:
+def test_a_vector_is_independent_of_batch_composition(encoder: LearnedEncoder, plain: Path) -> None:
     """Not within a tolerance: the same bits, whatever the size of the batches."""
+    needs_invariant_rows(weight_shapes(load_bert(plain)), most=2304)
     texts = [*TEXTS, *("the river city " * n for n in range(30))]
     crowd = encoder.encode_passages(texts)
     for row, text in enumerate(texts):
@@ -223,7 +225,10 @@ def test_alone_and_in_a_crowd(encoder: LearnedEncoder, plain: Path) -> None:
         assert np.array_equal(other.encode_passages(texts), crowd), batch_tokens
 
 
-def test_more_texts_than_are_held_at_once(encoder: LearnedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_texts_than_are_held_at_once(
+    encoder: LearnedEncoder, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_invariant_rows(weight_shapes(load_bert(plain)), most=2304)
     expected = encoder.encode_passages(TEXTS)
     for module in ("learned", "wordpiece"):
         monkeypatch.setattr(f"thresher.retrieval.{module}.TEXTS_AT_ONCE", 3)

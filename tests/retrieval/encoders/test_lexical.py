@@ -1,4 +1,4 @@
-"""The lexical encoder against sums done by hand, and its promises: same bits alone and in a crowd, nothing
+"""The lexical encoder against sums done by hand, and its promises: vectors independent of batch composition, nothing
 forgotten on disk."""
 
 import json

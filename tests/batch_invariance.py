@@ -1,0 +1,141 @@
+"""Whether the matmuls of this machine are batch-invariant, for tests that demand equal bits of what is built on them.
+
+A sample has the same bits whatever shares its batch wherever the BLAS gives a row the same bits in every batch of a
+multiple of ROW_MULTIPLE rows (docs/design.md, "Rollout"). That is a property of the BLAS, the CPU, the shape and the
+number of threads, not of this code. So such a test first puts the question to `F.linear` itself, for the very shapes
+that it is about to use: where the answer is no it skips, and names the switch that helps; where it is yes, nothing but
+equal bits will do.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from thresher.kernels.matmul import ROW_MULTIPLE
+
+# What test_kernels_settings.py looks for among the reasons of skipped tests.
+NOT_INVARIANT = "the BLAS is not batch-invariant here"
+SWITCH = "on an Intel CPU it is with MKL_CBWR=AUTO,STRICT in the environment before torch is imported"
+Shape = tuple[int, int]
+
+
+@contextmanager
+def using_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def batches(most: int) -> list[int]:
+    """Multiples of ROW_MULTIPLE: every one up to 256 rows, then fewer and fewer."""
+    counts = list(range(ROW_MULTIPLE, min(most, 256) + 1, ROW_MULTIPLE))
+    while counts[-1] < most:
+        counts.append(min(int(counts[-1] * 1.3), most) // ROW_MULTIPLE * ROW_MULTIPLE)
+    return counts
+
+
+@cache
+def _rows(shape: Shape, threads: int, most: int, dtype: torch.dtype) -> bool:
+    outputs, inputs = shape
+    most = -(-most // ROW_MULTIPLE) * ROW_MULTIPLE
+    generator = torch.Generator().manual_seed(0)
+    weight_OI, bias_O, x_TI = (
+        torch.randn(size, generator=generator, dtype=dtype) for size in ((outputs, inputs), (outputs,), (most, inputs))
+    )
+    places_T = torch.randperm(most, generator=generator)
+    with using_threads(threads):
+        for bias in (None, bias_O):
+            alone_TO = torch.cat([F.linear(rows, weight_OI, bias) for rows in x_TI.split(ROW_MULTIPLE)])
+            if not all(
+                torch.equal(F.linear(x_TI[:count], weight_OI, bias), alone_TO[:count]) for count in batches(most)
+            ):
+                return False
+            for count in (ROW_MULTIPLE, min(5 * ROW_MULTIPLE, most), most):
+                if not torch.equal(F.linear(x_TI[places_T[:count]], weight_OI, bias), alone_TO[places_T[:count]]):
+                    return False
+    return True
+
+
+def rows_are_batch_invariant(
+    shapes: Iterable[Shape], threads: int | None = None, most: int = 1024, dtype: torch.dtype = torch.float32
+) -> bool:
+    """Whether F.linear with weights of these shapes, (outputs, inputs), gives a row the same bits at any place of any
+    batch of a multiple of ROW_MULTIPLE rows, up to `most`."""
+    threads = torch.get_num_threads() if threads is None else threads
+    return all(_rows(shape, threads, most, dtype) for shape in sorted(set(shapes)))
+
+
+@cache
+def _batched(heads: int, kv_heads: int, dim: int, threads: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shared, most = heads // kv_heads, 24
+    with using_threads(threads):
+        for rows in (1, 16, 32, 64):
+            for length in (64, 128, 192, 320):
+                q, k, v, p = (
+                    torch.randn(most, *size, generator=generator)
+                    for size in ((shared * rows, dim), (length, dim), (length, dim), (shared * rows, length))
+                )
+                for x, y in ((q, k.transpose(1, 2)), (p, v)):
+                    whole = torch.bmm(x, y)
+                    for count in (2, 3, 4, 5, 8, 9, 15):
+                        if not torch.equal(torch.bmm(x[3 : 3 + count], y[3 : 3 + count]), whole[3 : 3 + count]):
+                            return False
+    return True
+
+
+def attention_is_batch_invariant(heads: int, kv_heads: int, dim: int, threads: int | None = None) -> bool:
+    """The same of the batched matmuls of `paged_attention`: whether a matrix's product hangs on how many others there
+    are. A lone one, which the kernel gives a twin, is not asked about."""
+    return _batched(heads, kv_heads, dim, torch.get_num_threads() if threads is None else threads)
+
+
+def weight_shapes(*modules: nn.Module) -> set[Shape]:
+    """(outputs, inputs) of every matrix, a head or embedding included; adapters' ranks are filled up to 8."""
+    shapes = set()
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 2:
+                outputs, inputs = parameter.shape
+                if name.endswith(".a_RI") or name == "a_RI":
+                    outputs += -outputs % 8
+                if name.endswith(".b_OR") or name == "b_OR":
+                    inputs += -inputs % 8
+                shapes.add((outputs, inputs))
+    return shapes
+
+
+def skip_unless(invariant: bool, what: str, threads: int | None = None) -> None:
+    """Skips where a probe said no."""
+    if not invariant:
+        threads = torch.get_num_threads() if threads is None else threads
+        pytest.skip(f"{NOT_INVARIANT} ({what}, {threads} threads); {SWITCH}")
+
+
+def needs_invariant_rows(
+    shapes: Iterable[Shape], threads: int | None = None, most: int = 1024, dtype: torch.dtype = torch.float32
+) -> None:
+    """Skips the test where matmuls with such weights are not batch-invariant."""
+    shapes = set(shapes)
+    skip_unless(rows_are_batch_invariant(shapes, threads, most, dtype), f"weights {sorted(shapes)}", threads)
+
+
+def needs_invariant_attention(heads: int, kv_heads: int, dim: int, threads: int | None = None) -> None:
+    """Skips the test where paged attention's batched matmuls are not batch-invariant."""
+    invariant = attention_is_batch_invariant(heads, kv_heads, dim, threads)
+    skip_unless(invariant, f"attention of {heads} heads, {kv_heads} with keys, dimension {dim}", threads)
+
+
+def needs_invariant_policy(policy: nn.Module, threads: int | None = None, most: int = 1280) -> None:
+    """Skips the test where a rollout of this policy cannot be batch-invariant, for its matmuls are not."""
+    config = policy.config
+    needs_invariant_rows(weight_shapes(policy), threads, most)
+    needs_invariant_attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim, threads)

@@ -1,0 +1,87 @@
+"""What is promised of bits, under other instruction sets than this machine's own: a few tests of several files, marked
+`bits`, in processes of their own, since torch and its libraries read these settings when they are loaded.
+
+A test that finds the BLAS not batch-invariant skips (batch_invariance.py). It must not where batch invariance is
+promised: with MKL's strict reproducibility on an Intel CPU, and there on one thread with AVX-512.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from batch_invariance import NOT_INVARIANT
+
+ROOT = Path(__file__).resolve().parents[2]
+MARKED = [
+    "tests/kernels/test_attention.py",
+    "tests/kernels/test_logprob.py",
+    "tests/policy/test_lora.py",
+    "tests/engine/rollout/test_rollout.py",
+]
+READ = ("MKL_", "ATEN_CPU_", "ONEDNN_", "DNNL_", "OMP_", "PYTEST_")
+SETTINGS: list[tuple[dict[str, str], int]] = [
+    ({}, 1),
+    ({}, 2),
+    ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}, 1),
+    ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}, 1),
+    ({"MKL_CBWR": "COMPATIBLE"}, 1),
+    ({"MKL_CBWR": "AVX2"}, 1),
+    ({"MKL_CBWR": "AVX2,STRICT"}, 2),
+    ({"MKL_CBWR": "AUTO,STRICT"}, 1),
+    ({"MKL_CBWR": "AUTO,STRICT"}, 2),
+]
+
+
+def cpu_info() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+INTEL = "GenuineIntel" in cpu_info() and torch.backends.mkl.is_available()
+AVX512 = re.search(r"^flags\b.*\bavx512f\b", cpu_info(), re.MULTILINE) is not None
+
+
+def promised(settings: dict[str, str], threads: int) -> bool:
+    """Whether every probe must say yes here."""
+    if not INTEL:
+        return False
+    return settings.get("MKL_CBWR", "").endswith("STRICT") or (AVX512 and not settings and threads == 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "threads"),
+    SETTINGS,
+    ids=[" ".join([*(f"{name}={value}" for name, value in s.items()), f"{n} threads"]) for s, n in SETTINGS],
+)
+def test_bits_under(settings: dict[str, str], threads: int) -> None:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(READ)}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-rs",
+            "--tb=short",
+            "-m",
+            "bits",
+            "-k",
+            "not split",
+            *MARKED,
+        ],
+        env={**ours, **settings, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONSAFEPATH": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = re.search(r"(\d+) passed", done.stdout)
+    if promised(settings, threads):
+        assert ran and int(ran[1]) >= 8 and NOT_INVARIANT not in done.stdout, done.stdout
