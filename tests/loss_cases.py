@@ -50,8 +50,44 @@ def make_case(T: int, H: int = 16, V: int = 50, seed: int = 0, scale: float = 0.
     return Case(hidden, head, targets, logp + spread * normal(T), advantages, weights, logp + spread * normal(T))
 
 
-def brute(case: Case, upstream: float = 1.0, dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Any]:
-    """The loss, written out again in the given dtype with autograd through log_softmax, and its gradients."""
+UNIT = 2.0**-24  # float32 rounds a number by this share of itself at most
+DRAWS = 8
+SLACK = 3.0  # standard deviations
+
+
+class Rounding:
+    """Adds normal noise of given standard deviations, in units of UNIT, where float32 would round. With none, nothing.
+
+    A sum of n terms in float32 is off by UNIT sqrt(n) sqrt(sum of squared terms), as a standard deviation and in the
+    worst order, one after the other (Higham 2002, section 4.2, with roundings taken for independent); in blocks or a
+    tree by less. An exponential of x is off by UNIT (1 + |x|) of itself.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __call__(self, x: Tensor, deviation: Tensor) -> Tensor:
+        if self.generator is None:
+            return x
+        return x + UNIT * deviation.detach() * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+
+    def product(self, out: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        """out = one @ other, its sums rounded on the way."""
+        if self.generator is None:
+            return out
+        return self(out, (one.detach().square() @ other.detach().square() * one.shape[1]).sqrt())
+
+
+def brute(
+    case: Case,
+    upstream: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+    rounding: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The loss, written out again in the given dtype with autograd through log_softmax, and its gradients. `rounding`:
+    the seed of noise where float32 would round, in inputs, sums and exponentials; see `float32_budget`."""
+    rounded = Rounding(rounding)
     o = {"temperature": 1.0, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "kl_value": "k3"}
     o |= {"kl_gradient": None, "beta": 0.0, "entropy_coef": 0.0, "vocab_size": None} | options
     hidden = case.hidden.detach().to(dtype).requires_grad_()
@@ -59,10 +95,19 @@ def brute(case: Case, upstream: float = 1.0, dtype: torch.dtype = torch.float64,
     rows = case.weights != 0
     old, ref = case.old[rows].to(dtype), case.ref[rows].to(dtype)
     advantages, weights = case.advantages[rows].to(dtype), case.weights[rows].to(dtype)
-    logits = hidden[rows] @ head[: o["vocab_size"]].t() / o["temperature"]
+    old, ref, advantages, weights = (rounded(x, x.abs()) for x in (old, ref, advantages, weights))
+    picked, columns = hidden[rows], head[: o["vocab_size"]].t() / o["temperature"]
+    logits = rounded.product(picked @ columns, picked, columns)
+    if rounding is not None and logits.numel():
+        # the logit itself and, before an exponential, its distance to the largest
+        logits = rounded(logits, 2 + logits.abs() + (logits.amax(1, keepdim=True) - logits).clamp(max=100))
+        logits.retain_grad()
     logp_all = torch.log_softmax(logits, 1)
     logp = logp_all[torch.arange(len(old)), case.targets[rows]]
-    entropy = -(logp_all.exp() * logp_all).sum(1)
+    logp = rounded(logp, 2 + logp.abs())
+    terms = logp_all.exp() * logp_all
+    # 1, for what a total probability of 1 loses
+    entropy = rounded(-terms.sum(1), 1 + (terms.square().sum(1) * terms.shape[1]).sqrt())
     ratio, d = (logp - old).exp(), logp - ref
     objective = torch.min(ratio * advantages, ratio.clamp(1 - o["clip_low"], 1 + o["clip_high"]) * advantages)
     if o["dual_clip"]:
@@ -72,8 +117,14 @@ def brute(case: Case, upstream: float = 1.0, dtype: torch.dtype = torch.float64,
     kl = {"k1": d, "k2": d**2 / 2, "k3": k3, "k3_ratio": ratio * k3, "none": d * 0}
     surrogate = kl[o["kl_gradient"] or o["kl_value"]]
     penalty = kl[o["kl_value"]].detach() + surrogate - surrogate.detach()
-    loss = (weights * (-objective + o["beta"] * penalty - o["entropy_coef"] * entropy)).sum()
+    losses = weights * (-objective + o["beta"] * penalty - o["entropy_coef"] * entropy)
+    loss = rounded(losses.sum(), (losses.square().sum() * len(losses)).sqrt())
     (loss * upstream).backward()
+    if rounding is not None and logits.numel():
+        dlogits = logits.grad
+        hidden.grad[rows] = rounded.product(hidden.grad[rows], dlogits, columns.t())
+        used = slice(o["vocab_size"])
+        head.grad[used] = rounded.product(head.grad[used], dlogits.t(), picked / o["temperature"])
 
     def spread(values: Tensor) -> Tensor:
         return torch.zeros(len(rows), dtype=dtype).masked_scatter(rows, values.detach())
@@ -86,6 +137,18 @@ def brute(case: Case, upstream: float = 1.0, dtype: torch.dtype = torch.float64,
     }
     found |= {"hidden_grad": hidden.grad, "head_grad": head.grad}
     return found | {name: spread(kl[name]) for name in ESTIMATORS}
+
+
+def float32_budget(case: Case, **options: Any) -> dict[str, float]:
+    """The norm of the error that float32 may make of each result, in any order of its sums: `brute` in float64 with
+    noise where float32 rounds, the root mean square over several draws, times SLACK. It is a figure of the case alone,
+    not of another implementation's luck on this machine."""
+    truth = brute(case, **options)
+    noisy = [brute(case, rounding=seed, **options) for seed in range(DRAWS)]
+    return {
+        name: SLACK * float(sum((found[name] - value).square().sum() for found in noisy) / DRAWS) ** 0.5
+        for name, value in truth.items()
+    }
 
 
 def run(case: Case, upstream: float = 1.0, with_ref: bool = True, **options: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import Case, assert_same_bits, brute, make_case, run
+from loss_cases import Case, assert_same_bits, brute, float32_budget, make_case, run
 
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import CHOICES, EXP_CAP
@@ -31,19 +31,17 @@ def triton(case: Case, **options: Any) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
-def assert_as_exact_as_torch(case: Case, names: tuple[str, ...] = NAMES, **options: Any) -> None:
-    """float64 is the truth, and an error, its root mean square, may be twice that of torch's own float32."""
+def assert_within_float32(case: Case, **options: Any) -> None:
+    """float64 is the truth, and an error, its norm over a whole tensor, may be what float32 must be granted."""
     exact = {name: value for name, value in options.items() if name != "chunk_rows"}
     # old and reference log-probs of this temperature, or single ratios would decide everything
     shift = brute(case, **exact)["logprobs"] - brute(case)["logprobs"]
     case = replace(case, old=case.old + shift, ref=case.ref + shift)
-    truth, torchs = brute(case, **exact), brute(case, dtype=torch.float32, **exact)
+    truth, budget = brute(case, **exact), float32_budget(case, **exact)
     ours = triton(case.to(torch.float32), **options)
-    for name in names:
+    for name in NAMES:
         assert ours[name].isfinite().all(), name
-        error, allowed = ((found[name].double() - truth[name]).norm() for found in (ours, torchs))
-        # two roundings of the value itself: torch's one number may be exact by chance
-        assert error <= max(2 * allowed, truth[name].norm() * 2**-22), name
+        assert (ours[name].double() - truth[name]).norm() <= budget[name], name
 
 
 # The options vary along with the lengths, so that the table stays small.
@@ -65,16 +63,18 @@ def test_values_and_gradients(T: int, options: dict[str, Any]) -> None:
         case = replace(case, targets=case.targets % size)
     if T == 1:
         case = replace(case, weights=torch.ones(1, dtype=torch.float64), advantages=-torch.ones(1, dtype=torch.float64))
-    assert_as_exact_as_torch(case, chunk_rows=None if T < 1000 else 200, **options)
+    assert_within_float32(case, chunk_rows=None if T < 1000 else 200, **options)
 
 
 @pytest.mark.parametrize("kl_gradient", CHOICES)
 def test_every_kl_gradient_against_the_torch_backend(kl_gradient: str) -> None:
-    case = make_case(70, seed=CHOICES.index(kl_gradient)).to(torch.float32)
+    case = make_case(70, seed=CHOICES.index(kl_gradient))
     options: dict[str, Any] = {"kl_value": "k3", "kl_gradient": kl_gradient, "beta": 0.3, "dual_clip": 2.0}
+    truth, budget, case = brute(case, **options), float32_budget(case, **options), case.to(torch.float32)
     ours, torchs = triton(case, **options), run(case, backend="torch", **options)
     for name in ("logprobs", "hidden_grad", "head_grad", "loss"):
-        torch.testing.assert_close(ours[name], torchs[name], rtol=2e-5, atol=2e-6)
+        for found in (ours, torchs):
+            assert (found[name].double() - truth[name]).norm() <= budget[name], name
     assert torch.equal(ours["result"].clipped.cpu(), torchs["result"].clipped)
     assert ours["result"].capped.item() == torchs["result"].capped.item()
 
@@ -85,9 +85,7 @@ def test_extreme_logits(scale: float) -> None:
     logits = case.hidden @ case.head.t()
     assert scale < 100 or logits.abs().max() > 8e3
     case = replace(case, weights=case.weights / 90)
-    # float32 numbers are 1e-3 apart at 1e4, so the entropy of a row with two such logits is a matter of chance
-    names = NAMES if scale < 100 else ("loss", "logprobs", "hidden_grad", "head_grad")
-    assert_as_exact_as_torch(case, names, beta=0.1, kl_value="k2", entropy_coef=0.01)
+    assert_within_float32(case, beta=0.1, kl_value="k2", entropy_coef=0.01)
 
 
 @pytest.mark.parametrize("wrong", [25.0, -25.0, 31.0, -31.0, 200.0, -200.0, 1e4, -1e4])
@@ -98,9 +96,9 @@ def test_a_wrong_guess_of_the_log_prob_is_corrected(wrong: float) -> None:
     case = replace(case, advantages=torch.zeros(300), weights=case.weights + 0.1)
     one_row = torch.arange(300) == 140
     ours = triton(replace(case, old=case.old + wrong * one_row).to(torch.float32), beta=0.5, kl_value="k2")
-    truth = brute(case, beta=0.5, kl_value="k2")
+    truth, budget = brute(case, beta=0.5, kl_value="k2"), float32_budget(case, beta=0.5, kl_value="k2")
     for name in ("logprobs", "entropy", "hidden_grad", "head_grad"):
-        torch.testing.assert_close(ours[name].double(), truth[name], rtol=1e-5, atol=2e-6)
+        assert (ours[name].double() - truth[name]).norm() <= budget[name], name
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e4])
@@ -155,7 +153,7 @@ def test_strides_do_not_matter(masked: bool) -> None:
 
 def test_more_columns_than_one_block_of_tiles_reduces() -> None:
     case = make_case(20, H=16, V=9000, seed=8)
-    assert_as_exact_as_torch(case, beta=0.1, kl_value="k2", entropy_coef=0.1)
+    assert_within_float32(case, beta=0.1, kl_value="k2", entropy_coef=0.1)
 
 
 def test_near_certainty_and_near_the_reference_nothing_cancels() -> None:
@@ -173,15 +171,17 @@ def test_near_certainty_and_near_the_reference_nothing_cancels() -> None:
     case = replace(case, advantages=torch.zeros(40), head=head * 0, ref=logp * 0 - math.log(6) - 1e-4)
     case = replace(case, old=logp * 0 - math.log(6))
     found, truth = triton(case.to(torch.float32), beta=1.0), brute(case, beta=1.0)
-    assert (found["head_grad"].double() - truth["head_grad"]).norm() < 3e-3 * truth["head_grad"].norm()
+    # d is the difference of two numbers near log 6, whose float32 neighbours are 1.2e-3 of it away: three of those
+    assert (found["head_grad"].double() - truth["head_grad"]).norm() < 4e-3 * truth["head_grad"].norm()
 
 
 def test_probabilities_that_underflow_add_nothing_to_the_entropys_gradient() -> None:
-    case = make_case(40, H=16, V=80, seed=2, scale=60.0).to(torch.float32)
-    assert (torch.softmax(case.hidden @ case.head.t(), 1) == 0).any()
-    found, torchs = (run_(case, entropy_coef=0.5) for run_ in (triton, run))
-    for name in ("hidden_grad", "head_grad"):
-        torch.testing.assert_close(found[name], torchs[name], rtol=1e-3, atol=1e-3)
+    case = make_case(40, H=16, V=80, seed=2, scale=60.0)
+    assert (torch.softmax((case.hidden @ case.head.t()).float(), 1) == 0).any()
+    truth, budget = brute(case, entropy_coef=0.5), float32_budget(case, entropy_coef=0.5)
+    for found in (triton(case.to(torch.float32), entropy_coef=0.5), run(case.to(torch.float32), entropy_coef=0.5)):
+        for name in ("hidden_grad", "head_grad"):
+            assert (found[name].double() - truth[name]).norm() <= budget[name], name
 
 
 def test_an_exploding_coefficient_stays_finite_whatever_the_guess() -> None:

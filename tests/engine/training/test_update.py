@@ -178,10 +178,14 @@ def test_the_gradient_in_float32(gradients: dict[str, torch.Tensor]) -> None:
     _, expected = brute_force(policy, reference, trajectories, ADVANTAGES, grpo, 1.0)
     update(policy.float(), reference.float(), trajectories, ADVANTAGES, grpo)
     _, plain = brute_force(policy, reference, trajectories, ADVANTAGES, grpo, 1.0)
+    error = plain_error = 0.0
     for name, gradient in gradients.items():
         assert gradient.dtype == torch.float32
-        # No further from float64 than twice what autograd is, in float32, over the same forward.
-        assert (gradient - expected[name]).norm() <= 2 * (plain[name] - expected[name]).norm(), name
+        size = expected[name].norm()
+        error += float((gradient - expected[name]).norm() / size) ** 2
+        plain_error += float((plain[name] - expected[name]).norm() / size) ** 2
+    # Over all weights no further from float64 than twice what autograd is, in float32, over the same forward.
+    assert error**0.5 <= 2 * plain_error**0.5
 
 
 def test_on_policy_the_ratio_is_one_and_the_reference_is_at_no_distance() -> None:

@@ -126,7 +126,7 @@ def world(
     overrides = [f"rollout.{key}={value}" for key, value in small.items()]
     monkeypatch.setattr(kl, "SETTINGS", (*kl.SETTINGS, *overrides, f"system.template={folder / 'prompt.txt'}"))
     monkeypatch.setattr(kl, "enumerate_all", partial(enumerate_all, draws=2))
-    monkeypatch.setattr(kl, "RATES", {"mild": 1e-3, "wild": 1e3})
+    monkeypatch.setattr(kl, "RATES", {"mild": 1e-3, "wild": 1e12})  # weights of 1e12 make products that are no float32
     return folder
 
 
