@@ -18,7 +18,7 @@ from torch import nn
 
 from thresher.kernels.matmul import ROW_MULTIPLE
 
-# What test_kernels_settings.py looks for among the reasons of skipped tests.
+# What test_bits_settings.py looks for among the reasons of skipped tests.
 NOT_INVARIANT = "the BLAS is not batch-invariant here"
 SWITCH = "on an Intel CPU it is with MKL_CBWR=AUTO,STRICT in the environment before torch is imported"
 Shape = tuple[int, int]
