@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from thresher.retrieval.building import build, grow
+from thresher.retrieval.building import build
 from thresher.retrieval.data.corpus import Corpus, Passage
-from thresher.retrieval.indexes import vectors
+from thresher.retrieval.indexes import lists
+from thresher.retrieval.vectors import file
 
 DIM = 16
 
@@ -43,6 +44,6 @@ def numbered(count: int) -> Corpus:
 
 def make_small() -> None:
     """Slices of 300 rows, batches of 200, graphs kept every 600, for this process."""
-    vectors.SLICE_BYTES = 300 * DIM * 4
+    file.SLICE_BYTES = 300 * DIM * 4
     build.BUILD_BATCH = 200
-    grow.CHECKPOINT = 600
+    lists.CHECKPOINT = 600

@@ -41,9 +41,9 @@ from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, table
 from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
-from thresher.retrieval.indexes.exact import ExactRows, RowScores, largest_row_norm
 from thresher.retrieval.indexes.kinds import Kind, estimate, parse_kind, show_bytes
+from thresher.retrieval.vectors.approximate import ApproximateSearch, candidates_of
+from thresher.retrieval.vectors.exact import ExactRows, RowScores, largest_row_norm
 from thresher.rewards.errors import UserError
 
 K = 10

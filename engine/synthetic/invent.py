@@ -25,7 +25,7 @@ from thresher.policy.files import staged_folder
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes.index import Index, build_index
+from thresher.retrieval.indexes.flat import Index, build_index
 from thresher.retrieval.questions import question_record
 
 RECITALS = 10  # for each transcript of a form

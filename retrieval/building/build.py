@@ -27,17 +27,17 @@ from typing import Any
 import numpy as np
 
 from thresher.policy.files import atomic_write_text, read_json_object
-from thresher.retrieval.building.grow import INDEX_FILE, SCRATCH, OnStage, grow
 from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, Truth, sample_queries, tune
 from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders.encoder import Encoder
-from thresher.retrieval.indexes.approximate import KEPT_FILES, NOT_KEPT, ApproximateSearch, candidates_of
 from thresher.retrieval.indexes.dense import checked_vectors
-from thresher.retrieval.indexes.exact import ExactRows, RowScores, faiss, largest_row_norm
 from thresher.retrieval.indexes.kinds import Kind, estimate, show_bytes
+from thresher.retrieval.indexes.lists import INDEX_FILE, SCRATCH, OnStage, grow
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
 from thresher.retrieval.indexes.manifest import FORMAT, Manifest, corpus_paths, read_manifest
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.vectors.approximate import KEPT_FILES, NOT_KEPT, ApproximateSearch, candidates_of
+from thresher.retrieval.vectors.exact import ExactRows, RowScores, faiss, largest_row_norm
+from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
 BUILD_BATCH = 1024

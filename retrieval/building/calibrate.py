@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
-from thresher.retrieval.indexes.exact import ExactRows, faiss
 from thresher.retrieval.indexes.kinds import PQ_CENTROIDS
+from thresher.retrieval.vectors.exact import ExactRows, faiss
 from thresher.rewards.errors import UserError
 
 # 200 MB at 768 dimensions: more than a processor's caches hold, or a scan would look faster than it is.

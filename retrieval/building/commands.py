@@ -23,7 +23,7 @@ from thresher.retrieval.data.corpus import (
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.encoder import Encoder
 from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
-from thresher.retrieval.indexes.index import load_retriever
+from thresher.retrieval.indexes.flat import load_retriever
 from thresher.retrieval.indexes.kinds import choose_kind, estimate, parse_kind, parse_memory, show_bytes
 from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.questions import Query, read_queries

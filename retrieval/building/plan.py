@@ -33,9 +33,7 @@ from dataclasses import dataclass
 
 from thresher.retrieval.building.calibrate import BATCH, Calibration, Speed
 from thresher.retrieval.building.calibrate_words import WordRates
-from thresher.retrieval.building.grow import EF_CONSTRUCTION, KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS
 from thresher.retrieval.building.tune import QUERIES
-from thresher.retrieval.indexes.exact import faiss
 from thresher.retrieval.indexes.kinds import (
     PROCESS_BYTES,
     SCALARS,
@@ -49,6 +47,8 @@ from thresher.retrieval.indexes.kinds import (
     show_bytes,
     training_vectors,
 )
+from thresher.retrieval.indexes.lists import EF_CONSTRUCTION, KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS
+from thresher.retrieval.vectors.exact import faiss
 from thresher.rewards.errors import UserError
 
 ALL, WORDS = "all", "bm25"

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from thresher.retrieval.building.grow import OnStage, sample_rows
 from thresher.retrieval.data.corpus import Corpus, embedded_text
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
-from thresher.retrieval.indexes.approximate import ApproximateSearch
 from thresher.retrieval.indexes.dense import checked_vectors
-from thresher.retrieval.indexes.exact import MARGIN, Found, Rows, RowScores, best_of, faiss
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.indexes.lists import OnStage, sample_rows
+from thresher.retrieval.vectors.approximate import ApproximateSearch
+from thresher.retrieval.vectors.exact import MARGIN, Found, Rows, RowScores, best_of, faiss
+from thresher.retrieval.vectors.file import VectorFile
 
 QUERIES = 200
 QUERY_WORDS = 12

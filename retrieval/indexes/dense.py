@@ -10,8 +10,8 @@ import numpy as np
 
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
-from thresher.retrieval.indexes.exact import Found
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
+from thresher.retrieval.vectors.exact import Found
 
 
 class DenseIndex(Retriever):

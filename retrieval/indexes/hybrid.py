@@ -151,7 +151,7 @@ def load_hybrid(folder: str | Path, corpus: Corpus | None = None) -> Hybrid:
 
 def _join(places: list[Path], corpus: Corpus | None, depth: int) -> Hybrid:
     # Late, for that module knows this one: it loads indexes of every kind.
-    from thresher.retrieval.indexes.index import load_retriever
+    from thresher.retrieval.indexes.flat import load_retriever
 
     members: list[Retriever] = []
     for place in places:

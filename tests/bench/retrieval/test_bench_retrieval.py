@@ -18,11 +18,11 @@ from thresher.bench.retrieval.plot import draw
 from thresher.bench.retrieval.run import OUT_OF_TIME, RetrievalBench, failure, read_source, run_retrieval_bench
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_set
 from thresher.cli.main import run
-from thresher.retrieval.building.grow import grow
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
-from thresher.retrieval.indexes.exact import ExactRows, Rows, RowScores
 from thresher.retrieval.indexes.kinds import parse_kind
+from thresher.retrieval.indexes.lists import grow
+from thresher.retrieval.vectors.approximate import ApproximateSearch, candidates_of
+from thresher.retrieval.vectors.exact import ExactRows, Rows, RowScores
 from thresher.rewards.errors import UserError
 
 N, D = 1500, 24

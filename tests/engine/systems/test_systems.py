@@ -20,7 +20,7 @@ from thresher.engine.episode import (
 )
 from thresher.engine.systems import load_system
 from thresher.retrieval.data.corpus import Passage
-from thresher.retrieval.indexes.index import Hit
+from thresher.retrieval.indexes.flat import Hit
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError

@@ -18,7 +18,7 @@ from thresher.engine.training.sft import SftResult, Trainer, Transcript, encode_
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import neutralise
 from thresher.rewards.transcript import Source

@@ -14,12 +14,12 @@ import pytest
 from index_cases import DIM, Clustered, numbered
 
 from thresher.retrieval.building import build as build_module
-from thresher.retrieval.building import grow
 from thresher.retrieval.building.build import BuildSettings, build_folder, work_folder
 from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes import vectors
+from thresher.retrieval.indexes import lists as grow
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.manifest import read_manifest
+from thresher.retrieval.vectors import file as vectors
 from thresher.rewards.errors import UserError
 
 COUNT = 1500
@@ -202,8 +202,8 @@ import numpy as np
 import index_cases
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.indexes.kinds import parse_kind
-from thresher.retrieval.building import grow
-from thresher.retrieval.indexes import vectors
+from thresher.retrieval.indexes import lists as grow
+from thresher.retrieval.vectors import file as vectors
 folder, kind, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 vectors.SLICE_BYTES = 2**19
 grow.EF_CONSTRUCTION = 8  # for speed; it is the graph's time, not its size

@@ -226,7 +226,7 @@ def test_alone_and_in_a_crowd(encoder: LearnedEncoder, plain: Path) -> None:
 def test_more_texts_than_are_held_at_once(encoder: LearnedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = encoder.encode_passages(TEXTS)
     for module in ("learned", "wordpiece"):
-        monkeypatch.setattr(f"thresher.retrieval.{module}.TEXTS_AT_ONCE", 3)
+        monkeypatch.setattr(f"thresher.retrieval.encoders.{module}.TEXTS_AT_ONCE", 3)
         already = encoder.passages_cut
         assert np.array_equal(encoder.encode_passages([*TEXTS, *TEXTS]), np.concatenate([expected, expected]))
         assert encoder.passages_cut - already == 2  # "river city" forty times, in two different parts

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from index_cases import DIM, Clustered, numbered
 
-from thresher.retrieval.building import grow, tune
+from thresher.retrieval.building import tune
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes import index as index_module
-from thresher.retrieval.indexes.approximate import (
+from thresher.retrieval.indexes import flat as index_module
+from thresher.retrieval.indexes import lists as grow
+from thresher.retrieval.indexes.flat import load_index, load_retriever
+from thresher.retrieval.indexes.kinds import parse_kind
+from thresher.retrieval.indexes.manifest import read_manifest
+from thresher.retrieval.vectors.approximate import (
     ApproximateIndex,
     ApproximateSearch,
     GraphCandidates,
@@ -22,12 +26,9 @@ from thresher.retrieval.indexes.approximate import (
     Turn,
     candidates_of,
 )
-from thresher.retrieval.indexes.exact import RowScores
-from thresher.retrieval.indexes.gpu import FlatShards
-from thresher.retrieval.indexes.index import load_index, load_retriever
-from thresher.retrieval.indexes.kinds import parse_kind
-from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.vectors.exact import RowScores
+from thresher.retrieval.vectors.file import VectorFile
+from thresher.retrieval.vectors.gpu import FlatShards
 from thresher.rewards.errors import UserError
 
 COUNT = 4000

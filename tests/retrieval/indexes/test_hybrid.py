@@ -10,8 +10,8 @@ from thresher.retrieval.building.commands import check, search_file
 from thresher.retrieval.data.corpus import Corpus, Passage, read_corpus
 from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.bm25 import Bm25Settings, build_bm25
+from thresher.retrieval.indexes.flat import build_index, load_retriever
 from thresher.retrieval.indexes.hybrid import Hybrid, build_hybrid, load_hybrid
-from thresher.retrieval.indexes.index import build_index, load_retriever
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 from thresher.rewards.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from thresher.retrieval.data.corpus import Passage
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.retriever import Hit, Unanswered
 from thresher.retrieval.serving import client as client_module
 from thresher.retrieval.serving.client import RemoteRetriever

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from thresher.retrieval import retriever as retriever_module
 from thresher.retrieval.data.corpus import Corpus, Passage, embedded_text
 from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes import exact as exact_module
-from thresher.retrieval.indexes.index import Index, build_index, load_index, load_retriever
+from thresher.retrieval.indexes.flat import Index, build_index, load_index, load_retriever
+from thresher.retrieval.vectors import exact as exact_module
 from thresher.rewards.errors import UserError
 
 

@@ -10,10 +10,10 @@ Deliberately absent: graphs, which FAISS has no GPU form for, and building on GP
 
 from typing import Any
 
-from thresher.retrieval.building.grow import inner
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.exact import Rows, best_of, faiss
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.indexes.lists import inner
+from thresher.retrieval.vectors.exact import Rows, best_of, faiss
+from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
 # Candidates fetched per hit from a flat index in float16, whose order near the k-th place is not quite the exact one.

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.kinds import SLICE_BYTES
-from thresher.retrieval.indexes.vectors import Array
+from thresher.retrieval.vectors.file import Array
 from thresher.rewards.errors import UserError
 
 try:

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from thresher.policy.files import atomic_path
-from thresher.retrieval.indexes.exact import Rows, faiss
 from thresher.retrieval.indexes.kinds import PQ_CENTROIDS, TRAIN_CODES, Kind, training_vectors
-from thresher.retrieval.indexes.vectors import Array, VectorFile
+from thresher.retrieval.vectors.exact import Rows, faiss
+from thresher.retrieval.vectors.file import Array, VectorFile
 from thresher.rewards.errors import UserError
 
 INDEX_FILE = "index.faiss"

@@ -17,13 +17,13 @@ from thresher.retrieval.building.build import MATRIX_FILES, BuildSettings, fill_
 from thresher.retrieval.data.corpus import Corpus, check_embed
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes.approximate import read_approximate
 from thresher.retrieval.indexes.dense import DenseIndex
-from thresher.retrieval.indexes.exact import ExactRows, Found, faiss
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.manifest import Manifest, check_file, find_corpus, read_manifest
-from thresher.retrieval.indexes.vectors import Array, VectorFile
 from thresher.retrieval.retriever import Hit as Hit
+from thresher.retrieval.vectors.approximate import read_approximate
+from thresher.retrieval.vectors.exact import ExactRows, Found, faiss
+from thresher.retrieval.vectors.file import Array, VectorFile
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:

@@ -21,15 +21,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from thresher.retrieval.building.grow import INDEX_FILE, behind, inner, read_structure, rotation
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.dense import DenseIndex
-from thresher.retrieval.indexes.exact import MARGIN, ExactRows, Found, Rows, RowScores, best_first, faiss
-from thresher.retrieval.indexes.gpu import FLAT_FACTOR, GpuLists, flat_on_gpus
 from thresher.retrieval.indexes.kinds import Kind, parse_kind
+from thresher.retrieval.indexes.lists import INDEX_FILE, behind, inner, read_structure, rotation
 from thresher.retrieval.indexes.manifest import Manifest, check_file
-from thresher.retrieval.indexes.vectors import Array, VectorFile
+from thresher.retrieval.vectors.exact import MARGIN, ExactRows, Found, Rows, RowScores, best_first, faiss
+from thresher.retrieval.vectors.file import Array, VectorFile
+from thresher.retrieval.vectors.gpu import FLAT_FACTOR, GpuLists, flat_on_gpus
 from thresher.rewards.errors import UserError
 
 # How the vectors are kept beside a structure: the file's name.
