@@ -147,9 +147,9 @@ def tiny_policy(make_tiny_policy: Callable[..., Policy]) -> Policy:
 @pytest.fixture(scope="session")
 def tiny_index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index on disk; its corpus is corpus.jsonl beside the folder."""
+    from thresher.retrieval.building.build import build_index
     from thresher.retrieval.data.corpus import read_corpus
     from thresher.retrieval.encoders.lexical import LexicalEncoder
-    from thresher.retrieval.indexes.flat import build_index
 
     folder = tmp_path_factory.mktemp("tiny")
     records = [

@@ -123,7 +123,7 @@ def _efforts(search: ApproximateSearch, k: int) -> list[int]:
 
 
 def _measure(search: ApproximateSearch, point: Point, batch_QD: Vectors, k: int) -> None:
-    search.effort = point.effort
+    search.value = point.effort
     ms, row_QK = _timed(ours(search.top), batch_QD, k)
     point.ms.append(ms)
     point.found.append(row_QK)

@@ -23,9 +23,8 @@ from thresher.bench.retrieval.vectors import World, neighbours
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.retrieval.data.corpus import open_corpus
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.lists import sample_rows
 from thresher.retrieval.questions import read_queries
-from thresher.retrieval.vectors.file import VectorFile
+from thresher.retrieval.vectors.file import VectorFile, sample_rows
 from thresher.rewards.errors import UserError
 
 QUESTIONS = 512

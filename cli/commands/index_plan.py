@@ -69,7 +69,7 @@ def run_plan(options: argparse.Namespace) -> None:
     for row in plans:
         drawn.add_row(*row.row())
     console.console.print(drawn)
-    console.console.print("1 query and 64 together: seconds of the search; effort: nprobe or efSearch, assumed.")
+    console.console.print("1 query and 64 together: seconds of the search; parameter: nprobe or efSearch, assumed.")
     if words:
         console.console.print(f"BM25 counts words; build it with --encoder {WORDS}.")
     elif encoded is None:
@@ -107,8 +107,9 @@ def hybrid_arguments(parser: argparse.ArgumentParser) -> None:
 def run_hybrid(options: argparse.Namespace) -> None:
     """Join indexes into one that is searched as any other."""
     from thresher.retrieval.indexes.hybrid import build_hybrid
+    from thresher.retrieval.indexes.load import load_retriever
 
-    hybrid = build_hybrid([Path(member) for member in options.members], options.out, options.depth)
+    hybrid = build_hybrid([Path(member) for member in options.members], options.out, load_retriever, options.depth)
     figures = {
         "index": options.out,
         "members": ", ".join(options.members),

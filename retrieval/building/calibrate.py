@@ -16,13 +16,18 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from thresher.retrieval.building.timing import K, best_time, timed
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
-from thresher.retrieval.indexes.kinds import PQ_CENTROIDS
+from thresher.retrieval.indexes.kind import Kind
+from thresher.retrieval.indexes.lists import PQ_CENTROIDS
+from thresher.retrieval.vectors.approximate import ApproximateSearch
 from thresher.retrieval.vectors.exact import ExactRows, faiss
+from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
 # 200 MB at 768 dimensions: more than a processor's caches hold, or a scan would look faster than it is.
@@ -33,8 +38,6 @@ LEAST_SAMPLE = 2_000
 BATCH = 64
 # Queries asked one by one, of a scan and of a graph.
 ALONE, ALONE_GRAPH = 4, 32
-K = 10
-REPEATS = 2
 # Lists of the small index whose scan is timed, and how many of them a query looks through.
 LISTS, PROBES = 64, 16
 # Centroids in the product whose speed stands for training and filling lists.
@@ -65,6 +68,14 @@ class Graph:
     """A graph of `vectors` vectors: seconds to add one more, and to search it for one query."""
 
     vectors: int
+    add: float
+    search: Speed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Structure:
+    """A structure of any kind: seconds to build and to search it, for each of its vectors."""
+
     add: float
     search: Speed
 
@@ -153,13 +164,13 @@ class Calibration:
 
         return self._once(("product", pq, opq), measure)
 
-    def graph(self, factory: str, construction: int, effort: int) -> Graph:
+    def graph(self, factory: str, construction: int, search: int) -> Graph:
         """A graph ("HNSW32", "HNSW32_SQ8") built with `construction` candidates a vector (FAISS's efConstruction),
-        searched with `effort`."""
+        searched with `search` (efSearch)."""
 
         def measure() -> Graph:
             index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
-            index.hnsw.efConstruction, index.hnsw.efSearch = construction, effort
+            index.hnsw.efConstruction, index.hnsw.efSearch = construction, search
             index.train(self._vectors_ND[:FEW])
             first, *parts = np.array_split(self._vectors_ND[:FEW], GRAPH_PARTS)
             index.add(first)
@@ -168,7 +179,23 @@ class Calibration:
             add = median(later[len(later) // 2 :])
             return Graph(vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K)))
 
-        return self._once((factory, construction, effort), measure)
+        return self._once((factory, construction, search), measure)
+
+    def any(self, kind: Kind) -> Structure:
+        """A kind that no law is known for: built and searched as it will be, with the least its search may take."""
+
+        def measure() -> Structure:
+            part_ND = self._vectors_ND[:FEW]
+            with TemporaryDirectory() as scratch:
+                vectors = VectorFile(Path(scratch) / "vectors.npy", len(part_ND), self.dim)
+                vectors.append(part_ND)
+                started = time.perf_counter()
+                index = kind.grow(vectors, Path(scratch), lambda stage, done, total: None)
+                add = (time.perf_counter() - started) / len(part_ND)
+                search = ApproximateSearch(kind.candidates(index), None, len(part_ND), 1, 1)
+                return Structure(add=add, search=self._speed(lambda q_QD: search.top(q_QD, K), len(part_ND)))
+
+        return self._once(kind, measure)
 
     def words(self) -> "WordRates":
         """BM25, whose passages have words in the place of dimensions."""
@@ -264,16 +291,3 @@ def encode_rate(encoder: Encoder) -> float:
         encoder.encode_passages(batch)
         done += len(batch)
     return done / (time.perf_counter() - started)
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds that `call` takes."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def best_time(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few calls, after one that is not counted."""
-    call()
-    return min(timed(call) for _ in range(REPEATS))

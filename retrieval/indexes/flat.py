@@ -1,46 +1,88 @@
-"""The exact index, and the doors to every other: build one, load one, whichever kind it is.
+"""Kind: flat, every vector looked at by every search, in float32 (`flat`) or rounded to float16 (`flat16`).
 
-An `Index` looks at every vector and returns the exact top k (`exact` says how that is made sure), over vectors in
-float32 or rounded to float16. They lie in the folder's file, mapped: loading costs no RAM of its own, searching keeps
-in memory what the operating system finds room for.
+The index returns the exact top k (`vectors/exact` says how that is made sure). The vectors lie in the folder's file,
+mapped: loading costs no RAM of its own, searching keeps in memory what the operating system finds room for.
 
-Deliberately absent: approximate kinds (`approximate`), words (`bm25`, `hybrid`), and how a folder is built (`build`).
-Not thread-safe.
+Deliberately absent: how a folder is built (`retrieval/building`), and a structure, which an exact kind does not have.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import ClassVar, Self
 
-from thresher.policy.files import staged_folder
-from thresher.retrieval.building.build import MATRIX_FILES, BuildSettings, fill_folder
-from thresher.retrieval.data.corpus import Corpus, check_embed
+from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
-from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes.dense import DenseIndex
-from thresher.retrieval.indexes.kinds import parse_kind
-from thresher.retrieval.indexes.manifest import Manifest, check_file, find_corpus, read_manifest
-from thresher.retrieval.retriever import Hit as Hit
-from thresher.retrieval.vectors.approximate import read_approximate
+from thresher.retrieval.indexes.dense import DenseIndex, find_encoder
+from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALAR_BYTES, Estimate, Kind
+from thresher.retrieval.indexes.manifest import KEPT_FILES, Manifest, check_file, find_corpus, read_manifest
 from thresher.retrieval.vectors.exact import ExactRows, Found, faiss
-from thresher.retrieval.vectors.file import Array, VectorFile
+from thresher.retrieval.vectors.file import SLICE_BYTES, Array, VectorFile
 from thresher.rewards.errors import UserError
 
-if TYPE_CHECKING:
-    from thresher.retrieval.indexes.bm25 import Bm25Index
-    from thresher.retrieval.indexes.hybrid import Hybrid
-
 FORMAT_1_VECTORS = "vectors.faiss"
+# Up to here an exact search over 768 dimensions takes two cores under .1 s: no approximation is worth its loss.
+FLAT_PASSAGES = 200_000
+# File and dtype of the matrix that is searched.
+MATRIX_FILES = {"flat": (KEPT_FILES["float32"], "float32"), "flat16": (KEPT_FILES["float16"], "float16")}
+_NAMES = {"flat": "float32", "flat16": "float16", "sqfp16": "float16"}
 
 
-def _load_learned(folder: Path) -> Encoder:
-    # Lazily, for it imports torch.
-    from thresher.retrieval.encoders.learned import LearnedEncoder
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flat(Kind):
+    """Every vector in float32 or float16."""
 
-    return LearnedEncoder.load(folder)
+    examples: ClassVar[tuple[str, ...]] = ("flat", "flat16")
 
+    @property
+    def family(self) -> str:
+        """As Kind has it."""
+        return "flat" if self.codes == "float32" else "flat16"
 
-LOADERS: dict[str, Callable[[Path], Encoder]] = {LexicalEncoder.name: LexicalEncoder.load, "learned": _load_learned}
+    @property
+    def structure(self) -> str:
+        """As Kind has it."""
+        return self.family
+
+    @classmethod
+    def parse(cls, text: str, passages: int, dim: int) -> Self | None:
+        """As Kind has it."""
+        codes = _NAMES.get(text.lower())
+        return None if codes is None else cls(codes=codes)
+
+    @property
+    def exact(self) -> bool:
+        """As Kind has it."""
+        return True
+
+    @property
+    def lossless(self) -> bool:
+        """As Kind has it: but for what rounding costs."""
+        return self.codes == "float32"
+
+    def code_bytes(self, dim: int) -> int:
+        """As Kind has it."""
+        return SCALAR_BYTES[self.codes] * dim
+
+    def estimate(self, passages: int, dim: int) -> Estimate:
+        """As Kind has it; the mapped file alone, and on GPUs in float16. Searches want it in memory, the loader does
+        not."""
+        matrix = passages * self.code_bytes(dim)
+        return Estimate(
+            ram_bytes=matrix + PROCESS_BYTES,
+            disk_bytes=matrix,
+            build_ram_bytes=2 * SLICE_BYTES + PROCESS_BYTES,
+            gpu_bytes=2 * dim * passages,
+        )
+
+    @classmethod
+    def choices(cls, passages: int, dim: int) -> list[str]:
+        """As Kind has it."""
+        return ["flat"] if passages <= FLAT_PASSAGES else []
+
+    @classmethod
+    def usual(cls, passages: int, dim: int) -> list[str]:
+        """As Kind has it."""
+        return ["flat", "flat16"]
 
 
 class Index(DenseIndex):
@@ -59,33 +101,6 @@ class Index(DenseIndex):
         return found
 
 
-def build_index(
-    corpus: Corpus,
-    encoder: Encoder,
-    folder: str | Path,
-    embed: str = "text",
-    on_progress: Callable[[int], None] | None = None,
-) -> Index:
-    """Encodes every passage (its text, or title and text, see `embedded_text`) and writes an exact index into
-    `folder`.
-
-    The folder appears when all is written, or not at all, and an interrupted build leaves nothing; for one that goes
-    on where it was, and for other kinds, see `build.build_folder`. A folder that exists is refused with a UserError.
-    `on_progress` is called with the number of passages encoded so far.
-    """
-    check_embed(embed)
-    folder = Path(folder)
-
-    def on_stage(stage: str, done: int, total: int) -> None:
-        if on_progress is not None:
-            on_progress(done)
-
-    with staged_folder(folder) as staged:
-        kind = parse_kind("flat", len(corpus), encoder.dim)
-        fill_folder(staged, folder, corpus, encoder, BuildSettings(kind=kind, embed=embed), on_stage)
-    return load_index(folder, corpus, encoder)
-
-
 def load_index(folder: str | Path, corpus: Corpus | None = None, encoder: Encoder | None = None) -> Index:
     """Reads an exact index, of this format or of the first.
 
@@ -97,7 +112,7 @@ def load_index(folder: str | Path, corpus: Corpus | None = None, encoder: Encode
     manifest = read_manifest(folder)
     if manifest.kind not in MATRIX_FILES:
         raise UserError(f"{folder}: an index of kind {manifest.kind!r}, expected flat or flat16; name another folder")
-    encoder = _find_encoder(manifest, folder, encoder)
+    encoder = find_encoder(manifest, folder, encoder)
     corpus = find_corpus(manifest, folder, corpus)
     if manifest.format == 1:
         return Index(corpus, encoder, _read_format_1(folder / FORMAT_1_VECTORS, manifest), manifest.embed)
@@ -105,55 +120,6 @@ def load_index(folder: str | Path, corpus: Corpus | None = None, encoder: Encode
     check_file(folder / name, manifest.vectors_bytes)
     vectors_ND = VectorFile(folder / name, manifest.passages, manifest.dim, dtype).open()
     return Index(corpus, encoder, vectors_ND, manifest.embed, manifest.largest_norm)
-
-
-def load_retriever(
-    folder: str | Path, corpus: Corpus | None = None, parameters: dict[str, int] | None = None, gpu: bool = False
-) -> "DenseIndex | Bm25Index | Hybrid":
-    """Reads an index folder of any kind.
-
-    `parameters` replaces search parameters of an approximate index ({"nprobe": 64}); `gpu` lays lists, or the matrix of
-    an exact index, on all GPUs, sharded, in float16 (`retrieval/indexes/gpu.py` says what that changes). UserError as
-    `load_index`, for a kind that does not exist, and for parameters or GPUs asked of a kind that has none.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    kind = manifest.kind
-    if kind in ("ivf", "hnsw") or (gpu and kind in MATRIX_FILES and manifest.format > 1):
-        encoder = _find_encoder(manifest, folder, None)
-        return read_approximate(manifest, folder, find_corpus(manifest, folder, corpus), encoder, parameters, gpu)
-    if parameters or gpu:
-        asked = "search parameters" if parameters else "form for GPUs"
-        raise UserError(f"{folder}: an index of kind {kind!r} has no {asked}; leave them out")
-    if kind in MATRIX_FILES:
-        return load_index(folder, corpus)
-    if kind == "bm25":
-        from thresher.retrieval.indexes.bm25 import load_bm25
-
-        return load_bm25(folder, corpus)
-    if kind == "hybrid":
-        from thresher.retrieval.indexes.hybrid import load_hybrid
-
-        return load_hybrid(folder, corpus)
-    raise UserError(f"{folder}: an index of kind {kind!r}, which this version does not know; build the index again")
-
-
-def _find_encoder(manifest: Manifest, folder: Path, encoder: Encoder | None) -> Encoder:
-    check_embed(manifest.embed)
-    if encoder is None:
-        if manifest.encoder not in LOADERS:
-            raise UserError(
-                f"{folder}: built with the encoder {manifest.encoder!r}, expected one of "
-                f"{', '.join(LOADERS)}; build the index again"
-            )
-        encoder = LOADERS[manifest.encoder](folder)
-    if (encoder.dim, encoder.fingerprint) != (manifest.dim, manifest.encoder_fingerprint):
-        raise UserError(
-            f"{folder}: the index was built with another encoder ({manifest.encoder}, {manifest.dim} "
-            f"dimensions, {manifest.encoder_fingerprint[:12]}) than this one ({encoder.name}, {encoder.dim} "
-            f"dimensions, {encoder.fingerprint[:12]}); build the index again"
-        )
-    return encoder
 
 
 def _read_format_1(path: Path, manifest: Manifest) -> Vectors:

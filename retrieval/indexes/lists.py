@@ -1,142 +1,253 @@
-"""The structure that an approximate index is searched by, made by FAISS out of a file of vectors.
+"""Kind: lists around centroids (IVF), of which a search looks through the nearest; its search parameter is `nprobe`.
 
-Lists (IVF) in four steps, so that memory is known beforehand and little is lost to a kill:
+    IVF4096,Flat            lists around 4,096 centroids; IVF,Flat for the usual number
+    IVF4096,SQfp16          vectors in the lists in float16; SQ8 in 8 bits a coordinate, between its extremes
+    [OPQ64,]IVF4096,PQ64    64 bytes a vector: product quantisation, with OPQ after a learned rotation
+    PCA192,IVF4096,Flat     any but PQ, over the vectors' 192 strongest directions
+
+Built in four steps, so that memory is known beforehand and little is lost to a kill:
   train   centroids, and for PQ its rotation and codes, on a sample; kept in `trained.faiss`
-  assign  every vector's list, a slice at a time; kept in `lists.npy`, gone on with where it was
+  assign  every vector's list, a slice at a time; kept in `lists.npy`, resumed where it was
   fill    every list made exactly as long as it will be, then the vectors laid into it; starts anew after a kill, being
           no more than a copy (or, for PQ, an encoding)
   write   `index.faiss`
-A graph (HNSW) grows vector by vector. It is kept every 2^18 of them: over codes or directions with these, which no
-other file has, else without its vectors. FAISS's random numbers for the levels are set anew at each of these points, so
-that a graph that was gone on with is the graph of one go. That holds for one thread; with more, FAISS links in whatever
-order they come.
+A query's nearest lists are chosen exactly, by `ExactRows` over the centroids, so that they do not depend on the batch.
 
-Before either may stand a projection on the vectors' principal directions, found on a sample. The directions are those
-of the inner product itself: the mean is not taken away, for that would change the order.
+Deliberately absent: FAISS's own `add` in a stream, whose vectors grow by doubling (twice the memory at the worst);
+graphs over the centroids, quantisers of 4 bits.
 
-Deliberately absent: FAISS's own `add` in a stream, whose vectors grow by doubling (twice the memory at the worst).
-
-Shape letters: N vectors, S a sample, B a slice, D dimension, P directions.
+Shape letters: N vectors, S a sample, B a slice, Q queries, D dimension, F candidates, P probed lists.
 """
 
+import math
 import os
-from collections.abc import Callable
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from thresher.policy.files import atomic_path
-from thresher.retrieval.indexes.kinds import PQ_CENTROIDS, TRAIN_CODES, Kind, training_vectors
-from thresher.retrieval.vectors.exact import Rows, faiss
-from thresher.retrieval.vectors.file import Array, VectorFile
+from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.indexes.kind import (
+    INDEX_FILE,
+    PROCESS_BYTES,
+    SCALAR_BYTES,
+    SCALAR_CODES,
+    SCALARS,
+    SEED,
+    TRAIN_CODES,
+    Estimate,
+    Kind,
+    OnStage,
+)
+from thresher.retrieval.vectors.approximate import Candidates, Turn
+from thresher.retrieval.vectors.exact import ExactRows, Rows, faiss
+from thresher.retrieval.vectors.file import SLICE_BYTES, Array, VectorFile, sample_rows
+from thresher.retrieval.vectors.gpu import GpuLists
+from thresher.retrieval.vectors.structure import inner, projected, rotated, rotation, write
 from thresher.rewards.errors import UserError
 
-INDEX_FILE = "index.faiss"
-TRAINED_FILE, LISTS_FILE, GRAPH_FILE = "trained.faiss", "lists.npy", "graph.faiss"
-SCRATCH = (TRAINED_FILE, LISTS_FILE, GRAPH_FILE)
-# Vectors after which an unfinished graph is written.
-CHECKPOINT = 1 << 18
-# Sampled rows that are widened to float64 at a time.
-DIRECTIONS_CHUNK = 8192
+TRAINED_FILE, LISTS_FILE = "trained.faiss", "lists.npy"
+# Passages a list should have to train its centroid on, at the least; and how many it is trained on, at the most.
+LEAST_PER_LIST, TRAIN_PER_LIST = 39, 50
+# Product quantisers have 256 centroids a byte.
+PQ_CENTROIDS = 256
 # k-means converges early and the lists' borders need no last digit: FAISS's 25 rounds find no better neighbours.
 KMEANS_ROUNDS, PQ_ROUNDS, OPQ_ROUNDS = 10, 15, 10
-# At 100 a graph over 192 directions of 10^6 vectors takes half as long to build, and efSearch 256 instead of 96 to find
-# .95 of the best five.
-EF_CONSTRUCTION = 200
-SEED = 1234
 
-# (what is being done, how far, of how many)
-OnStage = Callable[[str, int, int], None]
+_NAME = re.compile(r"(?:OPQ(\d+),)?IVF(\d*),(?:(Flat|SQfp16|SQ8)|PQ(\d+))", re.IGNORECASE)
 
 
-def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
-    """The FAISS index of `kind` over `vectors`, also written to `work/index.faiss` (a graph without its vectors, see
-    `attach`). What `work` holds of an earlier go over the same vectors is used."""
-    path = work / INDEX_FILE
-    if path.is_file():
-        return read_structure(path, kind, vectors)
-    if kind.family == "hnsw":
-        return _grow_graph(kind, vectors, work, on_stage)
-    index = _trained(kind, vectors, work, on_stage)
-    _assign(index, vectors, VectorFile(work / LISTS_FILE, vectors.rows, 1, "int32"), on_stage)
-    list_N = VectorFile(work / LISTS_FILE, vectors.rows, 1, "int32").open()[:, 0]
-    _fill(index, vectors, list_N, on_stage)
-    _write(index, path)
-    return index
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lists(Kind):
+    """`lists` lists; `codes` may also be pq, `pq` bytes of a code, `opq` whether a rotation precedes."""
 
+    examples: ClassVar[tuple[str, ...]] = ("IVF4096,Flat", "IVF4096,SQfp16", "OPQ64,IVF4096,PQ64", "ivf", "ivfpq")
+    scratch: ClassVar[tuple[str, ...]] = (TRAINED_FILE, LISTS_FILE)
+    lists: int
+    pq: int = 0
+    opq: bool = False
 
-def read_structure(path: Path, kind: Kind, vectors: VectorFile) -> Any:
-    """Reads `index.faiss`; a graph that borrows its vectors gets them from `vectors`, copied to RAM. UserError when
-    FAISS cannot, or it holds something else."""
-    try:
-        index = faiss.read_index(os.fspath(path), _flags(kind))
-    except RuntimeError:
-        raise UserError(f"{path}: FAISS cannot read it; build the index again") from None
-    if (index.ntotal, index.d) != (vectors.rows, vectors.dim) or not _is_of(index, kind):
-        raise UserError(
-            f"{path}: holds {index.ntotal} x {index.d} vectors in a {type(index).__name__}, expected {vectors.rows} x "
-            f"{vectors.dim} in {kind.name}; build the index again"
+    @property
+    def family(self) -> str:
+        """As Kind has it."""
+        return "ivf"
+
+    @property
+    def structure(self) -> str:
+        """As Kind has it."""
+        codes = f"PQ{self.pq}" if self.codes == "pq" else SCALARS[self.codes]
+        return f"{f'OPQ{self.pq},' if self.opq else ''}IVF{self.lists},{codes}"
+
+    @classmethod
+    def parse(cls, text: str, passages: int, dim: int) -> Self | None:
+        """As Kind has it."""
+        usual = next((size for size in pq_sizes(dim) if size <= dim // 8), dim)
+        found = _NAME.fullmatch({"ivf": "IVF,Flat", "ivfpq": f"OPQ{usual},IVF,PQ{usual}"}.get(text.lower(), text))
+        if not found:
+            return None
+        rotation, lists, scalar, pq = found.groups()
+        kind = cls(
+            lists=int(lists) if lists else default_lists(passages),
+            codes=SCALAR_CODES[scalar.lower()] if scalar else "pq",
+            pq=int(pq or 0),
+            opq=rotation is not None,
         )
-    if kind.borrows:
-        _attach(index, vectors, index.ntotal)
-    return index
+        _check(kind, text, rotation, passages, dim)
+        return kind
+
+    @property
+    def transformed(self) -> bool:
+        """As Kind has it."""
+        return self.directions > 0 or self.opq
+
+    @property
+    def projectable(self) -> bool:
+        """As Kind has it: OPQ serves PQ."""
+        return self.codes != "pq"
+
+    def code_bytes(self, dim: int) -> int:
+        """As Kind has it."""
+        return self.pq if self.codes == "pq" else SCALAR_BYTES[self.codes] * (self.directions or dim)
+
+    def bytes_per_vector(self, dim: int) -> int:
+        """Its coordinates or code, and its row (8)."""
+        return self.code_bytes(dim) + 8
+
+    def training_vectors(self, passages: int) -> int:
+        """As Kind has it."""
+        wanted = TRAIN_PER_LIST * self.lists
+        return min(passages, max(wanted, TRAIN_CODES) if self.estimates else wanted)
+
+    def estimate(self, passages: int, dim: int) -> Estimate:
+        """As Kind has it, with C centroids of d dimensions (of a projection's), 4 d C, wherever the structure is;
+        training three times as large for PQ (its rotation and residuals are copies), and filling 4 N more (every row's
+        list). On GPUs N b for codes, else float16, and the centroids."""
+        centroids = 4 * (self.directions or dim) * self.lists
+        structure = passages * self.bytes_per_vector(dim) + centroids
+        training = 4 * dim * self.training_vectors(passages) * (3 if self.codes == "pq" else 1)
+        on_gpus = structure if self.codes in ("pq", "uint8") else 2 * (self.directions or dim) * passages
+        return Estimate(
+            ram_bytes=structure + PROCESS_BYTES,
+            disk_bytes=4 * dim * passages + structure,
+            build_ram_bytes=max(training, structure + 4 * passages) + 2 * SLICE_BYTES + PROCESS_BYTES,
+            gpu_bytes=on_gpus + centroids,
+        )
+
+    @classmethod
+    def choices(cls, passages: int, dim: int) -> list[str]:
+        """As Kind has it: 8 bits, then codes of falling size."""
+        lists = f"IVF{default_lists(passages)}"
+        sizes = pq_sizes(dim) if passages >= PQ_CENTROIDS else []
+        return [f"{lists},SQ8", *(f"OPQ{size},{lists},PQ{size}" for size in sizes)]
+
+    @classmethod
+    def usual(cls, passages: int, dim: int) -> list[str]:
+        """As Kind has it."""
+        lists = default_lists(passages)
+        return [f"IVF{lists},Flat", f"IVF{lists},SQfp16"]
+
+    def grow(self, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
+        """As Kind has it."""
+        index = _trained(self, vectors, work, on_stage)
+        lists = VectorFile(work / LISTS_FILE, vectors.rows, 1, "int32")
+        _assign(index, vectors, lists, on_stage)
+        _fill(index, vectors, lists.open()[:, 0], on_stage)
+        write(index, work / INDEX_FILE)
+        return index
+
+    def holds(self, structure: Any, dim: int) -> bool:
+        """As Kind has it."""
+        wanted = {"float32": faiss.IndexIVFFlat, "pq": faiss.IndexIVFPQ}.get(self.codes, faiss.IndexIVFScalarQuantizer)
+        return isinstance(structure, wanted) and bool(structure.code_size == self.code_bytes(dim))
+
+    def candidates(self, index: Any) -> Candidates:
+        """As Kind has it."""
+        return ListCandidates(index)
+
+    def on_gpus(self, index: Any) -> Candidates:
+        """As Kind has it."""
+        return GpuLists(index)
+
+    def note(self, parameters: dict[str, int]) -> str | None:
+        """As Kind has it."""
+        if parameters.get("nprobe") != self.lists or self.lists == 1:
+            return None
+        return "so much is found only by looking through every list; these vectors have no clusters: take hnsw or flat"
 
 
-def _is_of(index: Any, kind: Kind) -> bool:
-    structure = behind(index)
-    if (structure is not index) != (kind.directions > 0 or kind.opq) or structure.d != (kind.directions or index.d):
-        return False
-    if kind.family == "hnsw":
-        wanted = faiss.IndexHNSWFlat if kind.codes == "float32" else faiss.IndexHNSWSQ
-        held = structure.storage.sa_code_size() if isinstance(structure, faiss.IndexHNSW) and structure.storage else 0
-    else:
-        wanted = {"float32": faiss.IndexIVFFlat, "pq": faiss.IndexIVFPQ}.get(kind.codes, faiss.IndexIVFScalarQuantizer)
-        held = structure.code_size if isinstance(structure, faiss.IndexIVF) else 0
-    return isinstance(structure, wanted) and (kind.borrows or held == kind.code_bytes(index.d))
+class ListCandidates(Candidates):
+    """The lists of a FAISS IVF index, with or without a rotation."""
+
+    parameter = "nprobe"
+
+    def __init__(self, index: Any) -> None:
+        self._index = index  # owns what the next lines point into
+        self._lists = inner(index)
+        self._turn = Turn(rotation(index))
+        self.most = self._lists.nlist
+        quantizer = faiss.downcast_index(self._lists.quantizer)
+        centroids = faiss.rev_swig_ptr(quantizer.get_xb(), self.most * quantizer.d)
+        self._centroids = ExactRows(centroids.reshape(self.most, quantizer.d))
+
+    def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
+        """As Candidates has it."""
+        query_QD = self._turn(query_QD)
+        value = min(value, self.most)
+        nearest = self._centroids.top(query_QD, value)
+        list_QP = np.array([[row for row, _ in found] for found in nearest], np.int64)
+        score_QP = np.array([[score for _, score in found] for found in nearest], np.float32)
+        self._lists.nprobe = value
+        score_QF, row_QF = self._lists.search_preassigned(query_QD, fetch, list_QP, score_QP)
+        return score_QF, row_QF
 
 
-def _flags(kind: Kind) -> int:
-    return int(faiss.IO_FLAG_SKIP_STORAGE) if kind.borrows else 0
+def default_lists(passages: int) -> int:
+    """The power of two nearest to 4 * sqrt(N), with at least 39 passages a list: 256 for 5,000 passages would leave 20,
+    so 128; 4,096 for 10^6; 16,384 for 21,015,324."""
+    usual = round(math.log2(4 * math.sqrt(passages)))
+    most = math.floor(math.log2(max(1, passages / LEAST_PER_LIST)))
+    return 1 << max(0, min(usual, most))
 
 
-def inner(index: Any) -> Any:
-    """The lists of `index`, behind its rotation if it has one."""
-    return faiss.downcast_index(faiss.extract_index_ivf(index))
+def pq_sizes(dim: int) -> list[int]:
+    """Bytes of a code that are offered for `dim`, largest first: divisors of `dim` that put 4 to 32 dimensions into a
+    byte."""
+    return [dim // width for width in (4, 6, 8, 12, 16, 24, 32) if dim % width == 0]
 
 
-def behind(index: Any) -> Any:
-    """The structure of `index` that stands behind its rotation or projection, if it has one."""
-    return faiss.downcast_index(index.index) if isinstance(index, faiss.IndexPreTransform) else index
+def _check(kind: Lists, text: str, rotation: str | None, passages: int, dim: int) -> None:
+    if not 1 <= kind.lists <= passages:
+        raise UserError(
+            f"kind is {text!r}: {kind.lists} lists for {passages} passages; IVF{default_lists(passages)} would be usual"
+        )
+    if rotation is not None and int(rotation) != kind.pq:
+        raise UserError(f"kind is {text!r}: expected the same number in OPQ and PQ; OPQ goes with PQ only")
+    if kind.codes != "pq":
+        return
+    if kind.pq < 1 or dim % kind.pq:
+        sizes = ", ".join(map(str, pq_sizes(dim))) or "none"
+        raise UserError(f"kind is {text!r}: {kind.pq} does not divide {dim} dimensions; these do well: {sizes}")
+    if passages < PQ_CENTROIDS:
+        raise UserError(
+            f"kind is {text!r}: PQ is trained on at least {PQ_CENTROIDS} vectors, but there are {passages} passages; "
+            f"take flat"
+        )
 
 
-def rotation(index: Any) -> Array | None:
-    """The rotation, float32 [D, D], or projection, [P, D], in front of the structure, to be applied as A x; or None."""
-    if not isinstance(index, faiss.IndexPreTransform):
-        return None
-    transform = faiss.downcast_VectorTransform(index.chain.at(0))
-    matrix_DD: Array = faiss.vector_to_array(transform.A).reshape(transform.d_out, transform.d_in)
-    return matrix_DD
-
-
-def sample_rows(rows: int, count: int, seed: int) -> Rows:
-    """`count` distinct rows out of `rows`, ascending; the same for the same arguments."""
-    chosen: Rows = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
-    return chosen
-
-
-def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
+def _trained(kind: Lists, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
     path = work / TRAINED_FILE
     if path.is_file():
         return faiss.read_index(os.fspath(path))
-    count = training_vectors(kind, vectors.rows)
+    count = kind.training_vectors(vectors.rows)
     on_stage("training", 0, count)
     sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
     # "np": without the reordering of codes for polysemous search, which takes longer than all else and is not used.
     name = f"{kind.name}np" if kind.codes == "pq" else kind.structure
     index = faiss.index_factory(kind.directions or vectors.dim, name, faiss.METRIC_INNER_PRODUCT)
     if kind.directions:
-        index = _projected(sample_SD, index)
+        index = projected(sample_SD, index)
     lists = inner(index)
     lists.cp.niter, lists.cp.seed = KMEANS_ROUNDS, SEED
     quiet = [lists.cp]
@@ -156,7 +267,7 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
     index.train(sample_SD)
     if kind.opq:
         transform.pq = None
-    _write(index, path)
+    write(index, path)
     on_stage("training", count, count)
     return index
 
@@ -166,7 +277,7 @@ def _assign(index: Any, vectors: VectorFile, lists: VectorFile, on_stage: OnStag
     centroids = inner(index).quantizer
     matrix_DD = rotation(index)
     for start, part_BD in vectors.slices(lists.done()):
-        _, list_B1 = centroids.search(_rotated(part_BD, matrix_DD), 1)
+        _, list_B1 = centroids.search(rotated(part_BD, matrix_DD), 1)
         lists.append(list_B1)
         on_stage("assigning to lists", start + len(part_BD), vectors.rows)
 
@@ -180,88 +291,9 @@ def _fill(index: Any, vectors: VectorFile, list_N: Array, on_stage: OnStage) -> 
         inverted.resize(number, length)
         inverted.resize(number, 0)  # the memory stays, at its final size
     for start, part_BD in vectors.slices():
-        ready_BD = _rotated(part_BD, matrix_DD)
+        ready_BD = rotated(part_BD, matrix_DD)
         row_B = np.arange(start, start + len(ready_BD), dtype=np.int64)
         list_B = list_N[start : start + len(ready_BD)].astype(np.int64)
         lists.add_core(len(ready_BD), *(faiss.swig_ptr(values) for values in (ready_BD, row_B, list_B)))
         on_stage("filling lists", start + len(ready_BD), vectors.rows)
     index.ntotal = lists.ntotal
-
-
-def _rotated(part_BD: Array, matrix_DD: Array | None) -> Array:
-    return np.ascontiguousarray(part_BD if matrix_DD is None else part_BD @ matrix_DD.T)
-
-
-def _projected(sample_SD: Array, index: Any) -> Any:
-    """`index`, of P dimensions, behind the projection on the P strongest directions of `sample_SD`."""
-    dim = sample_SD.shape[1]
-    moment_DD = np.zeros((dim, dim))
-    for start in range(0, len(sample_SD), DIRECTIONS_CHUNK):
-        part_SD = sample_SD[start : start + DIRECTIONS_CHUNK].astype(np.float64)
-        moment_DD += part_SD.T @ part_SD
-    _, direction_DD = np.linalg.eigh(moment_DD)  # columns, the strongest last
-    projection_PD = direction_DD.T[::-1][: index.d]
-    transform = faiss.LinearTransform(dim, index.d, False)
-    faiss.copy_array_to_vector(np.ascontiguousarray(projection_PD, np.float32).ravel(), transform.A)
-    transform.is_trained = True
-    return faiss.IndexPreTransform(transform, index)
-
-
-def _grow_graph(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
-    path = work / GRAPH_FILE
-    if path.is_file():
-        index = faiss.read_index(os.fspath(path), _flags(kind))
-        if kind.borrows:
-            _attach(index, vectors, index.ntotal)
-    else:
-        index = _empty_graph(kind, vectors)
-    graph, projection_PD = behind(index), rotation(index)
-    graph.hnsw.efConstruction = EF_CONSTRUCTION
-    storage = faiss.downcast_index(graph.storage)
-    _reserve(storage.codes, storage.sa_code_size() * vectors.rows)
-    # Links of 2M on the ground and about M / (M - 1) above it; a little more, for levels are drawn.
-    _reserve(graph.hnsw.neighbors, int(vectors.rows * (2 * kind.links + 2) * 1.01))
-    for start in range(graph.ntotal, vectors.rows, CHECKPOINT):
-        graph.hnsw.rng = faiss.RandomGenerator(SEED + start // CHECKPOINT)
-        stop = min(start + CHECKPOINT, vectors.rows)
-        for first, part_BD in vectors.slices(start, stop):
-            graph.add(_rotated(part_BD, projection_PD))
-            on_stage("linking", first + len(part_BD), vectors.rows)
-        index.ntotal = graph.ntotal
-        _write(index, path if stop < vectors.rows else work / INDEX_FILE, _flags(kind))
-    return index
-
-
-def _empty_graph(kind: Kind, vectors: VectorFile) -> Any:
-    """A graph of no vectors, behind its projection, its codes' extremes known: whatever needs a sample is done."""
-    index = faiss.index_factory(kind.directions or vectors.dim, kind.structure, faiss.METRIC_INNER_PRODUCT)
-    if count := training_vectors(kind, vectors.rows):
-        sample_SD = vectors.rows_at(sample_rows(vectors.rows, count, SEED))
-        if kind.directions:
-            index = _projected(sample_SD, index)
-        index.train(sample_SD)
-    return index
-
-
-def _attach(index: Any, vectors: VectorFile, rows: int) -> None:
-    """Gives a graph read without its vectors the first `rows` of the file."""
-    storage = faiss.IndexFlatIP(vectors.dim)
-    _reserve(storage.codes, 4 * vectors.dim * vectors.rows)
-    for _, part_BD in vectors.slices(0, rows):
-        storage.add(np.ascontiguousarray(part_BD, np.float32))
-    index.storage = storage
-    # The graph frees it from here on.
-    index.own_fields = True
-    storage.this.disown()
-
-
-def _reserve(vector: Any, elements: int) -> None:
-    """Room for so many elements in one of FAISS's vectors, whose content stays."""
-    size = vector.size()
-    vector.resize(max(size, elements))
-    vector.resize(size)
-
-
-def _write(index: Any, path: Path, flags: int = 0) -> None:
-    with atomic_path(path) as temporary:
-        faiss.write_index(index, os.fspath(temporary), flags)

@@ -351,7 +351,7 @@ def serve_folder(
     `say` is told where, and what is served; `parameters` and `gpu` as `load_retriever` has them. UserError as that,
     and as Server.
     """
-    from thresher.retrieval.indexes.flat import load_retriever  # FAISS: not needed to serve what is loaded already
+    from thresher.retrieval.indexes.load import load_retriever  # FAISS: not needed to serve what is loaded already
 
     served = Served.by(read_manifest(Path(folder)), parameters)
     retriever = load_retriever(folder, None, parameters, gpu)

@@ -1,4 +1,4 @@
-"""The exact k rows of largest inner product, the same bits whatever else is asked.
+"""The exact k rows of largest inner product, independent of batch composition to the last bit.
 
 FAISS finds candidates; their order is ours. It takes one path for a few queries and another (BLAS) for many, so a
 score's last bits depend on what else is asked, and it drops tied rows at the k-th place as it pleases. So more than k
@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.kinds import SLICE_BYTES
-from thresher.retrieval.vectors.file import Array
+from thresher.retrieval.vectors.file import SLICE_BYTES, Array
 from thresher.rewards.errors import UserError
 
 try:

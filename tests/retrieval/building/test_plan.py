@@ -25,7 +25,8 @@ from thresher.retrieval.building.calibrate import (
 from thresher.retrieval.building.calibrate_words import Growth, WordRates, made_up, measure_words
 from thresher.retrieval.building.plan import COLUMNS, advice, own_memory, plan, show_seconds, usual_kinds
 from thresher.retrieval.indexes.bm25 import build_bm25
-from thresher.retrieval.indexes.kinds import PROCESS_BYTES, estimate
+from thresher.retrieval.indexes.kind import PROCESS_BYTES
+from thresher.retrieval.indexes.kinds import estimate
 from thresher.rewards.errors import UserError
 
 N, D = 21_015_324, 768

@@ -13,22 +13,20 @@ from index_cases import DIM, Clustered, numbered
 from thresher.retrieval.building import tune
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes import flat as index_module
-from thresher.retrieval.indexes import lists as grow
-from thresher.retrieval.indexes.flat import load_index, load_retriever
+from thresher.retrieval.indexes import dense as dense_module
+from thresher.retrieval.indexes.approximate import ApproximateIndex
+from thresher.retrieval.indexes.flat import load_index
+from thresher.retrieval.indexes.graph import GraphCandidates
+from thresher.retrieval.indexes.kind import read_structure
 from thresher.retrieval.indexes.kinds import parse_kind
+from thresher.retrieval.indexes.lists import ListCandidates
+from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.retrieval.vectors.approximate import (
-    ApproximateIndex,
-    ApproximateSearch,
-    GraphCandidates,
-    ListCandidates,
-    Turn,
-    candidates_of,
-)
+from thresher.retrieval.vectors.approximate import ApproximateSearch, Turn
 from thresher.retrieval.vectors.exact import RowScores
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.retrieval.vectors.gpu import FlatShards
+from thresher.retrieval.vectors.structure import inner
 from thresher.rewards.errors import UserError
 
 COUNT = 4000
@@ -49,7 +47,7 @@ def world() -> tuple[Corpus, Clustered]:
 def known_encoder(world):
     """As a learned encoder's, its folder names what it is loaded from."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(index_module.LOADERS, Clustered.name, lambda folder: world[1])
+        patch.setitem(dense_module.LOADERS, Clustered.name, lambda folder: world[1])
         yield
 
 
@@ -181,7 +179,7 @@ class Steps:
 
     def __init__(self, table):
         self.table, self.candidates, self.ks, self.asked = table, self, (5,), []
-        self.effort = self.factor = 1
+        self.value = self.factor = 1
 
     def span(self, k):
         return 1, self.most
@@ -190,8 +188,8 @@ class Steps:
         raise AssertionError("only its recall is asked for")
 
     def recall(self, top, k):
-        self.asked.append((self.factor, self.effort))
-        return self.table[self.factor].get(self.effort, 0.99)
+        self.asked.append((self.factor, self.value))
+        return self.table[self.factor].get(self.value, 0.99)
 
 
 @pytest.mark.parametrize(
@@ -208,20 +206,20 @@ class Steps:
 def test_tuning_raises_effort_until_it_pays_no_more(table, wanted, chosen, asked):
     search = Steps(table)
     tune.tune(search, search, wanted, tuple(table), lambda *told: None)
-    assert (search.factor, search.effort) == chosen and len(search.asked) == asked
+    assert (search.factor, search.value) == chosen and len(search.asked) == asked
 
 
 def test_efforts_grow_by_a_third_to_a_half_and_end_at_the_most():
-    assert list(tune.efforts(1, 1)) == [1]
-    assert list(tune.efforts(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
-    assert list(tune.efforts(28, 90)) == [28, 37, 49, 65, 86, 90]
+    assert list(tune.values(1, 1)) == [1]
+    assert list(tune.values(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
+    assert list(tune.values(28, 90)) == [28, 37, 49, 65, 86, 90]
 
 
 def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     """Below, every effort is the same search; up to its last vector, one over 10^6 took minutes."""
     file = VectorFile(folders("HNSW16_SQ8") / "vectors.npy", COUNT, DIM)
     kind = parse_kind("HNSW16_SQ8", COUNT, DIM)
-    graph = candidates_of(kind, grow.read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
+    graph = kind.candidates(read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
     search = ApproximateSearch(graph, RowScores(file.take), COUNT, 1, 2)
     assert search.span(10) == (28, COUNT)
     graph.most = 10**6
@@ -231,7 +229,7 @@ def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     graph.most = COUNT
     # An effort that no C integer holds is all there is.
     assert len(search.top(file.open()[:1], COUNT)[0]) == COUNT
-    search.effort, search.factor = 10**11, 1
+    search.value, search.factor = 10**11, 1
     assert [row for row, _ in search.top(file.open()[:1], 1)[0]] == [0]
 
 
@@ -311,7 +309,7 @@ def test_gpus_that_are_not_there(world, folders):
     for kind in ("IVF64,Flat", "flat16"):
         with pytest.raises(UserError, match="this FAISS sees no GPU"):
             load_retriever(folders(kind), world[0], gpu=True)
-    with pytest.raises(UserError, match="a graph has no form for GPUs"):
+    with pytest.raises(UserError, match="has no form for GPUs"):
         load_retriever(folders("HNSW16"), world[0], gpu=True)
 
 
@@ -345,7 +343,7 @@ def test_lists_are_the_ones_that_faiss_makes(tmp_path, world, folders):
     index.reset()
     index.add(world[1].matrix_ND)
     assert np.array_equal(faiss.serialize_index(index), mine)
-    assert grow.inner(index).ntotal == COUNT
+    assert inner(index).ntotal == COUNT
 
 
 def test_fewer_candidates_than_hits_are_ordered_and_passed_on(world):
@@ -383,7 +381,7 @@ def test_the_structure_of_another_kind_is_refused(folders, kind):
     for other in KINDS:
         path = folders(other) / "index.faiss"
         if other == kind:
-            assert grow.read_structure(path, parse_kind(kind, COUNT, DIM), file).ntotal == COUNT
+            assert read_structure(path, parse_kind(kind, COUNT, DIM), file).ntotal == COUNT
         else:
             with pytest.raises(UserError, match=r"index\.faiss: (holds|FAISS cannot read it).*build the index again"):
-                grow.read_structure(path, parse_kind(kind, COUNT, DIM), file)
+                read_structure(path, parse_kind(kind, COUNT, DIM), file)

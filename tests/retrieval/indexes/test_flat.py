@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.retrieval import retriever as retriever_module
+from thresher.retrieval.building.build import build_index
 from thresher.retrieval.data.corpus import Corpus, Passage, embedded_text
 from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes.flat import Index, build_index, load_index, load_retriever
+from thresher.retrieval.indexes.flat import Index, load_index
+from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.vectors import exact as exact_module
 from thresher.rewards.errors import UserError
 
