@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
-from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, Truth, sample_queries, tune
+from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, SampleTruth, sample_queries, tune
 from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders.encoder import Encoder
 from thresher.retrieval.indexes.dense import checked_vectors
@@ -250,7 +250,7 @@ def _measure(
     nothing."""
     if settings.kind.lossless:
         return {}, {}
-    truth = Truth(vectors, sample_queries(corpus, encoder, settings.embed, vectors), on_stage)
+    truth = SampleTruth(vectors, sample_queries(corpus, encoder, settings.embed, vectors), on_stage)
     if index is None:
         assert kept is not None  # flat16 keeps its matrix
         return {}, truth.recalls(ExactRows(kept.open(), _largest_norm(kept)).top)

@@ -64,7 +64,7 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Graph:
+class GraphRates:
     """A graph of `vectors` vectors: seconds to add one more, and to search it for one query."""
 
     vectors: int
@@ -73,7 +73,7 @@ class Graph:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Structure:
+class StructureRates:
     """A structure of any kind: seconds to build and to search it, for each of its vectors."""
 
     add: float
@@ -81,7 +81,7 @@ class Structure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Codes:
+class CodeRates:
     """Product codes: seconds of one round of training per vector, of coding a vector, the scan of a list's codes, and
     the seconds that OPQ's rotation takes a round (a decomposition of [dim, dim], whatever the number of vectors; 0
     where it was not asked for)."""
@@ -141,10 +141,10 @@ class Calibration:
         """The scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits ("SQ8")."""
         return self._once(("lists", codes), lambda: self._scan(self._filled(f"IVF{LISTS},{codes}")))
 
-    def product(self, pq: int, opq: bool) -> Codes:
+    def product(self, pq: int, opq: bool) -> CodeRates:
         """Product codes of `pq` bytes, rotated or not."""
 
-        def measure() -> Codes:
+        def measure() -> CodeRates:
             part_ND = self._vectors_ND[:FEW]
             train = timed(lambda: self._quantiser(pq).train(part_ND)) / TRAIN_ROUNDS
             index = faiss.IndexIVFPQ(faiss.IndexFlatIP(self.dim), self.dim, LISTS, pq, 8, faiss.METRIC_INNER_PRODUCT)
@@ -160,15 +160,15 @@ class Calibration:
                 turned.pq = inner
                 rotation = max(0.0, timed(lambda: turned.train(part_ND)) - train)
                 turned.pq = None
-            return Codes(train=train / len(part_ND), code=code, scan=self._scan(index), rotation=rotation)
+            return CodeRates(train=train / len(part_ND), code=code, scan=self._scan(index), rotation=rotation)
 
         return self._once(("product", pq, opq), measure)
 
-    def graph(self, factory: str, construction: int, search: int) -> Graph:
+    def graph(self, factory: str, construction: int, search: int) -> GraphRates:
         """A graph ("HNSW32", "HNSW32_SQ8") built with `construction` candidates a vector (FAISS's efConstruction),
         searched with `search` (efSearch)."""
 
-        def measure() -> Graph:
+        def measure() -> GraphRates:
             index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
             index.hnsw.efConstruction, index.hnsw.efSearch = construction, search
             index.train(self._vectors_ND[:FEW])
@@ -177,14 +177,16 @@ class Calibration:
             later = [timed(partial(index.add, part_ND)) / len(part_ND) for part_ND in parts]
             # The median of the last half, for a build is long and sees the machine as it is on average.
             add = median(later[len(later) // 2 :])
-            return Graph(vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K)))
+            return GraphRates(
+                vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K))
+            )
 
         return self._once((factory, construction, search), measure)
 
-    def any(self, kind: Kind) -> Structure:
+    def any(self, kind: Kind) -> StructureRates:
         """A kind that no law is known for: built and searched as it will be, with the least its search may take."""
 
-        def measure() -> Structure:
+        def measure() -> StructureRates:
             part_ND = self._vectors_ND[:FEW]
             with TemporaryDirectory() as scratch:
                 vectors = VectorFile(Path(scratch) / "vectors.npy", len(part_ND), self.dim)
@@ -193,7 +195,7 @@ class Calibration:
                 index = kind.grow(vectors, Path(scratch), lambda stage, done, total: None)
                 add = (time.perf_counter() - started) / len(part_ND)
                 search = ApproximateSearch(kind.candidates(index), None, len(part_ND), 1, 1)
-                return Structure(add=add, search=self._speed(lambda q_QD: search.top(q_QD, K), len(part_ND)))
+                return StructureRates(add=add, search=self._speed(lambda q_QD: search.top(q_QD, K), len(part_ND)))
 
         return self._once(kind, measure)
 

@@ -59,7 +59,7 @@ COLUMNS = ("kind", "fits", "RAM", "to build", "disk", "GPU", "build", "1 query",
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class IndexPlan:
     """One kind's needs: bytes (`gpu_bytes` 0 where it has no form for GPUs), seconds to build once the passages are
     encoded, seconds a search takes alone and in a batch of 64 (of the whole batch), and `effort`, as
     the written plan calls it: the search parameter assumed (nprobe of lists, efSearch of a graph)."""
@@ -105,10 +105,10 @@ def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
 
 def plan(
     passages: int, dim: int, kinds: Sequence[str], memory: int, calibration: Calibration, disk_rate: float
-) -> list[Plan]:
-    """One `Plan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words; `memory`
-    in bytes, `disk_rate` in bytes a second. UserError for a kind that does not exist or fit the vectors, and for fewer
-    than 1 passage or dimension."""
+) -> list[IndexPlan]:
+    """One `IndexPlan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words;
+    `memory` in bytes, `disk_rate` in bytes a second. UserError for a kind that does not exist or fit the vectors, and
+    for fewer than 1 passage or dimension."""
     if passages < 1 or dim < 1:
         raise UserError(f"{passages} passages of {dim} dimensions; expected at least 1 of each")
     named = [name for kind in kinds for name in (usual_kinds(passages, dim, memory) if kind == ALL else [kind])]
@@ -135,7 +135,9 @@ def own_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _plan_one(kind: Kind, passages: int, dim: int, memory: int, calibration: Calibration, disk_rate: float) -> Plan:
+def _plan_one(
+    kind: Kind, passages: int, dim: int, memory: int, calibration: Calibration, disk_rate: float
+) -> IndexPlan:
     needed = estimate(kind, passages, dim)
     build, speed, parameter = LAWS.get(type(kind), _measured_times)(kind, passages, dim, calibration)
     if not kind.lossless:
@@ -143,7 +145,7 @@ def _plan_one(kind: Kind, passages: int, dim: int, memory: int, calibration: Cal
             passages * calibration.flat(False).batch + (MEASURES if kind.exact else TRIES) * speed.batch
         )
     recall = "1" if kind.lossless else "at build"
-    return Plan(
+    return IndexPlan(
         kind=kind.name,
         fits=max(needed.ram_bytes, needed.build_ram_bytes) <= memory,
         ram_bytes=needed.ram_bytes,
@@ -158,11 +160,11 @@ def _plan_one(kind: Kind, passages: int, dim: int, memory: int, calibration: Cal
     )
 
 
-def _plan_words(passages: int, memory: int, rates: WordRates, disk_rate: float) -> Plan:
+def _plan_words(passages: int, memory: int, rates: WordRates, disk_rate: float) -> IndexPlan:
     disk_bytes = rates.disk_bytes.at(passages)
     ram_bytes = disk_bytes + WORD_SEARCH_BYTES * passages + PROCESS_BYTES
     build_ram_bytes = rates.build_bytes.at(passages) + PROCESS_BYTES
-    return Plan(
+    return IndexPlan(
         kind=WORDS,
         fits=max(ram_bytes, build_ram_bytes) <= memory,
         ram_bytes=ram_bytes,

@@ -40,7 +40,7 @@ BATCH = 64
 Top = Callable[[Vectors, int], list[Found]]
 
 
-class Truth:
+class SampleTruth:
     """The exact answers to a sample of queries over `vectors`, found in one pass."""
 
     def __init__(self, vectors: VectorFile, query_QD: Vectors, on_stage: OnStage) -> None:
@@ -89,7 +89,9 @@ def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: Vector
     return query_QD if len(query_QD) else vectors.rows_at(rows)
 
 
-def tune(search: ApproximateSearch, truth: Truth, wanted: float, factors: tuple[int, ...], on_stage: OnStage) -> None:
+def tune(
+    search: ApproximateSearch, truth: SampleTruth, wanted: float, factors: tuple[int, ...], on_stage: OnStage
+) -> None:
     """Sets `search` to the lowest value of its parameter, and the fewest candidates, whose recall is at least
     `wanted` at every k; to the best one tried where none is."""
     best = (-1.0, search.value, search.factor)

@@ -30,8 +30,8 @@ from thresher.policy.files import read_json_object
 from thresher.policy.weights import read_weights, tensor_shapes
 from thresher.rewards.errors import UserError
 
-# Rows of a matmul that come in sixteens keep their bits in any company (see kernels/matmul.py), and attention's do at a
-# fixed length.
+# Rows of a matmul that come in sixteens are batch-invariant (see kernels/matmul.py), and attention's are at a fixed
+# length.
 LENGTH_STEP = 16
 
 

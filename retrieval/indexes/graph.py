@@ -9,7 +9,7 @@ has, else without its vectors. FAISS's random numbers for the levels are set ane
 graph that was resumed is the graph of one go. That holds for one thread; with more, FAISS links in whatever order they
 come.
 
-Deliberately absent: graphs over product codes, forms for GPUs (FAISS has none).
+Deliberately absent: graphs over product codes, GPUs (FAISS has no graphs on them).
 
 Shape letters: N vectors, S a sample, B a slice, Q queries, F candidates, P directions.
 """
@@ -32,7 +32,7 @@ from thresher.retrieval.indexes.kind import (
     OnStage,
     read_flags,
 )
-from thresher.retrieval.vectors.approximate import Candidates, Turn
+from thresher.retrieval.vectors.approximate import Candidates, Projection
 from thresher.retrieval.vectors.exact import Rows, faiss
 from thresher.retrieval.vectors.file import VectorFile, sample_rows
 from thresher.retrieval.vectors.structure import attach, behind, projected, reserve, rotated, rotation, write
@@ -136,7 +136,7 @@ class GraphCandidates(Candidates):
 
     def __init__(self, index: Any) -> None:
         self._index = index  # owns what the next lines point into
-        self._turn = Turn(rotation(index))
+        self._project = Projection(rotation(index))
         self._graph = behind(index)
         self.most = int(index.ntotal)
 
@@ -149,7 +149,7 @@ class GraphCandidates(Candidates):
     def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
         """As Candidates has it."""
         self._graph.hnsw.efSearch = min(max(value, fetch), self.most)
-        score_QF, row_QF = self._graph.search(self._turn(query_QD), fetch)
+        score_QF, row_QF = self._graph.search(self._project(query_QD), fetch)
         return score_QF, row_QF
 
 

@@ -41,7 +41,7 @@ from thresher.retrieval.indexes.kind import (
     Kind,
     OnStage,
 )
-from thresher.retrieval.vectors.approximate import Candidates, Turn
+from thresher.retrieval.vectors.approximate import Candidates, Projection
 from thresher.retrieval.vectors.exact import ExactRows, Rows, faiss
 from thresher.retrieval.vectors.file import SLICE_BYTES, Array, VectorFile, sample_rows
 from thresher.retrieval.vectors.gpu import GpuLists
@@ -185,7 +185,7 @@ class ListCandidates(Candidates):
     def __init__(self, index: Any) -> None:
         self._index = index  # owns what the next lines point into
         self._lists = inner(index)
-        self._turn = Turn(rotation(index))
+        self._project = Projection(rotation(index))
         self.most = self._lists.nlist
         quantizer = faiss.downcast_index(self._lists.quantizer)
         centroids = faiss.rev_swig_ptr(quantizer.get_xb(), self.most * quantizer.d)
@@ -193,7 +193,7 @@ class ListCandidates(Candidates):
 
     def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
         """As Candidates has it."""
-        query_QD = self._turn(query_QD)
+        query_QD = self._project(query_QD)
         value = min(value, self.most)
         nearest = self._centroids.top(query_QD, value)
         list_QP = np.array([[row for row, _ in found] for found in nearest], np.int64)

@@ -1,3 +1,3 @@
 """Rows of numbers: files of them, exact and approximate search over them, with FAISS underneath.
 
-May come in from below: policy, rewards, and of retrieval data and encoders."""
+May come in: policy, rewards; of retrieval, encoders for the type of a vector."""

@@ -45,7 +45,7 @@ class Candidates(ABC):
         return 1, self.most
 
 
-class Turn:
+class Projection:
     """Queries behind a rotation or projection, or as they are for None. In float64, where a query's bits do not depend
     on the others' number once they are rounded; and in blocks so small that NumPy's OpenBLAS multiplies each on one
     thread, for its other threads would go on waiting busily beside FAISS's: 8 queries took 8 ms instead of 2. Where

@@ -1,4 +1,4 @@
-"""Builds that are killed: gone on with to the same bytes, refused over anything else, whole or absent."""
+"""Builds that are killed: resumed to the same bytes, refused over anything else, whole or absent."""
 
 import fcntl
 import os
@@ -112,7 +112,7 @@ def content(folder: Path) -> dict[str, bytes]:
         ("PCA6,IVF8,Flat", "float32", [("training", 2), ("assigning to lists", 3)], ("assigning to lists", 1200)),
     ],
 )
-def test_killed_and_gone_on_with_to_the_same_bytes(tmp_path, kind, keep, kills, first):
+def test_killed_and_resumed_to_the_same_bytes(tmp_path, kind, keep, kills, first):
     run(tmp_path / "whole", kind, keep)
     for stage, call in kills:
         killed(tmp_path / "ix", kind, keep, stage, call)
@@ -179,7 +179,7 @@ def test_a_folder_is_built_by_one_process_at_a_time(begun):
         run(begun, "IVF8,Flat")
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     free = type("Free", (), {"free": 100_000})
     monkeypatch.setattr(build_module.shutil, "disk_usage", lambda path: free)
     with pytest.raises(UserError, match=r"HNSW8 over 1,500 x 16 needs 2\d\d kB of disk .* 100 kB are free"):

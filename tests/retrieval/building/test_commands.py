@@ -98,7 +98,7 @@ def test_bm25_and_a_memory_from_the_same_command(tmp_path):
         (1.0, "none", "IVF8,PQ2", "less than wanted was found, at any nprobe or efSearch"),
     ],
 )
-def test_an_approximate_kind_that_disappoints_is_told(tmp_path, recall, keep, kind, note):
+def test_an_approximate_kind_that_disappoints_is_reported(tmp_path, recall, keep, kind, note):
     draw = random.Random(0)
     texts = (" ".join(f"w{draw.randrange(200)}" for _ in range(12)) for _ in range(300))
     write(tmp_path / "c.jsonl", *({"title": "", "text": text} for text in texts))

@@ -14,8 +14,8 @@ from thresher.cli import main as cli
 from thresher.retrieval.building import calibrate, calibrate_words
 from thresher.retrieval.building.calibrate import (
     Calibration,
-    Codes,
-    Graph,
+    CodeRates,
+    GraphRates,
     Speed,
     best_time,
     disk_rate,
@@ -55,13 +55,13 @@ class Given(Calibration):
         self.asked.add(codes)
         return Speed(one=250 * NS, batch=125 * NS)
 
-    def product(self, pq: int, opq: bool) -> Codes:
+    def product(self, pq: int, opq: bool) -> CodeRates:
         self.asked.add(f"pq{pq}")
-        return Codes(train=1e-4, code=1e-5, scan=Speed(one=40 * NS, batch=20 * NS), rotation=2.0 if opq else 0.0)
+        return CodeRates(train=1e-4, code=1e-5, scan=Speed(one=40 * NS, batch=20 * NS), rotation=2.0 if opq else 0.0)
 
-    def graph(self, factory: str, construction: int, effort: int) -> Graph:
+    def graph(self, factory: str, construction: int, effort: int) -> GraphRates:
         self.asked.add(factory)
-        return Graph(vectors=2**14, add=4e-4, search=Speed(one=1e-3, batch=5e-4))
+        return GraphRates(vectors=2**14, add=4e-4, search=Speed(one=1e-3, batch=5e-4))
 
     def words(self) -> WordRates:
         self.asked.add("words")

@@ -284,7 +284,7 @@ def test_a_corpus_is_never_overwritten(tmp_path):
     assert len(open_corpus(path, tmp_path, chunk_words=1)) == 2 and len(read_corpus(path)) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
     make(tmp_path / "c.jsonl", 3)
     with pytest.raises(UserError, match=r"c\.jsonl: cannot keep what a pass over .* finds out \(.*\); make room there"):
         open_corpus(tmp_path / "c.jsonl", tmp_path / "c.jsonl")

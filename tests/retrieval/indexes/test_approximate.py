@@ -22,7 +22,7 @@ from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.lists import ListCandidates
 from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.retrieval.vectors.approximate import ApproximateSearch, Turn
+from thresher.retrieval.vectors.approximate import ApproximateSearch, Projection
 from thresher.retrieval.vectors.exact import RowScores
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.retrieval.vectors.gpu import FlatShards
@@ -108,7 +108,7 @@ def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_and_in_a_crowd_to_the_last_bit(world, folders, kind):
+def test_independent_of_batch_composition_to_the_last_bit(world, folders, kind):
     crowd = load_retriever(folders(kind), world[0]).search(QUERIES, 5)
     other = load_retriever(folders(kind), world[0])
     assert [other.search([query], 5)[0] for query in QUERIES] == crowd
@@ -120,7 +120,7 @@ def test_alone_and_in_a_crowd_to_the_last_bit(world, folders, kind):
 
 
 @pytest.mark.parametrize("kind", ["IVF64,Flat", "OPQ4,IVF64,PQ4", *GRAPHS])
-def test_all_effort_and_all_candidates_are_the_exact_answer(world, folders, truth, kind):
+def test_the_highest_parameter_and_all_candidates_are_the_exact_answer(world, folders, truth, kind):
     folder = folders(kind)
     effort = {"efSearch": COUNT} if "HNSW" in kind else {"nprobe": 64}
     index = load_retriever(folder, world[0], {**effort, "candidates": COUNT // 5})
@@ -128,7 +128,7 @@ def test_all_effort_and_all_candidates_are_the_exact_answer(world, folders, trut
     assert index.search(QUERIES[:20], 5) == truth.search(QUERIES[:20], 5)
 
 
-def test_more_effort_is_spent_where_the_first_finds_too_few(world, folders, truth):
+def test_a_higher_parameter_is_taken_where_the_first_finds_too_few(world, folders, truth):
     index = load_retriever(folders("IVF64,Flat"), world[0], {"nprobe": 1})
     (hits,) = index.search(["7"], COUNT)
     assert [hit.row for hit in hits] == [hit.row for hit in truth.search(["7"], COUNT)[0]]
@@ -165,7 +165,7 @@ def test_flat16_measures_what_rounding_costs(world, folders):
     ]
 
 
-def test_a_recall_that_cannot_be_reached_is_told_as_it_is(world, folders):
+def test_a_recall_that_cannot_be_reached_is_reported_as_it_is(world, folders):
     """Four bytes, unscored, never find 99.9%: the best there is stands in the manifest."""
     manifest = read_manifest(folders(*UNSCORED))
     assert manifest.parameters["nprobe"] > 1
@@ -203,13 +203,13 @@ class Steps:
         ({4: {1: 0.5, 2: 0.8, 3: 0.8}, 16: {1: 0.6, 2: 0.7, 3: 0.7, 4: 0.7, 6: 0.7}}, 0.95, (4, 2), 8),
     ],
 )
-def test_tuning_raises_effort_until_it_pays_no_more(table, wanted, chosen, asked):
+def test_tuning_raises_the_parameter_until_it_pays_no_more(table, wanted, chosen, asked):
     search = Steps(table)
     tune.tune(search, search, wanted, tuple(table), lambda *told: None)
     assert (search.factor, search.value) == chosen and len(search.asked) == asked
 
 
-def test_efforts_grow_by_a_third_to_a_half_and_end_at_the_most():
+def test_values_grow_by_a_third_to_a_half_and_end_at_the_most():
     assert list(tune.values(1, 1)) == [1]
     assert list(tune.values(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
     assert list(tune.values(28, 90)) == [28, 37, 49, 65, 86, 90]
@@ -233,7 +233,7 @@ def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     assert [row for row, _ in search.top(file.open()[:1], 1)[0]] == [0]
 
 
-def test_codes_are_tuned_by_effort_before_more_candidates(folders):
+def test_codes_are_tuned_by_the_parameter_before_more_candidates(folders):
     for kind in ("HNSW16_SQ8", "PCA12,HNSW16_SQ8"):
         chosen = read_manifest(folders(kind)).parameters
         assert chosen["efSearch"] >= 10 * chosen["candidates"] + 8
@@ -366,13 +366,13 @@ def test_fewer_candidates_than_hits_are_ordered_and_passed_on(world):
 def test_queries_are_turned_alone_as_in_a_crowd(directions, dim):
     draw = np.random.default_rng(0)
     rotation_PD, query_QD = (draw.standard_normal((count, dim), np.float32) for count in (directions, 21))
-    turn = Turn(rotation_PD)
+    turn = Projection(rotation_PD)
     turned_QP = turn(query_QD)
     wanted_QP = query_QD.astype(np.float64) @ rotation_PD.T.astype(np.float64)
     assert turned_QP.dtype == np.float32 and turned_QP.shape == (21, directions)
     assert np.abs(turned_QP - wanted_QP).max() <= 2.0**-24 * np.abs(wanted_QP).max()
     assert (np.concatenate([turn(query_QD[place : place + 1]) for place in range(21)]) == turned_QP).all()
-    assert Turn(None)(query_QD) is query_QD
+    assert Projection(None)(query_QD) is query_QD
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -148,7 +148,7 @@ def faiss_threads():
     faiss.omp_set_num_threads(before)
 
 
-def test_alone_and_in_a_crowd_to_the_last_bit(tmp_path, faiss_threads):
+def test_independent_of_batch_composition_to_the_last_bit(tmp_path, faiss_threads):
     corpus = lexical_corpus()
     index = build_lexical(corpus, tmp_path / "ix")
     queries = [" ".join(passage.text.split()[:3]) for passage in corpus][:64]

@@ -156,7 +156,7 @@ def test_another_corpus_is_refused(folder):
         ({"members": [{"manifest_sha256": "0"}]}, 'a member lacks its "paths"'),
     ],
 )
-def test_damage_is_told_in_a_sentence(folder, change, told):
+def test_damage_is_reported_in_a_sentence(folder, change, told):
     path = folder / "hybrid/hybrid.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=told):
