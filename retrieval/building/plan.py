@@ -8,18 +8,18 @@ vectors:
   search, lists     C * scan + (nprobe / C) N * scan of a list
   search, graph     time on n vectors * log N / log n
   build, all        (bytes on disk) / w
-  build, lists      + rounds * T C 2d / F        training
+  build, lists      + 10 rounds * T C 2d / F     training
                     + N C 2d / F                 assigning
-                    + N * coding, and training of codes and rotation, for PQ
+                    + N * coding + 15 rounds of codes, for PQ; 10 decompositions + 76 rounds, for OPQ
   build, PCA        the same with p in the place of d, and N p 2d / F
   build, graph      + N * (time to add one to n) * (1 + log2(N / n) / 4)
   build, not flat   + 200 N * scan + 1,200 searches, for recall and the search parameter (`tune`); flat16 600
-  build, search     N times what each vector of a small one takes, for a kind that is not in LAWS
+  build and search  N times what each vector of a small one takes, for a kind that is not in LAWS
 
-`scan` is seconds per vector looked at, one query alone or 64 together. The search parameter is
-not known before recall is measured on the real vectors; the plan assumes nprobe C / 32, and efSearch 128. Recall is
-measured when an index is built, and is not guessed here. All times hold while the index is in memory: where it does not
-fit, searching reads the disk, and the plan says that it does not fit instead of how slow that would be.
+`scan` is seconds per vector looked at, one query alone or 64 together. The search parameter is not known before recall
+is measured on the real vectors; the plan assumes nprobe C / 32, and efSearch 128. Recall is measured when an index is
+built, and is not guessed here. All times hold while the index is in memory: where it does not fit, searching reads the
+disk, and the plan says that it does not fit instead of how slow that would be.
 
 BM25 (`--kind bm25`) is N times what a made-up passage costs, and for its vocabulary some sqrt(N) (`calibrate_words`); a
 search holds three numbers of every passage besides the index.

@@ -49,8 +49,7 @@ def read_approximate(
     `gpu`, of kind flat or flat16 too.
 
     `parameters` replaces those of the manifest one by one. UserError for a damaged file, a parameter that the kind does
-    not have or that is below 1, a GPU that is not there, and a
-    kind that has no form for GPUs.
+    not have or that is below 1, a GPU that is not there, and a kind that has no form for GPUs.
     """
     kind = parse_kind(manifest.factory, manifest.passages, manifest.dim)
     kept = None
@@ -65,15 +64,14 @@ def read_approximate(
     if kind.exact and kept is not None:
         candidates = flat_on_gpus(kept)
     else:
-        check_file(folder / INDEX_FILE, manifest.index_bytes)
-        shape = kept or VectorFile(folder, manifest.passages, manifest.dim)
-        index = read_structure(folder / INDEX_FILE, kind, shape)
-        searched = kind.on_gpus(index) if gpu else kind.candidates(index)
-        if searched is None:
+        if gpu and not kind.estimate(manifest.passages, manifest.dim).gpu_bytes:
             raise UserError(
                 f"{folder}: {kind.name} has no form for GPUs; search it on the CPU, or build lists (--kind ivf)"
             )
-        candidates = searched
+        check_file(folder / INDEX_FILE, manifest.index_bytes)
+        shape = kept or VectorFile(folder, manifest.passages, manifest.dim)
+        index = read_structure(folder / INDEX_FILE, kind, shape)
+        candidates = kind.on_gpus(index) if gpu else kind.candidates(index)
     exact = None if kept is None else RowScores(kept.take)
     search = ApproximateSearch(
         candidates,

@@ -166,9 +166,9 @@ class Kind(ABC):
         """How the structure `index` is searched on a CPU."""
         raise NotImplementedError(f"{self.name} has no structure")
 
-    def on_gpus(self, index: Any) -> Candidates | None:
-        """How it is searched on all GPUs, None where FAISS has no form for them."""
-        return None
+    def on_gpus(self, index: Any) -> Candidates:
+        """How it is searched on all GPUs, for a kind whose estimate gives it bytes there."""
+        raise NotImplementedError(f"{self.name} has no form for GPUs")
 
     def note(self, parameters: dict[str, int]) -> str | None:
         """What a user should know of the search parameters that the wanted recall took, if anything."""

@@ -23,8 +23,9 @@ from thresher.retrieval.building.calibrate import (
     synthetic_vectors,
 )
 from thresher.retrieval.building.calibrate_words import Growth, WordRates, made_up, measure_words
-from thresher.retrieval.building.plan import COLUMNS, advice, own_memory, plan, show_seconds, usual_kinds
+from thresher.retrieval.building.plan import COLUMNS, LAWS, advice, own_memory, plan, show_seconds, usual_kinds
 from thresher.retrieval.indexes.bm25 import build_bm25
+from thresher.retrieval.indexes.graph import Graph
 from thresher.retrieval.indexes.kind import PROCESS_BYTES
 from thresher.retrieval.indexes.kinds import estimate
 from thresher.rewards.errors import UserError
@@ -288,6 +289,14 @@ def test_a_plan_of_this_machine(small: Calibration):
         assert math.isfinite(row.build_seconds) and row.build_seconds > 0
         assert 0 < row.one_seconds < math.inf and 0 < row.batch_seconds < math.inf
     assert small.multiply() > 0 and small.product(8, False).rotation == 0
+
+
+def test_a_kind_without_a_law_is_measured_small_and_grows_with_the_passages(small: Calibration, monkeypatch):
+    monkeypatch.delitem(LAWS, Graph)
+    once, twice = (plan(count, 32, ["HNSW8_SQ8"], own_memory(), small, 1e30)[0] for count in (10**8, 2 * 10**8))
+    assert once.effort == "-" and once.recall == "at build"
+    assert math.isclose(twice.one_seconds, 2 * once.one_seconds) and once.one_seconds > 0
+    assert math.isclose(twice.build_seconds, 2 * once.build_seconds) and once.build_seconds > 0
 
 
 def test_vectors_are_of_norm_1_the_same_every_time_and_fall_off():
