@@ -156,7 +156,7 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
             say=_say,
         )
     else:
-        from thresher.retrieval.indexes.index import (
+        from thresher.retrieval.indexes.load import (
             load_retriever,  # FAISS: where a server searches, the run needs none
         )
 

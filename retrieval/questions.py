@@ -177,10 +177,10 @@ def _golds(record: Record, where: str, needed: bool) -> tuple[str, ...]:
 
 
 def _passages(record: Record, where: str) -> tuple[tuple[Passage, ...], tuple[int, ...] | None]:
-    """Passages and the numbers of those that are gold, None where neither indices nor flags tell."""
+    """Passages and the numbers of those that are gold, None where neither indices nor flags say."""
     given = record.get("passages", [])
     if not isinstance(given, list):
-        raise UserError(f'{where}: "passages" should be a list of objects, found {json_kind(given)}; mend this record')
+        raise UserError(f'{where}: "passages" should be a list of objects, found {json_kind(given)}; fix this record')
     passages, flags = [], []
     for number, item in enumerate(given, 1):
         place = f'{where}: "passages", item {number}'
@@ -202,24 +202,24 @@ def _passages(record: Record, where: str) -> tuple[tuple[Passage, ...], tuple[in
 def _flag(fields: Record, where: str) -> bool | None:
     flag = fields.get("gold")
     if flag is not None and not isinstance(flag, bool):
-        raise UserError(f'{where}: "gold" should be true or false, found {json_kind(flag)}; mend this record')
+        raise UserError(f'{where}: "gold" should be true or false, found {json_kind(flag)}; fix this record')
     return flag
 
 
 def _indices(value: object, passages: int, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
-        raise UserError(f'{where}: "gold_indices" should be a list of whole numbers; mend this record')
+        raise UserError(f'{where}: "gold_indices" should be a list of whole numbers; fix this record')
     for position, number in enumerate(value):
         if not 1 <= number <= passages:
             raise UserError(
-                f'{where}: "gold_indices" names passage {number} of {passages}; they count from 1, so mend this record'
+                f'{where}: "gold_indices" names passage {number} of {passages}; they count from 1, so fix this record'
             )
         if number in value[:position]:
-            raise UserError(f'{where}: "gold_indices" names passage {number} twice; mend this record')
+            raise UserError(f'{where}: "gold_indices" names passage {number} twice; fix this record')
     return tuple(value)
 
 
 def _strings(value: object, where: str) -> tuple[str, ...]:
     if not isinstance(value, list):
-        raise UserError(f"{where} should be a list of strings; mend this record")
+        raise UserError(f"{where} should be a list of strings; fix this record")
     return tuple(checked_string(item, f"{where}, item {number},") for number, item in enumerate(value, 1))

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+
+from thresher.rewards.errors import UserError
+
+TEXTS = [
+    "The mayor of the city was born by the river.",
+    "a",
+    "",
+    "Reiß das Étui, 東京! [SEP] q??",
+    "river city " * 40,
+    "the mayor, the city, the river: born 1994",
+    "x" * 150,
+]
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789:.,?!'-éß東京"
@@ -62,3 +77,46 @@ def save_model(folder: Path, model: Any | None = None, **tokenizer: Any) -> Path
     model.save_pretrained(folder)
     save_tokenizer(folder, **tokenizer)
     return folder
+
+
+def write(path: Path, record: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
+
+
+def lay_out(
+    folder: Path,
+    *kinds: str,
+    pooling: dict[str, Any] | None = None,
+    top: dict[str, Any] | None = None,
+    sentence: dict[str, Any] | None = None,
+) -> Path:
+    """The files of sentence-transformers around a model: modules.json with `kinds`, and the three configs."""
+    places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize", "Dense": "2_Dense"}
+    records = [
+        {"idx": i, "name": str(i), "path": places[kind], "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    write(folder / "modules.json", records)
+    mean = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    write(folder / "1_Pooling" / "config.json", mean if pooling is None else pooling)
+    if top is not None:
+        write(folder / "config_sentence_transformers.json", top)
+    if sentence is not None:
+        write(folder / "sentence_bert_config.json", sentence)
+    return folder
+
+
+def dpr_pair(folder: Path) -> Path:
+    config = transformers.DPRConfig(**SIZES)
+    question = random_model(transformers.DPRQuestionEncoder, config, seed=1)
+    save_model(folder / "question_encoder", question)
+    save_model(folder / "ctx_encoder", random_model(transformers.DPRContextEncoder, config, seed=2))
+    return folder
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from thresher.retrieval.building import build, grow
+from thresher.retrieval.building import build
 from thresher.retrieval.data.corpus import Corpus, Passage
-from thresher.retrieval.indexes import vectors
+from thresher.retrieval.indexes import graph
+from thresher.retrieval.vectors import file
 
 DIM = 16
 
@@ -41,8 +42,11 @@ def numbered(count: int) -> Corpus:
     return Corpus([Passage(f"id{count - row}", "", str(row)) for row in range(count)])
 
 
+# Slices of 300 rows, batches of 200, graphs kept every 600.
+SMALL = ((file, "SLICE_BYTES", 300 * DIM * 4), (build, "BUILD_BATCH", 200), (graph, "CHECKPOINT", 600))
+
+
 def make_small() -> None:
-    """Slices of 300 rows, batches of 200, graphs kept every 600, for this process."""
-    vectors.SLICE_BYTES = 300 * DIM * 4
-    build.BUILD_BATCH = 200
-    grow.CHECKPOINT = 600
+    """SMALL, for this process."""
+    for module, name, value in SMALL:
+        setattr(module, name, value)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thresher.retrieval.building.grow import INDEX_FILE, SCRATCH, grow, read_structure
-from thresher.retrieval.indexes.kinds import Kind, parse_kind
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.indexes.kind import INDEX_FILE, Kind, grow, read_structure
+from thresher.retrieval.indexes.kinds import SCRATCH, parse_kind
+from thresher.retrieval.vectors.file import VectorFile
 
 RECORD, BEGUN = "built.json", "begun"
 

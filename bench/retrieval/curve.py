@@ -19,8 +19,8 @@ import numpy as np
 from thresher.bench.measure import spread
 from thresher.bench.retrieval.peers import ExactAnswers, Search, Searcher, ours
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.approximate import ApproximateSearch
-from thresher.retrieval.indexes.exact import Rows
+from thresher.retrieval.vectors.approximate import ApproximateSearch
+from thresher.retrieval.vectors.exact import Rows
 
 WANTED, WANTED_K = 0.95, 5
 ENOUGH = 0.99
@@ -123,7 +123,7 @@ def _parameters(search: ApproximateSearch, k: int) -> list[int]:
 
 
 def _measure(search: ApproximateSearch, point: Point, batch_QD: Vectors, k: int) -> None:
-    search.effort = point.parameter
+    search.value = point.parameter
     ms, row_QK = _timed(ours(search.top), batch_QD, k)
     point.ms.append(ms)
     point.found.append(row_QK)

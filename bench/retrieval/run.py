@@ -41,9 +41,10 @@ from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, table
 from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
-from thresher.retrieval.indexes.exact import ExactRows, RowScores, largest_row_norm
-from thresher.retrieval.indexes.kinds import Kind, estimate, parse_kind, show_bytes
+from thresher.retrieval.indexes.kind import Kind
+from thresher.retrieval.indexes.kinds import estimate, parse_kind, show_bytes
+from thresher.retrieval.vectors.approximate import ApproximateSearch
+from thresher.retrieval.vectors.exact import ExactRows, RowScores, largest_row_norm
 from thresher.rewards.errors import UserError
 
 K = 10
@@ -204,7 +205,7 @@ def measure_kind(
     index = structure.read(kind, made.vectors)
     scores = RowScores(made.vectors.take)
     for factor in CODE_FACTORS if kind.estimates else WHOLE_FACTORS:
-        search = ApproximateSearch(candidates_of(kind, index), scores, made.vectors.rows, 1, factor)
+        search = ApproximateSearch(kind.candidates(index), scores, made.vectors.rows, 1, factor)
         curve = follow(search, truth, peers, run.deadline)
         if (chosen := curve.chosen()) is not None or run.late():
             break
@@ -216,16 +217,16 @@ def measure_kind(
             "peak_by_vectors": structure.peak_bytes / (4 * made.vectors.rows * made.vectors.dim),
             "disk_mib": structure.disk_bytes / 2**20,
         },
-        "effort": search.candidates.effort,
+        "effort": search.candidates.parameter,
         "candidates": factor,
         "curve": curve.record(),
     }
     if chosen is None:
         run.left_out[name] = f"no search parameter reached the recall wanted, the best being {curve.best():.3f}"
         return row
-    search.effort = chosen.parameter
+    search.value = chosen.parameter
     row |= {"chosen": chosen.parameter, "recall": chosen.recall}
-    structure_only = bare(index, search.candidates.effort, chosen.parameter)
+    structure_only = bare(index, search.candidates.parameter, chosen.parameter)
     row["batches"] = _batches(ours(search.top), structure_only, made.question_QD, truth.k, peers, run, name)
     return row
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from thresher.bench.retrieval.load_generator import measure_server
+from thresher.retrieval.building.build import build_index
 from thresher.retrieval.data.corpus import Corpus, open_corpus, read_corpus
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
-from thresher.retrieval.indexes.index import build_index
 
 CONNECTIONS = 64
 PASSAGES, WORDS, VOCABULARY = 5000, 80, 20_000

@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from thresher.bench.retrieval.vectors import SyntheticVectors, neighbours
 from thresher.policy.files import atomic_write_text, read_json_object
-from thresher.retrieval.building.grow import sample_rows
 from thresher.retrieval.data.corpus import open_corpus
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.vectors import VectorFile
 from thresher.retrieval.questions import read_queries
+from thresher.retrieval.vectors.file import VectorFile, sample_rows
 from thresher.rewards.errors import UserError
 
 QUESTIONS = 512

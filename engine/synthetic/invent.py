@@ -22,10 +22,11 @@ from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, form_
 from thresher.engine.synthetic.world import Size, World, Worlds, invent, passages, questions, transcripts, with_paths
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.policy.files import staged_folder
+from thresher.retrieval.building.build import build_index
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes.index import Index, build_index
+from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import question_record
 
 RECITALS = 10  # for each transcript of a form

@@ -1,4 +1,3 @@
-"""Building an index: the plan, encoding, structures that survive a kill, calibration.
-Comes in: policy, retrieval/data, retrieval/encoders, retrieval/indexes, retrieval/questions.py, retrieval/retriever.py,
-rewards.
-"""
+"""From a corpus to an index folder: encode, resume, build the structure, measure recall; and plan all that beforehand.
+
+May come in: policy, rewards; of retrieval, all but datasets and serving. `commands` is what `thresher index` does."""

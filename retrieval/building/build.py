@@ -2,10 +2,10 @@
 
     OUT.building/            appears at once, becomes OUT when all is written
       building.json          what is being built: corpus, encoder, text, kind
-      vectors.npy            encoded passages, batch after batch (`vectors`)
-      trained.faiss ..       the structure of an approximate kind on its way (`grow`)
+      vectors.npy            encoded passages, batch after batch (`vectors/file`)
+      trained.faiss ..       the structure of an approximate kind on its way (`Kind.grow`)
 
-The same command, run again, goes on where it was killed, to the same bytes. Vectors are bound to their corpus, encoder
+The same command, run again, resumes where it was killed, to the same bytes. Vectors are bound to their corpus, encoder
 and embedded text: a build over others is refused while the folder is there. They are not bound to a kind: another kind
 over the same vectors starts its structure anew and keeps what was encoded. Recall is measured at the end (`tune`), the
 manifest is written last, and one process at a time holds the folder's lock.
@@ -18,7 +18,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,26 +26,25 @@ from typing import Any
 
 import numpy as np
 
-from thresher.policy.files import atomic_write_text, read_json_object
-from thresher.retrieval.building.grow import INDEX_FILE, SCRATCH, OnStage, grow
-from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, Truth, sample_queries, tune
+from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
+from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, SampleTruth, sample_queries, tune
 from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders.encoder import Encoder
-from thresher.retrieval.indexes.approximate import KEPT_FILES, NOT_KEPT, ApproximateSearch, candidates_of
 from thresher.retrieval.indexes.dense import checked_vectors
-from thresher.retrieval.indexes.exact import ExactRows, RowScores, faiss, largest_row_norm
-from thresher.retrieval.indexes.kinds import Kind, estimate, show_bytes
+from thresher.retrieval.indexes.flat import Index, load_index
+from thresher.retrieval.indexes.kind import INDEX_FILE, Kind, OnStage, grow
+from thresher.retrieval.indexes.kinds import SCRATCH, estimate, parse_kind, show_bytes
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
-from thresher.retrieval.indexes.manifest import FORMAT, Manifest, corpus_paths, read_manifest
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.indexes.manifest import FORMAT, KEPT_FILES, NOT_KEPT, Manifest, corpus_paths, read_manifest
+from thresher.retrieval.vectors.approximate import ApproximateSearch
+from thresher.retrieval.vectors.exact import ExactRows, RowScores, faiss, largest_row_norm
+from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
 BUILD_BATCH = 1024
 WORK_SUFFIX = ".building"
 RECORD_FILE = "building.json"
 KEEPS = (*KEPT_FILES, NOT_KEPT)
-# File and dtype of the matrix that an exact kind searches.
-MATRIX_FILES = {"flat": (KEPT_FILES["float32"], "float32"), "flat16": (KEPT_FILES["float16"], "float16")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +77,13 @@ class BuildSettings:
     @property
     def dtype(self) -> str:
         """How the finished folder keeps the vectors."""
-        return MATRIX_FILES[self.kind.family][1] if self.kind.exact else self.keep
+        return self.kind.codes if self.kind.exact else self.keep
 
 
 def build_folder(
     corpus: Corpus, encoder: Encoder, folder: str | Path, settings: BuildSettings, on_stage: OnStage
 ) -> Manifest:
-    """Builds the index `folder`, or goes on with it where `<folder>.building` was left, and returns its manifest.
+    """Builds the index `folder`, or resumes it where `<folder>.building` was left, and returns its manifest.
 
     `on_stage` is called with what is being done, how far it is, and of how many. UserError when `folder` exists,
     another process is building it, what was begun there was over another corpus, encoder or text, or the disk is too
@@ -99,6 +98,33 @@ def build_folder(
         manifest = fill_folder(work, folder, corpus, encoder, settings, on_stage)
         _publish(work, folder)
     return manifest
+
+
+def build_index(
+    corpus: Corpus,
+    encoder: Encoder,
+    folder: str | Path,
+    embed: str = "text",
+    on_progress: Callable[[int], None] | None = None,
+) -> Index:
+    """Encodes every passage (its text, or title and text, see `embedded_text`) and writes an exact index into
+    `folder`.
+
+    The folder appears when all is written, or not at all, and an interrupted build leaves nothing; for one that
+    resumes, and for other kinds, see `build_folder`. A folder that exists is refused with a UserError.
+    `on_progress` is called with the number of passages encoded so far.
+    """
+    check_embed(embed)
+    folder = Path(folder)
+
+    def on_stage(stage: str, done: int, total: int) -> None:
+        if on_progress is not None:
+            on_progress(done)
+
+    with staged_folder(folder) as staged:
+        kind = parse_kind("flat", len(corpus), encoder.dim)
+        fill_folder(staged, folder, corpus, encoder, BuildSettings(kind=kind, embed=embed), on_stage)
+    return load_index(folder, corpus, encoder)
 
 
 def work_folder(folder: Path) -> Path:
@@ -220,19 +246,20 @@ def _measure(
     index: Any,
     on_stage: OnStage,
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Search parameters, chosen where there are any, and recall on a sample; both empty for `flat`, which is exact."""
-    if settings.kind.family == "flat":
+    """Search parameters, chosen where there are any, and recall on a sample; both empty for a kind that loses
+    nothing."""
+    if settings.kind.lossless:
         return {}, {}
-    truth = Truth(vectors, sample_queries(corpus, encoder, settings.embed, vectors), on_stage)
+    truth = SampleTruth(vectors, sample_queries(corpus, encoder, settings.embed, vectors), on_stage)
     if index is None:
         assert kept is not None  # flat16 keeps its matrix
         return {}, truth.recalls(ExactRows(kept.open(), _largest_norm(kept)).top)
     exact = None if kept is None else RowScores(kept.take)
-    search = ApproximateSearch(candidates_of(settings.kind, index), exact, vectors.rows, 1, 1)
+    search = ApproximateSearch(settings.kind.candidates(index), exact, vectors.rows, 1, 1)
     # Estimates that are not scored again gain nothing from more of them.
     factors = CODE_FACTORS if settings.kind.estimates and exact is not None else WHOLE_FACTORS
     tune(search, truth, settings.recall, factors, on_stage)
-    parameters = {search.candidates.effort: search.effort, "candidates": search.factor}
+    parameters = {search.candidates.parameter: search.value, "candidates": search.factor}
     return parameters, truth.recalls(search.top)
 
 

@@ -16,13 +16,18 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from thresher.retrieval.building.timing import K, best_time, timed
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
-from thresher.retrieval.indexes.exact import ExactRows, faiss
-from thresher.retrieval.indexes.kinds import PQ_CENTROIDS
+from thresher.retrieval.indexes.kind import Kind
+from thresher.retrieval.indexes.lists import PQ_CENTROIDS
+from thresher.retrieval.vectors.approximate import ApproximateSearch
+from thresher.retrieval.vectors.exact import ExactRows, faiss
+from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
 # 200 MB at 768 dimensions: more than a processor's caches hold, or a scan would look faster than it is.
@@ -33,8 +38,6 @@ LEAST_SAMPLE = 2_000
 BATCH = 64
 # Queries asked one by one, of a scan and of a graph.
 ALONE, ALONE_GRAPH = 4, 32
-K = 10
-REPEATS = 2
 # Lists of the small index whose scan is timed, and how many of them a query looks through.
 LISTS, PROBES = 64, 16
 # Centroids in the product whose speed stands for training and filling lists.
@@ -61,7 +64,7 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Graph:
+class GraphRates:
     """A graph of `vectors` vectors: seconds to add one more, and to search it for one query."""
 
     vectors: int
@@ -70,7 +73,15 @@ class Graph:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Codes:
+class StructureRates:
+    """A structure of any kind: seconds to build and to search it, for each of its vectors."""
+
+    add: float
+    search: Speed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeRates:
     """Product codes: seconds of one round of training per vector, of coding a vector, the scan of a list's codes, and
     the seconds that OPQ's rotation takes a round (a decomposition of [dim, dim], whatever the number of vectors; 0
     where it was not asked for)."""
@@ -130,10 +141,10 @@ class Calibration:
         """The scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits ("SQ8")."""
         return self._once(("lists", codes), lambda: self._scan(self._filled(f"IVF{LISTS},{codes}")))
 
-    def product(self, pq: int, opq: bool) -> Codes:
+    def product(self, pq: int, opq: bool) -> CodeRates:
         """Product codes of `pq` bytes, rotated or not."""
 
-        def measure() -> Codes:
+        def measure() -> CodeRates:
             part_ND = self._vectors_ND[:FEW]
             train = timed(lambda: self._quantiser(pq).train(part_ND)) / TRAIN_ROUNDS
             index = faiss.IndexIVFPQ(faiss.IndexFlatIP(self.dim), self.dim, LISTS, pq, 8, faiss.METRIC_INNER_PRODUCT)
@@ -149,26 +160,44 @@ class Calibration:
                 turned.pq = inner
                 rotation = max(0.0, timed(lambda: turned.train(part_ND)) - train)
                 turned.pq = None
-            return Codes(train=train / len(part_ND), code=code, scan=self._scan(index), rotation=rotation)
+            return CodeRates(train=train / len(part_ND), code=code, scan=self._scan(index), rotation=rotation)
 
         return self._once(("product", pq, opq), measure)
 
-    def graph(self, factory: str, construction: int, effort: int) -> Graph:
+    def graph(self, factory: str, construction: int, search: int) -> GraphRates:
         """A graph ("HNSW32", "HNSW32_SQ8") built with `construction` candidates a vector (FAISS's efConstruction),
-        searched with `effort`."""
+        searched with `search` (efSearch)."""
 
-        def measure() -> Graph:
+        def measure() -> GraphRates:
             index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
-            index.hnsw.efConstruction, index.hnsw.efSearch = construction, effort
+            index.hnsw.efConstruction, index.hnsw.efSearch = construction, search
             index.train(self._vectors_ND[:FEW])
             first, *parts = np.array_split(self._vectors_ND[:FEW], GRAPH_PARTS)
             index.add(first)
             later = [timed(partial(index.add, part_ND)) / len(part_ND) for part_ND in parts]
             # The median of the last half, for a build is long and sees the machine as it is on average.
             add = median(later[len(later) // 2 :])
-            return Graph(vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K)))
+            return GraphRates(
+                vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K))
+            )
 
-        return self._once((factory, construction, effort), measure)
+        return self._once((factory, construction, search), measure)
+
+    def any(self, kind: Kind) -> StructureRates:
+        """A kind that no law is known for: built and searched as it will be, with the least its search may take."""
+
+        def measure() -> StructureRates:
+            part_ND = self._vectors_ND[:FEW]
+            with TemporaryDirectory() as scratch:
+                vectors = VectorFile(Path(scratch) / "vectors.npy", len(part_ND), self.dim)
+                vectors.append(part_ND)
+                started = time.perf_counter()
+                index = kind.grow(vectors, Path(scratch), lambda stage, done, total: None)
+                add = (time.perf_counter() - started) / len(part_ND)
+                search = ApproximateSearch(kind.candidates(index), None, len(part_ND), 1, 1)
+                return StructureRates(add=add, search=self._speed(lambda q_QD: search.top(q_QD, K), len(part_ND)))
+
+        return self._once(kind, measure)
 
     def words(self) -> "WordRates":
         """BM25, whose passages have words in the place of dimensions."""
@@ -264,16 +293,3 @@ def encode_rate(encoder: Encoder) -> float:
         encoder.encode_passages(batch)
         done += len(batch)
     return done / (time.perf_counter() - started)
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds that `call` takes."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def best_time(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few calls, after one that is not counted."""
-    call()
-    return min(timed(call) for _ in range(REPEATS))

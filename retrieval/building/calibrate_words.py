@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from thresher.retrieval.building.calibrate import K, best_time, timed
+from thresher.retrieval.building.timing import K, best_time, timed
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.indexes.bm25 import SCORES, build_bm25, load_bm25
@@ -56,10 +56,10 @@ def measure_words(sample: int = SAMPLE, traced: int = TRACED) -> WordRates:
         corpus, few = made_up(sample), made_up(sample // 4)
         build = timed(lambda: build_bm25(corpus, folder / "all"))
         build_bm25(few, folder / "few")
-        index = load_bm25(folder / "all", corpus)
+        retriever = load_bm25(folder / "all", corpus)
         # No query twice, for the second time its answer is known.
         queries = (" ".join(passage.text.split()[:QUERY_WORDS]) for passage in corpus)
-        search = best_time(lambda: index.search(list(islice(queries, QUERIES)), K)) / QUERIES
+        search = best_time(lambda: retriever.search(list(islice(queries, QUERIES)), K)) / QUERIES
         return WordRates(
             build_bytes=_growth(traced, *(_peak_bytes(made_up(size), folder) for size in (traced // 4, traced))),
             disk_bytes=_growth(sample, *(_bytes_in(folder / name / SCORES) for name in ("few", "all"))),

@@ -23,8 +23,9 @@ from thresher.retrieval.data.corpus import (
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.encoder import Encoder
 from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
-from thresher.retrieval.indexes.index import load_retriever
+from thresher.retrieval.indexes.kind import OnStage
 from thresher.retrieval.indexes.kinds import choose_kind, estimate, parse_kind, parse_memory, show_bytes
+from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.questions import Query, read_queries
 from thresher.retrieval.retriever import Hit, Retriever
@@ -35,8 +36,6 @@ SEARCH_BATCH = 64
 WORDS = "bm25"
 # A larger corpus file is left on the disk, with the offsets of its passages in the index folder.
 READ_WHOLE_BYTES = 512 * 2**20
-
-OnStage = Callable[[str, int, int], None]
 
 
 def build(
@@ -56,7 +55,7 @@ def build(
     skip_empty: bool = False,
     on_stage: OnStage | None = None,
 ) -> dict[str, Any]:
-    """Reads a corpus, takes or fits the encoder, and writes the index folder `out`; run again after a kill, it goes on.
+    """Reads a corpus, takes or fits the encoder, and writes the index folder `out`; run again after a kill, it resumes.
 
     encoder_name: "lexical" (of `dim` dimensions), "bm25" (with settings, see `parse_bm25`), or the folder of a trained
     encoder, to which `encoder_options` go as `load_encoder` has them. kind: as `kinds` has it; without it `memory`
@@ -78,7 +77,7 @@ def build(
     if chunk_words or skip_empty:
         figures |= {"records": corpus.records, "skipped_empty": corpus.skipped}
 
-    def told(stage: str, done: int, total: int) -> None:
+    def report(stage: str, done: int, total: int) -> None:
         if on_stage is not None:
             on_stage(stage, done, total)
         if on_progress is not None and stage == "encoding":
@@ -87,12 +86,12 @@ def build(
     if encoder_name.partition(":")[0] == WORDS:
         if kind is not None or memory is not None or encoder_options:
             raise UserError("kind, memory and a model's settings are for vectors, and bm25 makes none; leave them out")
-        _build_words(encoder_name, corpus, out, embed, told)
+        _build_words(encoder_name, corpus, out, embed, report)
         figures |= {"kind": WORDS, "encoder": encoder_name, "embed": embed}
     else:
         encoder = _encoder(encoder_name, corpus, embed, dim, encoder_options or {})
         settings = _settings(kind, memory, len(corpus), encoder.dim, embed, recall, keep)
-        manifest = build_folder(corpus, encoder, out, settings, told)
+        manifest = build_folder(corpus, encoder, out, settings, report)
         figures |= {"dim": encoder.dim, "encoder": encoder_name, "embed": embed, "kind": manifest.factory}
         figures["vectors_mib"] = len(corpus) * encoder.dim * 4 / 2**20
         figures |= manifest.parameters | manifest.recall
@@ -145,18 +144,18 @@ def _settings(
 def _note(settings: BuildSettings, manifest: Manifest) -> str | None:
     """What the figures mean where an approximate kind does not do what it is there for."""
     if min(value for name, value in manifest.recall.items() if name.startswith("recall_at_")) < settings.recall:
-        return "less than wanted was found, at any effort; take longer codes, keep the vectors, or take flat"
-    if manifest.parameters.get("nprobe") == settings.kind.lists > 1:
-        return "so much is found only by looking through every list; these vectors have no clusters: take hnsw or flat"
-    return None
+        return (
+            "less than wanted was found, at any nprobe or efSearch; take longer codes, keep the vectors, or take flat"
+        )
+    return settings.kind.note(manifest.parameters)
 
 
-def _build_words(encoder_name: str, corpus: Corpus, out: Path, embed: str, told: OnStage) -> None:
+def _build_words(encoder_name: str, corpus: Corpus, out: Path, embed: str, report: OnStage) -> None:
     from thresher.retrieval.indexes.bm25 import build_bm25, parse_bm25
 
     settings = parse_bm25(encoder_name)
     build_bm25(
-        corpus, out, embed, settings=settings, on_progress=lambda done: told("counting words", done, len(corpus))
+        corpus, out, embed, settings=settings, on_progress=lambda done: report("counting words", done, len(corpus))
     )
     work = work_folder(out)
     if work.is_dir():
@@ -181,11 +180,11 @@ def search_file(
     Returns queries, hits, k and seconds (of searching alone). UserError for a malformed file, k out of range,
     an index that does not load; then nothing is written.
     """
-    index = load_retriever(index_dir, None, parameters, gpu)
-    index.check_k(k)
+    retriever = load_retriever(index_dir, None, parameters, gpu)
+    retriever.check_k(k)
     queries = read_queries(queries_path)
     started = time.perf_counter()
-    found = _search_all(index, queries, k)
+    found = _search_all(retriever, queries, k)
     seconds = time.perf_counter() - started
     write_jsonl(
         out_path,
@@ -214,22 +213,22 @@ def check(
     and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, and
     for a query without gold titles.
     """
-    index = load_retriever(index_dir, None, parameters, gpu)
-    index.check_k(k)
+    retriever = load_retriever(index_dir, None, parameters, gpu)
+    retriever.check_k(k)
     queries = read_queries(queries_path)
     for query in queries:
         if not query.gold_titles:
             raise UserError(f'{queries_path}: the query {query.id!r} has no "gold_titles"; add them or remove it')
-    depth = min(len(index), max(k, MRR_DEPTH))
+    depth = min(len(retriever), max(k, MRR_DEPTH))
     recall = full = reciprocal = 0.0
-    for query, hits in zip(queries, _search_all(index, queries, depth), strict=True):
+    for query, hits in zip(queries, _search_all(retriever, queries, depth), strict=True):
         golds = set(query.gold_titles)
         share = len(golds & {hit.passage.title for hit in hits[:k]}) / len(golds)
         recall += share
         full += share == 1
         ranks = (rank for rank, hit in enumerate(hits[:MRR_DEPTH], 1) if hit.passage.title in golds)
         reciprocal += 1 / next(ranks, float("inf"))
-    titles = {passage.title for passage in index.corpus}
+    titles = {passage.title for passage in retriever.corpus}
     return {
         "queries": len(queries),
         "k": k,
@@ -240,8 +239,8 @@ def check(
     }
 
 
-def _search_all(index: Retriever, queries: list[Query], k: int) -> list[list[Hit]]:
+def _search_all(retriever: Retriever, queries: list[Query], k: int) -> list[list[Hit]]:
     found: list[list[Hit]] = []
     for start in range(0, len(queries), SEARCH_BATCH):
-        found += index.search([query.question for query in queries[start : start + SEARCH_BATCH]], k)
+        found += retriever.search([query.question for query in queries[start : start + SEARCH_BATCH]], k)
     return found

@@ -8,17 +8,18 @@ vectors:
   search, lists     C * scan + (nprobe / C) N * scan of a list
   search, graph     time on n vectors * log N / log n
   build, all        (bytes on disk) / w
-  build, lists      + rounds * T C 2d / F        training
+  build, lists      + 10 rounds * T C 2d / F     training
                     + N C 2d / F                 assigning
-                    + N * coding, and training of codes and rotation, for PQ
+                    + N * coding + 15 rounds of codes, for PQ; 10 decompositions + 76 rounds, for OPQ
   build, PCA        the same with p in the place of d, and N p 2d / F
   build, graph      + N * (time to add one to n) * (1 + log2(N / n) / 4)
-  build, not flat   + 200 N * scan + 1,200 searches, for recall and the effort (`tune`); flat16 600
+  build, not flat   + 200 N * scan + 1,200 searches, for recall and the search parameter (`tune`); flat16 600
+  build and search  N times what each vector of a small one takes, for a kind that is not in LAWS
 
-`scan` is seconds per vector looked at, one query alone or 64 together. The effort of lists and graphs is not known
-before recall is measured on the real vectors; the plan assumes C / 32 lists, and a graph's 128 candidates. Recall is
-measured when an index is built, and is not guessed here. All times hold while the index is in memory: where it does not
-fit, searching reads the disk, and the plan says that it does not fit instead of how slow that would be.
+`scan` is seconds per vector looked at, one query alone or 64 together. The search parameter is not known before recall
+is measured on the real vectors; the plan assumes nprobe C / 32, and efSearch 128. Recall is measured when an index is
+built, and is not guessed here. All times hold while the index is in memory: where it does not fit, searching reads the
+disk, and the plan says that it does not fit instead of how slow that would be.
 
 BM25 (`--kind bm25`) is N times what a made-up passage costs, and for its vocabulary some sqrt(N) (`calibrate_words`); a
 search holds three numbers of every passage besides the index.
@@ -28,51 +29,40 @@ Encoding the passages comes first and is mostly the longest; it is estimated onl
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from thresher.retrieval.building.calibrate import BATCH, Calibration, Speed
 from thresher.retrieval.building.calibrate_words import WordRates
-from thresher.retrieval.building.grow import EF_CONSTRUCTION, KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS
 from thresher.retrieval.building.tune import QUERIES
-from thresher.retrieval.indexes.exact import faiss
-from thresher.retrieval.indexes.kinds import (
-    PROCESS_BYTES,
-    SCALARS,
-    TRAIN_CODES,
-    Kind,
-    choose_kind,
-    default_lists,
-    estimate,
-    parse_kind,
-    pq_sizes,
-    show_bytes,
-    training_vectors,
-)
+from thresher.retrieval.indexes.flat import Flat
+from thresher.retrieval.indexes.graph import EF_CONSTRUCTION, Graph
+from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALARS, TRAIN_CODES, Kind
+from thresher.retrieval.indexes.kinds import CLASSES, choose_kind, estimate, parse_kind, show_bytes
+from thresher.retrieval.indexes.lists import KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS, Lists, default_lists, pq_sizes
+from thresher.retrieval.vectors.exact import faiss
 from thresher.rewards.errors import UserError
 
 ALL, WORDS = "all", "bm25"
 # Bytes of RAM a passage that a search by words holds: its score, and row and score of one that has such a word.
 WORD_SEARCH_BYTES = 16
 LISTS_PER_PROBE = 32
-# Dimensions from which a quarter of the directions is worth a line: of 768 it held the five best of every question, but
-# a sixth of 384 .81 of them.
-LEAST_FOR_PCA = 512
-GRAPH_EFFORT = 128
+ASSUMED_EFSEARCH = 128
 # Share of the time to add a vector to a graph that each doubling of the graph adds; so it was from 10^4 to 10^5 x 768.
 GRAPH_GROWTH = 0.25
-# Trying the efforts one after the other, for two k, comes to about so many times the search that is settled on; where
-# there is no effort to choose, the sample is searched for two k, and once more for its speed.
+# Trying the values of the search parameter one after the other, for two k, comes to about so many times the search that
+# is settled on; where there is none to choose, the sample is searched for two k, and once more for its speed.
 TRIES = 6
 MEASURES = 3
-COLUMNS = ("kind", "fits", "RAM", "to build", "disk", "GPU", "build", "1 query", str(BATCH), "effort", "recall")
+COLUMNS = ("kind", "fits", "RAM", "to build", "disk", "GPU", "build", "1 query", str(BATCH), "parameter", "recall")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class IndexPlan:
     """One kind's needs: bytes (`gpu_bytes` 0 where it has no form for GPUs), seconds to build once the passages are
-    encoded, seconds a search takes alone and in a batch of 64 (of the whole batch), and the assumed effort (nprobe
-    of lists, efSearch of a graph)."""
+    encoded, seconds a search takes alone and in a batch of 64 (of the whole batch), and `effort`, as
+    the written plan calls it: the search parameter assumed (nprobe of lists, efSearch of a graph)."""
 
     kind: str
     fits: bool
@@ -100,11 +90,9 @@ class Plan:
 
 
 def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
-    """What "all" stands for: both exact kinds, graphs, lists in float32 and float16, product codes, and in any case
-    the kind that `choose_kind` takes for `memory` bytes (of codes that one alone, for they take long to calibrate)."""
-    lists = default_lists(passages)
-    pca = [f"PCA{dim // 4},HNSW32_SQ8"] if dim >= LEAST_FOR_PCA else []
-    kinds = ["flat", "flat16", "HNSW32", "HNSW32_SQ8", *pca, f"IVF{lists},Flat", f"IVF{lists},SQfp16"]
+    """What "all" stands for: what every kind calls usual, product codes, and in any case the kind that `choose_kind`
+    takes for `memory` bytes (of codes that one alone, for they take long to calibrate)."""
+    kinds = [name for kind in CLASSES for name in kind.usual(passages, dim)]
     try:
         chosen = choose_kind(passages, dim, memory)[0]
     except UserError:
@@ -112,15 +100,15 @@ def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
     if chosen not in kinds:
         return [*kinds, chosen]
     size = next((size for size in pq_sizes(dim) if size <= dim // 8), 0)
-    return [*kinds, f"OPQ{size},IVF{lists},PQ{size}"] if passages >= TRAIN_CODES and size else kinds
+    return [*kinds, f"OPQ{size},IVF{default_lists(passages)},PQ{size}"] if passages >= TRAIN_CODES and size else kinds
 
 
 def plan(
     passages: int, dim: int, kinds: Sequence[str], memory: int, calibration: Calibration, disk_rate: float
-) -> list[Plan]:
-    """One `Plan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words; `memory`
-    in bytes, `disk_rate` in bytes a second. UserError for a kind that does not exist or fit the vectors, and for fewer
-    than 1 passage or dimension."""
+) -> list[IndexPlan]:
+    """One `IndexPlan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words;
+    `memory` in bytes, `disk_rate` in bytes a second. UserError for a kind that does not exist or fit the vectors, and
+    for fewer than 1 passage or dimension."""
     if passages < 1 or dim < 1:
         raise UserError(f"{passages} passages of {dim} dimensions; expected at least 1 of each")
     named = [name for kind in kinds for name in (usual_kinds(passages, dim, memory) if kind == ALL else [kind])]
@@ -147,15 +135,17 @@ def own_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _plan_one(kind: Kind, passages: int, dim: int, memory: int, calibration: Calibration, disk_rate: float) -> Plan:
+def _plan_one(
+    kind: Kind, passages: int, dim: int, memory: int, calibration: Calibration, disk_rate: float
+) -> IndexPlan:
     needed = estimate(kind, passages, dim)
-    build, speed, effort = _TIMES[kind.family](kind, passages, dim, calibration)
-    if kind.family != "flat":
+    build, speed, parameter = LAWS.get(type(kind), _measured_times)(kind, passages, dim, calibration)
+    if not kind.lossless:
         build += QUERIES * (
             passages * calibration.flat(False).batch + (MEASURES if kind.exact else TRIES) * speed.batch
         )
-    recall = "1" if kind.family == "flat" else "at build"
-    return Plan(
+    recall = "1" if kind.lossless else "at build"
+    return IndexPlan(
         kind=kind.name,
         fits=max(needed.ram_bytes, needed.build_ram_bytes) <= memory,
         ram_bytes=needed.ram_bytes,
@@ -165,16 +155,16 @@ def _plan_one(kind: Kind, passages: int, dim: int, memory: int, calibration: Cal
         build_seconds=build + needed.disk_bytes / disk_rate,
         one_seconds=speed.one,
         batch_seconds=BATCH * speed.batch,
-        effort=effort,
+        effort=parameter,
         recall=recall,
     )
 
 
-def _plan_words(passages: int, memory: int, rates: WordRates, disk_rate: float) -> Plan:
+def _plan_words(passages: int, memory: int, rates: WordRates, disk_rate: float) -> IndexPlan:
     disk_bytes = rates.disk_bytes.at(passages)
     ram_bytes = disk_bytes + WORD_SEARCH_BYTES * passages + PROCESS_BYTES
     build_ram_bytes = rates.build_bytes.at(passages) + PROCESS_BYTES
-    return Plan(
+    return IndexPlan(
         kind=WORDS,
         fits=max(ram_bytes, build_ram_bytes) <= memory,
         ram_bytes=ram_bytes,
@@ -190,21 +180,21 @@ def _plan_words(passages: int, memory: int, rates: WordRates, disk_rate: float) 
 
 
 def _exact_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
-    scan = calibration.flat(kind.family == "flat16")
+    scan = calibration.flat(kind.codes == "float16")
     return 0.0, Speed(one=passages * scan.one, batch=passages * scan.batch), "-"
 
 
 def _graph_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
     seen = calibration.at(kind.directions) if kind.directions else calibration
-    graph = seen.graph(kind.structure, EF_CONSTRUCTION, GRAPH_EFFORT)
+    graph = seen.graph(kind.structure, EF_CONSTRUCTION, ASSUMED_EFSEARCH)
     growth = math.log(max(2, passages)) / math.log(graph.vectors)
     speed = Speed(one=graph.search.one * growth, batch=graph.search.batch * growth)
     added = 1 + GRAPH_GROWTH * math.log2(max(1.0, passages / graph.vectors))
-    return passages * graph.add * added + _projecting(kind, passages, dim, calibration), speed, str(GRAPH_EFFORT)
+    return passages * graph.add * added + _projecting(kind, passages, dim, calibration), speed, str(ASSUMED_EFSEARCH)
 
 
-def _list_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
-    trained = training_vectors(kind, passages)
+def _list_times(kind: Lists, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
+    trained = kind.training_vectors(passages)
     build = _projecting(kind, passages, dim, calibration)
     if kind.directions:
         dim, calibration = kind.directions, calibration.at(kind.directions)
@@ -225,11 +215,16 @@ def _list_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -
     return build, speed, str(probes)
 
 
+def _measured_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
+    small = calibration.any(kind)
+    return passages * small.add, Speed(one=passages * small.search.one, batch=passages * small.search.batch), "-"
+
+
 def _projecting(kind: Kind, passages: int, dim: int, calibration: Calibration) -> float:
     return 2.0 * passages * dim * kind.directions / calibration.multiply() if kind.directions else 0.0
 
 
-def _code_training(kind: Kind, dim: int, trained: int, per_vector: float, rotation: float) -> float:
+def _code_training(kind: Lists, dim: int, trained: int, per_vector: float, rotation: float) -> float:
     """Seconds. A round of OPQ is a rotation and some rounds of codes, more of them in the first."""
     round_ = min(trained, TRAIN_CODES) * per_vector
     if not kind.opq:
@@ -239,7 +234,9 @@ def _code_training(kind: Kind, dim: int, trained: int, per_vector: float, rotati
     return OPQ_ROUNDS * rotation + rounds * round_
 
 
-_TIMES = {"flat": _exact_times, "flat16": _exact_times, "hnsw": _graph_times, "ivf": _list_times}
+# How times grow with N, where that is known: (seconds to build, of a search, the parameter assumed).
+Law = Callable[[Any, int, int, Calibration], tuple[float, Speed, str]]
+LAWS: dict[type[Kind], Law] = {Flat: _exact_times, Graph: _graph_times, Lists: _list_times}
 
 
 def show_seconds(seconds: float) -> str:

@@ -1,5 +1,5 @@
-"""How much of the exact answer an index finds, measured on a sample while it is built, and the least effort that finds
-as much as is wanted.
+"""How much of the exact answer an index finds, measured on a sample while it is built, and the lowest search parameter
+(nprobe, efSearch) that finds as much as is wanted.
 
 The sample's queries are runs of words out of passages drawn by a fixed seed, encoded as queries: close to what will be
 asked, and there for every corpus. They are easier than questions in one way (the passage they come from is among the
@@ -7,7 +7,8 @@ answers) and harder in another (no passage answers most runs well). Recall at k 
 is at least that of the exact k-th passage, so passages with equal vectors count for each other.
 
 200 queries put the standard error of a recall of .95 at about .01 or less: the figure says where an index stands, not
-its third digit. Deliberately absent: a choice by time, which would not repeat; effort is raised until recall is there.
+its third digit. Deliberately absent: a choice by time, which would not repeat; the parameter is raised until recall is
+there.
 
 Shape letters: N passages, Q queries, D dimension, B a slice, F candidates.
 """
@@ -17,13 +18,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from thresher.retrieval.building.grow import OnStage, sample_rows
 from thresher.retrieval.data.corpus import Corpus, embedded_text
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
-from thresher.retrieval.indexes.approximate import ApproximateSearch
 from thresher.retrieval.indexes.dense import checked_vectors
-from thresher.retrieval.indexes.exact import MARGIN, Found, Rows, RowScores, best_of, faiss
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.indexes.kind import OnStage
+from thresher.retrieval.vectors.approximate import ApproximateSearch
+from thresher.retrieval.vectors.exact import MARGIN, Found, Rows, RowScores, best_of, faiss
+from thresher.retrieval.vectors.file import VectorFile, sample_rows
 
 QUERIES = 200
 QUERY_WORDS = 12
@@ -31,14 +32,15 @@ SEED = 4321
 KS = (5, 10)
 # Candidates fetched per hit, few first: where the structure holds whole vectors, and where it estimates their order.
 WHOLE_FACTORS, CODE_FACTORS = (1,), (2, 4, 16, 64)
-# A step of effort that brings less than this is not worth the next, as long as more candidates may be fetched instead.
+# A step of the search parameter that brings less than this is not worth the next, as long as more candidates may be
+# fetched instead.
 LEAST_GAIN = 0.004
 BATCH = 64
 
 Top = Callable[[Vectors, int], list[Found]]
 
 
-class Truth:
+class SampleTruth:
     """The exact answers to a sample of queries over `vectors`, found in one pass."""
 
     def __init__(self, vectors: VectorFile, query_QD: Vectors, on_stage: OnStage) -> None:
@@ -87,32 +89,34 @@ def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: Vector
     return query_QD if len(query_QD) else vectors.rows_at(rows)
 
 
-def tune(search: ApproximateSearch, truth: Truth, wanted: float, factors: tuple[int, ...], on_stage: OnStage) -> None:
-    """Sets `search` to the least effort, and the fewest candidates, whose recall is at least `wanted` at every k; to
-    the best one tried where none is."""
-    best = (-1.0, search.effort, search.factor)
+def tune(
+    search: ApproximateSearch, truth: SampleTruth, wanted: float, factors: tuple[int, ...], on_stage: OnStage
+) -> None:
+    """Sets `search` to the lowest value of its parameter, and the fewest candidates, whose recall is at least
+    `wanted` at every k; to the best one tried where none is."""
+    best = (-1.0, search.value, search.factor)
     for factor in factors:
         before = -1.0
         search.factor = factor
-        for effort in efforts(*search.span(truth.ks[-1])):
-            search.effort = effort
+        for value in values(*search.span(truth.ks[-1])):
+            search.value = value
             recall = min(truth.recall(search.top, k) for k in truth.ks)
             on_stage("tuning", min(int(1000 * recall), int(1000 * wanted)), int(1000 * wanted))
             if recall > best[0]:
-                best = (recall, effort, factor)
+                best = (recall, value, factor)
             if recall >= wanted:
                 return
             if factor != factors[-1] and recall - before < LEAST_GAIN:
                 break
             before = recall
-    _, search.effort, search.factor = best
+    _, search.value, search.factor = best
 
 
-def efforts(least: int, most: int) -> Iterator[int]:
+def values(least: int, most: int) -> Iterator[int]:
     """From the least up to the most, as 1, 2, 3, 4, 6, 8, 12, 16, 24, ..: steps of a third to a half, and `most`
     itself."""
-    effort = least
-    while effort < most:
-        yield effort
-        effort = max(effort + 1, effort * 4 // 3 if effort & (effort - 1) else effort * 3 // 2)
+    value = least
+    while value < most:
+        yield value
+        value = max(value + 1, value * 4 // 3 if value & (value - 1) else value * 3 // 2)
     yield most

@@ -1,3 +1,3 @@
-"""Corpora and JSON Lines: the files that are read, record by record, with errors that name the line.
-Comes in: policy, rewards.
-"""
+"""Files of records and of passages: JSONL, the shapes a corpus comes in, and the corpus by row.
+
+May come in: policy, rewards; no other room of retrieval."""

@@ -2,7 +2,7 @@
 
 A passage has an id (what users and other programs call it) and sits at a row (its place in the corpus, in the
 index and in every tie); the two are kept apart. The text is stored untouched: whatever it holds, control tags
-included, is neutralised where it is rendered for a model, not here. What files may look like is told in `formats`.
+included, is escaped where it is rendered for a model, not here. What files may look like stands in `formats`.
 
 `read_corpus` reads a file into memory. `open_corpus` leaves it on the disk: one pass checks every record, hashes the
 content and notes at which byte each passage begins; from then on a passage is read when asked for. The 21,015,324

@@ -206,7 +206,7 @@ def _iter_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, int, 
         except csv.Error as error:
             raise UserError(
                 f"{where}: malformed TSV ({error}); a field that begins with a double quote should end with one, with "
-                "those inside doubled, so mend or remove this record"
+                "those inside doubled, so fix or remove this record"
             ) from None
         if not cells:
             continue
@@ -223,7 +223,7 @@ def _tsv_reader(lines: Iterator[str]) -> Iterator[list[str]]:
 def _tsv_record(cells: list[str], columns: tuple[str, ...], where: str) -> Record:
     if len(cells) != len(columns):
         raise UserError(
-            f"{where}: expected {len(columns)} columns ({', '.join(columns)}), found {len(cells)}; mend this record"
+            f"{where}: expected {len(columns)} columns ({', '.join(columns)}), found {len(cells)}; fix this record"
         )
     return dict(zip(columns, cells, strict=True))
 

@@ -99,16 +99,14 @@ def string_field(record: Record, key: str, where: str, *, may_be_empty: bool = F
 def checked_string(value: object, where: str, *, may_be_empty: bool = False) -> str:
     """`value` if it is a usable string, else UserError starting with `where`."""
     if not isinstance(value, str):
-        raise UserError(f"{where} should be a string, found {json_kind(value)}; mend this record")
+        raise UserError(f"{where} should be a string, found {json_kind(value)}; fix this record")
     if not may_be_empty and not value.strip():
         raise UserError(f"{where} is empty; fill it in or remove this record")
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise UserError(
-                f"{where} holds half of a surrogate pair, which is no character; mend this record"
-            ) from None
+            raise UserError(f"{where} holds half of a surrogate pair, which is no character; fix this record") from None
     return value
 
 
@@ -160,19 +158,19 @@ def parse_json(data: bytes, where: str, *, pairs: bool = False) -> object:
         return json.loads(data.decode("utf-8"), object_pairs_hook=list if pairs else None)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UserError(f"{where}: not valid JSON at {at} ({error.msg}); mend or remove this record") from None
+        raise UserError(f"{where}: not valid JSON at {at} ({error.msg}); fix or remove this record") from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not valid UTF-8 at byte {error.start}; expected UTF-8, so convert the file"
         ) from None
     except (RecursionError, ValueError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}); mend or remove this record") from None
+        raise UserError(f"{where}: not valid JSON ({error}); fix or remove this record") from None
 
 
 def as_object(value: object, where: str) -> Record:
     """`value` if it is a JSON object, else UserError starting with `where`."""
     if not isinstance(value, dict):
-        raise UserError(f"{where}: expected a JSON object, found {json_kind(value)}; mend or remove this record")
+        raise UserError(f"{where}: expected a JSON object, found {json_kind(value)}; fix or remove this record")
     return value
 
 

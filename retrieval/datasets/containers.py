@@ -121,9 +121,9 @@ class _Text:
                 found, end = decode(self.window, self.at)
             except json.JSONDecodeError as error:
                 if self.ended:
-                    raise UserError(f"{where}: not valid JSON ({error.msg}); mend or remove this record") from None
+                    raise UserError(f"{where}: not valid JSON ({error.msg}); fix or remove this record") from None
             except (RecursionError, ValueError) as error:
-                raise UserError(f"{where}: not valid JSON ({error}); mend or remove this record") from None
+                raise UserError(f"{where}: not valid JSON ({error}); fix or remove this record") from None
             else:
                 if end < len(self.window) or self.ended:  # a number at the window's end may go on after it
                     self.at = end
@@ -199,7 +199,7 @@ def _iter_table(path: Path, delimiter: str) -> Iterator[tuple[str, Record]]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise UserError(f"{where}: malformed table ({error}); mend or remove this record") from None
+            raise UserError(f"{where}: malformed table ({error}); fix or remove this record") from None
         if not cells:
             continue
         if columns is None:
@@ -207,7 +207,7 @@ def _iter_table(path: Path, delimiter: str) -> Iterator[tuple[str, Record]]:
             continue
         if len(cells) != len(columns):
             raise UserError(
-                f"{where}: expected {len(columns)} cells ({', '.join(columns)}), found {len(cells)}; mend this record"
+                f"{where}: expected {len(columns)} cells ({', '.join(columns)}), found {len(cells)}; fix this record"
             )
         yield where, dict(zip(columns, cells, strict=True))
 
@@ -240,12 +240,12 @@ def parsed(value: object, where: str) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise UserError(f"{where} should hold JSON, found {value[:40]!r}; mend this record") from None
+        raise UserError(f"{where} should hold JSON, found {value[:40]!r}; fix this record") from None
 
 
 def listed(value: object, where: str) -> list[Any]:
     """`value`, which may be JSON in a string, if it is a list; else UserError starting with `where`."""
     found = parsed(value, where)
     if not isinstance(found, list):
-        raise UserError(f"{where} should be a list, found {json_kind(found)}; mend this record")
+        raise UserError(f"{where} should be a list, found {json_kind(found)}; fix this record")
     return found

@@ -119,7 +119,7 @@ def convert(
             counts["with gold indices"] += pooled.gold_indices is not None
             counts["passages"] += len(pooled.passages)
             yield question_record(pooled)
-        # Told before the file appears, which it does once this ends.
+        # Checked before the file appears, which it does once this ends.
         _check_outcome(tallies, corpus, len(pool.passages), aliases)
 
     written = write_jsonl(out, records())
@@ -164,18 +164,18 @@ def read_source(
 
 
 def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> Iterable[Question]:
-    """The first `count`; with a seed, `count` of them by lot, in an order by lot, in the memory that those take. None
+    """The first `count`; with a seed, `count` of them at random, in random order, in the memory that those take. None
     stands for all."""
     if seed is None:
         return questions if count is None else islice(questions, count)
-    lot = Random(seed)
+    random = Random(seed)
     kept: list[Question] = []
     for number, question in enumerate(questions):
         if count is None or number < count:
             kept.append(question)
-        elif (place := lot.randrange(number + 1)) < count:
+        elif (place := random.randrange(number + 1)) < count:
             kept[place] = question
-    lot.shuffle(kept)
+    random.shuffle(kept)
     return kept
 
 
@@ -209,7 +209,7 @@ def read_aliases(path: str | Path) -> dict[str, tuple[str, ...]]:
     for where, record in iter_rows(path):
         names = [name for key in ALIAS_KEYS for name in record.get(key) or []]
         if not isinstance(record.get("Q_id"), str) or not all(isinstance(name, str) for name in names):
-            raise UserError(f'{where}: expected "Q_id" and lists of strings in "aliases"; mend this record')
+            raise UserError(f'{where}: expected "Q_id" and lists of strings in "aliases"; fix this record')
         found[record["Q_id"]] = tuple(names)
     return found
 
@@ -225,8 +225,10 @@ def _check_outcome(
 ) -> None:
     if not any(tally.kept for tally in tallies):
         reasons = Counter(reason for tally in tallies for _, _, reason in tally.skipped)
-        told = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
-        raise UserError(f"{', '.join(tally.name for tally in tallies)}: no question is left: {told}; give other files")
+        counted = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+        raise UserError(
+            f"{', '.join(tally.name for tally in tallies)}: no question is left: {counted}; give other files"
+        )
     if corpus is not None and not passages:
         raise UserError(f"{corpus}: none of these questions comes with passages; leave --corpus out")
     if aliases is not None and not any("2wiki" in tally.flavours for tally in tallies):

@@ -64,7 +64,7 @@ def given_paragraphs(row: Row, context: object, facts: object) -> tuple[list[Par
     for title, sentences in _pairs(context, SENTENCE_KEYS, f'{row.where}: "context"'):
         lines = [sentences] if isinstance(sentences, str) else sentences
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise UserError(f'{row.where}: "context": the sentences of {title!r} should be strings; mend this record')
+            raise UserError(f'{row.where}: "context": the sentences of {title!r} should be strings; fix this record')
         text = checked_string(join_sentences(lines), f'{row.where}: "context"', may_be_empty=True)
         gold = None if gold_titles is None else title in gold_titles
         paragraphs.append(Paragraph(title=title, text=text, gold=gold))
@@ -95,13 +95,13 @@ def _pairs(value: object, others: Sequence[str], where: str) -> list[tuple[str, 
         other = next((key for key in others if key in found), others[0])
         titles, values = (listed(found.get(key), f'{where}, "{key}",') for key in ("title", other))
         if len(titles) != len(values):
-            raise UserError(f'{where}: {len(titles)} titles beside {len(values)} in "{other}"; mend this record')
+            raise UserError(f'{where}: {len(titles)} titles beside {len(values)} in "{other}"; fix this record')
         pairs = list(zip(titles, values, strict=True))
     elif isinstance(found, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in found):
         pairs = [(pair[0], pair[1]) for pair in found]
     else:
         raise UserError(
-            f"{where} should be a list of pairs, or an object of two lists, found {json_kind(found)}; mend this record"
+            f"{where} should be a list of pairs, or an object of two lists, found {json_kind(found)}; fix this record"
         )
     return [(checked_string(title, f"{where}: a title", may_be_empty=True), other) for title, other in pairs]
 
@@ -110,7 +110,7 @@ def _musique_paragraph(item: object, where: str) -> Paragraph:
     fields: Record = as_object(item, where)
     gold = fields.get("is_supporting")
     if gold is not None and not isinstance(gold, bool):
-        raise UserError(f'{where}: "is_supporting" should be true or false, found {json_kind(gold)}; mend this record')
+        raise UserError(f'{where}: "is_supporting" should be true or false, found {json_kind(gold)}; fix this record')
     return Paragraph(
         title=checked_string(fields.get("title", ""), f'{where}: "title"', may_be_empty=True),
         text=checked_string(fields.get("paragraph_text"), f'{where}: "paragraph_text"', may_be_empty=True),

@@ -5,7 +5,7 @@
     DPR        {"question", "answers", "ctxs": [{"id", "title", "text", "score", "has_answer"}, ..]}
     verl       {"prompt": [{"role", "content"}, ..], "reward_model": {"ground_truth": ..}, "data_source", "extra_info"}
 
-DPR's has_answer tells that a string of the answer occurs in a passage, by whatever way; it is not an annotated
+DPR's has_answer says that a string of the answer occurs in a passage, by whatever way; it is not an annotated
 supporting fact, so it goes, with the scores, into the metadata, as a list along the passages, and the gold indices stay
 unknown. "isgold", which some files add for the passage the annotator read, does make them.
 
@@ -127,7 +127,7 @@ def _verl_question(row: Row, extra: dict[str, Any]) -> str:
         if isinstance(value, str) and value.strip():
             return checked_string(value, f"{row.where}: the question").strip()
     if prompt is not None and not isinstance(prompt, str | list):
-        raise UserError(f'{row.where}: "prompt" should be a list of messages or a string; mend this record')
+        raise UserError(f'{row.where}: "prompt" should be a list of messages or a string; fix this record')
     raise Skipped(NO_QUESTION)
 
 

@@ -70,7 +70,7 @@ class Row:
                     item = str(item)
                 if not isinstance(item, str):
                     raise UserError(
-                        f"{self.where}: a gold answer should be a string, found {json_kind(item)}; mend this record"
+                        f"{self.where}: a gold answer should be a string, found {json_kind(item)}; fix this record"
                     )
                 if item.strip():
                     golds[checked_string(item, f"{self.where}: a gold answer").strip()] = None

@@ -1,3 +1,3 @@
-"""Encoders: from text to vectors, learned or lexical, and the classifiers for pairs of texts.
-Comes in: policy, rewards.
-"""
+"""Texts to vectors, and pairs of texts to classes: hashed words, models of the BERT family, their tokenizers.
+
+May come in: policy, rewards; no other room of retrieval."""

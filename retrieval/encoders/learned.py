@@ -35,7 +35,7 @@ from torch import Tensor
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.retrieval.encoders.bert import LENGTH_STEP, Bert, load_bert
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.encoders.settings import GIVEN, NAMES, Settings, read_settings
+from thresher.retrieval.encoders.settings import GIVEN, NAMES, EncoderSettings, read_settings
 from thresher.retrieval.encoders.wordpiece import WordPiece, load_wordpiece
 from thresher.rewards.errors import UserError
 
@@ -66,7 +66,7 @@ class LearnedEncoder:
     name = "learned"
 
     def __init__(
-        self, folder: Path, settings: Settings, query: Tower, passage: Tower, fingerprint: str, batch_tokens: int
+        self, folder: Path, settings: EncoderSettings, query: Tower, passage: Tower, fingerprint: str, batch_tokens: int
     ) -> None:
         self.folder = folder
         self.settings = settings
@@ -238,7 +238,7 @@ def pick_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def _fingerprint(settings: Settings, towers: dict[Path, Tower]) -> str:
+def _fingerprint(settings: EncoderSettings, towers: dict[Path, Tower]) -> str:
     """Hash over settings, and of each transformer its sizes and the bytes of its weights and tokenizer."""
     total = hashlib.sha256(json.dumps(settings.values(), sort_keys=True).encode())
     for place, tower in towers.items():

@@ -140,7 +140,7 @@ class LexicalEncoder:
         tf_W1 = np.array(frequencies, np.float64)[:, None]
         weight_WP = np.array(values) * (tf_W1 * (SATURATION + 1) / (tf_W1 + SATURATION))
         place_WP = np.array(rows)[:, None] * self.dim + np.array(places)
-        # bincount adds in order, in float64: a row does not depend on batch composition.
+        # bincount adds in order, in float64: a row is independent of batch composition.
         sums = np.bincount(place_WP.ravel(), weight_WP.ravel(), minlength=len(texts) * self.dim)
         vectors_ND = sums.astype(np.float64, copy=False).reshape(len(texts), self.dim)
         norm_N1 = np.sqrt(np.square(vectors_ND).sum(axis=1, keepdims=True))

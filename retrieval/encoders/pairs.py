@@ -1,7 +1,7 @@
 """Two texts to the token ids of one input, as a classifier of pairs wants them: [CLS] premise [SEP] hypothesis [SEP].
 
 Where both together are too long, the premise loses its end and the hypothesis nothing: half a claim is another claim,
-while most of a note still tells most of what it told. How pairs are joined and which token belongs to which text is the
+while most of a note still says most of what it said. How pairs are joined and which token belongs to which text is the
 tokenizer's own rule (its post-processor), so BERT's, DistilBERT's and DeBERTa's files all work.
 
 Deliberately absent: batches of single texts (`wordpiece`), and sentencepiece files, which `transformers` turns into a

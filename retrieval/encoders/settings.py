@@ -1,7 +1,7 @@
 """How a model folder wants its vectors made: pooling, norm, prefixes, length, and which file said so.
 
 A prefix or a pooling that is guessed wrong costs points of recall and no error, so each setting comes with its origin
-(`Settings.why`), for the printout, and one that no file gives and the user did not either is refused, never assumed:
+(`EncoderSettings.why`), for the printout, and one that neither a file nor the user gives is refused, never assumed:
   given by the caller             wins over every file
   sentence-transformers' layout   modules.json, 1_Pooling, sentence_bert_config.json, prompts
   E5, BGE, DPR                    by model_type (DPR) or the name that folder, config.json or README.md carry;
@@ -32,7 +32,7 @@ _NO_PREFIX = "no file names one (an E5 or BGE model under another name needs its
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class EncoderSettings:
     """What is done to a text before and after the transformer.
 
     `why` maps each field to where it comes from; it takes no part in comparisons.
@@ -80,7 +80,7 @@ _POOLING_OF_MODE = {"mean_tokens": "mean", "cls_token": "cls", "mean": "mean", "
 _README_NAME = re.compile(r"^model-index:\s*\n\s*-\s*name:\s*(\S+)", re.MULTILINE)
 
 
-def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -> tuple[Settings, ModelFolders]:
+def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -> tuple[EncoderSettings, ModelFolders]:
     """The settings of the encoder in `folder`, those in `given` (field -> value, None for not given) before all others.
 
     UserError naming the file, or what has to be given, for a folder that does not say enough or says what is not
@@ -105,7 +105,7 @@ def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -
         found["max_length"] = _tokenizer_length(folders.passage, limit)
     _check(folder, found, limit)
     why = {name: found[name][1] for name in NAMES}
-    return Settings(**{name: found[name][0] for name in NAMES}, why=why), folders
+    return EncoderSettings(**{name: found[name][0] for name in NAMES}, why=why), folders
 
 
 def _fill(found: _Found, defaults: _Found) -> None:

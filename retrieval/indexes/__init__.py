@@ -1,3 +1,3 @@
-"""Searching: flat and approximate vectors, BM25 and hybrids, and the index folder they lie in.
-Comes in: policy, retrieval/building, retrieval/data, retrieval/encoders, retrieval/retriever.py, rewards.
-"""
+"""Index folders: a file for each kind, the table of them (`kinds`), the manifest, and the door to any folder (`load`).
+
+May come in: policy, rewards; of retrieval, all below building: data, questions, retriever, encoders, vectors."""

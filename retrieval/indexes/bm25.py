@@ -9,7 +9,7 @@ with tf the word's count in d and |d| d's number of words. Two variants of it ar
            and what many published figures were measured with.
 The library bm25s keeps the score of every (word, passage) pair as a sparse matrix on disk, read through the memory map;
 it knows `lucene`, and `okapi` is its matrix with each word's column rescaled. Everything is float32, and a query's
-result does not depend on what else is asked: the library adds one query's columns at a time, and the order of the hits
+result is independent of batch composition: the library adds one query's columns at a time, and the order of the hits
 is ours, equal scores by row.
 
 A folder holds `manifest.json` (corpus, as every index), `bm25.json` (settings, sizes of the library's files) and the

@@ -5,13 +5,28 @@ looked up only for a hit.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
-from thresher.retrieval.data.corpus import Corpus
+from thresher.retrieval.data.corpus import Corpus, check_embed
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
-from thresher.retrieval.indexes.exact import Found
+from thresher.retrieval.encoders.lexical import LexicalEncoder
+from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
+from thresher.retrieval.vectors.exact import Found
+from thresher.rewards.errors import UserError
+
+
+def _load_learned(folder: Path) -> Encoder:
+    # Lazily, for it imports torch.
+    from thresher.retrieval.encoders.learned import LearnedEncoder
+
+    return LearnedEncoder.load(folder)
+
+
+LOADERS: dict[str, Callable[[Path], Encoder]] = {LexicalEncoder.name: LexicalEncoder.load, "learned": _load_learned}
 
 
 class DenseIndex(Retriever):
@@ -51,3 +66,23 @@ def checked_vectors(encoder: Encoder, vectors_ND: Vectors, count: int, dim: int)
     if vectors_ND.shape != (count, dim) or not np.isfinite(vectors_ND).all():
         raise ValueError(f"{encoder.name}: expected finite [{count}, {dim}], got {vectors_ND.shape}")
     return np.ascontiguousarray(vectors_ND, np.float32)
+
+
+def find_encoder(manifest: Manifest, folder: Path, encoder: Encoder | None) -> Encoder:
+    """The encoder that the index in `folder` was built with: `encoder`, or else loaded from the folder. UserError when
+    it is another one, or of a sort that does not exist."""
+    check_embed(manifest.embed)
+    if encoder is None:
+        if manifest.encoder not in LOADERS:
+            raise UserError(
+                f"{folder}: built with the encoder {manifest.encoder!r}, expected one of "
+                f"{', '.join(LOADERS)}; build the index again"
+            )
+        encoder = LOADERS[manifest.encoder](folder)
+    if (encoder.dim, encoder.fingerprint) != (manifest.dim, manifest.encoder_fingerprint):
+        raise UserError(
+            f"{folder}: the index was built with another encoder ({manifest.encoder}, {manifest.dim} "
+            f"dimensions, {manifest.encoder_fingerprint[:12]}) than this one ({encoder.name}, {encoder.dim} "
+            f"dimensions, {encoder.fingerprint[:12]}); build the index again"
+        )
+    return encoder

@@ -1,4 +1,4 @@
-"""Several indexes of one corpus, searched together and joined by reciprocal rank fusion.
+"""Several retrievers of one corpus, searched together and joined by reciprocal rank fusion.
 
 A passage scores  sum over members of  1 / (60 + rank),  rank from 1, nothing from a member that does not list it
 (Cormack, Clarke and Buettcher 2009). Ranks, not scores: a BM25 sum and an inner product have no common scale. The
@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ FILE = "hybrid.json"
 # The constant of the paper: the larger, the less the first ranks stand out.
 CONSTANT = 60
 DEPTH = 100
+
+# Reads a member's folder, of whatever kind; `load.load_retriever`, which knows this file and so is handed in.
+Load = Callable[[Path, Corpus | None], Retriever]
 
 
 class Hybrid(Retriever):
@@ -84,11 +87,11 @@ class Hybrid(Retriever):
         return [Hit(row, self.corpus[row], score) for score, row in scores[:k]]
 
 
-def build_hybrid(members: Sequence[str | Path], folder: str | Path, depth: int = DEPTH) -> Hybrid:
+def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, depth: int = DEPTH) -> Hybrid:
     """Joins the indexes in the folders `members` and writes `folder`, which appears whole or not at all.
 
-    Every member is loaded, and so checked. UserError for a `folder` that exists, the same member twice, a member that
-    is a hybrid itself, and as `Hybrid` has it.
+    Every member is loaded by `load`, and so checked. UserError for a `folder` that exists, the same member twice, a
+    member that is a hybrid itself, and as `Hybrid` has it.
     """
     folder = Path(folder)
     places = [Path(os.path.abspath(member)) for member in members]
@@ -98,7 +101,7 @@ def build_hybrid(members: Sequence[str | Path], folder: str | Path, depth: int =
         if read_manifest(Path(member)).kind == KIND:
             raise UserError(f"{member}: is a hybrid index itself; name the indexes that it joins")
     with staged_folder(folder) as staged:
-        hybrid = _join(places, None, depth)
+        hybrid = _join(places, None, depth, load)
         hashes = [_manifest_hash(place) for place in places]
         record = {
             "depth": depth,
@@ -126,9 +129,9 @@ def build_hybrid(members: Sequence[str | Path], folder: str | Path, depth: int =
     return hybrid
 
 
-def load_hybrid(folder: str | Path, corpus: Corpus | None = None) -> Hybrid:
+def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load) -> Hybrid:
     """Reads what `build_hybrid` wrote and loads the members, which share one corpus: `corpus`, or the one that the
-    manifest names.
+    manifest names. `load` reads a member.
 
     UserError when `folder` is no hybrid index, a member is not to be found or was built anew since, and as the
     members' own loading has it.
@@ -146,16 +149,13 @@ def load_hybrid(folder: str | Path, corpus: Corpus | None = None) -> Hybrid:
     places = [_find_member(folder, member) for member in members]
     if _fingerprint(depth, [_manifest_hash(place) for place in places]) != manifest.encoder_fingerprint:
         raise UserError(f"{folder / FILE}: was changed after the index was built; build the index again")
-    return _join(places, find_corpus(manifest, folder, corpus), depth)
+    return _join(places, find_corpus(manifest, folder, corpus), depth, load)
 
 
-def _join(places: list[Path], corpus: Corpus | None, depth: int) -> Hybrid:
-    # Late, for that module knows this one: it loads indexes of every kind.
-    from thresher.retrieval.indexes.index import load_retriever
-
+def _join(places: list[Path], corpus: Corpus | None, depth: int, load: Load) -> Hybrid:
     members: list[Retriever] = []
     for place in places:
-        members.append(load_retriever(place, corpus))
+        members.append(load(place, corpus))
         corpus = _corpus_of(members[-1])
     return Hybrid(members, depth)
 

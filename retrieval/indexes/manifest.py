@@ -20,6 +20,9 @@ from thresher.rewards.errors import UserError
 FILE = "manifest.json"
 FORMAT = 2
 FORMATS = (1, 2)
+# How vectors are kept: their dtype and their file.
+KEPT_FILES = {"float32": "vectors.npy", "float16": "vectors16.npy"}
+NOT_KEPT = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +117,8 @@ def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None) -> Corp
         places = [folder / path for path in manifest.corpus_paths]
         place = next((place for place in places if place.is_file()), None)
         if place is None:
-            told = f"no longer at {places[-1]}" if places else "was never a file"
-            raise UserError(f"{folder}: the corpus of this index is {told}; put it there, or build the index again")
+            state = f"no longer at {places[-1]}" if places else "was never a file"
+            raise UserError(f"{folder}: the corpus of this index is {state}; put it there, or build the index again")
         # Where the corpus was opened on the disk, how to find its passages lies in the index folder.
         corpus = open_corpus(place, folder) if (folder / LEDGER_FILE).is_file() else read_corpus(place)
     if corpus.sha256 != manifest.corpus_sha256:

@@ -1,3 +1,3 @@
-"""`thresher serve-retriever`: the server, its batches and formats, and the client that asks it.
-Comes in: retrieval/data, retrieval/indexes, retrieval/retriever.py, rewards.
-"""
+"""A retriever behind a URL: the server, its wire format, and the client that is a `Retriever` itself.
+
+May come in: policy, rewards, indexes; in client, http and wire, of retrieval only data and retriever.py."""

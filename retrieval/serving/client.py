@@ -37,8 +37,8 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 class RemoteRetriever(Retriever):
     """Asks the server at `url`: its root, or the address of its /retrieve.
 
-    timeout: seconds that one answer may take. patience: seconds that the server may stay away. say: is told when the
-    waiting begins and when it ends. UserError for a `url` that is none.
+    timeout: seconds that one answer may take. patience: seconds that the server may stay away. say: is called with
+    a sentence when the waiting begins and when it ends. UserError for a `url` that is none.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RemoteRetriever(Retriever):
         self._asked_health = False
 
     def check_k(self, k: int) -> None:
-        """As Retriever has it, where the server tells how many passages it has. The first call waits for the server."""
+        """As Retriever has it, where the server says how many passages it has. The first call waits for the server."""
         if not self._asked_health:
             self._passages = self._read_health()
             self._asked_health = True
@@ -110,7 +110,7 @@ class RemoteRetriever(Retriever):
                 advice = (
                     "start the server again, and continue a training run with --resume"
                     if self._asked_health
-                    else "start the server there (thresher serve-retriever), or mend retrieval.url"
+                    else "start the server there (thresher serve-retriever), or fix retrieval.url"
                 )
                 raise Unanswered(f"{url}: no answer for {self.patience:g} s ({failure}); {advice}")
             self.retries += 1
@@ -163,5 +163,5 @@ class RemoteRetriever(Retriever):
 def _reason(response: urllib3.BaseHTTPResponse) -> str:
     """What the server says about a refusal, as ours says it and as others do."""
     report = json_of(response)
-    told = report.get("error", report.get("detail")) if isinstance(report, dict) else None
-    return f" ({told[:200]})" if isinstance(told, str) else ""
+    reason = report.get("error", report.get("detail")) if isinstance(report, dict) else None
+    return f" ({reason[:200]})" if isinstance(reason, str) else ""

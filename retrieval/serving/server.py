@@ -39,10 +39,10 @@ from thresher.retrieval.serving.metrics import Metrics
 from thresher.retrieval.serving.wire import (
     DIALECTS,
     IDENTITY_HEADER,
-    Ask,
     Bounds,
     Dialect,
     Refused,
+    Request,
     read_request,
     render_answer,
 )
@@ -86,7 +86,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is served, as /health tells it. identity: tells this index from others, in every answer."""
+    """What is served, as /health reports it. identity: names this index, in every answer."""
 
     passages: int
     kind: str
@@ -161,19 +161,19 @@ class App:
             raise Refused(408, f"the body did not arrive within {self.settings.timeout:g} s", CLOSE) from None
         started = time.monotonic()
         dialect = DIALECTS[path]
-        ask = read_request(body, dialect, self.settings.bounds, self.settings.k)
-        answer = await self._search(ask, dialect)
-        self.metrics.served(len(ask.queries), time.monotonic() - started)
+        request = read_request(body, dialect, self.settings.bounds, self.settings.k)
+        answer = await self._search(request, dialect)
+        self.metrics.served(len(request.queries), time.monotonic() - started)
         return answer
 
-    async def _search(self, ask: Ask, dialect: Dialect) -> _Answer:
+    async def _search(self, request: Request, dialect: Dialect) -> _Answer:
         try:
-            self.retriever.check_k(ask.k)
+            self.retriever.check_k(request.k)
         except UserError as error:
             raise Refused(400, f"{dialect.k}: {error}") from None
         limit = self.settings.timeout
         try:
-            waiting = asyncio.wrap_future(self.batcher.submit(ask.queries, ask.k))
+            waiting = asyncio.wrap_future(self.batcher.submit(request.queries, request.k))
             found = await asyncio.wait_for(waiting, limit)
         except Full:
             raise Refused(503, f"{self.batcher.waiting} queries are waiting already; ask again", RETRY) from None
@@ -183,7 +183,7 @@ class App:
             print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
             reason = str(error) if isinstance(error, UserError) else type(error).__name__
             raise Refused(500, f"the search failed ({reason}); the server's log says more") from None
-        return _Answer(200, render_answer(found, dialect, ask.scores))
+        return _Answer(200, render_answer(found, dialect, request.scores))
 
     def _health(self) -> _Answer:
         hangs = self.batcher.busy_seconds() > self.settings.timeout
@@ -231,7 +231,7 @@ class _Connection(H11Protocol):
         super().connection_lost(error)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so, unless the request has had its answer already: uvicorn would fail there."""
+        """What is no HTTP is refused, unless the request has had its answer already: uvicorn would fail there."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps({"error": "this is not an HTTP request, or its head is too long"})
             head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -348,10 +348,10 @@ def serve_folder(
 ) -> None:
     """Loads an index folder and serves it at `address`, a host and a port, until a signal ends it.
 
-    `say` is told where, and what is served; `parameters` and `gpu` as `load_retriever` has them. UserError as that,
-    and as Server.
+    `say` is called with where, and what is served; `parameters` and `gpu` as `load_retriever` has them. UserError as
+    that, and as Server.
     """
-    from thresher.retrieval.indexes.index import load_retriever  # FAISS: not needed to serve what is loaded already
+    from thresher.retrieval.indexes.load import load_retriever  # FAISS: not needed to serve what is loaded already
 
     served = Served.by(read_manifest(Path(folder)), parameters)
     retriever = load_retriever(folder, None, parameters, gpu)

@@ -62,7 +62,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     """A request, read and found to be in bounds."""
 
     queries: list[str]
@@ -70,7 +70,7 @@ class Ask:
     scores: bool
 
 
-def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) -> Ask:
+def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) -> Request:
     """The request in `body`. Refused, with status 400, for what is not JSON, lacks a key or has another, or is out of
     bounds. One query may be blank among others (models do write such) and finds nothing, but not all of them."""
     record = _read_object(body)
@@ -92,7 +92,7 @@ def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) 
     scores = record.get(dialect.scores, False)
     if not isinstance(scores, bool):
         raise _bad(f"{dialect.scores}: expected true or false, got {_shown(scores)}")
-    return Ask(queries, k, scores)
+    return Request(queries, k, scores)
 
 
 def render_answer(found: Sequence[Sequence[Hit]], dialect: Dialect, scores: bool) -> bytes:

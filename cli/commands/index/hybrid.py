@@ -18,8 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from thresher.retrieval.indexes.hybrid import build_hybrid
+    from thresher.retrieval.indexes.load import load_retriever
 
-    hybrid = build_hybrid([Path(member) for member in options.members], options.out, options.depth)
+    hybrid = build_hybrid([Path(member) for member in options.members], options.out, load_retriever, options.depth)
     figures = {
         "index": options.out,
         "members": ", ".join(options.members),

@@ -14,7 +14,7 @@ from thresher.cli import flags
 from thresher.engine import console
 
 if TYPE_CHECKING:
-    from thresher.retrieval.building.plan import Plan
+    pass
 
 HELP = "what an index will need and take, before it is built"
 PLACE = 10
@@ -82,7 +82,7 @@ def _announce(sample: int, threads: int) -> None:
         console.console.print(f"It is busy (load {os.getloadavg()[0]:.1f}), and on a quiet one all times are shorter.")
 
 
-def _print_plans(title: str, plans: "Sequence[Plan]") -> None:
+def _print_plans(title: str, plans: "Sequence[IndexPlan]") -> None:
     from rich import box
     from rich.table import Table
 

@@ -18,11 +18,11 @@ from thresher.bench.retrieval.plot import draw
 from thresher.bench.retrieval.run import OUT_OF_TIME, RetrievalBench, failure, read_source, run_retrieval_bench
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_set
 from thresher.cli.main import run
-from thresher.retrieval.building.grow import grow
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
-from thresher.retrieval.indexes.exact import ExactRows, Rows, RowScores
+from thresher.retrieval.indexes.kind import grow
 from thresher.retrieval.indexes.kinds import parse_kind
+from thresher.retrieval.vectors.approximate import ApproximateSearch
+from thresher.retrieval.vectors.exact import ExactRows, Rows, RowScores
 from thresher.rewards.errors import UserError
 
 N, D = 1500, 24
@@ -80,20 +80,18 @@ def test_recall_counts_what_was_found(made: VectorSet, truth: ExactAnswers) -> N
 def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: ExactAnswers, tmp_path: Path, name: str) -> None:
     kind = parse_kind(name, N, D)
     index = grow(kind, made.vectors, tmp_path, lambda *_: None)
-    search = ApproximateSearch(
-        candidates_of(kind, index), RowScores(made.vectors.take), N, 1, 4 if "PCA" in name else 1
-    )
+    search = ApproximateSearch(kind.candidates(index), RowScores(made.vectors.take), N, 1, 4 if "PCA" in name else 1)
     curve = follow(search, truth, exact_peers(made.vectors.open())[:1], math.inf)
     chosen = curve.chosen()
     assert chosen is not None and chosen.recall["5"] >= 0.95 and all(len(point.ms) == 8 for point in curve.points)
     recalls = [point.recall["5"] for point in curve.points]
     assert recalls == sorted(recalls) and all(recall < 0.95 for recall in recalls[: curve.points.index(chosen)])
-    search.effort = chosen.parameter
+    search.value = chosen.parameter
     assert truth.recall(ours(search.top)(made.question_QD, 10), 5) == chosen.recall["5"]
     recorded = curve.record()
     assert [point["effort"] for point in recorded["points"]] == [point.parameter for point in curve.points]
     assert set(recorded["exact_ms"]) == {"torch"}
-    structure_only = bare(index, search.candidates.effort, search.candidates.most)
+    structure_only = bare(index, search.candidates.parameter, search.candidates.most)
     if "PCA" not in name:
         assert truth.recall(structure_only(made.question_QD, 10), 10) > 0.99
 

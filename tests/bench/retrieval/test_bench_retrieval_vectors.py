@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from thresher.bench.retrieval.vectors import CHUNK, Law, SyntheticVectors, neighbours
-from thresher.retrieval.indexes.exact import faiss
+from thresher.retrieval.vectors.exact import faiss
 
 D = 96
 

@@ -36,7 +36,7 @@ def test_an_approximate_index_from_build_to_check(corpus, tmp_path, capsys):
     for flags, expected in (
         (["--set", "nprobe=4"], "no search parameter 'nprobe'; this index has efSearch, candidates"),
         (["--set", "efSearch=many"], "efSearch is 'many'; expected a whole number"),
-        (["--gpu"], "a graph has no form for GPUs"),
+        (["--gpu"], "HNSW32 has no form for GPUs"),
         (["--k", "301"], "k is 301, but the corpus holds 300 passages; lower k"),
     ):
         assert run("check", "--index", folder, "--queries", queries, *flags) == 2

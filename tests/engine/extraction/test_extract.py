@@ -17,7 +17,7 @@ from thresher.engine.episode import Generate, Prompt, Retrieved, Search, Tools, 
 from thresher.engine.extraction.agentic import Ask, ReadingRetriever, asking, thinking
 from thresher.engine.extraction.extractor import Extraction
 from thresher.engine.extraction.run import Chosen, Plan, extract
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question, question_record
 from thresher.rewards.errors import UserError
 

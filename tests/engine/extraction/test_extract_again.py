@@ -18,7 +18,7 @@ from thresher.engine.extraction.converse import Converser, cut
 from thresher.engine.extraction.run import Plan, extract, summarise
 from thresher.engine.store.journal import Journal
 from thresher.engine.systems import load_system
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source

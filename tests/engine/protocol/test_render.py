@@ -15,7 +15,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory, check_traje
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.data.corpus import Passage
-from thresher.retrieval.indexes.index import Hit
+from thresher.retrieval.retriever import Hit
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 

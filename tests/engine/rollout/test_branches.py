@@ -25,7 +25,7 @@ from thresher.engine.training.update import Item, make_items
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError

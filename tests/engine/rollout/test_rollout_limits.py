@@ -13,7 +13,7 @@ from thresher.engine.rollout import rollout as rollout_module
 from thresher.engine.rollout.kv_cache import BlockPool
 from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source

@@ -20,8 +20,8 @@ from thresher.engine.episode import (
 )
 from thresher.engine.systems import load_system
 from thresher.retrieval.data.corpus import Passage
-from thresher.retrieval.indexes.index import Hit
 from thresher.retrieval.questions import Question
+from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source

@@ -18,7 +18,7 @@ from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
 from thresher.engine.training.sft import SftResult, Trainer, Transcript, encode_transcript, read_transcripts
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import neutralise
 from thresher.rewards.transcript import Source

@@ -1,4 +1,4 @@
-"""Builds that are killed: gone on with to the same bytes, refused over anything else, whole or absent."""
+"""Builds that are killed: resumed to the same bytes, refused over anything else, whole or absent."""
 
 import fcntl
 import os
@@ -9,21 +9,21 @@ from pathlib import Path
 
 import faiss
 import index_cases
-import numpy as np
 import pytest
 from index_cases import DIM, Clustered, numbered
 
 from thresher.retrieval.building import build as build_module
-from thresher.retrieval.building import grow
 from thresher.retrieval.building.build import BuildSettings, build_folder, work_folder
 from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes import vectors
+from thresher.retrieval.indexes import lists
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.rewards.errors import UserError
 
 COUNT = 1500
 ROOT = Path(__file__).resolve().parents[3]
+# The killed processes import what this one does, and the cases of these tests.
+PATH = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
 
 # Builds with small slices and kills itself, as nothing can be caught or flushed, at the given call of a stage.
 KILLED = """
@@ -46,10 +46,10 @@ build_folder(corpus, encoder, folder, BuildSettings(kind=kind, keep=keep), on_st
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """What `make_small` does, taken back after the test; one thread, for a graph depends on their number."""
-    monkeypatch.setattr(vectors, "SLICE_BYTES", 300 * DIM * 4)
-    monkeypatch.setattr(build_module, "BUILD_BATCH", 200)
-    monkeypatch.setattr(grow, "CHECKPOINT", 600)
+    """What `make_small` does in the killed processes, taken back after the test. One thread, for a graph depends on
+    their number."""
+    for module, name, value in index_cases.SMALL:
+        monkeypatch.setattr(module, name, value)
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     yield
@@ -74,7 +74,7 @@ def run(folder: Path, kind: str, keep: str = "float32", **changes) -> list[tuple
 
 
 def killed(folder: Path, kind: str, keep: str, stage: str, call: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
     arguments = [sys.executable, "-c", KILLED, str(folder), kind, keep, stage, str(call)]
     environment["PYTHONSAFEPATH"] = "1"
     assert subprocess.run(arguments, env=environment, cwd=ROOT).returncode == -signal.SIGKILL
@@ -112,7 +112,7 @@ def content(folder: Path) -> dict[str, bytes]:
         ("PCA6,IVF8,Flat", "float32", [("training", 2), ("assigning to lists", 3)], ("assigning to lists", 1200)),
     ],
 )
-def test_killed_and_gone_on_with_to_the_same_bytes(tmp_path, kind, keep, kills, first):
+def test_killed_and_resumed_to_the_same_bytes(tmp_path, kind, keep, kills, first):
     run(tmp_path / "whole", kind, keep)
     for stage, call in kills:
         killed(tmp_path / "ix", kind, keep, stage, call)
@@ -140,7 +140,7 @@ def interrupt(*_: object) -> None:
 def begun(tmp_path, monkeypatch) -> Path:
     """A build of IVF8,Flat that was broken off while it filled its lists."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(grow, "_fill", interrupt)
+        patch.setattr(lists, "_fill", interrupt)
         run(tmp_path / "ix", "IVF8,Flat")
     return tmp_path / "ix"
 
@@ -179,7 +179,7 @@ def test_a_folder_is_built_by_one_process_at_a_time(begun):
         run(begun, "IVF8,Flat")
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     free = type("Free", (), {"free": 100_000})
     monkeypatch.setattr(build_module.shutil, "disk_usage", lambda path: free)
     with pytest.raises(UserError, match=r"HNSW8 over 1,500 x 16 needs 2\d\d kB of disk .* 100 kB are free"):
@@ -202,11 +202,11 @@ import numpy as np
 import index_cases
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.indexes.kinds import parse_kind
-from thresher.retrieval.building import grow
-from thresher.retrieval.indexes import vectors
+from thresher.retrieval.indexes import graph
+from thresher.retrieval.vectors import file as vectors
 folder, kind, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 vectors.SLICE_BYTES = 2**19
-grow.EF_CONSTRUCTION = 8  # for speed; it is the graph's time, not its size
+graph.EF_CONSTRUCTION = 8  # for speed; it is the graph's time, not its size
 class Wide(index_cases.Clustered):
     dim = 512
     def __init__(self):
@@ -238,16 +238,7 @@ def test_ram_while_building_stays_below_its_bound(tmp_path, least, kind, share):
 
 
 def measured(folder: Path, kind: str, count: int) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests"), "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "PYTHONSAFEPATH": "1"}
     arguments = [sys.executable, "-c", MEASURED, str(folder), kind, str(count)]
     done = subprocess.run(arguments, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     return int(done.stdout)
-
-
-def test_what_make_small_sets_is_what_the_fixture_sets(monkeypatch):
-    """The killed processes and this one must cut at the same places."""
-    mine = (vectors.SLICE_BYTES, build_module.BUILD_BATCH, grow.CHECKPOINT)
-    for module, name in ((vectors, "SLICE_BYTES"), (build_module, "BUILD_BATCH"), (grow, "CHECKPOINT")):
-        monkeypatch.setattr(module, name, np.nan)
-    index_cases.make_small()
-    assert mine == (vectors.SLICE_BYTES, build_module.BUILD_BATCH, grow.CHECKPOINT)

@@ -54,7 +54,7 @@ def test_build_says_what_it_built(tmp_path):
         ({"encoder_name": "e5"}, "encoder is 'e5'; expected lexical, bm25 or the folder of a model"),
         ({"encoder_name": "bm25", "kind": "flat"}, "are for vectors, and bm25 makes none; leave"),
         ({"encoder_options": {"pooling": "cls"}}, "pooling: for the folder of a model; the encoder lexical has no"),
-        ({"kind": "IVY"}, "kind is 'IVY'; expected one of flat, flat16, IVF4096,Flat"),
+        ({"kind": "IVY"}, "kind is 'IVY'; expected one of flat, flat16, HNSW32"),
         ({"kind": "IVF5,Flat"}, "5 lists for 4 passages"),
         ({"memory": "lots"}, "memory is 'lots'; expected a size such as 16GB"),
         ({"memory": "1MB"}, "not enough for any index"),
@@ -95,10 +95,10 @@ def test_bm25_and_a_memory_from_the_same_command(tmp_path):
     [
         (0.3, "float32", "IVF8,Flat", None),
         (1.0, "float32", "IVF8,Flat", "so much is found only by looking through every list"),
-        (1.0, "none", "IVF8,PQ2", "less than wanted was found, at any effort"),
+        (1.0, "none", "IVF8,PQ2", "less than wanted was found, at any nprobe or efSearch"),
     ],
 )
-def test_an_approximate_kind_that_disappoints_is_told(tmp_path, recall, keep, kind, note):
+def test_an_approximate_kind_that_disappoints_is_reported(tmp_path, recall, keep, kind, note):
     draw = random.Random(0)
     texts = (" ".join(f"w{draw.randrange(200)}" for _ in range(12)) for _ in range(300))
     write(tmp_path / "c.jsonl", *({"title": "", "text": text} for text in texts))

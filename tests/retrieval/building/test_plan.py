@@ -14,8 +14,8 @@ from thresher.cli import main as cli
 from thresher.retrieval.building import calibrate, calibrate_words
 from thresher.retrieval.building.calibrate import (
     Calibration,
-    Codes,
-    Graph,
+    CodeRates,
+    GraphRates,
     Speed,
     best_time,
     disk_rate,
@@ -23,9 +23,11 @@ from thresher.retrieval.building.calibrate import (
     synthetic_vectors,
 )
 from thresher.retrieval.building.calibrate_words import Growth, WordRates, made_up, measure_words
-from thresher.retrieval.building.plan import COLUMNS, advice, own_memory, plan, show_seconds, usual_kinds
+from thresher.retrieval.building.plan import COLUMNS, LAWS, advice, own_memory, plan, show_seconds, usual_kinds
 from thresher.retrieval.indexes.bm25 import build_bm25
-from thresher.retrieval.indexes.kinds import PROCESS_BYTES, estimate
+from thresher.retrieval.indexes.graph import Graph
+from thresher.retrieval.indexes.kind import PROCESS_BYTES
+from thresher.retrieval.indexes.kinds import estimate
 from thresher.rewards.errors import UserError
 
 N, D = 21_015_324, 768
@@ -54,13 +56,13 @@ class Given(Calibration):
         self.asked.add(codes)
         return Speed(one=250 * NS, batch=125 * NS)
 
-    def product(self, pq: int, opq: bool) -> Codes:
+    def product(self, pq: int, opq: bool) -> CodeRates:
         self.asked.add(f"pq{pq}")
-        return Codes(train=1e-4, code=1e-5, scan=Speed(one=40 * NS, batch=20 * NS), rotation=2.0 if opq else 0.0)
+        return CodeRates(train=1e-4, code=1e-5, scan=Speed(one=40 * NS, batch=20 * NS), rotation=2.0 if opq else 0.0)
 
-    def graph(self, factory: str, construction: int, effort: int) -> Graph:
+    def graph(self, factory: str, construction: int, effort: int) -> GraphRates:
         self.asked.add(factory)
-        return Graph(vectors=2**14, add=4e-4, search=Speed(one=1e-3, batch=5e-4))
+        return GraphRates(vectors=2**14, add=4e-4, search=Speed(one=1e-3, batch=5e-4))
 
     def words(self) -> WordRates:
         self.asked.add("words")
@@ -287,6 +289,14 @@ def test_a_plan_of_this_machine(small: Calibration):
         assert math.isfinite(row.build_seconds) and row.build_seconds > 0
         assert 0 < row.one_seconds < math.inf and 0 < row.batch_seconds < math.inf
     assert small.multiply() > 0 and small.product(8, False).rotation == 0
+
+
+def test_a_kind_without_a_law_is_measured_small_and_grows_with_the_passages(small: Calibration, monkeypatch):
+    monkeypatch.delitem(LAWS, Graph)
+    once, twice = (plan(count, 32, ["HNSW8_SQ8"], own_memory(), small, 1e30)[0] for count in (10**8, 2 * 10**8))
+    assert once.effort == "-" and once.recall == "at build"
+    assert math.isclose(twice.one_seconds, 2 * once.one_seconds) and once.one_seconds > 0
+    assert math.isclose(twice.build_seconds, 2 * once.build_seconds) and once.build_seconds > 0
 
 
 def test_vectors_are_of_norm_1_the_same_every_time_and_fall_off():

@@ -103,7 +103,7 @@ def test_titles_with_their_sentences(tmp_path: Path, name: str) -> None:
         ("c.tsv", "id\ttext\ttitle\n1\tx\tA\n1\ty\tA\n", ":3: the id '1' was used before, at "),
     ],
 )
-def test_what_is_no_corpus_is_told_in_one_sentence(tmp_path: Path, name: str, content: str, told: str) -> None:
+def test_what_is_no_corpus_is_reported_in_one_sentence(tmp_path: Path, name: str, content: str, told: str) -> None:
     path = tmp_path / name
     path.write_text(content, newline="")
     for attempt in (read_corpus, lambda path: open_corpus(path, tmp_path / "cache")):
@@ -119,7 +119,7 @@ def test_bad_utf_8_in_a_table_is_named_by_its_line(tmp_path: Path) -> None:
         read_corpus(tmp_path / "c.tsv")
 
 
-def test_damaged_gzip_is_told(tmp_path: Path) -> None:
+def test_damaged_gzip_is_reported(tmp_path: Path) -> None:
     whole = gzip.compress(lines([{"title": f"T{row}", "text": f"text {row * 7919}"} for row in range(9000)]).encode())
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "plain.json.gz").write_text(json.dumps(RECORDS))

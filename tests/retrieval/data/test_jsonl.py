@@ -73,7 +73,7 @@ def test_gzip_of_both_kinds(tmp_path):
     assert [record for _, record in iter_records(items)] == records
 
 
-def test_damaged_gzip_is_told_apart_from_bad_json(tmp_path):
+def test_damaged_gzip_is_distinguished_from_bad_json(tmp_path):
     whole = gzip.compress(b"".join(b'{"a": %d}\n' % n for n in range(50_000)))
     truncated, foreign = tmp_path / "cut.jsonl.gz", tmp_path / "plain.jsonl.gz"
     truncated.write_bytes(whole[: len(whole) // 2])

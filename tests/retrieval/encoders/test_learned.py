@@ -1,6 +1,4 @@
-"""Learned encoders: vectors against `transformers`, promises about neighbours and length, what a folder is taken for,
-and the folders that are refused.
-"""
+"""Learned encoders: vectors against `transformers`, promises about batches and length, fingerprints, save and load."""
 
 from __future__ import annotations
 
@@ -22,19 +20,9 @@ from hypothesis import strategies as st
 
 from thresher.retrieval.encoders.bert import LENGTH_STEP, load_bert
 from thresher.retrieval.encoders.learned import LearnedEncoder, batches, load_encoder
-from thresher.retrieval.encoders.settings import Settings, read_settings
+from thresher.retrieval.encoders.settings import EncoderSettings
 from thresher.retrieval.encoders.wordpiece import CHARACTERS_PER_TOKEN, load_wordpiece
-from thresher.rewards.errors import UserError
 
-TEXTS = [
-    "The mayor of the city was born by the river.",
-    "a",
-    "",
-    "Reiß das Étui, 東京! [SEP] q??",
-    "river city " * 40,
-    "the mayor, the city, the river: born 1994",
-    "x" * 150,
-]
 INSTRUCTION = "Represent this sentence for searching relevant passages: "
 
 
@@ -66,58 +54,13 @@ def close(ours: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
 
 
-def write(path: Path, record: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record))
-
-
-def lay_out(
-    folder: Path,
-    *kinds: str,
-    pooling: dict[str, Any] | None = None,
-    top: dict[str, Any] | None = None,
-    sentence: dict[str, Any] | None = None,
-) -> Path:
-    """The files of sentence-transformers around a model: modules.json with `kinds`, and the three configs."""
-    places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize", "Dense": "2_Dense"}
-    records = [
-        {"idx": i, "name": str(i), "path": places[kind], "type": f"sentence_transformers.models.{kind}"}
-        for i, kind in enumerate(kinds)
-    ]
-    write(folder / "modules.json", records)
-    mean = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-    write(folder / "1_Pooling" / "config.json", mean if pooling is None else pooling)
-    if top is not None:
-        write(folder / "config_sentence_transformers.json", top)
-    if sentence is not None:
-        write(folder / "sentence_bert_config.json", sentence)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT with random weights in a folder that says nothing about vectors. Not to be written to."""
-    return folders.save_model(tmp_path_factory.mktemp("models") / "plain")
-
-
-@pytest.fixture
-def copy(plain: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """copy(name) -> a copy of the plain model under that name."""
-    return lambda name: Path(shutil.copytree(plain, tmp_path / name))
-
-
-@pytest.fixture(scope="module")
-def encoder(plain: Path) -> LearnedEncoder:
-    return load_encoder(plain, pooling="mean", normalize=True)
-
-
 # Vectors
 
 
 def test_sentence_transformers_layout(copy: Callable[[str], Path]) -> None:
-    folder = lay_out(copy("any"), "Transformer", "Pooling", "Normalize", sentence={"max_seq_length": 40})
+    folder = folders.lay_out(copy("any"), "Transformer", "Pooling", "Normalize", sentence={"max_seq_length": 40})
     encoder = load_encoder(folder)
-    expected = Settings(pooling="mean", normalize=True, query_prefix="", passage_prefix="", max_length=40)
+    expected = EncoderSettings(pooling="mean", normalize=True, query_prefix="", passage_prefix="", max_length=40)
     assert encoder.settings == expected
     assert encoder.settings.why == {
         "pooling": "1_Pooling/config.json",
@@ -126,16 +69,16 @@ def test_sentence_transformers_layout(copy: Callable[[str], Path]) -> None:
         "passage_prefix": "no file names one (an E5 or BGE model under another name needs its own)",
         "max_length": "sentence_bert_config.json",
     }
-    close(encoder.encode_passages(TEXTS), theirs(folder, TEXTS, "mean", True, max_length=40))
-    assert np.array_equal(encoder.encode_queries(TEXTS), encoder.encode_passages(TEXTS))
-    np.testing.assert_allclose(np.linalg.norm(encoder.encode_passages(TEXTS), axis=1), 1, atol=1e-6)
+    close(encoder.encode_passages(folders.TEXTS), theirs(folder, folders.TEXTS, "mean", True, max_length=40))
+    assert np.array_equal(encoder.encode_queries(folders.TEXTS), encoder.encode_passages(folders.TEXTS))
+    np.testing.assert_allclose(np.linalg.norm(encoder.encode_passages(folders.TEXTS), axis=1), 1, atol=1e-6)
 
 
 def test_e5_by_name(copy: Callable[[str], Path]) -> None:
     folder = copy("e5-small-v2")
     encoder = load_encoder(folder)
-    close(encoder.encode_queries(TEXTS), theirs(folder, TEXTS, "mean", True, "query: "))
-    close(encoder.encode_passages(TEXTS), theirs(folder, TEXTS, "mean", True, "passage: "))
+    close(encoder.encode_queries(folders.TEXTS), theirs(folder, folders.TEXTS, "mean", True, "query: "))
+    close(encoder.encode_passages(folders.TEXTS), theirs(folder, folders.TEXTS, "mean", True, "passage: "))
     assert encoder.settings.why["query_prefix"] == "E5, by the folder's name e5-small-v2"
 
 
@@ -143,28 +86,20 @@ def test_bge_by_name(copy: Callable[[str], Path]) -> None:
     folder = copy("bge-base-en-v1.5")
     encoder = load_encoder(folder)
     assert encoder.settings.query_prefix == INSTRUCTION
-    close(encoder.encode_queries(TEXTS), theirs(folder, TEXTS, "cls", True, INSTRUCTION))
-    close(encoder.encode_passages(TEXTS), theirs(folder, TEXTS, "cls", True))
-
-
-def dpr_pair(folder: Path) -> Path:
-    config = transformers.DPRConfig(**folders.SIZES)
-    question = folders.random_model(transformers.DPRQuestionEncoder, config, seed=1)
-    folders.save_model(folder / "question_encoder", question)
-    folders.save_model(folder / "ctx_encoder", folders.random_model(transformers.DPRContextEncoder, config, seed=2))
-    return folder
+    close(encoder.encode_queries(folders.TEXTS), theirs(folder, folders.TEXTS, "cls", True, INSTRUCTION))
+    close(encoder.encode_passages(folders.TEXTS), theirs(folder, folders.TEXTS, "cls", True))
 
 
 def test_dpr_pair(tmp_path: Path) -> None:
-    folder = dpr_pair(tmp_path / "dpr")
+    folder = folders.dpr_pair(tmp_path / "dpr")
     encoder = load_encoder(folder)
     for half, kind, found in (
-        ("question_encoder", transformers.DPRQuestionEncoder, encoder.encode_queries(TEXTS)),
-        ("ctx_encoder", transformers.DPRContextEncoder, encoder.encode_passages(TEXTS)),
+        ("question_encoder", transformers.DPRQuestionEncoder, encoder.encode_queries(folders.TEXTS)),
+        ("ctx_encoder", transformers.DPRContextEncoder, encoder.encode_passages(folders.TEXTS)),
     ):
-        close(found, theirs(folder / half, TEXTS, "cls", False, kind=kind))
+        close(found, theirs(folder / half, folders.TEXTS, "cls", False, kind=kind))
     assert encoder.settings.why["pooling"] == "DPR, by the folders question_encoder and ctx_encoder"
-    assert abs(np.linalg.norm(encoder.encode_queries(TEXTS), axis=1) - 1).max() > 0.5
+    assert abs(np.linalg.norm(encoder.encode_queries(folders.TEXTS), axis=1) - 1).max() > 0.5
 
 
 def test_distilbert_with_all_settings_given(tmp_path: Path) -> None:
@@ -179,7 +114,7 @@ def test_distilbert_with_all_settings_given(tmp_path: Path) -> None:
         max_length=20,
         batch_tokens=1,
     )
-    close(encoder.encode_queries(TEXTS), theirs(folder, TEXTS, "mean", False, "query: ", max_length=20))
+    close(encoder.encode_queries(folders.TEXTS), theirs(folder, folders.TEXTS, "mean", False, "query: ", max_length=20))
     assert set(encoder.settings.why.values()) == {"given"}
 
 
@@ -194,7 +129,7 @@ def minilm() -> Path:
 
 def test_real_weights(minilm: Path) -> None:
     texts = [
-        *TEXTS,
+        *folders.TEXTS,
         "Who wrote Pride and Prejudice?",
         "Jane Austen was an English novelist, best known for Pride and Prejudice.",
         "The pressure of a gas rises with its temperature.",
@@ -215,7 +150,7 @@ def test_real_weights(minilm: Path) -> None:
 def test_a_vector_is_independent_of_batch_composition(encoder: LearnedEncoder, plain: Path) -> None:
     """Not within a tolerance: the same bits, whatever the size of the batches."""
     needs_invariant_rows(weight_shapes(load_bert(plain)), most=2304)
-    texts = [*TEXTS, *("the river city " * n for n in range(30))]
+    texts = [*folders.TEXTS, *("the river city " * n for n in range(30))]
     crowd = encoder.encode_passages(texts)
     for row, text in enumerate(texts):
         assert np.array_equal(encoder.encode_passages([text])[0], crowd[row]), text
@@ -229,17 +164,19 @@ def test_more_texts_than_are_held_at_once(
     encoder: LearnedEncoder, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_invariant_rows(weight_shapes(load_bert(plain)), most=2304)
-    expected = encoder.encode_passages(TEXTS)
+    expected = encoder.encode_passages(folders.TEXTS)
     for module in ("learned", "wordpiece"):
-        monkeypatch.setattr(f"thresher.retrieval.{module}.TEXTS_AT_ONCE", 3)
+        monkeypatch.setattr(f"thresher.retrieval.encoders.{module}.TEXTS_AT_ONCE", 3)
         already = encoder.passages_cut
-        assert np.array_equal(encoder.encode_passages([*TEXTS, *TEXTS]), np.concatenate([expected, expected]))
+        assert np.array_equal(
+            encoder.encode_passages([*folders.TEXTS, *folders.TEXTS]), np.concatenate([expected, expected])
+        )
         assert encoder.passages_cut - already == 2  # "river city" forty times, in two different parts
 
 
 def test_batches_of_mixed_lengths(encoder: LearnedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: short texts padded to the longest of their batch, which changes them by rounding at most."""
-    expected = encoder.encode_passages(TEXTS)
+    expected = encoder.encode_passages(folders.TEXTS)
 
     def mix(lengths: list[int], batch_tokens: int, *, mixed: bool) -> Any:
         assert not mixed  # a CPU asks for equal lengths
@@ -248,7 +185,7 @@ def test_batches_of_mixed_lengths(encoder: LearnedEncoder, monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr("thresher.retrieval.encoders.learned.batches", mix)
-    np.testing.assert_allclose(encoder.encode_passages(TEXTS), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(encoder.encode_passages(folders.TEXTS), expected, rtol=0, atol=1e-6)
 
 
 def test_no_texts(encoder: LearnedEncoder) -> None:
@@ -308,7 +245,7 @@ def test_saved_and_loaded(copy: Callable[[str], Path], tmp_path: Path) -> None:
     again = LearnedEncoder.load(index)
     assert again.settings == encoder.settings and again.fingerprint == encoder.fingerprint
     assert again.settings.why["pooling"] == "the index's encoder.json"
-    assert np.array_equal(again.encode_queries(TEXTS), encoder.encode_queries(TEXTS))
+    assert np.array_equal(again.encode_queries(folders.TEXTS), encoder.encode_queries(folders.TEXTS))
     # The two may move together.
     (tmp_path / "elsewhere").mkdir()
     for place in (index, folder):
@@ -320,14 +257,14 @@ def test_another_model_in_the_same_place_is_refused(copy: Callable[[str], Path],
     folder = copy("model")
     load_encoder(folder, pooling="cls", normalize=True).save(tmp_path)
     folders.random_model(transformers.BertModel, folders.bert_config(), seed=1).save_pretrained(folder)
-    assert "is not the encoder that this index was built with" in refusal(lambda: LearnedEncoder.load(tmp_path))
+    assert "is not the encoder that this index was built with" in folders.refusal(lambda: LearnedEncoder.load(tmp_path))
     shutil.rmtree(folder)
-    assert f"the encoder is no longer at {folder}" in refusal(lambda: LearnedEncoder.load(tmp_path))
+    assert f"the encoder is no longer at {folder}" in folders.refusal(lambda: LearnedEncoder.load(tmp_path))
     record = json.loads((tmp_path / "encoder.json").read_text())
-    write(tmp_path / "encoder.json", record | {"settings": {"pooling": "mean"}})
-    assert "encoder.json: the setting normalize is missing" in refusal(lambda: LearnedEncoder.load(tmp_path))
-    write(tmp_path / "encoder.json", record | {"format": 7})
-    assert 'expected "format" 1' in refusal(lambda: LearnedEncoder.load(tmp_path))
+    folders.write(tmp_path / "encoder.json", record | {"settings": {"pooling": "mean"}})
+    assert "encoder.json: the setting normalize is missing" in folders.refusal(lambda: LearnedEncoder.load(tmp_path))
+    folders.write(tmp_path / "encoder.json", record | {"format": 7})
+    assert 'expected "format" 1' in folders.refusal(lambda: LearnedEncoder.load(tmp_path))
 
 
 def test_fingerprint(copy: Callable[[str], Path]) -> None:
@@ -358,298 +295,3 @@ def test_fingerprint(copy: Callable[[str], Path]) -> None:
     (folder / "model.safetensors").write_bytes(data)
     changed.append(fingerprint(folder))
     assert len({first, *changed}) == 9
-
-
-# Tokenizers
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"do_lower_case": True},
-        {"do_lower_case": False},
-        {"do_lower_case": True, "strip_accents": False},
-        {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
-    ],
-)
-def test_a_vocabulary_without_tokenizer_json(settings: dict[str, Any], tmp_path: Path) -> None:
-    folders.save_tokenizer(tmp_path, **settings)
-    expected = transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXTS)["input_ids"]
-    assert load_wordpiece(tmp_path, len(folders.VOCABULARY), 1000).encode(TEXTS) == (expected, 0)
-    (tmp_path / "tokenizer.json").unlink()
-    write(tmp_path / "tokenizer_config.json", settings)
-    (tmp_path / "vocab.txt").write_text("\n".join(folders.VOCABULARY) + "\n", "utf-8")
-    assert load_wordpiece(tmp_path, len(folders.VOCABULARY), 1000).encode(TEXTS) == (expected, 0)
-
-
-def test_padding_and_truncation_in_the_file_are_switched_off(copy: Callable[[str], Path]) -> None:
-    folder = copy("model")
-    record = json.loads((folder / "tokenizer.json").read_text())
-    record["padding"] = {
-        "strategy": {"Fixed": 12},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "[PAD]",
-    }
-    record["truncation"] = {"direction": "Right", "max_length": 12, "strategy": "LongestFirst", "stride": 0}
-    write(folder / "tokenizer.json", record)
-    (short, long), cut = load_wordpiece(folder, len(folders.VOCABULARY), 20).encode(["the", "the " * 15])
-    assert (len(short), len(long), cut) == (3, 17, 0)
-
-
-# What a folder says
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected", "why"),
-    [
-        ({"pooling": {"pooling_mode_cls_token": True}}, {"pooling": "cls", "normalize": False}, "no Normalize"),
-        ({"pooling": {"pooling_mode": "mean"}, "top": {"similarity_fn_name": "cosine"}}, {"normalize": True}, "cosine"),
-        ({"top": {"similarity_fn_name": "dot"}}, {"normalize": False}, "no Normalize"),
-        (
-            {"top": {"prompts": {"query": "q: ", "document": "d: "}}},
-            {"query_prefix": "q: ", "passage_prefix": "d: "},
-            "no Normalize",
-        ),
-        ({"top": {"prompts": {"query": "", "document": ""}}}, {"query_prefix": ""}, "no Normalize"),
-        ({"sentence": {"max_seq_length": None}}, {"max_length": 70}, "no Normalize"),
-    ],
-)
-def test_layouts(copy: Callable[[str], Path], layout: dict[str, Any], expected: dict[str, Any], why: str) -> None:
-    settings, _ = read_settings(lay_out(copy("any"), "Transformer", "Pooling", **layout), {})
-    assert {name: getattr(settings, name) for name in expected} == expected
-    assert why in settings.why["normalize"]
-
-
-def test_a_transformer_in_a_folder_of_its_own(copy: Callable[[str], Path], tmp_path: Path) -> None:
-    copy("any").rename(tmp_path / "model")
-    top = tmp_path / "top"
-    lay_out(top, "Transformer", "Pooling")
-    (tmp_path / "model").rename(top / "0_Transformer")
-    records = json.loads((top / "modules.json").read_text())
-    records[0]["path"] = "0_Transformer"
-    write(top / "modules.json", records)
-    write(top / "0_Transformer" / "sentence_bert_config.json", {"max_seq_length": 33})
-    settings, places = read_settings(top, {})
-    assert settings.max_length == 33 and places.query == places.passage == top / "0_Transformer"
-
-
-def test_what_is_given_wins(copy: Callable[[str], Path]) -> None:
-    folder = lay_out(copy("e5-base"), "Transformer", "Pooling", "Normalize", sentence={"max_seq_length": 50})
-    given = {"pooling": "cls", "normalize": False, "query_prefix": "", "passage_prefix": None, "max_length": 20}
-    settings, _ = read_settings(folder, given)
-    assert settings.values() == given | {"passage_prefix": "passage: "}
-    assert settings.why["query_prefix"] == "given" and settings.why["passage_prefix"].startswith("E5")
-
-
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("e5-base-v2", "E5"),
-        ("my-e5-large-tuned", "E5"),
-        ("bge-small-en-v1.5", "BGE (English)"),
-        ("bge-large-zh", "BGE (Chinese)"),
-        ("snapshots/0123abcd", "E5"),  # of models--intfloat--e5-small, see below
-        ("multilingual-e5-large-instruct", None),
-        ("bge-m3", None),
-        ("safe5-base", None),
-        ("bert-base-uncased", None),
-    ],
-)
-def test_families_by_the_folders_name(plain: Path, tmp_path: Path, name: str, family: str | None) -> None:
-    folder = tmp_path / "models--intfloat--e5-small" / name
-    shutil.copytree(plain, folder)
-    if family is None:
-        assert "no file says how its vectors are made (pooling is unknown)" in refusal(
-            lambda: read_settings(folder, {})
-        )
-    else:
-        assert read_settings(folder, {})[0].why["pooling"].startswith(family)
-
-
-def test_families_by_a_file(copy: Callable[[str], Path]) -> None:
-    folder = copy("any")
-    record = json.loads((folder / "config.json").read_text())
-    write(folder / "config.json", record | {"_name_or_path": "BAAI/bge-base-en/"})
-    assert read_settings(folder, {})[0].why["pooling"] == "BGE (English), by _name_or_path in config.json"
-    write(folder / "config.json", record)
-    (folder / "README.md").write_text(
-        "---\ntags:\n- mteb\nmodel-index:\n- name: e5-small-v2\n  results:\n---\n# Text\n"
-    )
-    assert read_settings(folder, {})[0].why["pooling"] == "E5, by README.md"
-
-
-@pytest.mark.parametrize(("name", "length", "prefix"), [("all-MiniLM-L6-v2", 256, ""), ("e5-base-v2", 512, "query: ")])
-def test_published_configs(shared_data: Path, name: str, length: int, prefix: str) -> None:
-    settings, _ = read_settings(shared_data / "encoders" / name, {})
-    assert (settings.pooling, settings.normalize, settings.max_length) == ("mean", True, length)
-    assert settings.query_prefix == prefix
-
-
-def test_published_tokenizer_and_its_vocabulary_agree(shared_data: Path, tmp_path: Path) -> None:
-    source = shared_data / "encoders" / "e5-base-v2"
-    expected = load_wordpiece(source, 30522, 512).encode(TEXTS)
-    assert expected[0][1] == [101, 1037, 102]
-    for name in ("vocab.txt", "tokenizer_config.json"):
-        shutil.copy(source / name, tmp_path / name)
-    assert load_wordpiece(tmp_path, 30522, 512).encode(TEXTS) == expected
-
-
-# Bad folders
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "no file says how its vectors are made (pooling is unknown); give pooling (mean or cls) and normalize"),
-        ({"pooling": "cls"}, "no file says how its vectors are made (normalize is unknown)"),
-        ({"pooling": "max", "normalize": True}, "pooling is 'max' (given), expected mean or cls"),
-        ({"pooling": "cls", "normalize": 1}, "normalize is 1 (given), expected true or false"),
-        ({"pooling": "cls", "normalize": True, "query_prefix": 3}, "query_prefix is 3 (given), expected a string"),
-        ({"pooling": "cls", "normalize": True, "max_length": 71}, "max_length is 71 (given), expected 3 to 70 tokens"),
-        ({"pooling": "cls", "normalize": True, "max_length": 2}, "max_length is 2 (given), expected 3 to 70 tokens"),
-        ({"pooling": "cls", "normalize": True, "batch_tokens": 0}, "batch_tokens is 0; expected at least 1"),
-        ({"device": "tpu"}, "device is 'tpu'; expected cpu, cuda or cuda:N"),
-        ({"device": "meta"}, "device is 'meta'; expected cpu, cuda or cuda:N"),
-        ({"device": "cuda:99"}, "device is 'cuda:99', but torch sees"),
-    ],
-)
-def test_settings_that_are_refused(plain: Path, given: dict[str, Any], said: str) -> None:
-    assert said in refusal(lambda: load_encoder(plain, **given))
-
-
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        ({"pooling": {"pooling_mode_max_tokens": True}}, "the pooling is max_tokens, expected mean or cls"),
-        (
-            {"pooling": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}},
-            "the pooling is cls_token and mean_tokens, expected mean or cls",
-        ),
-        ({"pooling": {}}, "the pooling is None, expected mean or cls"),
-        ({"pooling": {"pooling_mode": "mean", "include_prompt": False}}, "include_prompt is false"),
-        (
-            {"pooling": {"pooling_mode": "mean", "word_embedding_dimension": 64}},
-            "word_embedding_dimension is 64, but config.json says 32",
-        ),
-        ({"top": {"similarity_fn_name": "euclidean"}}, "similarity_fn_name is 'euclidean', expected cosine or dot"),
-        ({"sentence": {"do_lower_case": True}}, "do_lower_case is true"),
-        ({"sentence": {"max_seq_length": 512}}, "max_length is 512 (sentence_bert_config.json), expected 3 to 70"),
-        ({"sentence": {"max_seq_length": "all"}}, "max_length is 'all' (sentence_bert_config.json)"),
-    ],
-)
-def test_layouts_that_are_refused(copy: Callable[[str], Path], layout: dict[str, Any], said: str) -> None:
-    folder = lay_out(copy("any"), "Transformer", "Pooling", **layout)
-    assert said in refusal(lambda: load_encoder(folder))
-
-
-def test_modules_that_are_refused(copy: Callable[[str], Path]) -> None:
-    folder = lay_out(copy("any"), "Transformer", "Pooling", "Dense")
-    assert "modules.json: the module Dense is not supported" in refusal(lambda: load_encoder(folder))
-    for bad in ("{", '{"type": "a.Pooling"}', '[{"type": "a.Transformer"}]', "[1]"):
-        (folder / "modules.json").write_text(bad)
-        assert "modules.json: expected a JSON list" in refusal(lambda: load_encoder(folder)), bad
-
-
-def spoil(name: str, content: bytes | None) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        if content is None:
-            (folder / name).unlink()
-        else:
-            (folder / name).write_bytes(content)
-
-    return change
-
-
-def no_tokenizer(folder: Path) -> None:
-    for file in (*folder.glob("tokenizer*"), *folder.glob("vocab*")):
-        file.unlink()
-
-
-def vocabulary(text: str, config: dict[str, Any]) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / "tokenizer.json").unlink()
-        (folder / "vocab.txt").write_text(text)
-        write(folder / "tokenizer_config.json", config)
-
-    return change
-
-
-def without_special_tokens(folder: Path) -> None:
-    record = json.loads((folder / "tokenizer.json").read_text())
-    write(folder / "tokenizer.json", record | {"post_processor": None})
-
-
-LOWER = {"do_lower_case": True}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (spoil("config.json", None), "config.json: no such file"),
-        (spoil("config.json", b"{"), "config.json: line 1 is not valid JSON"),
-        (spoil("model.safetensors", None), "holds neither model.safetensors nor"),
-        (spoil("model.safetensors", b"\x10"), "truncated or not safetensors"),
-        (spoil("tokenizer.json", b"{}"), "tokenizer.json: not a tokenizers file"),
-        (no_tokenizer, "holds neither tokenizer.json nor vocab.txt"),
-        (without_special_tokens, "puts no token of its own before and after a text"),
-        (vocabulary("\n".join(folders.SPECIAL), {}), "do_lower_case is None, expected true or false"),
-        (vocabulary("\n".join(folders.SPECIAL[:3]), LOWER), "vocab.txt: lacks the token [SEP]"),
-        (
-            vocabulary("\n".join([*folders.VOCABULARY, "more"]), LOWER),
-            f"has {len(folders.VOCABULARY) + 1} tokens, but the model {len(folders.VOCABULARY)}",
-        ),
-    ],
-)
-def test_bad_folders(copy: Callable[[str], Path], change: Callable[[Path], None], said: str) -> None:
-    folder = copy("e5-base")
-    change(folder)
-    found = refusal(lambda: load_encoder(folder))
-    assert said in found and str(folder) in found
-
-
-def test_damaged_numbers(copy: Callable[[str], Path]) -> None:
-    folder = copy("e5-base")
-    model = transformers.BertModel.from_pretrained(folder)
-    with torch.no_grad():
-        model.encoder.layer[1].output.dense.bias[3] = torch.nan
-    model.save_pretrained(folder)
-    assert "makes vectors that are not finite" in refusal(lambda: load_encoder(folder).encode_passages(TEXTS))
-
-
-def test_a_vocabulary_much_smaller_than_the_model_is_anothers(tmp_path: Path) -> None:
-    size = len(folders.VOCABULARY)
-    folders.save_tokenizer(tmp_path)
-    load_wordpiece(tmp_path, size + 127, 20)
-    assert f"has {size} tokens, but the model {size + 128}" in refusal(lambda: load_wordpiece(tmp_path, size + 128, 20))
-
-
-def test_half_a_pair(tmp_path: Path) -> None:
-    folder = dpr_pair(tmp_path / "dpr")
-    said = refusal(lambda: load_encoder(folder / "ctx_encoder"))
-    assert "holds one half of DPR (DPRContextEncoder); put both halves into one folder" in said
-    (folder / "ctx_encoder").rename(folder / "spare")
-    assert "ctx_encoder: no such folder; DPR's encoders are a pair" in refusal(lambda: load_encoder(folder))
-    shutil.copytree(folder / "question_encoder", folder / "ctx_encoder")
-    assert "holds a DPRQuestionEncoder, expected a DPRContextEncoder" in refusal(lambda: load_encoder(folder))
-
-
-def test_halves_of_unlike_width(tmp_path: Path) -> None:
-    folder = dpr_pair(tmp_path / "dpr")
-    shutil.rmtree(folder / "ctx_encoder")
-    config = transformers.DPRConfig(**folders.SIZES | {"hidden_size": 16})
-    folders.save_model(folder / "ctx_encoder", folders.random_model(transformers.DPRContextEncoder, config))
-    assert "queries get 32 dimensions and passages 16" in refusal(lambda: load_encoder(folder))
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    assert "no such folder; give the folder of an encoder" in refusal(lambda: load_encoder(tmp_path / "none"))

@@ -95,7 +95,7 @@ def test_word_order_and_case_leave_no_trace(encoder):
     assert (first == second).all()
 
 
-def test_alone_and_in_a_crowd_to_the_last_bit():
+def test_independent_of_batch_composition_to_the_last_bit():
     rng = random.Random(0)
     texts = [" ".join(f"w{rng.randrange(400)}" for _ in range(rng.randrange(40))) for _ in range(2 * CHUNK + 5)]
     encoder = LexicalEncoder.fit(texts, 512)

@@ -10,24 +10,23 @@ import numpy as np
 import pytest
 from index_cases import DIM, Clustered, numbered
 
-from thresher.retrieval.building import grow, tune
+from thresher.retrieval.building import tune
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes import index as index_module
-from thresher.retrieval.indexes.approximate import (
-    ApproximateIndex,
-    ApproximateSearch,
-    GraphCandidates,
-    ListCandidates,
-    Turn,
-    candidates_of,
-)
-from thresher.retrieval.indexes.exact import RowScores
-from thresher.retrieval.indexes.gpu import FlatShards
-from thresher.retrieval.indexes.index import load_index, load_retriever
+from thresher.retrieval.indexes import dense as dense_module
+from thresher.retrieval.indexes.approximate import ApproximateIndex
+from thresher.retrieval.indexes.flat import load_index
+from thresher.retrieval.indexes.graph import GraphCandidates
+from thresher.retrieval.indexes.kind import read_structure
 from thresher.retrieval.indexes.kinds import parse_kind
+from thresher.retrieval.indexes.lists import ListCandidates
+from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.vectors.approximate import ApproximateSearch, Projection
+from thresher.retrieval.vectors.exact import RowScores
+from thresher.retrieval.vectors.file import VectorFile
+from thresher.retrieval.vectors.gpu import FlatShards
+from thresher.retrieval.vectors.structure import inner
 from thresher.rewards.errors import UserError
 
 COUNT = 4000
@@ -48,7 +47,7 @@ def world() -> tuple[Corpus, Clustered]:
 def known_encoder(world):
     """As a learned encoder's, its folder names what it is loaded from."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(index_module.LOADERS, Clustered.name, lambda folder: world[1])
+        patch.setitem(dense_module.LOADERS, Clustered.name, lambda folder: world[1])
         yield
 
 
@@ -109,7 +108,7 @@ def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_and_in_a_crowd_to_the_last_bit(world, folders, kind):
+def test_independent_of_batch_composition_to_the_last_bit(world, folders, kind):
     crowd = load_retriever(folders(kind), world[0]).search(QUERIES, 5)
     other = load_retriever(folders(kind), world[0])
     assert [other.search([query], 5)[0] for query in QUERIES] == crowd
@@ -121,7 +120,7 @@ def test_alone_and_in_a_crowd_to_the_last_bit(world, folders, kind):
 
 
 @pytest.mark.parametrize("kind", ["IVF64,Flat", "OPQ4,IVF64,PQ4", *GRAPHS])
-def test_all_effort_and_all_candidates_are_the_exact_answer(world, folders, truth, kind):
+def test_the_highest_parameter_and_all_candidates_are_the_exact_answer(world, folders, truth, kind):
     folder = folders(kind)
     effort = {"efSearch": COUNT} if "HNSW" in kind else {"nprobe": 64}
     index = load_retriever(folder, world[0], {**effort, "candidates": COUNT // 5})
@@ -129,7 +128,7 @@ def test_all_effort_and_all_candidates_are_the_exact_answer(world, folders, trut
     assert index.search(QUERIES[:20], 5) == truth.search(QUERIES[:20], 5)
 
 
-def test_more_effort_is_spent_where_the_first_finds_too_few(world, folders, truth):
+def test_a_higher_parameter_is_taken_where_the_first_finds_too_few(world, folders, truth):
     index = load_retriever(folders("IVF64,Flat"), world[0], {"nprobe": 1})
     (hits,) = index.search(["7"], COUNT)
     assert [hit.row for hit in hits] == [hit.row for hit in truth.search(["7"], COUNT)[0]]
@@ -166,7 +165,7 @@ def test_flat16_measures_what_rounding_costs(world, folders):
     ]
 
 
-def test_a_recall_that_cannot_be_reached_is_told_as_it_is(world, folders):
+def test_a_recall_that_cannot_be_reached_is_reported_as_it_is(world, folders):
     """Four bytes, unscored, never find 99.9%: the best there is stands in the manifest."""
     manifest = read_manifest(folders(*UNSCORED))
     assert manifest.parameters["nprobe"] > 1
@@ -180,7 +179,7 @@ class Steps:
 
     def __init__(self, table):
         self.table, self.candidates, self.ks, self.asked = table, self, (5,), []
-        self.effort = self.factor = 1
+        self.value = self.factor = 1
 
     def span(self, k):
         return 1, self.most
@@ -189,8 +188,8 @@ class Steps:
         raise AssertionError("only its recall is asked for")
 
     def recall(self, top, k):
-        self.asked.append((self.factor, self.effort))
-        return self.table[self.factor].get(self.effort, 0.99)
+        self.asked.append((self.factor, self.value))
+        return self.table[self.factor].get(self.value, 0.99)
 
 
 @pytest.mark.parametrize(
@@ -204,23 +203,23 @@ class Steps:
         ({4: {1: 0.5, 2: 0.8, 3: 0.8}, 16: {1: 0.6, 2: 0.7, 3: 0.7, 4: 0.7, 6: 0.7}}, 0.95, (4, 2), 8),
     ],
 )
-def test_tuning_raises_effort_until_it_pays_no_more(table, wanted, chosen, asked):
+def test_tuning_raises_the_parameter_until_it_pays_no_more(table, wanted, chosen, asked):
     search = Steps(table)
     tune.tune(search, search, wanted, tuple(table), lambda *told: None)
-    assert (search.factor, search.effort) == chosen and len(search.asked) == asked
+    assert (search.factor, search.value) == chosen and len(search.asked) == asked
 
 
-def test_efforts_grow_by_a_third_to_a_half_and_end_at_the_most():
-    assert list(tune.efforts(1, 1)) == [1]
-    assert list(tune.efforts(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
-    assert list(tune.efforts(28, 90)) == [28, 37, 49, 65, 86, 90]
+def test_values_grow_by_a_third_to_a_half_and_end_at_the_most():
+    assert list(tune.values(1, 1)) == [1]
+    assert list(tune.values(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
+    assert list(tune.values(28, 90)) == [28, 37, 49, 65, 86, 90]
 
 
 def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     """Below, every effort is the same search; up to its last vector, one over 10^6 took minutes."""
     file = VectorFile(folders("HNSW16_SQ8") / "vectors.npy", COUNT, DIM)
     kind = parse_kind("HNSW16_SQ8", COUNT, DIM)
-    graph = candidates_of(kind, grow.read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
+    graph = kind.candidates(read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
     search = ApproximateSearch(graph, RowScores(file.take), COUNT, 1, 2)
     assert search.span(10) == (28, COUNT)
     graph.most = 10**6
@@ -230,11 +229,11 @@ def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     graph.most = COUNT
     # An effort that no C integer holds is all there is.
     assert len(search.top(file.open()[:1], COUNT)[0]) == COUNT
-    search.effort, search.factor = 10**11, 1
+    search.value, search.factor = 10**11, 1
     assert [row for row, _ in search.top(file.open()[:1], 1)[0]] == [0]
 
 
-def test_codes_are_tuned_by_effort_before_more_candidates(folders):
+def test_codes_are_tuned_by_the_parameter_before_more_candidates(folders):
     for kind in ("HNSW16_SQ8", "PCA12,HNSW16_SQ8"):
         chosen = read_manifest(folders(kind)).parameters
         assert chosen["efSearch"] >= 10 * chosen["candidates"] + 8
@@ -310,7 +309,7 @@ def test_gpus_that_are_not_there(world, folders):
     for kind in ("IVF64,Flat", "flat16"):
         with pytest.raises(UserError, match="this FAISS sees no GPU"):
             load_retriever(folders(kind), world[0], gpu=True)
-    with pytest.raises(UserError, match="a graph has no form for GPUs"):
+    with pytest.raises(UserError, match="has no form for GPUs"):
         load_retriever(folders("HNSW16"), world[0], gpu=True)
 
 
@@ -344,7 +343,7 @@ def test_lists_are_the_ones_that_faiss_makes(tmp_path, world, folders):
     index.reset()
     index.add(world[1].matrix_ND)
     assert np.array_equal(faiss.serialize_index(index), mine)
-    assert grow.inner(index).ntotal == COUNT
+    assert inner(index).ntotal == COUNT
 
 
 def test_fewer_candidates_than_hits_are_ordered_and_passed_on(world):
@@ -367,13 +366,13 @@ def test_fewer_candidates_than_hits_are_ordered_and_passed_on(world):
 def test_queries_are_turned_alone_as_in_a_crowd(directions, dim):
     draw = np.random.default_rng(0)
     rotation_PD, query_QD = (draw.standard_normal((count, dim), np.float32) for count in (directions, 21))
-    turn = Turn(rotation_PD)
+    turn = Projection(rotation_PD)
     turned_QP = turn(query_QD)
     wanted_QP = query_QD.astype(np.float64) @ rotation_PD.T.astype(np.float64)
     assert turned_QP.dtype == np.float32 and turned_QP.shape == (21, directions)
     assert np.abs(turned_QP - wanted_QP).max() <= 2.0**-24 * np.abs(wanted_QP).max()
     assert (np.concatenate([turn(query_QD[place : place + 1]) for place in range(21)]) == turned_QP).all()
-    assert Turn(None)(query_QD) is query_QD
+    assert Projection(None)(query_QD) is query_QD
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -382,7 +381,7 @@ def test_the_structure_of_another_kind_is_refused(folders, kind):
     for other in KINDS:
         path = folders(other) / "index.faiss"
         if other == kind:
-            assert grow.read_structure(path, parse_kind(kind, COUNT, DIM), file).ntotal == COUNT
+            assert read_structure(path, parse_kind(kind, COUNT, DIM), file).ntotal == COUNT
         else:
             with pytest.raises(UserError, match=r"index\.faiss: (holds|FAISS cannot read it).*build the index again"):
-                grow.read_structure(path, parse_kind(kind, COUNT, DIM), file)
+                read_structure(path, parse_kind(kind, COUNT, DIM), file)

@@ -16,7 +16,7 @@ from thresher.retrieval.building.commands import check
 from thresher.retrieval.data.corpus import Corpus, Passage, read_corpus
 from thresher.retrieval.indexes import bm25 as module
 from thresher.retrieval.indexes.bm25 import Bm25Index, Bm25Settings, build_bm25, load_bm25, parse_bm25
-from thresher.retrieval.indexes.index import load_retriever
+from thresher.retrieval.indexes.load import load_retriever
 from thresher.rewards.errors import UserError
 
 
@@ -91,7 +91,7 @@ def test_the_best_k_of_all_scores_ties_by_row(seed, count, k):
     assert found(index, "a b", min(k, count)) == [(row, -score) for score, row in ranked]
 
 
-def test_a_query_is_answered_alike_alone_and_in_a_crowd(tmp_path):
+def test_a_query_is_answered_independently_of_its_batch(tmp_path):
     index = build_bm25(many(), tmp_path / "index")
     queries = [f"w{n} w{n * 7 % 60} w2" for n in range(40)]
     crowd = index.search(queries, 7)
@@ -191,7 +191,7 @@ def other_kind(folder: Path) -> None:
         (lambda folder: (folder / "manifest.json").unlink(), "no finished index"),
     ],
 )
-def test_damage_is_told_in_a_sentence(folder, damage, told):
+def test_damage_is_reported_in_a_sentence(folder, damage, told):
     damage(folder)
     with pytest.raises(UserError, match=told):
         load_bm25(folder)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from thresher.retrieval.building.build import build_index
 from thresher.retrieval.building.commands import check, search_file
 from thresher.retrieval.data.corpus import Corpus, Passage, read_corpus
 from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.bm25 import Bm25Settings, build_bm25
 from thresher.retrieval.indexes.hybrid import Hybrid, build_hybrid, load_hybrid
-from thresher.retrieval.indexes.index import build_index, load_retriever
+from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 from thresher.rewards.errors import UserError
 
@@ -102,7 +103,7 @@ def folder(tmp_path: Path) -> Path:
     corpus = read_corpus(home / "corpus.jsonl")
     build_bm25(corpus, home / "bm25")
     build_index(corpus, LexicalEncoder.fit([passage.text for passage in corpus], 64), home / "lexical")
-    build_hybrid([home / "bm25", home / "lexical"], home / "hybrid", depth=10)
+    build_hybrid([home / "bm25", home / "lexical"], home / "hybrid", load_retriever, depth=10)
     return home
 
 
@@ -136,15 +137,15 @@ def test_everything_may_be_moved_together(folder):
 def test_a_member_that_was_built_anew_or_is_gone_is_refused(folder):
     shutil.rmtree(folder / "bm25")
     with pytest.raises(UserError, match=r"its member .*bm25 is no longer there"):
-        load_hybrid(folder / "hybrid")
+        load_hybrid(folder / "hybrid", None, load_retriever)
     build_bm25(read_corpus(folder / "corpus.jsonl"), folder / "bm25", settings=Bm25Settings(k1=0.9))
     with pytest.raises(UserError, match=r"its member .*bm25 was built anew since"):
-        load_hybrid(folder / "hybrid")
+        load_hybrid(folder / "hybrid", None, load_retriever)
 
 
 def test_another_corpus_is_refused(folder):
     with pytest.raises(UserError, match="the index was built from another corpus"):
-        load_hybrid(folder / "hybrid", letters())
+        load_hybrid(folder / "hybrid", letters(), load_retriever)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +156,11 @@ def test_another_corpus_is_refused(folder):
         ({"members": [{"manifest_sha256": "0"}]}, 'a member lacks its "paths"'),
     ],
 )
-def test_damage_is_told_in_a_sentence(folder, change, told):
+def test_damage_is_reported_in_a_sentence(folder, change, told):
     path = folder / "hybrid/hybrid.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=told):
-        load_hybrid(folder / "hybrid")
+        load_hybrid(folder / "hybrid", None, load_retriever)
 
 
 def test_what_cannot_be_joined_leaves_nothing(folder):
@@ -173,9 +174,9 @@ def test_what_cannot_be_joined_leaves_nothing(folder):
         (["bm25", "other"], "another corpus"),
     ):
         with pytest.raises(UserError, match=told):
-            build_hybrid([folder / name for name in members], folder / "new")
+            build_hybrid([folder / name for name in members], folder / "new", load_retriever)
     with pytest.raises(UserError, match="exists already"):
-        build_hybrid([folder / "bm25", folder / "lexical"], folder / "hybrid")
+        build_hybrid([folder / "bm25", folder / "lexical"], folder / "hybrid", load_retriever)
     with pytest.raises(UserError, match="an index of kind 'bm25', expected 'hybrid'"):
-        load_hybrid(folder / "bm25")
+        load_hybrid(folder / "bm25", None, load_retriever)
     assert sorted(folder.rglob("*")) == before

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from thresher.retrieval.data.corpus import Passage
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.retriever import Hit, Unanswered
 from thresher.retrieval.serving import client as client_module
 from thresher.retrieval.serving.client import RemoteRetriever
@@ -210,11 +210,11 @@ def test_nobody_is_there() -> None:
         RemoteRetriever(url, patience=0).check_k(3)
     assert str(caught.value) == (
         f"{url}/health: no answer for 0 s (a connection that could not be made); "
-        "start the server there (thresher serve-retriever), or mend retrieval.url"
+        "start the server there (thresher serve-retriever), or fix retrieval.url"
     )
 
 
-def test_a_refusal_is_told_at_once(make_server: Callable[..., Server], stub: Stub) -> None:
+def test_a_refusal_is_reported_at_once(make_server: Callable[..., Server], stub: Stub) -> None:
     with pytest.raises(Unanswered, match=r"refuses a search with status 400 \(queries\[0\]: expected at most"):
         RemoteRetriever(make_server().url).search(["x" * 70_000], 3)
     stub.script = [(422, {"detail": [{"loc": "body"}]})]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from retrieval_server_cases import address, ask, until
 
-from thresher.retrieval.indexes.index import Index
+from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.retrieval.serving.wire import DIALECTS, contents
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.retrieval.indexes import exact, vectors
-from thresher.retrieval.indexes.exact import ExactRows, best_of, largest_row_norm
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.vectors import exact
+from thresher.retrieval.vectors import file as vectors
+from thresher.retrieval.vectors.exact import ExactRows, best_of, largest_row_norm
+from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Vectors in a file: written batch by batch, gone on with after a kill, read through the memory map.
+"""Vectors in a file: written batch by batch, resumed after a kill, read through the memory map.
 
 The file is NumPy's own (`.npy`), its header written first with the final shape, so that whatever reads arrays reads it
 too. Beside it, while it grows, `<name>.rows` says how many rows are on the disk: that file is renamed into place only
@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.policy.files import atomic_write_text
-from thresher.retrieval.indexes.kinds import SLICE_BYTES
 from thresher.rewards.errors import UserError
 
 Array = npt.NDArray[Any]
+# Bytes mapped or copied at a time while an index is built.
+SLICE_BYTES = 64 * 2**20
 # Threads that read single rows, each at least so many of them.
 READERS, READ_FEWEST = 4, 128
 
@@ -152,6 +153,12 @@ class VectorFile:
         # Version 1.0 of the format: magic, version, length of the text; padded so that the rows begin at byte 128.
         text = described.ljust(117) + "\n"
         return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("ascii")
+
+
+def sample_rows(rows: int, count: int, seed: int) -> npt.NDArray[np.int64]:
+    """`count` distinct rows out of `rows`, ascending; the same for the same arguments."""
+    chosen: npt.NDArray[np.int64] = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
+    return chosen
 
 
 @cache

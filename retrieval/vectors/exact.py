@@ -1,7 +1,7 @@
-"""The exact k rows of largest inner product, the same bits whatever else is asked.
+"""The exact k rows of largest inner product, independent of batch composition to the last bit.
 
 FAISS finds candidates; their order is ours. It takes one path for a few queries and another (BLAS) for many, so a
-score's last bits depend on what else is asked, and it drops tied rows at the k-th place as it pleases. So more than k
+score's last bits depend on the batch, and it drops tied rows at the k-th place as it pleases. So more than k
 candidates are fetched and every one is scored again on its own: the float64 inner product of the query and the stored
 row, rounded to float32, equal scores ordered by row. When the candidates cannot be proved to hold the answer, by the
 error bound of a float32 inner product, the whole matrix is looked through for that query. The result is therefore the
@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.kinds import SLICE_BYTES
-from thresher.retrieval.indexes.vectors import Array
+from thresher.retrieval.vectors.file import SLICE_BYTES, Array
 from thresher.rewards.errors import UserError
 
 try:

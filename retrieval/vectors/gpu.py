@@ -2,7 +2,7 @@
 
 What they find is scored again from the kept file like any candidates, so rounding to float16 can cost a hit at the edge
 but never shows in a score. A GPU's sums may round differently in another batch: here, a query's result may depend on
-what else is asked. No machine at hand has had FAISS for GPUs: the division into shards is tested on the CPU, and the
+the batch it is in. No machine at hand has had FAISS for GPUs: the division into shards is tested on the CPU, and the
 rest is not.
 
 Deliberately absent: graphs, which FAISS has no GPU form for, and building on GPUs.
@@ -10,10 +10,11 @@ Deliberately absent: graphs, which FAISS has no GPU form for, and building on GP
 
 from typing import Any
 
-from thresher.retrieval.building.grow import inner
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.exact import Rows, best_of, faiss
-from thresher.retrieval.indexes.vectors import VectorFile
+from thresher.retrieval.vectors.approximate import Candidates
+from thresher.retrieval.vectors.exact import Rows, best_of, faiss
+from thresher.retrieval.vectors.file import VectorFile
+from thresher.retrieval.vectors.structure import inner
 from thresher.rewards.errors import UserError
 
 # Candidates fetched per hit from a flat index in float16, whose order near the k-th place is not quite the exact one.
@@ -28,10 +29,10 @@ def check_gpus() -> int:
     return int(count)
 
 
-class GpuLists:
-    """The lists of a FAISS IVF index, with or without a rotation; as `approximate.Candidates`."""
+class GpuLists(Candidates):
+    """The lists of a FAISS IVF index, with or without a rotation."""
 
-    effort = "nprobe"
+    parameter = "nprobe"
 
     def __init__(self, index: Any) -> None:
         check_gpus()
@@ -42,18 +43,18 @@ class GpuLists:
         self._index = faiss.index_cpu_to_all_gpus(index, options)
         self._space = faiss.GpuParameterSpace()
 
-    def find(self, query_QD: Vectors, fetch: int, effort: int) -> tuple[Vectors, Rows]:
+    def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
         """As Candidates has it."""
-        self._space.set_index_parameter(self._index, "nprobe", min(effort, self.most))
+        self._space.set_index_parameter(self._index, "nprobe", min(value, self.most))
         score_QF, row_QF = self._index.search(query_QD, fetch)
         return score_QF, row_QF
 
 
-class FlatShards:
-    """Runs of the rows of `vectors`, one in each of the empty FAISS flat indexes `shards`; as `approximate.Candidates`,
-    with nothing to spare effort on."""
+class FlatShards(Candidates):
+    """Runs of the rows of `vectors`, one in each of the empty FAISS flat indexes `shards`. It has no search parameter:
+    every search is one pass."""
 
-    effort = "passes"
+    parameter = "passes"
     most = 1
 
     def __init__(self, vectors: VectorFile, shards: list[Any]) -> None:
@@ -63,7 +64,7 @@ class FlatShards:
             for _, part_BD in vectors.slices(start, stop):
                 shard.add(part_BD.astype("float32", copy=False))
 
-    def find(self, query_QD: Vectors, fetch: int, effort: int) -> tuple[Vectors, Rows]:
+    def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
         """As Candidates has it."""
         found = []
         for start, shard in self._shards:

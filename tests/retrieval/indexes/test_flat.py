@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.retrieval import retriever as retriever_module
+from thresher.retrieval.building.build import build_index
 from thresher.retrieval.data.corpus import Corpus, Passage, embedded_text
 from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes import exact as exact_module
-from thresher.retrieval.indexes.index import Index, build_index, load_index, load_retriever
+from thresher.retrieval.indexes.flat import Index, load_index
+from thresher.retrieval.indexes.load import load_retriever
+from thresher.retrieval.vectors import exact as exact_module
 from thresher.rewards.errors import UserError
 
 
@@ -146,7 +148,7 @@ def faiss_threads():
     faiss.omp_set_num_threads(before)
 
 
-def test_alone_and_in_a_crowd_to_the_last_bit(tmp_path, faiss_threads):
+def test_independent_of_batch_composition_to_the_last_bit(tmp_path, faiss_threads):
     corpus = lexical_corpus()
     index = build_lexical(corpus, tmp_path / "ix")
     queries = [" ".join(passage.text.split()[:3]) for passage in corpus][:64]
