@@ -26,7 +26,7 @@ from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.extraction.agentic import ReadingRetriever, asking, reading_figures, reading_record
 from thresher.engine.extraction.converse import Converser
 from thresher.engine.extraction.extractor import Extractor
-from thresher.engine.extraction.speaker import ChatSpeaker, LocalSpeaker, Outcome, Speaker
+from thresher.engine.extraction.responder import ChatSpeaker, LocalSpeaker, Outcome, Speaker
 from thresher.engine.protocol.passages import with_passages
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.store.journal import Journal
