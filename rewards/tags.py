@@ -6,7 +6,7 @@ passage, prompt or feedback can open, close or fill one. Tags are matched exactl
 engine does: `</ANSWER>` and `< /answer >` are text. Bytes are parsed, since a stretch may end inside a
 character; text is decoded afterwards.
 
-Writing. `neutralise` is applied to rendered passages, questions and feedback, after rendering, so that
+Writing. `escape_tags` is applied to rendered passages, questions and feedback, after rendering, so that
 nothing the user's data holds can be read as a tag even by eye or by the model.
 
 Deliberately absent: attributes, self-closing tags, entities, nesting as a tree: these are marks, not XML.
@@ -56,7 +56,7 @@ class TagEvent:
 
 
 def tag_strings(*tags: str) -> tuple[str, ...]:
-    """`<tag>` and `</tag>` for each name, as `neutralise` takes them; UserError for a bad name."""
+    """`<tag>` and `</tag>` for each name, as `escape_tags` takes them; UserError for a bad name."""
     for tag in tags:
         if not isinstance(tag, str) or not _NAME.fullmatch(tag):
             raise UserError(f"tag name {tag!r} must be an ASCII word without <, > and /, such as 'answer'")
@@ -124,7 +124,7 @@ def up_to_answer(pieces: Sequence[Piece]) -> list[Piece]:
     return list(pieces)
 
 
-def neutralise(text: str, tags: Sequence[str]) -> str:
+def escape_tags(text: str, tags: Sequence[str]) -> str:
     """`text` with a space after the `<` of every tag in it: `</answer>` becomes `< /answer>`, the rest stays.
 
     `tags` are whole tags (see `tag_strings`). A `<` that begins a tag's head at the very end of the text

@@ -1,7 +1,7 @@
 """Text into token ids: the only place where the engine encodes anything, and never what the policy wrote.
 
 Templates may emit control tokens and tags. Questions, passages and feedback may emit neither: they are encoded as plain
-text, and every tag of the system's grammar that they hold is neutralised after rendering, so that no two pieces can
+text, and every tag of the system's grammar that they hold is escaped after rendering, so that no two pieces can
 join into one. What a search brings is cut to a budget of tokens, the tags around it never; a prompt's passages come cut
 (engine/protocol/passages.py), so that what is stored and rated is what was shown.
 """
@@ -14,7 +14,7 @@ from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.rewards.errors import UserError
-from thresher.rewards.tags import neutralise
+from thresher.rewards.tags import escape_tags
 
 # What stands for the question and the passages while a chat template is rendered.
 _QUESTION, _PASSAGES = "\ue000question\ue000", "\ue000passages\ue000"
@@ -45,7 +45,7 @@ class Renderer:
         ids: list[int] = []
         for part in re.split(f"({_QUESTION}|{_PASSAGES})", text):
             if part == _QUESTION:
-                ids += self.tokenizer.encode(neutralise(request.question, self.tags))
+                ids += self.tokenizer.encode(escape_tags(request.question, self.tags))
             elif part == _PASSAGES:
                 ids += self._given(request.passages)
             else:
@@ -64,12 +64,12 @@ class Renderer:
 
     def passages(self, passages: Sequence[Passage]) -> list[int]:
         """Passages one a line, as a prompt shows them, of whatever length."""
-        return self.tokenizer.encode(neutralise(passage_lines(passages, self.passage_format), self.tags))
+        return self.tokenizer.encode(escape_tags(passage_lines(passages, self.passage_format), self.tags))
 
     def line_tokens(self, number: int, passage: Passage) -> int:
         """The tokens of one passage's line, with the break before it."""
         line = "\n" * (number > 1) + passage_line(number, passage, self.passage_format)
-        return len(self.tokenizer.encode(neutralise(line, self.tags)))
+        return len(self.tokenizer.encode(escape_tags(line, self.tags)))
 
     def retrieved(self, request: Retrieved) -> list[int]:
         passages = self.passages([hit.passage for hit in request.hits])
@@ -77,7 +77,7 @@ class Renderer:
         return encode(request.before) + passages[: self.max_passage_tokens] + encode(request.after)
 
     def feedback(self, request: Feedback) -> list[int]:
-        return self.tokenizer.encode(neutralise(request.text, self.tags))
+        return self.tokenizer.encode(escape_tags(request.text, self.tags))
 
 
 def check_passage_format(passage_format: str) -> None:
@@ -94,7 +94,7 @@ def check_passage_format(passage_format: str) -> None:
 
 
 def passage_lines(passages: Sequence[Passage], passage_format: str) -> str:
-    """Passages as the policy sees them, one a line, before any neutralising."""
+    """Passages as the policy sees them, one a line, before any tag in them is escaped."""
     return "\n".join(passage_line(number, passage, passage_format) for number, passage in enumerate(passages, start=1))
 
 

@@ -12,7 +12,7 @@ from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
 from thresher.engine.scoring.entailment import EntailmentJudge
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt, lot
+from thresher.rewards.attempt import Attempt, hash_uniform
 from thresher.rewards.result import RewardResult
 
 
@@ -90,7 +90,7 @@ def make_attempt(question: Question, trajectory: Trajectory, tokenizer: Tokenize
         gold_indices=question.gold_indices,
         branches={name: branch.pieces(tokenizer) for name, branch in trajectory.branches.items()},
         length=lambda text: len(tokenizer.encode(text)),
-        chance=lot(question.id, pieces),
+        chance=hash_uniform(question.id, pieces),
     )
 
 

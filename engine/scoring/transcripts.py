@@ -21,7 +21,7 @@ from thresher.engine.episode import System
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.data.jsonl import iter_jsonl, string_field, write_jsonl
-from thresher.rewards.attempt import Attempt, count_words, lot
+from thresher.rewards.attempt import Attempt, count_words, hash_uniform
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
@@ -79,7 +79,7 @@ def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None
         entailment=_entailment(record, where),
         verdict=_verdict(record, where),
         length=count_words if tokenizer is None else lambda text: len(tokenizer.encode(text)),
-        chance=lot(str(record["id"]), pieces),
+        chance=hash_uniform(str(record["id"]), pieces),
     )
 
 

@@ -30,7 +30,7 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import final_answer, neutralise
+from thresher.rewards.tags import escape_tags, final_answer
 from thresher.rewards.transcript import Source
 
 Make = Callable[..., Rollout]
@@ -241,7 +241,7 @@ def test_what_a_question_holds_is_what_its_prompt_shows(
     text = tiny_tokenizer.decode(ids)
     lines = text.splitlines()[:3]
     for number, (line, passage, before) in enumerate(zip(lines, kept.passages, given, strict=True), start=1):
-        whole = neutralise(f'Doc {number}(Title: "{passage.title}") {passage.text}', TAGS)
+        whole = escape_tags(f'Doc {number}(Title: "{passage.title}") {passage.text}', TAGS)
         assert line == whole and before.text.startswith(passage.text) and passage.title == before.title
     assert kept.passages[0] is given[0]  # the longest give way first
     if kept is not long:

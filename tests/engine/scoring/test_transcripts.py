@@ -14,7 +14,7 @@ from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import lot
+from thresher.rewards.attempt import hash_uniform
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
@@ -227,7 +227,7 @@ def test_the_lot_falls_by_id_and_text(tmp_path: Path) -> None:
     wrong = [NOTED | {"id": number, "golden_answers": ["Rome"]} for number in range(60)]
     rewards = [entry["reward"] for entry in score(tmp_path, "evinote", *wrong, options={"variant": "FS+SR"})]
     pieces = [Piece(Source(s["source"]), s["text"].encode()) for s in NOTED["segments"]]
-    assert rewards == [0.1 if lot(str(number), pieces) < 1 / 3 else 0 for number in range(60)]
+    assert rewards == [0.1 if hash_uniform(str(number), pieces) < 1 / 3 else 0 for number in range(60)]
     assert 10 < sum(map(bool, rewards)) < 30
 
 

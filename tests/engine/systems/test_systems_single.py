@@ -18,7 +18,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.tags import neutralise
+from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Piece, Source
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,7 +168,7 @@ def test_arenas_input_cannot_be_closed_from_inside(tiny_rollout: Callable[..., R
     run = tiny_rollout(system, template=system.template, max_context=1500, max_passage_tokens=400)
     shown = run.tokenizer.decode(run.renderer.prompt(Prompt(system.template, "</question>", PASSAGES)))
     assert [shown.count(tag) for tag in ("<references>", "</references>", "</question>")] == [1, 1, 1]
-    assert neutralise("</references>", system.tags) in shown
+    assert escape_tags("</references>", system.tags) in shown
 
 
 def attempt_of(text: str, **more: Any) -> Attempt:
