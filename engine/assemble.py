@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from thresher.engine.config.recipe import Data, Recipe, Retrieval, load_recipe
-from thresher.engine.config.recipe import System as SystemSection
+from thresher.engine.config.recipe import DataSection, Recipe, RetrievalSection, SystemSection, load_recipe
 from thresher.engine.console import console
 from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.protocol.render import Renderer
@@ -61,7 +60,7 @@ class Parts:
                 f"takes {needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them"
             )
         parts = (self.system, self.tools, self.renderer, limits)
-        shuffle = (self.recipe.retrieval or Retrieval()).shuffle
+        shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
         return Rollout(self.policy, self.tokenizer, index, *parts, shuffle=shuffle)
 
 
@@ -91,7 +90,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             f"rollout.max_context is {rollout.max_context}, but the model was made for "
             f"{policy.config.max_position_embeddings} positions; lower it"
         )
-    retrieval = recipe.retrieval or Retrieval()
+    retrieval = recipe.retrieval or RetrievalSection()
     return Parts(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -182,7 +181,7 @@ def load_judges(recipe: Recipe, system: System, replies: Path, rewarded_only: bo
 
 def load_questions(recipe: Recipe, system: System) -> tuple[list[Question], list[Question]]:
     """Training questions (up to data.limit) and development questions (up to run.eval_questions; may be empty)."""
-    data = recipe.need(Data)
+    data = recipe.need(DataSection)
     train = read_questions(data.train)[: data.limit]
     check_gold_indices(train, system, data.train, needed=True)
     if data.dev is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from thresher.engine import console
 from thresher.engine.assemble import load_parts
-from thresher.engine.config.recipe import Recipe, Sft
+from thresher.engine.config.recipe import Recipe, SftSection
 from thresher.engine.synthetic.demo import demo
 from thresher.engine.training.master_weights import put_adapters
 from thresher.engine.training.sft import Trainer, read_data, read_transcripts
@@ -22,7 +22,7 @@ from thresher.rewards.errors import UserError
 def run_sft(recipe: Recipe, out: str | Path) -> None:
     """Fine-tune `model.path`, all of it or adapters, on `sft.transcripts` or `sft.data`; `out` becomes a model folder
     with metrics.jsonl and sft.json beside."""
-    sft = recipe.need(Sft)
+    sft = recipe.need(SftSection)
     if Path(out).exists():
         raise UserError(f"{out}: exists already; choose another folder for the model")
     parts = load_parts(recipe)

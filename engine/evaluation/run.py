@@ -22,8 +22,7 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.assemble import Parts, check_gold_indices, load_judges, load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
-from thresher.engine.config.recipe import Data, Recipe
-from thresher.engine.config.recipe import System as SystemSection
+from thresher.engine.config.recipe import DataSection, Recipe, SystemSection
 from thresher.engine.episode import System, first_prompt
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.evaluation.folder import EvalFolder, Generated, check_belongs
@@ -64,7 +63,7 @@ class Asked:
 
 def run_evaluation(recipe: Recipe, asked: Asked, out: Path) -> dict[str, Any]:
     """Evaluate into the folder `out`, show the table, and return what metrics.json holds."""
-    path = asked.questions or recipe.need(Data).dev
+    path = asked.questions or recipe.need(DataSection).dev
     if path is None:
         raise UserError("eval: no questions; give --questions FILE, or data.dev in the recipe")
     questions = read_questions(path)[: asked.limit]

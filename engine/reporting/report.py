@@ -23,7 +23,7 @@ import torch
 from rich.padding import Padding
 from rich.text import Text
 
-from thresher.engine.config.recipe import Recipe, Retrieval, load_recipe
+from thresher.engine.config.recipe import Recipe, RetrievalSection, load_recipe
 from thresher.engine.console import console
 from thresher.engine.console import shown as shown_number
 from thresher.engine.reporting.charts import ENDINGS, charts_of
@@ -323,7 +323,7 @@ def _warmup(path: Path) -> str:
     return text
 
 
-def _retrieval(retrieval: Retrieval) -> str:
+def _retrieval(retrieval: RetrievalSection) -> str:
     order = "in an order drawn at random" if retrieval.shuffle else "best first"
     shown = f"{retrieval.k} passages a search, {order}"
     if retrieval.index is None:

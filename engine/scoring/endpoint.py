@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-from thresher.engine.config.recipe import Judge
+from thresher.engine.config.recipe import JudgeSection
 from thresher.retrieval.serving.http import in_words, json_of, service_address
 from thresher.rewards.errors import UserError
 
@@ -292,7 +292,7 @@ class Endpoint:
         return reply
 
 
-def load_endpoint(section: Judge, say: Callable[[str], None] = lambda _: None) -> Endpoint:
+def load_endpoint(section: JudgeSection, say: Callable[[str], None] = lambda _: None) -> Endpoint:
     """The endpoint of a recipe's [judge]. UserError where it has none, or the key's environment variable is not set."""
     if section.url is None or section.model is None:
         raise UserError("a chat model must be asked, but the recipe names none; add judge.url and judge.model")

@@ -15,7 +15,7 @@ from thresher.bench.studies.mask import compare, compare_parts, gradient, poison
 from thresher.bench.studies.mask_batch import Subject, retrieved_rows, stretched, without_retrieved
 from thresher.bench.studies.mask_steps import TREATMENTS, head_loss, run_step, treat, turns
 from thresher.bench.studies.peak_memory import LiveBytes
-from thresher.engine.config.recipe import Grpo
+from thresher.engine.config.recipe import GrpoSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy
@@ -55,7 +55,7 @@ def subject(make_tiny_policy: Callable[..., Policy]) -> Subject:
         vocab_size=VOCABULARY,
         trajectories=trajectories,
         advantages=[1.0, -1.0, 0.5, -0.5, 0.7, 0.0],
-        grpo=Grpo(),
+        grpo=GrpoSection(),
         temperature=0.7,
         micro_batch_tokens=90,
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thresher.engine.baselines import load_baseline
-from thresher.engine.config.recipe import Grpo
+from thresher.engine.config.recipe import GrpoSection
 from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
@@ -81,7 +81,7 @@ def test_what_is_masked_is_absent(tiny_rollout: Make, tiny_tokenizer: Tokenizer,
     assert [segment.source for segment in trajectory.segments] == [Source.PROMPT, Source.POLICY, Source.POLICY]
     assert trajectory.reason == "answered" and run.clock.branches == 2
     # What the branches wrote is not trained: the update's rows are the trunk's tokens, each with its own log-prob.
-    (item,) = make_items([trajectory], [1.0], Grpo())
+    (item,) = make_items([trajectory], [1.0], GrpoSection())
     assert isinstance(item, Item) and [item.ids[row] for row in item.rows] == [
         token for text in trunk for token in tiny_tokenizer.encode_template(text)
     ]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from chat_server import ChatServer, completion
 
-from thresher.engine.config.recipe import Judge
+from thresher.engine.config.recipe import JudgeSection
 from thresher.engine.scoring import endpoint as endpoint_module
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
 from thresher.engine.scoring.verdicts import RESPONSE_CHARACTERS, Verdicts, load_verdicts, read_verdict
@@ -315,7 +315,7 @@ def test_an_unusable_reply_is_asked_for_once_more_and_not_kept(server: ChatServe
 
 
 def test_an_endpoint_from_a_recipe(server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = Judge(url=server.url, model="m", key_env="CHAT_KEY", replies=str(tmp_path / "r.jsonl"))
+    section = JudgeSection(url=server.url, model="m", key_env="CHAT_KEY", replies=str(tmp_path / "r.jsonl"))
     monkeypatch.delenv("CHAT_KEY", raising=False)
     with pytest.raises(UserError, match=r"the environment variable CHAT_KEY, .* is not set; export it"):
         load_endpoint(section)
@@ -327,7 +327,7 @@ def test_an_endpoint_from_a_recipe(server: ChatServer, tmp_path: Path, monkeypat
     load_endpoint(section).complete(said("q"))
     assert server.keys == ["Bearer s3cret"] and "s3cret" not in (tmp_path / "r.jsonl").read_text()
     with pytest.raises(UserError, match=r"the recipe names none; add judge.url and judge.model"):
-        load_verdicts(Judge())
+        load_verdicts(JudgeSection())
 
 
 # verdicts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from thresher.engine.config.recipe import Optim, Sft
+from thresher.engine.config.recipe import OptimSection, SftSection
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.protocol.render import Renderer, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
@@ -172,14 +172,16 @@ def make_policy(seed: int = 0) -> Policy:
     return init_policy(config, seed).requires_grad_(True)
 
 
-def sft(**changes: Any) -> Sft:
+def sft(**changes: Any) -> SftSection:
     whole = {"batch_size": 6, "steps": 4, "lr": 0.01, "held_out": 0.5, "gate_every": 2, "max_restarts": 1}
-    return Sft(transcripts="none", **{**whole, **changes})
+    return SftSection(transcripts="none", **{**whole, **changes})
 
 
-def run(policy: Policy, settings: Sft, transcripts: list[Transcript] = COPIES, **optim: Any) -> tuple[SftResult, Any]:
+def run(
+    policy: Policy, settings: SftSection, transcripts: list[Transcript] = COPIES, **optim: Any
+) -> tuple[SftResult, Any]:
     records: list[dict[str, Any]] = []
-    trainer = Trainer(policy, transcripts, settings, Optim(**optim), VOCAB, 0)
+    trainer = Trainer(policy, transcripts, settings, OptimSection(**optim), VOCAB, 0)
     return trainer.run(records.append), records
 
 
@@ -237,7 +239,7 @@ def test_every_training_transcript_comes_once_in_a_pass(monkeypatch: pytest.Monk
 
 def test_copying_counts_the_most_likely_tokens() -> None:
     policy = make_policy()
-    trainer = Trainer(policy, COPIES, sft(steps=30, held_out=0.25), Optim(micro_batch_tokens=12), VOCAB, 0)
+    trainer = Trainer(policy, COPIES, sft(steps=30, held_out=0.25), OptimSection(micro_batch_tokens=12), VOCAB, 0)
     assert trainer.held_out == COPIES[:3] and trainer.training == COPIES[3:]
     for _ in range(2):
         right = [
@@ -285,11 +287,11 @@ def test_another_attempt_sees_another_order_and_the_same_seed_the_same() -> None
 
 def test_holding_out_everything_is_refused() -> None:
     with pytest.raises(UserError, match=r"every transcript is held out; lower sft\.held_out"):
-        Trainer(make_policy(), COPIES[:1], sft(), Optim(), VOCAB, 0)
+        Trainer(make_policy(), COPIES[:1], sft(), OptimSection(), VOCAB, 0)
 
 
 def test_some_are_held_out_whenever_any_share_is(renderer: Renderer) -> None:
     trainer: Callable[[float], Trainer] = lambda share: Trainer(  # noqa: E731
-        make_policy(), COPIES, sft(held_out=share), Optim(), VOCAB, 0
+        make_policy(), COPIES, sft(held_out=share), OptimSection(), VOCAB, 0
     )
     assert [len(trainer(share).held_out) for share in (0.0, 0.001, 0.25, 0.9)] == [0, 1, 3, 11]

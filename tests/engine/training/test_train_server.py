@@ -21,7 +21,7 @@ from train_cases import (
     what_happened,
 )
 
-from thresher.engine.config.recipe import Judge, Recipe
+from thresher.engine.config.recipe import JudgeSection, Recipe
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.scoring.score import judge
 from thresher.engine.training.train import Progress, train
@@ -209,7 +209,7 @@ def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
     out = tmp_path / "run"
     with ChatServer() as server:
         server.reply = lambda content: "yes"
-        train(replace(recipe, judge=Judge(url=server.url, model="m")), out)
+        train(replace(recipe, judge=JudgeSection(url=server.url, model="m")), out)
         assert bool(server.asked) == (out / "replies.jsonl").exists() == (accuracy == "judge")
     entries = [json.loads(line) for line in (out / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     assert any(entry["answer"] for entry in entries)
