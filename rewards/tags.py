@@ -29,7 +29,7 @@ _TAG = re.compile(r"<[!-;=?-~]+>")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TagSpan:
     """A closed `<tag>..</tag>` that the policy wrote.
 
     `text` is what stands between the tags, decoded (broken bytes become U+FFFD) and stripped. `start` and
@@ -63,7 +63,7 @@ def tag_strings(*tags: str) -> tuple[str, ...]:
     return tuple(text for tag in tags for text in (f"<{tag}>", f"</{tag}>"))
 
 
-def blocks(pieces: Sequence[Piece], tag: str) -> list[Block]:
+def blocks(pieces: Sequence[Piece], tag: str) -> list[TagSpan]:
     """All closed blocks of `tag` (a name, such as "search") in POLICY text, in order.
 
     A closing tag takes the last opening tag before it (the innermost of nested ones), back to the previous
@@ -79,7 +79,7 @@ def blocks(pieces: Sequence[Piece], tag: str) -> list[Block]:
             end = close + len(closing)
             if (begin := stretch.rfind(opening, position, close)) >= 0:
                 inside = stretch[begin + len(opening) : close].decode("utf-8", errors="replace").strip()
-                found.append(Block(inside, offset + begin, offset + end, _piece_at(starts, offset + begin)))
+                found.append(TagSpan(inside, offset + begin, offset + end, _piece_at(starts, offset + begin)))
             position = end
     return found
 

@@ -66,7 +66,7 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_eval(options: argparse.Namespace) -> None:
     recipe, best = eval_recipe(options)
-    from thresher.engine.evaluation.run import Asked, run_evaluation
+    from thresher.engine.evaluation.run import EvalOptions, run_evaluation
 
     if options.baseline is not None and options.system is not None:
         console.console.print(
@@ -75,7 +75,7 @@ def run_eval(options: argparse.Namespace) -> None:
             markup=False,
             soft_wrap=True,
         )
-    asked = Asked(
+    asked = EvalOptions(
         questions=options.questions,
         limit=options.limit,
         temperature=options.temperature,

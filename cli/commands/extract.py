@@ -45,7 +45,7 @@ def extract_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_extract(options: argparse.Namespace) -> None:
-    from thresher.engine.extraction.run import Plan, extract
+    from thresher.engine.extraction.run import ExtractionPlan, extract
 
     agentic = options.loop == "agentic"
     generator, agent = _chosen(options, "answer"), _chosen(options, "agent")
@@ -58,7 +58,7 @@ def run_extract(options: argparse.Namespace) -> None:
     if agentic and generator is not None:
         raise UserError("with --loop agentic the agent answers; leave out what begins with --answer")
     device = [] if options.device is None else [f"model.device={options.device}"]
-    plan = Plan(
+    plan = ExtractionPlan(
         generator=generator,
         agent=agent,
         overrides=(*options.set, *device),

@@ -20,7 +20,7 @@ Deliberately absent: latency, which belongs to a batch and not to a trajectory (
 
 from collections.abc import Callable, Mapping, Sequence
 
-from thresher.engine.scoring.score import Judged
+from thresher.engine.scoring.score import Scored
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.measures import (
     answer_recalled,
@@ -74,7 +74,7 @@ COUNTS = ("evaluations", "named")  # measures that only the reward of a system w
 NOT_PARTS = frozenset({"em", "f1", "answered", "searches", "evaluate_contains", "entailment", *COUNTS})
 
 
-def measures_of(entry: Judged, tags: Sequence[str] = ()) -> Values:
+def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
     """The measures of one trajectory, reward first; `tags` are its system's and say which blocks it is to write."""
     attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
     answer, golds = entry.result.answer or "", attempt.golds
@@ -110,7 +110,7 @@ def measures_of(entry: Judged, tags: Sequence[str] = ()) -> Values:
     return values
 
 
-def parts_of(entry: Judged) -> Values:
+def parts_of(entry: Scored) -> Values:
     """The parts of the system's own reward; None for one that nobody measured."""
     return {name: _value(part) for name, part in entry.result.parts.items() if name not in NOT_PARTS}
 

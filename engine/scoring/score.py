@@ -34,7 +34,7 @@ class Judges:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Scored:
     """A trajectory with its question and its reward."""
 
     question: Question
@@ -63,18 +63,18 @@ class Judged:
         return record
 
 
-def judge(
+def score(
     questions: Sequence[Question],
     trajectories: Sequence[Trajectory],
     system: System,
     tokenizer: Tokenizer,
     judges: Judges | None = None,
-) -> list[Judged]:
+) -> list[Scored]:
     """questions[i] is the one that trajectories[i] answers. UserError where the system needs a judge that is absent."""
     attempts = [make_attempt(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
     return [
-        Judged(question, trajectory, system.reward(attempt), attempt)
+        Scored(question, trajectory, system.reward(attempt), attempt)
         for question, trajectory, attempt in zip(questions, trajectories, attempts, strict=True)
     ]
 
@@ -114,9 +114,9 @@ def ask_judges(attempts: Sequence[Attempt], system: System, judges: Judges) -> l
     return list(attempts)
 
 
-def check_all(judged: Sequence[Judged], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
+def check_all(scored: Sequence[Scored], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
     """Hold every trajectory and branch to its invariants: a violation is our fault, and going on would hide it."""
-    for entry in judged:
+    for entry in scored:
         for name, one in (("", entry.trajectory), *entry.trajectory.branches.items()):
             if wrong := check_trajectory(one, tokenizer, tags, max_context):
                 what = f"branch {name} of the trajectory" if name else "trajectory"

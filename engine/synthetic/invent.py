@@ -18,8 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.protocol.render import check_passage_format, passage_lines
-from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, form_transcripts, given_question, recitals
-from thresher.engine.synthetic.world import Size, World, Worlds, invent, passages, questions, transcripts, with_paths
+from thresher.engine.synthetic.warmup_transcripts import (
+    GIVEN,
+    SEARCHING,
+    copy_task_transcripts,
+    given_question,
+    warmup_transcripts,
+)
+from thresher.engine.synthetic.world import (
+    InventedWorld,
+    InventedWorlds,
+    Size,
+    invent,
+    passages,
+    questions,
+    transcripts,
+    with_paths,
+)
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.policy.files import staged_folder
 from thresher.retrieval.data.corpus import Corpus
@@ -63,7 +78,7 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
 
 
 def _write_forms(
-    folder: Path, worlds: Worlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
+    folder: Path, worlds: InventedWorlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
 ) -> None:
     """Questions that bring their passages, and the warm-up of all forms."""
     for name, world, asked in (
@@ -77,12 +92,12 @@ def _write_forms(
     for number, world in enumerate(worlds.warmup):
         search = _search(world, scratch / f"forms-{number}", passage_format)
         for name in (*SEARCHING, *GIVEN):
-            mixed += form_transcripts(world, name, count // size.warmup_worlds, size, number, search)
+            mixed += warmup_transcripts(world, name, count // size.warmup_worlds, size, number, search)
     write_jsonl(folder / "forms.jsonl", mixed)
-    write_jsonl(folder / "recitals.jsonl", recitals(worlds.warmup, RECITALS * count, seed))
+    write_jsonl(folder / "recitals.jsonl", copy_task_transcripts(worlds.warmup, RECITALS * count, seed))
 
 
-def _search(world: World, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
+def _search(world: InventedWorld, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
     """What a search in this world shows, as the rollout would render it."""
     corpus = Corpus(passages([world], 0))
     encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)

@@ -29,7 +29,7 @@ from thresher.engine.evaluation.evaluate import evaluate, summarise
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
-from thresher.engine.scoring.score import Judged, Judges, check_all, judge
+from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
 from thresher.engine.store.run_folder import RunFolder, read_metrics
@@ -193,7 +193,7 @@ class Trainer:
         trajectories = self.rollout.run(jobs, recipe.rollout.temperature)
         started = time.perf_counter()
         asked = [job.question for job in jobs]
-        judged = judge(asked, trajectories, self.parts.system, self.parts.tokenizer, self.judges)
+        judged = score(asked, trajectories, self.parts.system, self.parts.tokenizer, self.judges)
         self._check(judged, step)
         rewards = self._rewards(judged, step)
         advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
@@ -232,7 +232,7 @@ class Trainer:
             self.cut_told = True
         return fitted
 
-    def _update(self, judged: Sequence[Judged], advantage: Sequence[float], step: int) -> list[UpdateStats]:
+    def _update(self, judged: Sequence[Scored], advantage: Sequence[float], step: int) -> list[UpdateStats]:
         """One optimiser step per part of the batch; a part holds whole groups."""
         recipe = self.recipe
         parts = recipe.grpo.updates_per_batch
@@ -250,7 +250,7 @@ class Trainer:
             result.append(stats)
         return result
 
-    def _rewards(self, judged: Sequence[Judged], step: int) -> list[float]:
+    def _rewards(self, judged: Sequence[Scored], step: int) -> list[float]:
         rewards = [entry.result.reward for entry in judged]
         if self.recipe.grpo.shuffle_rewards:
             size = self.recipe.rollout.group_size
@@ -261,7 +261,7 @@ class Trainer:
                 rewards[start : start + size] = group
         return rewards
 
-    def _check(self, judged: Sequence[Judged], step: int) -> None:
+    def _check(self, judged: Sequence[Scored], step: int) -> None:
         if not all(math.isfinite(value) for entry in judged for value in entry.trajectory.policy_logprobs()):
             raise _diverged(step, "policy")
         parts = self.parts

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import Block, blocks, final_answer, up_to_answer
+from thresher.rewards.tags import TagSpan, blocks, final_answer, up_to_answer
 from thresher.rewards.text import Golds, contains_answer
 from thresher.rewards.transcript import Piece
 
 EVALUATION_REWARD = 0.1
 
 
-def valid_searches(pieces: Sequence[Piece]) -> list[Block]:
+def valid_searches(pieces: Sequence[Piece]) -> list[TagSpan]:
     """The closed `<search>` blocks with a query in them that the policy wrote before the episode's end."""
     return [block for block in blocks(up_to_answer(pieces), "search") if block.text]
 

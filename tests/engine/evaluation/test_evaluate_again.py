@@ -13,7 +13,7 @@ from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.evaluation.folder import EvalFolder, Generated
-from thresher.engine.evaluation.run import Asked, settings_of
+from thresher.engine.evaluation.run import EvalOptions, settings_of
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.best_checkpoint import best_checkpoint, steps_by_dev
@@ -166,12 +166,12 @@ def test_an_evaluation_does_not_go_on_with_a_system_file_that_changed(tmp_path: 
     own = tmp_path / "mine.py"
     own.write_text("one = 1\n")
     recipe = from_dict(Recipe, {"model": {"path": "m"}, "system": {"name": str(own)}}, "test")
-    with EvalFolder.open(tmp_path / "out", settings_of(recipe, Asked(), "q", [])):
+    with EvalFolder.open(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", [])):
         pass
-    EvalFolder.check(tmp_path / "out", settings_of(recipe, Asked(), "q", []))
+    EvalFolder.check(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", []))
     own.write_text("one = 2\n")
     with pytest.raises(UserError, match="unfinished evaluation with the system file's content ="):
-        EvalFolder.check(tmp_path / "out", settings_of(recipe, Asked(), "q", []))
+        EvalFolder.check(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", []))
 
 
 def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_path: Path, capsys: Any) -> None:

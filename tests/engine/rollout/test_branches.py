@@ -18,7 +18,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory, check_traje
 from thresher.engine.rollout.branches import branch_seed, kept_ids
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
-from thresher.engine.scoring.score import Judges, check_all, judge
+from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.engine.systems import load_system
 from thresher.engine.training.packing import Item
 from thresher.engine.training.update import make_items
@@ -85,12 +85,12 @@ def test_what_is_masked_is_absent(tiny_rollout: Make, tiny_tokenizer: Tokenizer,
     assert isinstance(item, Item) and [item.ids[row] for row in item.rows] == [
         token for text in trunk for token in tiny_tokenizer.encode_template(text)
     ]
-    (judged,) = judge([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())
-    check_all([judged], tiny_tokenizer, TAGS, run.limits.max_context)
-    assert [piece.text for piece in judged.attempt.branches["evidence"] if piece.source is Source.POLICY] == [
+    (scored,) = score([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())
+    check_all([scored], tiny_tokenizer, TAGS, run.limits.max_context)
+    assert [piece.text for piece in scored.attempt.branches["evidence"] if piece.source is Source.POLICY] == [
         b"Nobody</answer>"
     ]
-    stored = judged.to_dict(tiny_tokenizer)["branches"]["rationale"]
+    stored = scored.to_dict(tiny_tokenizer)["branches"]["rationale"]
     assert [segment["source"] for segment in stored] == ["prompt", "policy"]
 
 
@@ -250,7 +250,7 @@ def test_what_a_question_holds_is_what_its_prompt_shows(
         # Both that are cut end within a token of the same share, and the budget is not left unused.
         first, second = (run.renderer.line_tokens(n, kept.passages[n - 1]) for n in (2, 3))
         assert abs(first - second) <= 12 and len(run.renderer.passages(kept.passages)) > budget - 26
-        (stored,) = judge([kept], [Trajectory("q", 0, 0, [Segment(Source.PROMPT, ids)])], SYSTEM, tiny_tokenizer)
+        (stored,) = score([kept], [Trajectory("q", 0, 0, [Segment(Source.PROMPT, ids)])], SYSTEM, tiny_tokenizer)
         assert stored.to_dict(tiny_tokenizer)["passages"][1] == {"title": "T0", "text": kept.passages[1].text}
         assert stored.attempt.passages == [(passage.title, passage.text) for passage in kept.passages]
         assert shown.told() == f"1 of 1 questions had passages cut to {budget} tokens; raise rollout.max_passage_tokens"
@@ -338,8 +338,8 @@ def test_eviomnis_answer_right_behind_its_evidence_is_one(
         system, tokenizer=tokenizer, policy=policy, template=TEMPLATE, max_turn_tokens=90, max_passage_tokens=200
     )
     (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
-    (judged,) = judge([QUESTION], [trajectory], system, tokenizer)
-    assert trajectory.reason == "answered" and judged.result.answer == "Bel" and judged.result.parts["format"] == 1
+    (scored,) = score([QUESTION], [trajectory], system, tokenizer)
+    assert trajectory.reason == "answered" and scored.result.answer == "Bel" and scored.result.parts["format"] == 1
 
 
 def ends(tokenizer: Tokenizer) -> dict[str, Any]:

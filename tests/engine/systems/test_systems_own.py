@@ -12,7 +12,7 @@ import pytest
 from thresher.cli import main as cli
 from thresher.engine.config.recipe import SystemSection
 from thresher.engine.rollout.rollout import Job, Rollout
-from thresher.engine.scoring.score import judge
+from thresher.engine.scoring.score import score
 from thresher.engine.systems import NAMES, load_system
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
@@ -82,10 +82,10 @@ def test_the_worked_example_in_a_rollout(
     questions = [replace(q, passages=(Passage("p", "T", f"It is {q.golds[0]}."),)) for q in tiny_questions[:8]]
     run = tiny_rollout(system, template="{question}\n{passages}\n<answer>")
     trajectories = run.run([Job(q, i, 0, i) for i, q in enumerate(questions)], 1.0)
-    judged = judge(questions, trajectories, system, run.tokenizer)
-    assert len(judged) == 8 and all(entry.trajectory.reason for entry in judged)
-    assert all(entry.result.parts.keys() == {"answer", "quote", "em", "f1", "answered"} for entry in judged)
-    for entry in judged:
+    scored = score(questions, trajectories, system, run.tokenizer)
+    assert len(scored) == 8 and all(entry.trajectory.reason for entry in scored)
+    assert all(entry.result.parts.keys() == {"answer", "quote", "em", "f1", "answered"} for entry in scored)
+    for entry in scored:
         prompt, turn = entry.trajectory.segments
         assert (prompt.source, turn.source) == (Source.PROMPT, Source.POLICY)
         assert f"It is {entry.question.golds[0]}." in run.tokenizer.decode(prompt.ids)

@@ -12,7 +12,7 @@ from thresher.engine.episode import Fork, Generate, Kept, Prompt, Reprefill, Sys
 from thresher.engine.rollout.branches import branch_seed, context_ids
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.entailment import LexicalJudge
-from thresher.engine.scoring.score import Judges, ask_judges, check_all, judge
+from thresher.engine.scoring.score import Judges, ask_judges, check_all, score
 from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
@@ -251,9 +251,9 @@ def test_every_system_runs_in_a_rollout(
     jobs = [Job(tiny_questions[i], i, 0, i) for i in range(6)]
     trajectories = run.run(jobs, 1.0)
     judges = Judges(entailment=LexicalJudge())
-    judged = judge([job.question for job in jobs], trajectories, system, run.tokenizer, judges)
-    check_all(judged, run.tokenizer, system.tags, run.limits.max_context)
-    assert all(entry.trajectory.reason and entry.result.reward >= 0 for entry in judged)
+    scored = score([job.question for job in jobs], trajectories, system, run.tokenizer, judges)
+    check_all(scored, run.tokenizer, system.tags, run.limits.max_context)
+    assert all(entry.trajectory.reason and entry.result.reward >= 0 for entry in scored)
 
 
 @pytest.mark.parametrize(("evidence", "answer"), [(True, (0 + 1 + 0.5) / 3), (False, (0 + 0.5) / 2)])
@@ -265,7 +265,7 @@ def test_eviomnis_three_answers_meet_in_one_reward(
     lines = {7: [f"{REASON}{EXTRACT}", "<answer>Anna Frost</answer>"], branch_seed(7, "rationale"): ["Bo</answer>"]}
     script(lines | {branch_seed(7, "evidence"): ["Anna Bell</answer>"]})
     run = tiny_rollout(system, template="{question}\n{passages}\n", max_passage_tokens=120, max_turn_tokens=60)
-    (entry,) = judge([QUESTION], run.run([Job(QUESTION, 0, 0, 7)], 1.0), system, run.tokenizer)
+    (entry,) = score([QUESTION], run.run([Job(QUESTION, 0, 0, 7)], 1.0), system, run.tokenizer)
     check_all([entry], run.tokenizer, system.tags, run.limits.max_context)
     parts = entry.result.parts
     scores = [parts[f"answer_{name}"] for name in ("rationale", "evidence", "full")]

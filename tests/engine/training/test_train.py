@@ -129,10 +129,10 @@ def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_i
     assert [entry["id"] for entry in written] == [question.id for question in tiny_questions[:DEV]]
     recipe = make_recipe()
     parts = load_parts(recipe, whole / f"checkpoints/step_{step:06d}" if step else None)
-    judged = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe, parts.system)[1])
-    assert [entry.to_dict(parts.tokenizer) for entry in judged] == written
+    scored = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe, parts.system)[1])
+    assert [entry.to_dict(parts.tokenizer) for entry in scored] == written
     (record,) = (record["eval"] for record in metrics(whole) if record["step"] == step and "eval" in record)
-    assert untimed(record) == untimed(summarise(judged, parts.system.tags)) | {"cut_passages": 0}
+    assert untimed(record) == untimed(summarise(scored, parts.system.tags)) | {"cut_passages": 0}
 
 
 def test_the_summary_has_these_keys(whole: Path) -> None:
@@ -183,8 +183,8 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     """Saved when it was evaluated, though no save is due then, and kept beside the newest, through a resume."""
     found = iter((0.1, 0.2, 0.9, 0.3, 0.9, 0.8))
 
-    def told(judged: list[Any], tags: Any = ()) -> dict[str, Any]:
-        return summarise(judged, tags) | ({"em": next(found), "f1": 0.0} if len(judged) == DEV else {})
+    def told(scored: list[Any], tags: Any = ()) -> dict[str, Any]:
+        return summarise(scored, tags) | ({"em": next(found), "f1": 0.0} if len(scored) == DEV else {})
 
     assert DEV != SAMPLES * GROUPS  # how an evaluation is told from a step here
     monkeypatch.setattr("thresher.engine.training.train.summarise", told)

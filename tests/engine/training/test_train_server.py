@@ -23,7 +23,7 @@ from train_cases import (
 
 from thresher.engine.config.recipe import JudgeSection, Recipe
 from thresher.engine.evaluation.evaluate import evaluate
-from thresher.engine.scoring.score import judge
+from thresher.engine.scoring.score import score
 from thresher.engine.training.train import Progress, train
 from thresher.retrieval.retriever import Unanswered
 from thresher.retrieval.serving.client import RemoteRetriever
@@ -184,9 +184,9 @@ def test_a_judge_that_fails_costs_no_step_that_was_learned(
         calls += 1
         if calls == 2:
             raise UserError("http://judge: stayed away for 300 s")
-        return judge(*arguments)
+        return score(*arguments)
 
-    monkeypatch.setattr("thresher.engine.training.train.judge", failing_at_the_second)
+    monkeypatch.setattr("thresher.engine.training.train.score", failing_at_the_second)
     out = tmp_path / "run"
     with pytest.raises(UserError, match="stayed away"):
         train(make_recipe(), out)
