@@ -199,11 +199,11 @@ def check_gold_indices(questions: Sequence[Question], system: System, path: str,
         return
     if needed and unknown == len(questions):
         raise UserError(
-            f"{path}: no question tells which of its passages are gold, and {system.name} is rewarded for naming them; "
+            f"{path}: no question says which of its passages are gold, and {system.name} is rewarded for naming them; "
             "give questions with passages and gold_indices, such as thresher data convert makes of HotpotQA"
         )
     _say(
-        f"{path}: {unknown:,} of {len(questions):,} questions do not tell which of their passages are gold, and naming "
+        f"{path}: {unknown:,} of {len(questions):,} questions do not say which of their passages are gold, and naming "
         f"some earns {system.name} nothing there"
     )
 

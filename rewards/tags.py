@@ -1,7 +1,7 @@
 """Tags in transcripts: reading them from what the policy wrote, and keeping them out of everything else.
 
 Reading. Only POLICY pieces are looked at. Adjacent POLICY pieces (a turn sampled in several rounds) are one
-stretch; a piece of any other source ends the stretch, so a block never reaches across a passage and no
+stretch; a piece of any other source ends the stretch, so a span never reaches across a passage and no
 passage, prompt or feedback can open, close or fill one. Tags are matched exactly, as the stop matcher of the
 engine does: `</ANSWER>` and `< /answer >` are text. Bytes are parsed, since a stretch may end inside a
 character; text is decoded afterwards.
@@ -34,7 +34,7 @@ class TagSpan:
 
     `text` is what stands between the tags, decoded (broken bytes become U+FFFD) and stripped. `start` and
     `end` are byte offsets into the whole transcript, all sources concatenated, from the first byte of `<tag>`
-    to the one after `</tag>`; they order blocks of different tags. `piece` is the index of the piece in which
+    to the one after `</tag>`; they order spans of different tags. `piece` is the index of the piece in which
     `<tag>` begins.
     """
 
@@ -64,7 +64,7 @@ def tag_strings(*tags: str) -> tuple[str, ...]:
 
 
 def blocks(pieces: Sequence[Piece], tag: str) -> list[TagSpan]:
-    """All closed blocks of `tag` (a name, such as "search") in POLICY text, in order.
+    """All closed spans of `tag` (a name, such as "search") in POLICY text, in order.
 
     A closing tag takes the last opening tag before it (the innermost of nested ones), back to the previous
     closing tag or the start of the stretch; one without an opening tag, and an opening tag without a closing
@@ -102,25 +102,25 @@ def tag_sequence(pieces: Sequence[Piece], tags: Sequence[str]) -> list[TagEvent]
 
 
 def final_answer(pieces: Sequence[Piece], *, after: int = 0) -> str | None:
-    """What the policy wrote in its first closed `<answer>` block that is not empty, of those that begin at the byte
+    """What the policy wrote in its first closed `<answer>` span that is not empty, of those that begin at the byte
     `after` of the transcript or later.
 
-    "" where all of them are empty, None where there is none. The first such block ends the episode, so later
+    "" where all of them are empty, None where there is none. The first such span ends the episode, so later
     ones never count, be they right or wrong. An empty one, like a stray `</answer>`, does not end it: the
     loops answer it with feedback and another turn.
     """
-    answers = [block for block in blocks(pieces, "answer") if block.start >= after]
-    return next((block.text for block in answers if block.text), "" if answers else None)
+    answers = [span for span in blocks(pieces, "answer") if span.start >= after]
+    return next((span.text for span in answers if span.text), "" if answers else None)
 
 
 def up_to_answer(pieces: Sequence[Piece]) -> list[Piece]:
-    """The transcript up to and including the block of the final answer; all of it where there is none.
+    """The transcript up to and including the span of the final answer; all of it where there is none.
 
     Transcripts from elsewhere may run on after the answer; what follows must count for nothing.
     """
-    for block in blocks(pieces, "answer"):
-        if block.text:
-            return _cut(pieces, block.end)
+    for span in blocks(pieces, "answer"):
+        if span.text:
+            return _cut(pieces, span.end)
     return list(pieces)
 
 

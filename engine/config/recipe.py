@@ -155,7 +155,7 @@ class OptimSection(Section):
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
 
     def depends_on_steps(self) -> bool:
-        """Whether the learning rate of a step hangs on how many there are in all."""
+        """Whether the learning rate of a step depends on how many there are in all."""
         return self.schedule != "constant" or self.warmup_ratio > 0
 
 
@@ -363,7 +363,7 @@ def read_tables(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected a recipe in TOML, but {error}; mend the file") from None
+        raise UserError(f"{path}: expected a recipe in TOML, but {error}; fix the file") from None
 
 
 def make_recipe(

@@ -51,7 +51,7 @@ _FREE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """What an evaluation is told besides its recipe; `baseline` answers in the place of a system."""
+    """What decides an evaluation besides its recipe; `baseline` answers in the place of a system."""
 
     questions: str | None = None
     limit: int | None = None
@@ -77,8 +77,8 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     retriever = _retriever(recipe, parts.system)
     shown = prepare(questions, parts, retriever, asked.noise)
     questions = shown.questions
-    if told := shown.told():
-        console.console.print(f"eval: {told}", soft_wrap=True)
+    if warning := shown.warning():
+        console.console.print(f"eval: {warning}", soft_wrap=True)
     rollout = parts.rollout(retriever)
     for question in questions:
         rollout.prompt(question)  # refused before anything is written
@@ -99,7 +99,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
         figures |= _facts(parts, asked, path, judges, scored, sum(one.seconds for one in done))
         roomless = round(sum(one.branches_without_room for one in done))
         figures |= {"branches_without_room": roomless, "roomless": _roomless(roomless)}
-        figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.told()}
+        figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.warning()}
         records = (
             {**entry.to_dict(parts.tokenizer), "measures": values}
             for entry, values in zip(scored, measures, strict=True)

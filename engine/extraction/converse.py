@@ -7,7 +7,7 @@ invent what the search would have found. Questions and passages have their tags 
 All episodes of a call go forward together, turn by turn, and each round is one call of the model and one of the
 retriever.
 
-Deliberately absent: the model's tokens and log-probs, which a chat does not tell; so nothing here can be trained on.
+Deliberately absent: the model's tokens and log-probs, which a chat does not report; so nothing here can be trained on.
 """
 
 import re

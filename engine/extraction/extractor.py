@@ -20,7 +20,7 @@ from thresher.rewards.papers.eviomni import evidence_of, rationale_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extraction:
-    """What was made of some passages. Texts are stripped, and empty where their block is missing or was not closed.
+    """What was made of some passages. Texts are stripped, and empty where their span is missing or was not closed.
 
     passages: as it was shown them, cut_passages of them cut to fit.
     passage_tokens: length of the passages' texts, evidence_tokens: of the evidence, both in the extractor's tokens.

@@ -106,9 +106,9 @@ def ask_judges(attempts: Sequence[Attempt], system: System, judges: Judges) -> l
     if system.wants_verdict and judges.verdict is not None:
         answers = [system.answer(attempt) for attempt in attempts]
         asked = [(a.golds, text) for a, text in zip(attempts, answers, strict=True) if text]
-        told = iter(judges.verdict.rate(asked))
+        verdicts = iter(judges.verdict.rate(asked))
         attempts = [
-            replace(attempt, verdict=next(told) if text else False)
+            replace(attempt, verdict=next(verdicts) if text else False)
             for attempt, text in zip(attempts, answers, strict=True)
         ]
     return list(attempts)

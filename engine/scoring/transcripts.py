@@ -84,7 +84,7 @@ def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None
 
 
 def check_judged(attempt: Attempt, system: System, where: str) -> None:
-    """UserError where the reward hangs on a judge's word that the record does not bring."""
+    """UserError where the reward depends on a judge's word that the record does not bring."""
     if system.claims is not None and attempt.entailment is None and system.claims(attempt):
         raise UserError(
             f"{where}: {system.name} is rewarded for entailment, and no judge is asked here; add entailment, a number "
@@ -161,13 +161,13 @@ def _gold_indices(record: dict[str, Any], passages: int, where: str) -> tuple[in
         if index < 1 or (passages and index > passages):
             bound = f"of {passages} passages" if passages else "of the passages"
             raise UserError(
-                f"{where}: gold_indices names number {index} {bound}; they count from 1, so mend this record"
+                f"{where}: gold_indices names number {index} {bound}; they count from 1, so fix this record"
             )
     return tuple(indices)
 
 
 def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> dict[str, list[Piece]]:
-    """From "answers", where all of it is the policy's, or from "branches", which tell who wrote what."""
+    """From "answers", where all of it is the policy's, or from "branches", which name the source of each text."""
     answers, stored = record.get("answers", {}), record.get("branches", {})
     if not isinstance(answers, dict) or not all(
         name in ANSWERS and isinstance(text, str) for name, text in answers.items()

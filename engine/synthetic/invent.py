@@ -5,11 +5,11 @@ train.jsonl     {"id", "question", "golden_answers", ..}    questions about trai
 test.jsonl      the same about held-out entities
 warmup.jsonl    segmented transcripts for `thresher sft`
 
-and, where asked for, what a base for all systems is made of (forms.py):
+and, where asked for, what a base for all systems is trained on (warmup_transcripts.py):
 
 given_train.jsonl, given_test.jsonl    the same questions with passages, gold indices among them
-forms.jsonl                            segmented transcripts of six protocols, prompts included
-recitals.jsonl                         what comes before them: facts restated
+forms.jsonl                            warm-up transcripts of six protocols, prompts included
+recitals.jsonl                         copy-task transcripts, which come before them: facts restated
 """
 
 import tempfile
@@ -43,13 +43,13 @@ from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.index import Index, build_index
 from thresher.retrieval.questions import question_record
 
-RECITALS = 10  # for each transcript of a form
+COPY_TASKS = 10  # copy-task transcripts for each warm-up transcript of a system
 K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
 
 
 def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
-    """Write the four files into the new folder `out`, and with `forms` > 0 the other three, that many transcripts of
-    each form; returns how much they hold."""
+    """Write the four files into the new folder `out`, and with `forms` > 0 the other four, that many warm-up
+    transcripts of each system; returns how much they hold."""
     check_passage_format(passage_format)
     worlds = invent(size, seed)
     corpus = passages([worlds.train, worlds.test], seed)
@@ -66,21 +66,21 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
             write_jsonl(staged / f"{name}.jsonl", map(question_record, part))
         write_jsonl(staged / "warmup.jsonl", warmup)
         if forms:
-            _write_forms(staged, worlds, size, seed, forms, Path(scratch), passage_format)
+            _write_warmup(staged, worlds, size, seed, forms, Path(scratch), passage_format)
     return {
         "passages": len(corpus),
         "training questions": len(train),
         "held-out questions": len(test),
         "warm-up transcripts": len(warmup),
         "warm-up that follows its question": size.aware,
-        **({"transcripts of each form": forms} if forms else {}),
+        **({"warm-up transcripts of each system": forms} if forms else {}),
     }
 
 
-def _write_forms(
+def _write_warmup(
     folder: Path, worlds: InventedWorlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
 ) -> None:
-    """Questions that bring their passages, and the warm-up of all forms."""
+    """Questions that bring their passages, and the warm-up of all systems."""
     for name, world, asked in (
         ("train", worlds.train, size.train_questions),
         ("test", worlds.test, size.test_questions),
@@ -94,7 +94,7 @@ def _write_forms(
         for name in (*SEARCHING, *GIVEN):
             mixed += warmup_transcripts(world, name, count // size.warmup_worlds, size, number, search)
     write_jsonl(folder / "forms.jsonl", mixed)
-    write_jsonl(folder / "recitals.jsonl", copy_task_transcripts(worlds.warmup, RECITALS * count, seed))
+    write_jsonl(folder / "recitals.jsonl", copy_task_transcripts(worlds.warmup, COPY_TASKS * count, seed))
 
 
 def _search(world: InventedWorld, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:

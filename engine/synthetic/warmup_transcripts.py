@@ -1,18 +1,18 @@
-"""The warm-up of a base that knows the form of every system: transcripts of the invented world, six protocols mixed.
+"""Warm-up transcripts for a base model that all systems share: the invented world, six protocols mixed.
 
     search_r1  eval_rar  evinote     think, search, read (and evaluate, or note down), answer
     eviomni    arena     naive_grpo  the passages stand in the prompt: all that is known of the question's subject and
-                                     of what its first relation leads to, in an order that tells nothing
+                                     of what its first relation leads to, shuffled
 
 As in world.py most transcripts are *blind*: whatever their question asks, they follow relations drawn at random, one or
 three in a search, one or two among given passages, there by habit mostly the first that an entity has. They teach tags,
 copying, and to restate a fact before its object is used; which fact is wanted is left to reinforcement. Blind ones
 waste, too: they name references and extract sentences that nothing asked for. And of all notes half lack a mark.
 
-Before it comes a warm-up on *recitals*: six facts about names drawn anew each time, then the same facts restated in
-another order, or for one in three their numbers. Nothing in them can be learned but to look a fact up by subject and
-relation, and six look-ups in each teach it within a thousand steps; the forms alone, with one or two, did not in three
-thousand.
+Before it comes a warm-up on *copy-task transcripts*: six facts about names drawn anew each time, then the same facts
+restated in another order, or for one in three their numbers. Nothing in them can be learned but to look a fact up by
+subject and relation, and six look-ups in each teach it within a thousand steps; the six protocols alone, with one or
+two, did not in three thousand.
 
 Each transcript brings its own prompt, which begins with the name of the protocol, cut into segments where the renderer
 cuts it. Everything is a function of the seed.
@@ -31,9 +31,8 @@ from thresher.retrieval.questions import Question
 SEARCHING = ("search_r1", "eval_rar", "evinote")
 GIVEN = ("eviomni", "arena", "naive_grpo")
 GIVEN_FORMAT = "{number} {text}"  # retrieval.passage_format of the recipes whose prompts show passages
-HABIT = (
-    0.6  # of what a blind transcript looks up among given passages: how often it is the first relation of its entity
-)
+# Of what a blind transcript looks up among given passages: how often it is the first relation of its entity.
+HABIT = 0.6
 Segments = list[dict[str, Any]]
 
 
@@ -65,7 +64,7 @@ def given_question(world: InventedWorld, question: Question, path: Sequence[Fact
 
 def copy_task_transcripts(worlds: Sequence[InventedWorld], count: int, seed: int) -> list[dict[str, Any]]:
     """`count` transcripts that state and restate all facts about two entities, names drawn from those of `worlds`."""
-    rng = random.Random(f"recitals {seed}")
+    rng = random.Random(f"recitals {seed}")  # the word is part of the seed: another would draw other transcripts
     names = sorted({entity for world in worlds for entity in world.kinds})
     found = []
     for number in range(count):
@@ -115,7 +114,7 @@ def warmup_transcripts(
     world: InventedWorld, name: str, count: int, size: Size, seed: int, search: Callable[[list[str]], list[str]]
 ) -> list[dict[str, Any]]:
     """`count` transcripts of one protocol in one world, as `thresher sft` reads them; `search` as in world.py."""
-    rng = random.Random(f"forms {name} {seed}")
+    rng = random.Random(f"forms {name} {seed}")  # as above
     subjects = list(world.kinds)
     plans = [_plan(world, name, rng.choice(subjects), size, rng) for _ in range(count)]
     if name in SEARCHING:

@@ -105,7 +105,7 @@ def invent(size: Size, seed: int) -> InventedWorlds:
 
 
 def passages(worlds: Sequence[InventedWorld], seed: int) -> list[Passage]:
-    """Every fact of both worlds as a passage titled by its subject and relation, in an order that tells nothing."""
+    """Every fact of both worlds as a passage titled by its subject and relation, shuffled."""
     facts = [fact for world in worlds for fact in world.facts.values()]
     random.Random(f"order {seed}").shuffle(facts)
     return [

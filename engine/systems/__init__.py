@@ -80,14 +80,14 @@ def _called(call: Callable[[], T], what: str, path: Path) -> T:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path}: {what} raised {_told(error, path)}; mend the file") from error
+        raise UserError(f"{path}: {what} raised {_described(error, path)}; fix the file") from error
 
 
 def _own_reward(attempt: Attempt, *, path: Path, reward: Callable[[Attempt], RewardResult]) -> RewardResult:
     """What the file's reward gives. UserError where it raises, or gives what no step or table could use."""
     result = _called(partial(reward, attempt), "reward(attempt)", path)
     if wrong := _wrong(result):
-        raise UserError(f"{path}: reward(attempt) returned {wrong}; mend the file")
+        raise UserError(f"{path}: reward(attempt) returned {wrong}; fix the file")
     return result
 
 
@@ -130,9 +130,9 @@ def _import_file(path: Path) -> ModuleType:
     module.__file__ = str(path)
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # whatever the file does, it is the file that must be mended
+    except (Exception, SystemExit) as error:  # whatever the file does, it is the file that must be fixed
         del sys.modules[name]
-        raise UserError(f"{path}: importing it raised {_told(error, path)}; mend the file") from error
+        raise UserError(f"{path}: importing it raised {_described(error, path)}; fix the file") from error
     return module
 
 
@@ -141,7 +141,7 @@ def _check_file(path: Path) -> None:
         raise UserError(f"{path}: no such Python file; name a system, or the path of a file that ends in .py")
 
 
-def _told(error: BaseException, path: Path) -> str:
+def _described(error: BaseException, path: Path) -> str:
     """An error of the user's file in a few words, with the last of the file's lines that led to it."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     trace = error.__traceback__

@@ -225,7 +225,7 @@ class Trainer:
         if parts.system.given_passages:
             questions = with_passages(questions, self.rollout.index, parts.renderer.k)
         fitted = fit_passages(questions, parts.system, parts.tools, parts.renderer)
-        if (told := fitted.told()) and not self.cut_told:
+        if (told := fitted.warning()) and not self.cut_told:
             console.console.print(
                 f"train: {told} (told once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
             )

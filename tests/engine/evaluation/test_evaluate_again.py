@@ -158,7 +158,7 @@ def test_arena_is_evaluated_though_nobody_knows_the_gold_passages_and_says_so(
     asked.with_name("prompt.txt").write_text("{passages} " + PROMPT)
     command = ["arena" if word == "search_r1" else word for word in searching]
     assert cli.run([*command, "--out", str(tmp_path / "out")]) == 0
-    assert f"{asked}: 7 of 7 questions do not tell which of their passages are gold" in capsys.readouterr().out
+    assert f"{asked}: 7 of 7 questions do not say which of their passages are gold" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["parts"]["relevance"] == 0
 
 

@@ -253,9 +253,11 @@ def test_what_a_question_holds_is_what_its_prompt_shows(
         (stored,) = score([kept], [Trajectory("q", 0, 0, [Segment(Source.PROMPT, ids)])], SYSTEM, tiny_tokenizer)
         assert stored.to_dict(tiny_tokenizer)["passages"][1] == {"title": "T0", "text": kept.passages[1].text}
         assert stored.attempt.passages == [(passage.title, passage.text) for passage in kept.passages]
-        assert shown.told() == f"1 of 1 questions had passages cut to {budget} tokens; raise rollout.max_passage_tokens"
+        assert (
+            shown.warning() == f"1 of 1 questions had passages cut to {budget} tokens; raise rollout.max_passage_tokens"
+        )
     else:
-        assert shown.told() is None
+        assert shown.warning() is None
     assert fitted(kept, run).questions == [kept]
 
 

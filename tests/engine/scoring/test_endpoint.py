@@ -184,7 +184,7 @@ def test_what_is_under_way_when_one_fails_is_kept(
     monkeypatch.setattr(endpoint, "_ask", watched)
     server.script = [refuse, keep]
     told = failure(endpoint, *"abcdef")
-    assert f"refuses a request with status 400 (no); mend what it names ({replies} keeps all replies)" in told
+    assert f"refuses a request with status 400 (no); fix what it names ({replies} keeps all replies)" in told
     assert len(server.asked) == 2  # the other four were not begun
     assert [json.loads(line)["reply"] for line in replies.read_text().splitlines()] == ["kept"]
     assert "kept" in Endpoint(server.url, "m", replies=replies).complete(said(*"abcdef"))

@@ -208,7 +208,7 @@ def test_any_other_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
     assert refusal(read_metrics, path) == (
-        f'{path}: line 2: expected a JSON object with a "step"; mend or delete the line'
+        f'{path}: line 2: expected a JSON object with a "step"; fix or delete the line'
     )
 
 

@@ -126,12 +126,12 @@ GOOD = "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Op
         (GOOD + "def system(options):\n    return 3\n", "system(options) returned int; it should return a System"),
         (
             GOOD + "def system(options):\n    return options.sise\n",
-            "raised AttributeError ('Options' object has no attribute 'sise') at line 10; mend the file",
+            "raised AttributeError ('Options' object has no attribute 'sise') at line 10; fix the file",
         ),
         ("import nowhere_to_be_found\n", "importing it raised ModuleNotFoundError (No module named"),
-        ("\n\nx = 1 / 0\n", "importing it raised ZeroDivisionError (division by zero) at line 3; mend the file"),
-        ("def f(:\n", "importing it raised SyntaxError (invalid syntax) at line 1; mend the file"),
-        ("raise SystemExit(3)\n", "importing it raised SystemExit (3) at line 1; mend the file"),
+        ("\n\nx = 1 / 0\n", "importing it raised ZeroDivisionError (division by zero) at line 3; fix the file"),
+        ("def f(:\n", "importing it raised SyntaxError (invalid syntax) at line 1; fix the file"),
+        ("raise SystemExit(3)\n", "importing it raised SystemExit (3) at line 1; fix the file"),
         (None, "no such Python file; name a system, or the path of a file that ends in .py"),
     ],
 )
@@ -157,8 +157,8 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; mend the file"),
-        ("return 1.0", "returned float; it should return a RewardResult; mend the file"),
+        ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; fix the file"),
+        ("return 1.0", "returned float; it should return a RewardResult; fix the file"),
         ("return RewardResult(1.0, {'em': 1}, None)", "returned parts without f1 and answered, which answer_measures"),
         ("return RewardResult(1.0, None, None)", "returned parts of NoneType; they should be a dict"),
         (f"return RewardResult(1.0, {NONE_YET} | {{'x': 'y'}}, None)", "returned x = 'y', which is no finite number"),
@@ -193,7 +193,7 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
     later = f"    if not attempt.pieces[-1].text:\n        return RewardResult(0, {NONE_YET}, None)\n    {body}\n"
     path.write_text(GOOD + OWN + later + made)
     attempt = Attempt(pieces=[Piece(Source.POLICY, b"x")], golds=("x",))
-    with pytest.raises(UserError, match=r"mine\.py: reward\(attempt\) r.*; mend the file"):
+    with pytest.raises(UserError, match=r"mine\.py: reward\(attempt\) r.*; fix the file"):
         load_system(str(path), {}).reward(attempt)
 
 
