@@ -1,6 +1,6 @@
-"""Rewards as pure functions of a transcript and the gold answers: each paper's own, text measures, tags, advantages.
+"""Rewards as pure functions of a transcript and the gold answers: tags, text measures, statistics, group advantages.
 
-Imports neither torch nor any other folder, so that everything above may use it.
+Another pure function of these may come in, a paper's reward into papers/; neither torch nor any other folder may.
 """
 
 from thresher.rewards.advantages import group_advantages

@@ -1,1 +1,4 @@
-"""engine/store"""
+"""What survives a kill: run folders, checkpoints, JSONL journals.
+
+Another thing kept on disk, whole or not at all, may come in; nothing that computes it.
+"""

@@ -1,8 +1,9 @@
-"""The ruler: what is measured of a trajectory, by hand, and what has no value and counts for nothing."""
+"""Shared metrics: what is measured of a trajectory, by hand, and what has no value and counts for nothing."""
 
 from typing import Any
 
 import pytest
+from reward_cases import PARTS
 
 from thresher.engine.evaluation.evaluate import summarise
 from thresher.engine.evaluation.metrics import NAMES, mean, means, measures_of, parts_of, ranking_measures, shown
@@ -15,17 +16,6 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.transcript import Piece, Source
 
-# The parts of each system's own reward: measures that stand among what it hands back have a place of their own.
-PARTS = {
-    "eviomni": {"answer", "answer_rationale", "answer_evidence", "answer_full", "format"}
-    | {"length", "length_rationale", "length_evidence"},
-    "evinote": {"format", "answer", "notes"},
-    "arena": {"format", "accuracy", "relevance", "bonus"},
-    "eval_rar": {"answer", "evaluation"},
-    "search_r1": {"answer"},
-    "naive_grpo": {"format", "answer"},
-}
-PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
 PASSAGES = (("Paris", "Paris is the capital of France , as all know"), ("Bonn", "Bonn was a capital"))
 
 

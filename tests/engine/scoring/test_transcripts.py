@@ -270,6 +270,7 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
         "naive_grpo": ["<think>x</think><answer>Paris</answer>"],
     }
     written |= {"lear": written["eviomni"]}
+    worth = {*written, "evinote", "evinote_code", "eval_rar"}  # what is compared there is more than 0
     turns = written.get(name, ["<summary>*a* -b-</summary><evaluate>Paris \xff</evaluate><answer>Rome</answer>"])
     trajectory = Trajectory("q", 0, 0, [Segment(Source.PROMPT, tiny_tokenizer.encode("Where?"))], "answered")
     for text in turns:
@@ -284,7 +285,7 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
     record = judged.to_dict(tiny_tokenizer)
     (rated,) = score_lines(tmp_path, name, record, options=options, tokenizer=tmp_path / "tokenizer")
     assert (rated["reward"], rated["parts"]) == (judged.result.reward, judged.result.parts)
-    assert rated["answer"] == judged.result.answer and (rated["reward"] > 0 or name == "search_r1")
+    assert rated["answer"] == judged.result.answer and (rated["reward"] > 0 or name not in worth)
 
 
 BAD = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reward_cases import PARTS
 
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.episode import Fork, Generate, Kept, Prompt, Reprefill, System, Tools, Turn, pair_tags
@@ -36,16 +37,6 @@ TAGS = {
     "arena": ["question", "references", "relevance", "analysis", "answer"],
     "naive_grpo": ["think", "answer"],
 }
-PARTS = {
-    "eviomni": {"answer", "answer_rationale", "answer_evidence", "answer_full", "format"}
-    | {"length", "length_rationale", "length_evidence"},
-    "evinote": {"format", "answer", "notes", "entailment"},
-    "arena": {"format", "accuracy", "relevance", "bonus"},
-    "eval_rar": {"answer", "evaluation"},
-    "search_r1": {"answer"},
-    "naive_grpo": {"format", "answer"},
-}
-PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
 
 
 def drive(system: System, texts: Sequence[str]) -> tuple[list[Any], str]:
