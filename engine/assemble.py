@@ -49,7 +49,7 @@ class Parts:
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
 
-    def rollout(self, index: Retriever | None) -> Rollout:
+    def rollout(self, retriever: Retriever | None) -> Rollout:
         limits = self.limits
         blocks = Rollout.blocks_for(limits)
         needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.page_size, self.policy.dtype.itemsize)
@@ -61,7 +61,7 @@ class Parts:
             )
         parts = (self.system, self.tools, self.renderer, limits)
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
-        return Rollout(self.policy, self.tokenizer, index, *parts, shuffle=shuffle)
+        return Rollout(self.policy, self.tokenizer, retriever, *parts, shuffle=shuffle)
 
 
 def memory_bytes(device: torch.device) -> int:

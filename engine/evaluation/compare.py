@@ -1,4 +1,4 @@
-"""`thresher compare`: two evaluations of the same questions, measure by measure, as differences that can be trusted.
+"""`thresher compare`: two evaluations of the same questions, measure by measure, as paired differences.
 
     folder A, folder B  ->  questions matched by id  ->  B - A, its 95% interval, a p-value   (rewards/statistics.py)
 

@@ -1,4 +1,7 @@
-"""Evaluation within a run: every question once, judged by its system's reward and by measures that no system owns."""
+"""Evaluation inside a training run, in memory: every question once, scored, and summarised as means.
+
+The command `thresher eval` is run.py.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,9 +35,8 @@ def jobs_of(questions: Sequence[Question], temperature: float, seed: int, first:
 
 
 def summarise(scored: Sequence[Scored], tags: Sequence[str] = ()) -> dict[str, Any]:
-    """Means over trajectories: the measures of engine/evaluation/metrics.py, the parts of the system's own reward, and
-    how many
-    trajectories ended for which reason. tags: the system's, for the measures of what it writes between them."""
+    """Means over trajectories: the shared metrics (metrics.py), the parts of the system's own reward, and how many
+    trajectories ended for which reason. tags: the system's, for the metrics of what it writes between them."""
     return {
         "questions": len(scored),
         **means([measures_of(entry, tags) for entry in scored]),

@@ -1,4 +1,4 @@
-"""The folder of an evaluation, which can be killed at any moment and goes on when the same command is given again.
+"""What `thresher eval` keeps on disk: a folder that survives a kill; the same command goes on from it.
 
     settings.json        what decides the trajectories; a command with other settings is refused
     generated.jsonl      the trajectories so far, appended part by part; gone when the evaluation is complete

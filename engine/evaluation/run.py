@@ -1,4 +1,4 @@
-"""An evaluation from questions to table: generated part by part, kept as it grows, then judged and measured.
+"""`thresher eval`, from questions to table: generated part by part, kept as it grows, then scored and measured.
 
     questions -> passages, noise, cut to what fits -> parts of 2 x max_running: rollout, append to the folder
               -> judges (entailment, verdicts) -> rewards -> measures, intervals -> trajectories, table

@@ -1,8 +1,8 @@
-"""An episode whose turns are written by a chat model behind a URL instead of a policy of ours.
+"""Episodes whose turns are written by a chat model behind a URL: a rollout without tokens.
 
 The prompt is the user's first message, a turn the assistant's, and what the engine appends between two turns
 (passages, feedback) the user's next. A reply is cut behind the first stop tag in it: such a model may well go on and
-invent what the search would have found. Questions and passages have their tags made harmless, as in the renderer.
+invent what the search would have found. Questions and passages have their tags escaped, as in the renderer.
 
 All episodes of a call go forward together, turn by turn, and each round is one call of the model and one of the
 retriever.

@@ -1,4 +1,4 @@
-"""The extractor in use: question and passages go in, rationale and evidence come out, and no answer is asked for.
+"""One model as extractor: question and passages go in, rationale and evidence come out, and no answer is asked for.
 
 Any model that writes EviOmni's tags will do: its system's prompt, and of its episode the first turn, which ends at
 `</extract>`. Decoding is greedy.

@@ -1,6 +1,6 @@
-"""Whoever answers or searches beside the extractor: a model folder of ours, or a chat model behind a URL.
+"""The model beside the extractor, a generator or an agent: a model folder of ours, or a chat model behind a URL.
 
-Both are given a System and hand back the same Outcome, so that nothing else needs to know which it was. Greedy.
+Both are given a System and hand back the same Response, so that nothing else needs to know which it was. Greedy.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""EviOmni in use: evidence before the answer, in a traditional and in an agentic loop.
+"""`thresher extract`: EviOmni in use, evidence before the answer, in a traditional and in an agentic loop.
 
     traditional   passages P of q, given or retrieved  ->  extractor(q, P) = r, e  ->  a generator, if any: answer(q, e)
     agentic       an agent searches, the extractor reads what is found, and only e comes back

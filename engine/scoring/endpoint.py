@@ -1,4 +1,4 @@
-"""A chat model behind any server that speaks OpenAI's /v1/chat/completions.
+"""The HTTP client of any chat model behind OpenAI's /v1/chat/completions: retries, concurrency, replies kept on disk.
 
     endpoint = Endpoint("http://127.0.0.1:8000", "qwen", replies=folder / "replies.jsonl")
     texts = endpoint.complete([[{"role": "user", "content": "Who wrote Emma?"}]])

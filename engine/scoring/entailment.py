@@ -1,4 +1,4 @@
-"""Judges of entailment: how surely a text (the premise) makes a claim (the hypothesis) true, as a probability.
+"""The entailment judge, a local model: the probability that a text (the premise) makes a claim (the hypothesis) true.
 
 A reward that needs one (EviNote-RAG's) is handed the number, so judges live in the engine and rewards stay pure. A
 judge is a trained classifier, from a folder of weights, or, where none is given, the overlap of words: a stand-in that

@@ -1,4 +1,4 @@
-"""From trajectories to rewards: each becomes an Attempt, judges are asked where the system wants it, then it is rated.
+"""A batch of trajectories to rewards, in training and evaluation: attempts, then judges, then the reward function.
 
 Judges answer in one call for all attempts, before any reward is taken; the reward itself is a pure function.
 """
@@ -27,7 +27,7 @@ class VerdictJudge(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judges:
-    """Whom to ask; None where the recipe names nobody."""
+    """The models that are asked: entailment, an NLI classifier or its stand-in; verdict, a chat model. None: nobody."""
 
     entailment: EntailmentJudge | None = None
     verdict: VerdictJudge | None = None
@@ -70,7 +70,8 @@ def score(
     tokenizer: Tokenizer,
     judges: Judges | None = None,
 ) -> list[Scored]:
-    """questions[i] is the one that trajectories[i] answers. UserError where the system needs a judge that is absent."""
+    """Each trajectory with its reward; questions[i] is the one that trajectories[i] answers. UserError where the system
+    needs a judge that is absent."""
     attempts = [make_attempt(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
     return [

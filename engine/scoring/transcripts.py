@@ -1,4 +1,4 @@
-"""`thresher score`: rate transcripts that anyone wrote, with a system's own reward.
+"""`thresher score`: a JSONL file of transcripts that anyone wrote to rewards, without a model and without a judge.
 
 in  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"}, ..]}
     and what some rewards look at besides:

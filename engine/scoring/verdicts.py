@@ -1,4 +1,4 @@
-"""Is a response right, by the accepted answers alone? A chat model says yes or no (ARENA's LLM-as-judge).
+"""The verdict judge: a chat model says whether a response is right by the accepted answers (ARENA's LLM-as-judge).
 
     verdicts = Verdicts(Endpoint("http://127.0.0.1:8000", "qwen"))
     verdicts.rate([(["Jane Austen"], "It was Austen.")])
