@@ -155,9 +155,8 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
             say=_say,
         )
     else:
-        from thresher.retrieval.indexes.index import (
-            load_retriever,  # FAISS: where a server searches, the run needs none
-        )
+        # Here, for it brings FAISS, which a run whose searches go to a server does not need.
+        from thresher.retrieval.indexes.index import load_retriever
 
         assert section.index is not None  # it has no url
         retriever = load_retriever(section.index)

@@ -18,7 +18,7 @@ The ablation's variants, where `noted` means that there is a note:
 
     Base, NS, NE   EM [assumed]: Search-R1; a naive summary; `<evidence>` instead of `<summary>`
     FS             EM if noted, else 0                FS+EQR    EM + EQR if noted, else 0
-    FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`Attempt.chance` is the lot)
+    FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`Attempt.chance` decides)
     SEN            R with EQR 0                       SEN+EQR   R
 
 Deliberately absent: the judge. Its probability for `evinote_claims` is passed in.

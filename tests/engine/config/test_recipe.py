@@ -84,7 +84,7 @@ values = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and in type, -0.0 and 0.0 told apart."""
+    """Equal in value and in type, -0.0 and 0.0 distinguished."""
     return repr(a) == repr(b)
 
 

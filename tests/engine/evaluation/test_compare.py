@@ -20,8 +20,9 @@ def evaluation(folder: Path, rows: list[Row], **figures: Any) -> Path:
         for id_, measures in rows
     ]
     (folder / "trajectories.jsonl").write_text("\n".join(lines) + "\n")
-    told = {"system": "eviomni", "baseline": None, "model": "m", "data": "d", "noise": 0, "temperature": 0.0, "seed": 0}
-    (folder / "metrics.json").write_text(json.dumps({**told, **figures}))
+    facts = {"system": "eviomni", "baseline": None, "model": "m", "data": "d"}
+    facts |= {"noise": 0, "temperature": 0.0, "seed": 0}
+    (folder / "metrics.json").write_text(json.dumps({**facts, **figures}))
     return folder
 
 
@@ -44,8 +45,8 @@ def test_differences_of_the_questions_in_both(tmp_path: Path, capsys: Any) -> No
         "| Exact match | `em` | 0.0% | 100.0% | +100.0 pts | +100.0 to +100.0 | 0.062 | 5 | exact sign test |" in page
     )
     assert "2 questions of the second are in it alone" in page and "rewards do not compare" in page
-    told = capsys.readouterr().out
-    assert "5 questions are in both runs." in told and "│ em " in told
+    printed = capsys.readouterr().out
+    assert "5 questions are in both runs." in printed and "│ em " in printed
 
 
 def test_rewards_compare_where_function_and_switches_are_the_same(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: py
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     (unfinished / "settings.json").write_text("{}")
-    for folder, told in (
+    for folder, problem in (
         (apart, "no question is in both"),
         (other, "question x is another in"),
         (old, "line 1 has no measures"),
@@ -123,5 +124,5 @@ def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: py
     ):
         assert cli.run(["compare", str(good), str(folder), "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
-        assert told in error and error.count("\n") == 1
+        assert problem in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluate_cases import PROMPT, refusal, searching_flags, told, write_asked
+from evaluate_cases import PROMPT, recipe_from, refusal, searching_flags, write_asked
 
 from thresher.cli import main as cli
 from thresher.engine import assemble
@@ -222,7 +222,7 @@ def test_the_best_checkpoint_is_chosen_on_dev(tmp_path: Path, tiny_questions: li
         (run.checkpoints / "step_000020").mkdir()
         best = best_checkpoint(tmp_path / "run")
         assert (best.path, best.step, best.lost) == (run.checkpoints / "step_000020", 20, None)
-    recipe = told("--best", str(tmp_path / "run"))
+    recipe = recipe_from("--best", str(tmp_path / "run"))
     assert recipe.model.path == str(best.path) and recipe.system and recipe.system.name == "arena"
     with pytest.raises(UserError, match="is not a run folder"):
         best_checkpoint(model)

@@ -183,8 +183,8 @@ def test_what_is_under_way_when_one_fails_is_kept(
 
     monkeypatch.setattr(endpoint, "_ask", watched)
     server.script = [refuse, keep]
-    told = failure(endpoint, *"abcdef")
-    assert f"refuses a request with status 400 (no); fix what it names ({replies} keeps all replies)" in told
+    problem = failure(endpoint, *"abcdef")
+    assert f"refuses a request with status 400 (no); fix what it names ({replies} keeps all replies)" in problem
     assert len(server.asked) == 2  # the other four were not begun
     assert [json.loads(line)["reply"] for line in replies.read_text().splitlines()] == ["kept"]
     assert "kept" in Endpoint(server.url, "m", replies=replies).complete(said(*"abcdef"))
@@ -198,12 +198,12 @@ def test_what_is_under_way_when_one_fails_is_kept(
     "trouble", [(503, {}), (500, b"<html>"), (529, {}), (429, {}), (408, {}), "break", "half", "sleep"]
 )
 def test_what_passes_is_waited_for(server: ChatServer, pauses: list[float], trouble: Any) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     server.script = [trouble, trouble, "at last"]
-    endpoint = Endpoint(server.url, "m", timeout=0.1, say=told.append)
+    endpoint = Endpoint(server.url, "m", timeout=0.1, say=lines.append)
     assert endpoint.complete(said("q")) == ["at last"]
     assert server.asked == [server.asked[0]] * 3 and endpoint.requests == 3
-    assert len(told) == 2 and "asking again for up to 300 s" in told[0] and told[1].endswith("replies again")
+    assert len(lines) == 2 and "asking again for up to 300 s" in lines[0] and lines[1].endswith("replies again")
 
 
 def test_pauses_double_up_to_a_limit_and_begin_anew(server: ChatServer, pauses: list[float]) -> None:
@@ -247,8 +247,8 @@ def test_patience_ends(server: ChatServer, tmp_path: Path, monkeypatch: pytest.M
 def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    told = failure(Endpoint(url, "m", patience=0))
-    assert "no reply for 0 s (a connection that could not be made); see to the server" in told
+    problem = failure(Endpoint(url, "m", patience=0))
+    assert "no reply for 0 s (a connection that could not be made); see to the server" in problem
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_nobody_is_there() -> None:
 )
 def test_a_refusal_is_told_at_once(server: ChatServer, status: int, body: Any, words: str) -> None:
     server.script = [(status, body)]
-    told = failure(Endpoint(server.url, "m", key="s3cret"))
-    assert "refuses a request with" in told and words in told and "s3cret" not in told
+    problem = failure(Endpoint(server.url, "m", key="s3cret"))
+    assert "refuses a request with" in problem and words in problem and "s3cret" not in problem
     assert len(server.asked) == 1
 
 
@@ -291,8 +291,8 @@ def test_an_answer_of_another_shape_is_asked_for_once_more(server: ChatServer, t
     server.script = [(200, body), "fine"]
     assert endpoint.complete(said("q")) == ["fine"]
     server.script = [(200, body), (200, body)]
-    told = failure(endpoint, "r")
-    assert "m gave, twice, no text at choices[0].message.content, as a chat completion has it, but" in told
+    problem = failure(endpoint, "r")
+    assert "m gave, twice, no text at choices[0].message.content, as a chat completion has it, but" in problem
     assert len(server.asked) == 4 and len((tmp_path / "r.jsonl").read_text().splitlines()) == 1
 
 
@@ -302,8 +302,8 @@ def test_an_unusable_reply_is_asked_for_once_more_and_not_kept(server: ChatServe
     server.script = ["dunno", "42"]
     assert endpoint.complete(said("q"), usable=str.isdigit) == ["42"]
     server.script = ["dunno", "well,\nperhaps"]
-    told = failure(endpoint, "How many?", usable=str.isdigit)
-    assert 'm gave, twice, a reply to "How many?" of no use, "well, perhaps"; name another model' in told
+    problem = failure(endpoint, "How many?", usable=str.isdigit)
+    assert 'm gave, twice, a reply to "How many?" of no use, "well, perhaps"; name another model' in problem
     assert [json.loads(line)["reply"] for line in replies.read_text().splitlines()] == ["42"]
     # Kept by one who could use it, asked for anew by one who cannot.
     assert endpoint.complete(said("word")) == ["re: word"]

@@ -156,10 +156,12 @@ def test_answers_and_stored_branches_are_one_thing_told_twice(tmp_path: Path) ->
         name: [segment("prompt", "Paris <answer>"), segment("policy", text)]
         for name, text in EVIOMNI["answers"].items()
     }
-    told = {key: value for key, value in EVIOMNI.items() if key != "answers"} | {"branches": stored}
-    assert score_lines(tmp_path, "eviomni", told) == score_lines(tmp_path, "eviomni", EVIOMNI)
+    as_stored = {key: value for key, value in EVIOMNI.items() if key != "answers"} | {"branches": stored}
+    assert score_lines(tmp_path, "eviomni", as_stored) == score_lines(tmp_path, "eviomni", EVIOMNI)
     # The context of a branch is not the policy's, whatever it holds.
-    faked = told | {"branches": {"evidence": [segment("prompt", "<answer>Paris</answer>"), segment("policy", "Rome")]}}
+    faked = as_stored | {
+        "branches": {"evidence": [segment("prompt", "<answer>Paris</answer>"), segment("policy", "Rome")]}
+    }
     assert score_lines(tmp_path, "eviomni", faked)[0]["parts"]["answer_evidence"] == 0
 
 
@@ -330,22 +332,22 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "told"), BAD)
+@pytest.mark.parametrize(("bad", "problem"), BAD)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, bad: Any, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, bad: Any, problem: str
 ) -> None:
     line = bad if isinstance(bad, bytes) else (bad if isinstance(bad, str) else json.dumps(bad)).encode()
     (tmp_path / "in.jsonl").write_bytes(json.dumps(transcript(RIGHT)).encode() + b"\n" + line + b"\n")
     command = ["score", "--system", system, "--transcripts", str(tmp_path / "in.jsonl")]
     assert cli.run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("thresher: ") and message.count("\n") == 1 and told in message
+    assert message.startswith("thresher: ") and message.count("\n") == 1 and problem in message
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(
-    ("system", "options", "record", "told"),
+    ("system", "options", "record", "problem"),
     [
         ("evinote", {}, NOTED, "in.jsonl:1: evinote is rewarded for entailment, and no judge is asked here; add"),
         ("evinote", {"variant": "FS+EQR"}, NOTED, "in.jsonl:1: evinote is rewarded for entailment"),
@@ -353,10 +355,10 @@ def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
     ],
 )
 def test_a_judges_word_that_is_missing(
-    tmp_path: Path, system: str, options: dict[str, str], record: dict[str, Any], told: str
+    tmp_path: Path, system: str, options: dict[str, str], record: dict[str, Any], problem: str
 ) -> None:
     write(tmp_path / "in.jsonl", record)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=problem):
         score_file(system, options, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
@@ -380,7 +382,7 @@ def test_nothing_to_rate_leaves_an_older_file_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "options", "told"),
+    ("system", "options", "problem"),
     [
         ("evalrar", {}, "system 'evalrar' is unknown; did you mean eval_rar?"),
         ("eval_rar", {"substrings": True}, r"\[system.options\]: substrings: unknown key; did you mean substring\?"),
@@ -389,10 +391,10 @@ def test_nothing_to_rate_leaves_an_older_file_as_it_was(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_system_or_switch_is_refused(
-    tmp_path: Path, system: str, options: dict[str, Any], told: str
+    tmp_path: Path, system: str, options: dict[str, Any], problem: str
 ) -> None:
     write(tmp_path / "in.jsonl", transcript(RIGHT))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=problem):
         score_file(system, options, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 

@@ -102,7 +102,7 @@ def test_the_example_has_a_preset_that_a_recipe_takes(quote: Path, tmp_path: Pat
     assert (recipe.retrieval and recipe.retrieval.k, recipe.rollout.group_size, recipe.grpo.beta) == (5, 8, 1e-3)
 
 
-def test_the_page_tells_of_every_system_and_switch() -> None:
+def test_the_page_names_every_system_and_switch() -> None:
     from importlib import import_module
 
     from thresher.engine.config.tables import hints
@@ -117,7 +117,7 @@ GOOD = "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Op
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "problem"),
     [
         ("", "needs a dataclass Options and a function system(options); add what is missing"),
         ("class Options:\n    pass\n\n\ndef system(options):\n    pass\n", "needs a dataclass Options"),
@@ -136,7 +136,7 @@ GOOD = "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Op
     ],
 )
 def test_a_file_that_is_no_system_ends_in_a_sentence(
-    text: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.py"
     if text is not None:
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_system_ends_in_a_sentence(
     command = ["score", "--system", str(path), "--transcripts", "none.jsonl", "--out", str(tmp_path / "out.jsonl")]
     assert cli.run(command) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"thresher: {path}: ") and told in message and message.count("\n") == 1
+    assert message.startswith(f"thresher: {path}: ") and problem in message and message.count("\n") == 1
 
 
 OWN = (
@@ -155,7 +155,7 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "problem"),
     [
         ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; fix the file"),
         ("return 1.0", "returned float; it should return a RewardResult; fix the file"),
@@ -171,7 +171,7 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
     ],
 )
 def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_made(
-    body: str, told: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+    body: str, problem: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.py"
     made = (
@@ -187,7 +187,7 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
     ):
         assert cli.run([*command, *out]) == 2
         message = capsys.readouterr().err
-        assert message.startswith(f"thresher: {path}: reward(attempt) ") and told in message
+        assert message.startswith(f"thresher: {path}: reward(attempt) ") and problem in message
         assert message.count("\n") == 1 and not (tmp_path / "out").exists()
     # What only what the policy wrote brings to light ends the same way, later.
     later = f"    if not attempt.pieces[-1].text:\n        return RewardResult(0, {NONE_YET}, None)\n    {body}\n"
