@@ -1,9 +1,9 @@
-"""`thresher bench compile`: the loss's Triton kernels, compiled for GPUs that need not be there, and held to account.
+"""`thresher bench compile`: every Triton kernel there is, compiled for GPUs that need not be there, and judged.
 
 Triton brings NVIDIA's assembler, which writes down what it did: registers, stack frame, spills, shared memory, and
-whether it had to serialise Hopper's matrix instructions. Everything in the table is read from that protocol and from
+whether it had to serialise Hopper's matrix instructions. Everything in the table is read from that log and from
 the PTX of the very compilation; a count that a disassembly would give (STL, LDL) says the same. Each compilation gets
-an empty cache of its own, since a kernel found in a cache leaves no protocol.
+an empty cache of its own, since a kernel found in a cache leaves no log.
 
 A row is at fault, and the command with it (exit status 1), where a kernel
     does not compile,
@@ -27,7 +27,6 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,10 @@ from rich.table import Table
 
 from thresher.bench.machine import facts, package_version
 from thresher.engine.console import console, progress_line, shown
-from thresher.kernels.specialise import Specialisation
+from thresher.kernels.registry import Specialisation, specialisations_of, triton_modules
 from thresher.rewards.errors import UserError
 
-KERNEL_MODULES = ("thresher.kernels.head_triton", "thresher.kernels.coefficients_triton")
+KERNEL_MODULES = triton_modules()
 KIB = 1024
 
 
@@ -113,7 +112,7 @@ class Result:
 
 
 def compile_one(specialisation: Specialisation, target: Target) -> Result:
-    """Compile, read the protocol, judge. Raises what Triton raises for a kernel that is no valid Triton."""
+    """Compile, read the log, judge. Raises what Triton raises for a kernel that is no valid Triton."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -128,7 +127,7 @@ def compile_one(specialisation: Specialisation, target: Target) -> Result:
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in specialisation.aligned},
     )
     options = {"num_warps": specialisation.num_warps, "num_stages": specialisation.num_stages}
-    with _protocol() as written:
+    with _assembler_log() as written:
         try:
             compiled = triton_compile(source, target=GPUTarget("cuda", target.capability, WARP), options=options)
         except PTXASError as error:
@@ -155,7 +154,7 @@ def check(specialisation: Specialisation) -> None:
 
 
 @contextlib.contextmanager
-def _protocol() -> Iterator[io.StringIO]:
+def _assembler_log() -> Iterator[io.StringIO]:
     """What the assembler writes while kernels are compiled; Triton prints it, and much more where it fails."""
     from triton import knobs
 
@@ -177,14 +176,14 @@ def ptxas_complaint(message: str) -> str:
     return re.sub(r"\s+:", ":", said[1]).rstrip(". ") if said else message.strip().partition("\n")[0]
 
 
-def read_figures(protocol: str, ptx: str, dynamic_shared: int) -> Figures:
-    """From the assembler's protocol and the code that it was given. A function that is not inlined has spills of its
+def read_figures(log: str, ptx: str, dynamic_shared: int) -> Figures:
+    """From the assembler's log and the code that it was given. A function that is not inlined has spills of its
     own, which are added; it shares registers and stack with the kernel that calls it."""
-    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", protocol)
-    used = re.search(r"Used (\d+) registers(.*)", protocol)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    used = re.search(r"Used (\d+) registers(.*)", log)
     threads = re.search(r"\.reqntid (\d+)", ptx)
     if not frames or used is None or threads is None:
-        raise RuntimeError(f"no registers, stack or threads in what ptxas wrote; has its wording changed?\n{protocol}")
+        raise RuntimeError(f"no registers, stack or threads in what ptxas wrote; has its wording changed?\n{log}")
     static = re.search(r"(\d+) bytes smem", used[2])
     cumulative = re.search(r"(\d+) bytes cumulative stack size", used[2])
     stack, stores, loads = (sum(map(int, column)) for column in zip(*frames, strict=True))
@@ -198,7 +197,7 @@ def read_figures(protocol: str, ptx: str, dynamic_shared: int) -> Figures:
         dynamic_shared=dynamic_shared,
         threads=int(threads[1]),
         matrix=tuple(name for name, pattern in instructions.items() if re.search(pattern, ptx)),
-        wgmma_serialised=bool(re.search(r"wgmma\S* instructions are serialized", protocol)),
+        wgmma_serialised=bool(re.search(r"wgmma\S* instructions are serialized", log)),
     )
 
 
@@ -287,17 +286,13 @@ def _require_compiler() -> None:
 
 def _listed(name: str) -> tuple[Specialisation, ...]:
     try:
-        module = import_module(name)
+        return specialisations_of(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise UserError(f"--module {name}: there is no such module; expected a dotted name to import") from None
-    if not hasattr(module, "specialisations"):
-        raise UserError(
-            f"--module {name}: expected a module with a function specialisations(), as kernels/head_triton.py"
-        )
-    found: tuple[Specialisation, ...] = module.specialisations()
-    return found
+    except ValueError as error:
+        raise UserError(f"--module {name}: {error}") from None
 
 
 def _row(head: dict[str, Any], module: str, result: Result) -> dict[str, Any]:

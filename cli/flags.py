@@ -1,13 +1,18 @@
-"""Numbers on the command line: one converter for every kind, named after what it lets through.
+"""What several commands' flags have in common: number converters with bounds, and flags that mean the same everywhere.
 
-Each is a `type` of argparse, which puts its sentence behind the flag's name and ends with status 2; what is no number
-at all gets the same sentence. Deliberately absent: bounds that only one command has, which stand beside its flags.
+A converter is a `type` of argparse, named after what it lets through: argparse puts its sentence behind the flag's name
+and ends with status 2, also for what is no number at all.
+
+Deliberately absent: flags and bounds that only one command has, which stand in its file.
 """
 
 import math
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from thresher.engine.config.recipe import Recipe
 
 Number = TypeVar("Number", int, float)
 
@@ -35,3 +40,41 @@ share = checked(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
 seconds = checked(float, "a number of at least 0", lambda value: value >= 0)  # inf: without end
 positive = checked(float, "a number above 0", lambda value: 0 < value < math.inf)
 temperature = checked(float, "a number of at least 0", lambda value: 0 <= value < math.inf)
+
+
+def add_set(parser: ArgumentParser, metavar: str = "SECTION.KEY=VALUE", text: str = "override the recipe") -> None:
+    """`--set`, which may be repeated: a list of assignments."""
+    parser.add_argument("--set", action="append", default=[], metavar=metavar, help=text)
+
+
+def add_model_device(parser: ArgumentParser) -> None:
+    """`--device`, where a recipe has the key as well: see `overrides`."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
+
+
+def overrides(options: Namespace) -> list[str]:
+    """The assignments of `--set`, and of `--device` behind them."""
+    return [*options.set, *([] if options.device is None else [f"model.device={options.device}"])]
+
+
+def add_recipe(parser: ArgumentParser) -> None:
+    """A recipe's file, and what overrides it: see `read_recipe`."""
+    parser.add_argument("recipe", help="TOML file")
+    add_set(parser)
+    add_model_device(parser)
+
+
+def read_recipe(options: Namespace) -> "Recipe":
+    """The recipe that `add_recipe`'s flags name."""
+    from thresher.engine.assemble import read_run_recipe
+
+    return read_run_recipe(options.recipe, overrides(options))
+
+
+def add_index_search(parser: ArgumentParser) -> None:
+    """Which index is asked, what, and how: of `index search` and of `index check`."""
+    parser.add_argument("--index", required=True)
+    parser.add_argument("--queries", required=True)
+    parser.add_argument("--k", type=count, default=5)
+    add_set(parser, "NAME=VALUE", "such as nprobe=64")
+    parser.add_argument("--gpu", action="store_true", help="lists on all GPUs, in float16")

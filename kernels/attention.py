@@ -3,16 +3,17 @@
     o[i] = sum_{j <= i} softmax_j(q[i] . k[j] / sqrt(D)) v[j]         (Vaswani et al. 2017, equation 1)
 
 `varlen_attention` trains: whole sequences, packed one after the other, differentiable.
-`paged_attention` generates: new rows against keys and values that lie in pages of a cache.
+`paged_attention` generates: new rows against keys and values that lie in the blocks of a cache.
 
-Query heads share key/value heads in groups of R = H / K (grouped-query attention).
-Axes: T packed tokens, N sequences, Q new rows of a sequence, H query heads, K key/value heads, R = H/K, D head
-dimension, P pages of the cache, S slots of a page, L padded key length.
+Query heads share key/value heads in groups of N / K (grouped-query attention).
 
-These are the torch faces. In the paged one every sequence's key length is padded to a multiple of `KEY_STEP` and its
-rows to a multiple of `ROW_STEP`, by its own length alone, and only equals share a batched matmul: so on a CPU in
-float32 the bits of a row do not depend on what else is in the batch. (Where D is a multiple of 4, as in every real
-model; else the matrices of a batch lie at addresses that MKL treats differently.)
+Both are torch implementations. In the paged one every sequence's key length is padded to a multiple of `KEY_STEP` and
+its rows to a multiple of `ROW_STEP`, by its own length alone, and only equals share a batched matmul: so on a CPU in
+float32 the bits of a row are independent of batch composition. (Where D is a multiple of 4, as in every real model;
+else the matrices of a batch lie at addresses that MKL treats differently.)
+
+Axes: T packed tokens, B sequences, Q positions or new tokens of a sequence, J its keys, padded, N query heads, K
+key/value heads, D head dimension, P blocks of the KV cache, S slots of a block (docs/notation.md).
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-KEY_STEP = 64  # fewer, larger groups of equal key length; must be a multiple of the page size
+KEY_STEP = 64  # fewer, larger groups of equal key length; must be a multiple of the block size
 ROW_STEP = 16  # rows of an append (a prompt, a passage); a decoded token is one row and needs no padding
 SCORE_ELEMENTS = 1 << 26  # scores held at once by a paged group: 256 MiB of float32
 
@@ -69,15 +70,15 @@ class Varlen:
         ).to(device)
         self.positions_T = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
-    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        return varlen_attention(q_THD, k_TKD, v_TKD, self)
+    def __call__(self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        return varlen_attention(q_TND, k_TKD, v_TKD, self)
 
 
-def varlen_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
-    """Causal attention within each packed sequence; q [T, H, D], k and v [T, K, D] -> [T, H, D], differentiable.
+def varlen_attention(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
+    """Causal attention within each packed sequence; q [T, N, D], k and v [T, K, D] -> [T, N, D], differentiable.
 
-    Sequences are padded on the right to the longest one, where causality alone keeps the padding out of every row that
-    counts; sort them by length beforehand and little is wasted.
+    Sequences are padded on the right to the longest one, where causality alone keeps the padding out of every real
+    row; sort them by length beforehand and little is wasted.
     """
     n = len(layout.lengths)
 
@@ -85,85 +86,85 @@ def varlen_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tens
         spread: torch.Tensor = _Spread.apply(x, layout.index_T, n * layout.longest)
         return spread.view(n, layout.longest, *x.shape[1:]).transpose(1, 2)
 
-    o_NHLD = F.scaled_dot_product_attention(
-        padded(q_THD),
+    o_BNQD = F.scaled_dot_product_attention(
+        padded(q_TND),
         padded(k_TKD),
         padded(v_TKD),
         is_causal=True,
-        enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
+        enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
     )
-    rows = o_NHLD.transpose(1, 2).reshape(n * layout.longest, *q_THD.shape[1:])
-    out_THD: torch.Tensor = _Collect.apply(rows, layout.index_T)
-    return out_THD
+    rows = o_BNQD.transpose(1, 2).reshape(n * layout.longest, *q_TND.shape[1:])
+    out_TND: torch.Tensor = _Collect.apply(rows, layout.index_T)
+    return out_TND
 
 
 @dataclass(frozen=True)
 class PagedGroup:
     """Sequences of a step whose padded shapes agree.
 
-    rows_NQ: int64, which of the step's rows are this sequence's new tokens; padding repeats the last one.
-    positions_NQ: int64, each row's position in its sequence (number of keys before it).
-    pages_NL: int64 [N, L / S], the sequence's pages in order; padding repeats any page, and is masked.
-    out_T, take_T: rows of the step's output, and which of this group's N * Q padded rows go there.
+    rows_BQ: int64, which of the step's rows are this sequence's new tokens; padding repeats the last one.
+    positions_BQ: int64, each row's position in its sequence (number of keys before it).
+    blocks_BJ: int64 [B, J / S], the sequence's KV blocks in order; padding repeats any block, and is masked.
+    out_T, take_T: rows of the step's output, and which of this group's B * Q padded rows go there.
     """
 
-    rows_NQ: torch.Tensor
-    positions_NQ: torch.Tensor
-    pages_NL: torch.Tensor
+    rows_BQ: torch.Tensor
+    positions_BQ: torch.Tensor
+    blocks_BJ: torch.Tensor
     out_T: torch.Tensor
     take_T: torch.Tensor
 
 
 def paged_attention(
-    q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor, groups: Sequence[PagedGroup]
+    q_TND: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor, groups: Sequence[PagedGroup]
 ) -> torch.Tensor:
-    """New rows q [T, H, D] against cached keys and values [K, P, S, D], already holding the new rows' own -> [T, H, D].
+    """New rows q [T, N, D] against cached keys and values [K, P, S, D], already holding the new rows' own -> [T, N, D].
 
-    A row at position p sees the first p + 1 keys of its own sequence, whatever the pages hold beyond them (as long as
+    A row at position p sees the first p + 1 keys of its own sequence, whatever the blocks hold beyond them (as long as
     it is finite).
     """
-    out_THD = torch.zeros_like(q_THD)  # rows of no group pad the batch
+    out_TND = torch.zeros_like(q_TND)  # rows of no group pad the batch
     for group in groups:
-        o_NQHD = _paged_group(q_THD, k_KPSD, v_KPSD, group)
-        out_THD[group.out_T] = o_NQHD.reshape(-1, *q_THD.shape[1:])[group.take_T]
-    return out_THD
+        o_BQND = _paged_group(q_TND, k_KPSD, v_KPSD, group)
+        out_TND[group.out_T] = o_BQND.reshape(-1, *q_TND.shape[1:])[group.take_T]
+    return out_TND
 
 
-def _paged_group(q_THD: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor, group: PagedGroup) -> torch.Tensor:
-    heads, dim = q_THD.shape[1:]
-    kv_heads, _, page, _ = k_KPSD.shape
-    n, rows = group.rows_NQ.shape
-    length = group.pages_NL.shape[1] * page
+def _paged_group(q_TND: torch.Tensor, k_KPSD: torch.Tensor, v_KPSD: torch.Tensor, group: PagedGroup) -> torch.Tensor:
+    heads, dim = q_TND.shape[1:]
+    kv_heads, _, block_size, _ = k_KPSD.shape
+    n, rows = group.rows_BQ.shape
+    length = group.blocks_BJ.shape[1] * block_size
     per_kv = heads // kv_heads
     at_once = max(1, SCORE_ELEMENTS // (heads * rows * length))
     if n > at_once:
         parts = [
-            _paged_group(q_THD, k_KPSD, v_KPSD, PagedGroup(r, p, t, group.out_T, group.take_T))
-            for r, p, t in zip(
-                group.rows_NQ.split(at_once),
-                group.positions_NQ.split(at_once),
-                group.pages_NL.split(at_once),
+            _paged_group(q_TND, k_KPSD, v_KPSD, PagedGroup(r, p, b, group.out_T, group.take_T))
+            for r, p, b in zip(
+                group.rows_BQ.split(at_once),
+                group.positions_BQ.split(at_once),
+                group.blocks_BJ.split(at_once),
                 strict=True,
             )
         ]
         return torch.cat(parts)
 
-    rows_NQ, positions_NQ, pages_NL = group.rows_NQ, group.positions_NQ, group.pages_NL
+    rows_BQ, positions_BQ, blocks_BJ = group.rows_BQ, group.positions_BQ, group.blocks_BJ
     if n * kv_heads == 1:
         # torch hands a lone matrix to another routine than a batch, with other last bits: give it a twin.
-        rows_NQ, positions_NQ, pages_NL = (x.expand(2, -1) for x in (rows_NQ, positions_NQ, pages_NL))
+        rows_BQ, positions_BQ, blocks_BJ = (x.expand(2, -1) for x in (rows_BQ, positions_BQ, blocks_BJ))
         n = 2
-    flat = pages_NL.reshape(-1)
+    flat = blocks_BJ.reshape(-1)
     # Scores and weights in float32 whatever the cache holds, as the fused kernels of training keep them.
-    dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    dtype = torch.promote_types(q_TND.dtype, torch.float32)
     k = k_KPSD.index_select(1, flat).view(kv_heads * n, length, dim).to(dtype)
     v = v_KPSD.index_select(1, flat).view(kv_heads * n, length, dim).to(dtype)
-    q = q_THD.to(dtype).index_select(0, rows_NQ.reshape(-1)).view(n, rows, kv_heads, per_kv, dim)
+    q = q_TND.to(dtype).index_select(0, rows_BQ.reshape(-1)).view(n, rows, kv_heads, per_kv, dim)
     q = q.permute(2, 0, 3, 1, 4).reshape(kv_heads * n, per_kv * rows, dim) * dim**-0.5
 
     scores = torch.bmm(q, k.transpose(1, 2)).view(kv_heads, n, per_kv, rows, length)
-    unseen_NQL = torch.arange(length, device=q.device) > positions_NQ[:, :, None]
-    scores.masked_fill_(unseen_NQL[:, None], float("-inf"))
+    unseen_BQJ = torch.arange(length, device=q.device) > positions_BQ[:, :, None]
+    scores.masked_fill_(unseen_BQJ[:, None], float("-inf"))
     o = torch.bmm(torch.softmax(scores, -1).view(kv_heads * n, per_kv * rows, length), v)
-    o_NQHD = o.view(kv_heads, n, per_kv, rows, dim).permute(1, 3, 0, 2, 4).reshape(n, rows, heads, dim)
-    return o_NQHD[: len(group.rows_NQ)].to(q_THD.dtype)
+    o_BQND = o.view(kv_heads, n, per_kv, rows, dim).permute(1, 3, 0, 2, 4).reshape(n, rows, heads, dim)
+    return o_BQND[: len(group.rows_BQ)].to(q_TND.dtype)

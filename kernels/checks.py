@@ -1,11 +1,11 @@
 """What the loss and the log-prob refuse, and how they say so.
 
 Shapes, dtypes and devices are known on the host and checked at once. What only the data can tell (a target
-outside the vocabulary, a NaN in a row that counts) is gathered into one flag, read together with the row
+outside the vocabulary, a NaN in an unmasked row) is gathered into one flag, read together with the row
 counts in the one host sync of a call; only when it is raised is the first offending index looked for.
 Everything raises ValueError.
 
-Legend: T tokens, H hidden width, V vocabulary.
+Axes: T tokens, H hidden width, V vocabulary (docs/notation.md).
 """
 
 import math
@@ -34,7 +34,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def resolve_backend(backend: str, hidden_TH: Tensor) -> str:
-    """The face that runs: "torch" or "triton". "auto": Triton for bfloat16 on CUDA, where it is installed."""
+    """The backend that runs: "torch" or "triton". "auto": Triton for bfloat16 on CUDA, where it is installed."""
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend is {backend!r}; expected 'auto', 'torch' or 'triton'")
     if backend == "auto":

@@ -1,16 +1,19 @@
-"""The Triton face of objective.py's `logit_coefficients`: what a row's gradient is made of, straight onto its exps.
+"""objective.py's `logit_coefficients` in Triton: what a row's gradient is made of, straight onto its exps.
 
-    p_v = e_v / S, S = e^log_mass                                                     the exps of head.py
+    p_v = e_v / S, S = e^log_normaliser                                        the exps of head_triton.py
     dz_v = c ([v = y] - p_v) = -(c / S) (e_v - S [v = y]),  c = on_target of objective.py
     with entropy: dz_v = on_target [v = y] + p_v (on_probs + on_plogp log p_v)
 
 Without an entropy bonus one number a row says it all: the exps become their own gradient by one store at the target,
 e_y - S = S (p_y - 1), and the factor -c / S goes to the matmuls' narrow sides. With one, each exp is rewritten.
 
-The formulas of ratio, clip, dual clip and KL are objective.py's and kl.py's; the tests hold the two faces together.
+The formulas of ratio, clip, dual clip and KL are objective.py's; the tests hold the two backends together.
 
-Legend: N rows of a chunk, V vocabulary.
+Axes: R rows of a chunk, V vocabulary (docs/notation.md).
 """
+
+# Kernels are typed by their launches.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from typing import Any
 
@@ -20,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.head_triton import Exps, TritonHead
-from thresher.kernels.kl import BOUND, EXP_CAP
-from thresher.kernels.objective import LogitGradient, LossRows, LossSettings
-from thresher.kernels.specialise import Specialisation
+from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
+from thresher.kernels.registry import Specialisation
 
 ROWS, COLUMNS = 64, 4096
 _NARROW = [
-    f"{name}_ptr" for name in ("logprobs", "log_mass", "targets", "old", "advantages", "weights", "ref", "factors")
+    f"{name}_ptr"
+    for name in ("logprobs", "log_normaliser", "targets", "old", "advantages", "weights", "ref", "factors")
 ]
 _CAP = tl.constexpr(EXP_CAP)
 _BOUND = tl.constexpr(BOUND)
@@ -49,17 +52,17 @@ def _expm1(x):
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NARROW)
 def _coefficients_kernel(
-    logprobs_ptr,  # [N] fp32
-    log_mass_ptr,  # [N] fp32
-    targets_ptr,  # [N] int64
-    old_ptr,  # [N] fp32, read where HAS_OLD
-    advantages_ptr,  # [N] fp32
-    weights_ptr,  # [N] fp32
-    ref_ptr,  # [N] fp32, read where KL is an estimator
-    exps_ptr,  # [N, V] bf16 or fp32: the target's is overwritten, unless ENTROPY
-    factors_ptr,  # [N] fp32, written: -c / S, or c where ENTROPY
-    count,  # N
-    exps_stride_n,
+    logprobs_ptr,  # [R] fp32
+    log_normaliser_ptr,  # [R] fp32
+    targets_ptr,  # [R] int64
+    old_ptr,  # [R] fp32, read where HAS_OLD
+    advantages_ptr,  # [R] fp32
+    weights_ptr,  # [R] fp32
+    ref_ptr,  # [R] fp32, read where KL is an estimator
+    exps_ptr,  # [R, V] bf16 or fp32: the target's is overwritten, unless ENTROPY
+    factors_ptr,  # [R] fp32, written: -c / S, or c where ENTROPY
+    count,  # R
+    exps_stride_r,
     low,  # 1 - clip_low
     high,  # 1 + clip_high
     dual,  # dual clip, infinity for none
@@ -96,29 +99,29 @@ def _coefficients_kernel(
     if ENTROPY:
         tl.store(factors_ptr + row, c, mask=present)
     else:
-        mass = tl.exp(tl.load(log_mass_ptr + row, mask=present, other=0.0))
-        tl.store(factors_ptr + row, _clamp(-c / mass, -_BOUND, _BOUND), mask=present)
+        normaliser = tl.exp(tl.load(log_normaliser_ptr + row, mask=present, other=0.0))
+        tl.store(factors_ptr + row, _clamp(-c / normaliser, -_BOUND, _BOUND), mask=present)
         target = tl.load(targets_ptr + row, mask=present, other=0)
-        at_target = (mass * _expm1(logprob)).to(exps_ptr.dtype.element_ty)
-        tl.store(exps_ptr + row.to(tl.int64) * exps_stride_n + target, at_target, mask=present)
+        at_target = (normaliser * _expm1(logprob)).to(exps_ptr.dtype.element_ty)
+        tl.store(exps_ptr + row.to(tl.int64) * exps_stride_r + target, at_target, mask=present)
 
 
 @triton.jit(do_not_specialize_on_alignment=[*_NARROW, "entropy_ptr"])
 def _entropy_kernel(
-    exps_ptr,  # [N, V] bf16 or fp32: e, overwritten by dz
-    factors_ptr,  # [N] fp32: c, the target's coefficient
-    log_mass_ptr,  # [N] fp32
-    logprobs_ptr,  # [N] fp32
-    entropy_ptr,  # [N] fp32
-    weights_ptr,  # [N] fp32
-    targets_ptr,  # [N] int64
-    exps_stride_n,
+    exps_ptr,  # [R, V] bf16 or fp32: e, overwritten by dz
+    factors_ptr,  # [R] fp32: c, the target's coefficient
+    log_normaliser_ptr,  # [R] fp32
+    logprobs_ptr,  # [R] fp32
+    entropy_ptr,  # [R] fp32
+    weights_ptr,  # [R] fp32
+    targets_ptr,  # [R] int64
+    exps_stride_r,
     coefficient,  # entropy_coef / temperature
     V: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    log_mass = tl.load(log_mass_ptr + row)
+    log_normaliser = tl.load(log_normaliser_ptr + row)
     on_target = tl.load(factors_ptr + row)
     on_plogp = coefficient * tl.load(weights_ptr + row)
     on_probs = on_plogp * tl.load(entropy_ptr + row) - on_target
@@ -127,10 +130,10 @@ def _entropy_kernel(
     target = tl.load(targets_ptr + row)
     for start in range(0, V, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        ptrs = exps_ptr + row * exps_stride_n + column
+        ptrs = exps_ptr + row * exps_stride_r + column
         e = tl.load(ptrs, mask=column < V, other=0.0).to(tl.float32)
         # A probability that was rounded to 0 contributes 0, not 0 times infinity.
-        logp = tl.log(tl.where(e > 0, e, 1.0)) - log_mass
+        logp = tl.log(tl.where(e > 0, e, 1.0)) - log_normaliser
         dz = tl.exp(logp) * (on_probs + on_plogp * logp)
         dz = tl.where(e > 0, dz, 0.0)
         dz = tl.where(column == target, at_target, dz)
@@ -138,68 +141,68 @@ def _entropy_kernel(
 
 
 class TritonLoss(TritonHead):
-    """TritonHead, and the gradient of the loss by its logits: LossFace of objective.py."""
+    """TritonHead, and the gradient of the loss by its logits: LossBackend of objective.py."""
 
     def __init__(self, lm_head_VH: Tensor, settings: LossSettings, rows: int) -> None:
         super().__init__(lm_head_VH, settings.temperature, rows)
         self.settings = settings
 
-    def gradient(self, rows_NH: Tensor, part: LossRows) -> LogitGradient:
-        logprobs_N, entropy_N, exps = self.exps(rows_NH, part.targets_N, part.old_N)
-        factor_N = self._coefficients(logprobs_N, exps, part)
+    def gradient(self, rows_RH: Tensor, part: LossRows) -> LogitGradient:
+        logprobs_R, entropy_R, exps = self.exps(rows_RH, part.targets_R, part.old_R)
+        factor_R = self._coefficients(logprobs_R, exps, part)
         if not self.settings.entropy_coef:
-            return LogitGradient(logprobs_N, entropy_N, exps.exps_NV, factor_N)
-        _entropy_kernel[(len(logprobs_N),)](
-            exps.exps_NV,
-            factor_N,
-            exps.log_mass_N,
-            logprobs_N,
-            entropy_N,
-            part.weights_N,
-            part.targets_N,
-            exps.exps_NV.stride(0),
+            return LogitGradient(logprobs_R, entropy_R, exps.exps_RV, factor_R)
+        _entropy_kernel[(len(logprobs_R),)](
+            exps.exps_RV,
+            factor_R,
+            exps.log_normaliser_R,
+            logprobs_R,
+            entropy_R,
+            part.weights_R,
+            part.targets_R,
+            exps.exps_RV.stride(0),
             self.settings.entropy_coef / self.settings.temperature,
-            V=exps.exps_NV.shape[1],
+            V=exps.exps_RV.shape[1],
             COLUMNS=COLUMNS,
         )
-        return LogitGradient(logprobs_N, entropy_N, exps.exps_NV, None)
+        return LogitGradient(logprobs_R, entropy_R, exps.exps_RV, None)
 
-    def _coefficients(self, logprobs_N: Tensor, exps: Exps, part: LossRows) -> Tensor:
+    def _coefficients(self, logprobs_R: Tensor, exps: Exps, part: LossRows) -> Tensor:
         """The factor of each row; without an entropy bonus the exps become their own gradient."""
         settings = self.settings
-        factor_N = torch.empty_like(logprobs_N)
-        _coefficients_kernel[(triton.cdiv(len(factor_N), ROWS),)](
-            logprobs_N,
-            exps.log_mass_N,
-            part.targets_N,
-            logprobs_N if part.old_N is None else part.old_N,
-            part.advantages_N,
-            part.weights_N,
-            logprobs_N if part.ref_N is None else part.ref_N,
-            exps.exps_NV,
-            factor_N,
-            len(factor_N),
-            exps.exps_NV.stride(0),
+        factor_R = torch.empty_like(logprobs_R)
+        _coefficients_kernel[(triton.cdiv(len(factor_R), ROWS),)](
+            logprobs_R,
+            exps.log_normaliser_R,
+            part.targets_R,
+            logprobs_R if part.old_R is None else part.old_R,
+            part.advantages_R,
+            part.weights_R,
+            logprobs_R if part.ref_R is None else part.ref_R,
+            exps.exps_RV,
+            factor_R,
+            len(factor_R),
+            exps.exps_RV.stride(0),
             1.0 - settings.clip_low,
             1.0 + settings.clip_high,
             float("inf") if settings.dual_clip is None else settings.dual_clip,
             settings.beta,
             1.0 / settings.temperature,
             KL=settings.gradient_estimator,
-            HAS_OLD=part.old_N is not None,
+            HAS_OLD=part.old_R is not None,
             ENTROPY=bool(settings.entropy_coef),
             ROWS=ROWS,
         )
-        return factor_N
+        return factor_R
 
 
 def specialisations() -> tuple[Specialisation, ...]:
     """The coefficients of each KL gradient, and the entropy's pass, for bfloat16 exps of Qwen2.5's vocabulary."""
-    pointers = ("logprobs", "log_mass", "targets", "old", "advantages", "weights", "ref", "exps", "factors")
+    pointers = ("logprobs", "log_normaliser", "targets", "old", "advantages", "weights", "ref", "exps", "factors")
     types = {"targets": "*i64", "exps": "*bf16"}
     signature = {f"{name}_ptr": types.get(name, "*fp32") for name in pointers} | {
         "count": "i32",
-        "exps_stride_n": "i32",
+        "exps_stride_r": "i32",
     }
     scalars: dict[str, Any] = dict.fromkeys(("low", "high", "dual", "beta", "scale"), "fp32")
     coefficients = tuple(
@@ -208,17 +211,17 @@ def specialisations() -> tuple[Specialisation, ...]:
             kernel=_coefficients_kernel,
             signature=signature | scalars,
             constants={"KL": estimator, "HAS_OLD": True, "ENTROPY": False, "ROWS": ROWS},
-            aligned=("exps_ptr", "exps_stride_n"),
+            aligned=("exps_ptr", "exps_stride_r"),
         )
         for estimator in ("none", "k1", "k2", "k3", "k3_ratio")
     )
-    order = ("exps", "factors", "log_mass", "logprobs", "entropy", "weights", "targets")
+    order = ("exps", "factors", "log_normaliser", "logprobs", "entropy", "weights", "targets")
     entropy = Specialisation(
         name="entropy gradient",
         kernel=_entropy_kernel,
         signature={f"{name}_ptr": types.get(name, "*fp32") for name in order}
-        | {"exps_stride_n": "i32", "coefficient": "fp32"},
+        | {"exps_stride_r": "i32", "coefficient": "fp32"},
         constants={"V": 151_936, "COLUMNS": COLUMNS},
-        aligned=("exps_ptr", "exps_stride_n"),
+        aligned=("exps_ptr", "exps_stride_r"),
     )
     return (*coefficients, entropy)

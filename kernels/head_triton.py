@@ -1,4 +1,4 @@
-"""The Triton face of head, log-prob and entropy: a matmul whose logits never reach memory.
+"""LM head, log-prob and entropy in Triton: a matmul whose logits never reach memory.
 
     z = scale x W^T, one tile of [rows, columns] at a time, in float32 accumulators; a tile leaves behind, for each row,
     m = max z,  s = sum e^(z - m),  u = sum e^(z - m) (z - m),  and z_y where the target's column is its own
@@ -15,10 +15,13 @@ sum, being one number a row, goes to the narrow sides of the two matmuls that fo
 One compiled kernel serves the loss and the log-prob alike, so that equal rows give equal bits: whether a tile is
 stored, and whether it is wanted at all, are values and not constants.
 
-Deliberately absent: float16 (a gradient's range is not its) and float64; both are the torch face's.
+Deliberately absent: float16 (a gradient's range is not its) and float64; both are the torch backend's.
 
-Legend: N rows of a chunk, V vocabulary (columns that exist), H hidden width.
+Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs/notation.md).
 """
+
+# Kernels are typed by their launches.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from dataclasses import dataclass
 
@@ -27,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.specialise import Specialisation
-from thresher.kernels.tiling import BFLOAT16, FLOAT32, HOPPER, Tiling, tiling_for
+from thresher.kernels.head_tiling import BFLOAT16, FLOAT32, HOPPER, Tiling, tiling_for
+from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 SLACK = 30.0  # nats, 13 decades; bfloat16 and float32 have 38 on either side of 1
@@ -37,26 +40,26 @@ REDUCE_ROWS, REDUCE_TILES = 16, 64
 
 # A length must not make a kernel be compiled anew: neither its value nor the alignment that it gives a slice.
 _HEAD_NARROW = ["targets_ptr", "wanted_ptr", "offsets_ptr", "target_logits_ptr"]
-_REDUCE_NARROW = ["target_logits_ptr", "offsets_ptr", "again_ptr", "logprobs_ptr", "entropy_ptr", "log_mass_ptr"]
+_REDUCE_NARROW = ["target_logits_ptr", "offsets_ptr", "again_ptr", "logprobs_ptr", "entropy_ptr", "log_normaliser_ptr"]
 
 
 @triton.jit(do_not_specialize=["count", "store", "parts_stride"], do_not_specialize_on_alignment=_HEAD_NARROW)
 def _head_kernel(
-    rows_ptr,  # [N, H] bf16 or fp32, dense
+    rows_ptr,  # [R, H] bf16 or fp32, dense
     head_ptr,  # [V, H] the same
-    targets_ptr,  # [N] int64
+    targets_ptr,  # [R] int64
     wanted_ptr,  # [row tiles] int32, 0: skip
-    offsets_ptr,  # [N] fp32, read where store
-    target_logits_ptr,  # [N] fp32
-    parts_ptr,  # [3, column tiles, N] fp32: m, s, u
-    exps_ptr,  # [N, V] the rows' dtype, written where store
-    count,  # N
+    offsets_ptr,  # [R] fp32, read where store
+    target_logits_ptr,  # [R] fp32
+    parts_ptr,  # [3, column tiles, R] fp32: m, s, u
+    exps_ptr,  # [R, V] the rows' dtype, written where store
+    count,  # R
     store,  # 0 or 1
-    parts_stride,  # column tiles x N
+    parts_stride,  # column tiles x R
     scale,  # 1 / temperature
     head_stride_v,
     head_stride_h,
-    exps_stride_n,
+    exps_stride_r,
     V: tl.constexpr,
     H: tl.constexpr,
     ROWS: tl.constexpr,
@@ -108,7 +111,7 @@ def _head_kernel(
     tl.store(parts + 2 * parts_stride.to(tl.int64), tl.sum(tl.where(exists, e * below, 0.0), 1), mask=present)
     if store:
         shift = tl.exp(m - tl.load(offsets_ptr + row, mask=present, other=0.0))
-        exps = exps_ptr + row.to(tl.int64)[:, None] * exps_stride_n + column[None, :]
+        exps = exps_ptr + row.to(tl.int64)[:, None] * exps_stride_r + column[None, :]
         tl.store(exps, (e * shift[:, None]).to(exps_ptr.dtype.element_ty), mask=present[:, None] & exists)
 
 
@@ -116,17 +119,17 @@ def _head_kernel(
     do_not_specialize=["count", "tiles", "store", "parts_stride"], do_not_specialize_on_alignment=_REDUCE_NARROW
 )
 def _reduce_kernel(
-    parts_ptr,  # [3, tiles, N] fp32
-    target_logits_ptr,  # [N] fp32
-    offsets_ptr,  # [N] fp32: read, and mended where it was off; where store
-    again_ptr,  # [row tiles of the head kernel] int32: set to 1 where an offset was mended
-    logprobs_ptr,  # [N] fp32
-    entropy_ptr,  # [N] fp32
-    log_mass_ptr,  # [N] fp32: log(sum e), written where store
-    count,  # N
+    parts_ptr,  # [3, tiles, R] fp32
+    target_logits_ptr,  # [R] fp32
+    offsets_ptr,  # [R] fp32: read, and corrected where it was off; where store
+    again_ptr,  # [row tiles of the head kernel] int32: set to 1 where an offset was corrected
+    logprobs_ptr,  # [R] fp32
+    entropy_ptr,  # [R] fp32
+    log_normaliser_ptr,  # [R] fp32: log(sum e), written where store
+    count,  # R
     tiles,
     store,  # 0 or 1
-    parts_stride,  # tiles x N
+    parts_stride,  # tiles x R
     SLACK: tl.constexpr,
     HEAD_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -159,22 +162,24 @@ def _reduce_kernel(
     tl.store(entropy_ptr + row, log_total - moment / total, mask=present)
     if store:
         offset = tl.load(offsets_ptr + row, mask=present, other=0.0)
-        log_mass = (highest - offset) + log_total
+        log_normaliser = (highest - offset) + log_total
         # The negation catches a guess that is not a number, too.
-        off = present & ~(tl.abs(log_mass) <= SLACK)
-        # The true one, rounded: what rounding took from it stays in the mass.
-        mended = highest + log_total
-        tl.store(offsets_ptr + row, mended, mask=off)
-        tl.store(log_mass_ptr + row, tl.where(off, (highest - mended) + log_total, log_mass), mask=present)
+        off = present & ~(tl.abs(log_normaliser) <= SLACK)
+        # The true one, rounded: what rounding took from it stays in the normaliser.
+        corrected = highest + log_total
+        tl.store(offsets_ptr + row, corrected, mask=off)
+        tl.store(
+            log_normaliser_ptr + row, tl.where(off, (highest - corrected) + log_total, log_normaliser), mask=present
+        )
         tl.store(again_ptr + tl.program_id(0) * ROWS // HEAD_ROWS, 1, mask=tl.max(off.to(tl.int32), 0) == 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exps:
-    """What the loss needs of a chunk beyond its log-probs: p = exps / e^log_mass, row by row."""
+    """What the loss needs of a chunk beyond its log-probs: p = exps / e^log_normaliser, row by row."""
 
-    exps_NV: Tensor  # the operands' dtype; rows padded, so that stride(0) is a multiple of 64 elements
-    log_mass_N: Tensor  # fp32
+    exps_RV: Tensor  # the operands' dtype; rows padded, so that stride(0) is a multiple of 64 elements
+    log_normaliser_R: Tensor  # fp32
 
 
 class TritonHead:
@@ -193,44 +198,44 @@ class TritonHead:
         self.exps_stride = triton.cdiv(lm_head_VH.shape[0], 64) * 64
         self.exps_MV: Tensor | None = None
 
-    def logprobs(self, rows_NH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-prob of the target, entropy) of each row, fp32. rows_NH: dense. targets_N: int64."""
-        logprobs_N, entropy_N, _ = self._run(rows_NH, targets_N, None)
-        return logprobs_N, entropy_N
+    def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-prob of the target, entropy) of each row, fp32. rows_RH: dense. targets_R: int64."""
+        logprobs_R, entropy_R, _ = self._run(rows_RH, targets_R, None)
+        return logprobs_R, entropy_R
 
-    def exps(self, rows_NH: Tensor, targets_N: Tensor, guess_N: Tensor | None) -> tuple[Tensor, Tensor, Exps]:
-        """`logprobs`, and exps. guess_N: about what the log-probs will be, None for no idea; it decides no result
+    def exps(self, rows_RH: Tensor, targets_R: Tensor, guess_R: Tensor | None) -> tuple[Tensor, Tensor, Exps]:
+        """`logprobs`, and exps. guess_R: about what the log-probs will be, None for no idea; it decides no result
         beyond its last bits. The exps are valid until the next chunk."""
         if self.exps_MV is None:
             exps_MV = self.lm_head_VH.new_empty((self.rows, self.exps_stride))
             self.exps_MV = exps_MV[:, : len(self.lm_head_VH)]
-        z_target_N = torch.linalg.vecdot(rows_NH, self.lm_head_VH.index_select(0, targets_N)).float() * self.scale
-        offsets_N = z_target_N if guess_N is None else z_target_N - guess_N
-        logprobs_N, entropy_N, exps = self._run(rows_NH, targets_N, offsets_N)
+        z_target_R = torch.linalg.vecdot(rows_RH, self.lm_head_VH.index_select(0, targets_R)).float() * self.scale
+        offsets_R = z_target_R if guess_R is None else z_target_R - guess_R
+        logprobs_R, entropy_R, exps = self._run(rows_RH, targets_R, offsets_R)
         assert exps is not None
-        return logprobs_N, entropy_N, exps
+        return logprobs_R, entropy_R, exps
 
-    def _run(self, rows_NH: Tensor, targets_N: Tensor, offsets_N: Tensor | None) -> tuple[Tensor, Tensor, Exps | None]:
-        count, tiling, store = rows_NH.shape[0], self.tiling, offsets_N is not None
+    def _run(self, rows_RH: Tensor, targets_R: Tensor, offsets_R: Tensor | None) -> tuple[Tensor, Tensor, Exps | None]:
+        count, tiling, store = rows_RH.shape[0], self.tiling, offsets_R is not None
         row_tiles = triton.cdiv(count, tiling.rows)
-        vectors_4N = self.parts.new_empty((4, count))
-        logprobs_N, entropy_N, target_logits_N, log_mass_N = vectors_4N
-        wanted = torch.ones(row_tiles, dtype=torch.int32, device=rows_NH.device)
+        vectors_4R = self.parts.new_empty((4, count))
+        logprobs_R, entropy_R, target_logits_R, log_normaliser_R = vectors_4R
+        wanted = torch.ones(row_tiles, dtype=torch.int32, device=rows_RH.device)
         again = torch.zeros_like(wanted)
         # Where nothing is stored the kernels read neither offsets nor exps; any pointer does.
-        offsets_N = log_mass_N if offsets_N is None else offsets_N
-        exps_NV = rows_NH if self.exps_MV is None else self.exps_MV[:count]
+        offsets_R = log_normaliser_R if offsets_R is None else offsets_R
+        exps_RV = rows_RH if self.exps_MV is None else self.exps_MV[:count]
 
         def multiply(row_tiles_wanted: Tensor) -> None:
             launch_head(
-                rows_NH,
+                rows_RH,
                 self.lm_head_VH,
-                targets_N,
+                targets_R,
                 row_tiles_wanted,
-                offsets_N,
-                target_logits_N,
+                offsets_R,
+                target_logits_R,
                 self.parts,
-                exps_NV,
+                exps_RV,
                 self.exps_stride,
                 store,
                 self.scale,
@@ -240,12 +245,12 @@ class TritonHead:
         multiply(wanted)
         _reduce_kernel[(triton.cdiv(count, REDUCE_ROWS),)](
             self.parts,
-            target_logits_N,
-            offsets_N,
+            target_logits_R,
+            offsets_R,
             again,
-            logprobs_N,
-            entropy_N,
-            log_mass_N,
+            logprobs_R,
+            entropy_R,
+            log_normaliser_R,
             count,
             self.column_tiles,
             int(store),
@@ -256,21 +261,21 @@ class TritonHead:
             TILES=REDUCE_TILES,
         )
         if not store:
-            return logprobs_N, entropy_N, None
+            return logprobs_R, entropy_R, None
         # Nearly always a launch that finds nothing to do; asking the GPU whether there is would cost more.
         multiply(again)
-        return logprobs_N, entropy_N, Exps(exps_NV, log_mass_N)
+        return logprobs_R, entropy_R, Exps(exps_RV, log_normaliser_R)
 
 
 def launch_head(
-    rows_NH: Tensor,
+    rows_RH: Tensor,
     lm_head_VH: Tensor,
-    targets_N: Tensor,
+    targets_R: Tensor,
     wanted: Tensor,
-    offsets_N: Tensor,
-    target_logits_N: Tensor,
+    offsets_R: Tensor,
+    target_logits_R: Tensor,
     parts: Tensor,
-    exps_NV: Tensor,
+    exps_RV: Tensor,
     exps_stride: int,
     store: bool,
     scale: float,
@@ -278,18 +283,18 @@ def launch_head(
 ) -> None:
     """One launch of `_head_kernel`; its arguments are described there. exps_stride does not depend on whether anything
     is stored, so that the log-prob and the loss run the same binary."""
-    assert rows_NH.is_contiguous() and targets_N.is_contiguous() and offsets_N.is_contiguous()
-    count, (columns, width) = rows_NH.shape[0], lm_head_VH.shape
+    assert rows_RH.is_contiguous() and targets_R.is_contiguous() and offsets_R.is_contiguous()
+    count, (columns, width) = rows_RH.shape[0], lm_head_VH.shape
     grid = (triton.cdiv(count, tiling.rows) * triton.cdiv(columns, tiling.columns),)
     _head_kernel[grid](
-        rows_NH,
+        rows_RH,
         lm_head_VH,
-        targets_N,
+        targets_R,
         wanted,
-        offsets_N,
-        target_logits_N,
+        offsets_R,
+        target_logits_R,
         parts,
-        exps_NV,
+        exps_RV,
         count,
         int(store),
         triton.cdiv(columns, tiling.columns) * count,
@@ -311,24 +316,24 @@ def launch_head(
 def _time(lm_head_VH: Tensor, rows: int, tiling: Tiling) -> float:
     """Median milliseconds of one launch that stores, on random rows; infinity where the tiling does not fit."""
     columns, width = lm_head_VH.shape
-    rows_NH = torch.randn(rows, width, device=lm_head_VH.device).to(lm_head_VH.dtype)
-    targets_N = torch.zeros(rows, dtype=torch.int64, device=lm_head_VH.device)
-    vectors_2N = torch.zeros(2, rows, device=lm_head_VH.device)
-    parts = vectors_2N.new_empty(3 * triton.cdiv(columns, tiling.columns) * rows)
-    exps_NV = rows_NH.new_empty(rows, triton.cdiv(columns, 64) * 64)
+    rows_RH = torch.randn(rows, width, device=lm_head_VH.device).to(lm_head_VH.dtype)
+    targets_R = torch.zeros(rows, dtype=torch.int64, device=lm_head_VH.device)
+    vectors_2R = torch.zeros(2, rows, device=lm_head_VH.device)
+    parts = vectors_2R.new_empty(3 * triton.cdiv(columns, tiling.columns) * rows)
+    exps_RV = rows_RH.new_empty(rows, triton.cdiv(columns, 64) * 64)
     wanted = torch.ones(triton.cdiv(rows, tiling.rows), dtype=torch.int32, device=lm_head_VH.device)
 
     def launch() -> None:
         launch_head(
-            rows_NH,
+            rows_RH,
             lm_head_VH,
-            targets_N,
+            targets_R,
             wanted,
-            vectors_2N[0],
-            vectors_2N[1],
+            vectors_2R[0],
+            vectors_2R[1],
             parts,
-            exps_NV,
-            exps_NV.stride(0),
+            exps_RV,
+            exps_RV.stride(0),
             True,
             1.0,
             tiling,
@@ -358,7 +363,7 @@ def specialisations() -> tuple[Specialisation, ...]:
 def _head_specialisation(
     dtype: torch.dtype, tiling: Tiling, columns: int, width: int, capabilities: tuple[int, ...]
 ) -> Specialisation:
-    strides = ("exps_stride_n", "head_stride_v") if width % 16 == 0 else ("exps_stride_n",)
+    strides = ("exps_stride_r", "head_stride_v") if width % 16 == 0 else ("exps_stride_r",)
     pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
     signature = {
         "rows_ptr": pointer,
@@ -374,7 +379,7 @@ def _head_specialisation(
         "parts_stride": "i32",
         "scale": "fp32",
         "head_stride_v": "i32",
-        "exps_stride_n": "i32",
+        "exps_stride_r": "i32",
     }
     constants = {
         "head_stride_h": 1,

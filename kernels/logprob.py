@@ -4,12 +4,13 @@
     H_t = -sum_v p[t, v] log p[t, v],  p = softmax(z)
 
 Logits are made a chunk of rows at a time, from float32 accumulators, so memory is bounded by the chunk: one matmul,
-2THV. The loss runs the same rows through the same face, `TorchHead` here or `TritonHead` of head.py, so its forward
-gives these very bits (on the torch face of CUDA only for chunks of equal size, where cuBLAS decides by it).
+2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head_triton.py, so its
+forward gives these very bits (torch on CUDA does so for chunks of equal size only, since cuBLAS decides by it).
 
-Deliberately absent: top-p or top-k log-probs (the sampler owns those).
+Deliberately absent: top-p or top-k log-probs, and logits to sample from (sampling.py).
 
-Legend: T tokens, N rows of a chunk, M a chunk filled up, H hidden width, V vocabulary (columns that exist).
+Axes: T tokens, R rows of a chunk, M a chunk filled up, H hidden width, V vocabulary (columns that exist);
+docs/notation.md.
 """
 
 from typing import NamedTuple, Protocol
@@ -26,8 +27,8 @@ from thresher.kernels.checks import (
     raise_first,
     resolve_backend,
 )
+from thresher.kernels.head_tiling import even_rows
 from thresher.kernels.matmul import MIB, ROW_MULTIPLE, blas_ready, fill_rows, logits_product, mixed_matmul, on_device
-from thresher.kernels.tiling import even_rows
 
 # A chunk's buffers. CPU: what a laptop can spare; CUDA: 600 MiB is the limit, of which cuBLAS takes 32 for itself.
 WORKSPACE_BYTES = {"cpu": 256 * MIB, "cuda": 560 * MIB}
@@ -41,22 +42,22 @@ MOST_ROWS = 1024
 PREFERRED_BYTES, PREFERRED_ROWS = 64 * MIB, 208
 
 
-class HeadFace(Protocol):
-    """A face of this file's maths, for chunks of a call."""
+class HeadBackend(Protocol):
+    """An implementation of this file's maths, for chunks of a call."""
 
-    def logprobs(self, rows_NH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-prob of the target, entropy) of each row, [N] of the compute dtype. targets_N: int64."""
+    def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-prob of the target, entropy) of each row, [R] of the compute dtype. targets_R: int64."""
 
 
 class TokenRows(NamedTuple):
     """A chunk after the row function, m being the row's largest logit: log p = (z - m) - log_sum. The last two are
     views of the workspace: the next chunk reuses it."""
 
-    logprobs_N: Tensor
-    entropy_N: Tensor
-    log_sum_N: Tensor  # log(sum e^(z - m))
-    probs_NV: Tensor
-    pz_NV: Tensor  # p * (z - m)
+    logprobs_R: Tensor
+    entropy_R: Tensor
+    log_sum_R: Tensor  # log(sum e^(z - m))
+    probs_RV: Tensor
+    pz_RV: Tensor  # p * (z - m)
 
 
 def reference_token_logprobs(
@@ -75,24 +76,15 @@ def reference_token_logprobs(
 
 
 def default_chunk_rows(budget: int, columns: int, element_bytes: int) -> int:
-    """Rows of the torch face's chunk on a CPU, from 16 to MOST_ROWS: what PREFERRED_BYTES hold, or if that is less than
-    PREFERRED_ROWS, as many of those as `budget` bytes hold."""
+    """Rows of the torch backend's chunk on a CPU, from 16 to MOST_ROWS: what PREFERRED_BYTES hold, or if that is less
+    than PREFERRED_ROWS, as many of those as `budget` bytes hold."""
     row_bytes = element_bytes * columns
     rows = min(max(PREFERRED_BYTES // row_bytes, min(PREFERRED_ROWS, budget // row_bytes)), MOST_ROWS)
     return max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
 
 
-def head_logits(hidden_NH: Tensor, lm_head_VH: Tensor) -> Tensor:
-    """Logits [N, V] for sampling, float32 (float64 for float64): the very numbers that the torch face makes log-probs
-    from, and up to the order of a float32 sum those of the Triton face."""
-    rows_MH = fill_rows(hidden_NH, lm_head_VH)
-    logits_MV = rows_MH.new_empty((len(rows_MH), len(lm_head_VH)), dtype=compute_dtype(lm_head_VH))
-    logits_product(rows_MH, lm_head_VH, logits_MV)
-    return logits_MV[: len(hidden_NH)]
-
-
 class TorchHead:
-    """The torch face, with two buffers [M, V] of the compute dtype for chunks of up to `rows` rows.
+    """The torch backend, with two buffers [M, V] of the compute dtype for chunks of up to `rows` rows.
 
     lm_head_VH: [V, H], the columns that exist only, from `blas_ready`.
     """
@@ -102,15 +94,15 @@ class TorchHead:
         shape = (2, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, lm_head_VH.shape[0])
         self.workspace_2MV = lm_head_VH.new_empty(shape, dtype=compute_dtype(lm_head_VH))
 
-    def logprobs(self, rows_NH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """As HeadFace has it."""
-        done = self.token_rows(fill_rows(rows_NH, self.lm_head_VH), targets_N)
-        return done.logprobs_N, done.entropy_N
+    def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+        """As HeadBackend has it."""
+        done = self.token_rows(fill_rows(rows_RH, self.lm_head_VH), targets_R)
+        return done.logprobs_R, done.entropy_R
 
-    def token_rows(self, rows_MH: Tensor, targets_N: Tensor) -> TokenRows:
-        """One matmul, one exponential an element, and four cheaper passes. rows_MH: from `fill_rows`. targets_N: int64,
-        N <= M."""
-        count, filled = targets_N.shape[0], rows_MH.shape[0]
+    def token_rows(self, rows_MH: Tensor, targets_R: Tensor) -> TokenRows:
+        """One matmul, one exponential an element, and four cheaper passes. rows_MH: from `fill_rows`. targets_R: int64,
+        R <= M."""
+        count, filled = targets_R.shape[0], rows_MH.shape[0]
         logits_MV, probs_MV = self.workspace_2MV[:, :filled]
         logits_product(rows_MH, self.lm_head_VH, logits_MV)
         if self.temperature != 1.0:
@@ -119,12 +111,12 @@ class TorchHead:
         logits_MV.sub_(logits_MV.amax(1, keepdim=True))
         torch.softmax(logits_MV, 1, out=probs_MV)
         # The likeliest token's probability is e^0 / sum.
-        log_sum_N = probs_MV.amax(1)[:count].log().neg_()
-        logprobs_N = logits_MV[:count].gather(1, targets_N[:, None])[:, 0] - log_sum_N
+        log_sum_R = probs_MV.amax(1)[:count].log().neg_()
+        logprobs_R = logits_MV[:count].gather(1, targets_R[:, None])[:, 0] - log_sum_R
         pz_MV = logits_MV.mul_(probs_MV)
         # The sum runs over the filled rows, so that never a lone row is summed by another algorithm.
-        entropy_N = log_sum_N - pz_MV.sum(1)[:count]
-        return TokenRows(logprobs_N, entropy_N, log_sum_N, probs_MV[:count], pz_MV[:count])
+        entropy_R = log_sum_R - pz_MV.sum(1)[:count]
+        return TokenRows(logprobs_R, entropy_R, log_sum_R, probs_MV[:count], pz_MV[:count])
 
 
 def chunk_size(chunk_rows: int | None, backend: str, lm_head_VH: Tensor, count: int) -> int:
@@ -156,7 +148,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, in nats, without gradients.
 
-    hidden_TH: [T, H], float32, bfloat16, float16 or float64, any strides; every row counts.
+    hidden_TH: [T, H], float32, bfloat16, float16 or float64, any strides; no row is masked.
     lm_head_VH: [V, H], same dtype and device. targets_T: [T] int64 or int32.
     temperature: divides the logits.
     vocab_size: columns from there on do not exist; their rows of the head are never read.
@@ -187,7 +179,7 @@ def token_logprobs(
         return logprobs_T, entropy_T
 
 
-def _make_head(backend: str, lm_head_VH: Tensor, temperature: float, rows: int) -> HeadFace:
+def _make_head(backend: str, lm_head_VH: Tensor, temperature: float, rows: int) -> HeadBackend:
     if backend == "triton":
         from thresher.kernels.head_triton import TritonHead  # triton is there only where it can be used
 

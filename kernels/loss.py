@@ -3,24 +3,25 @@
     z = X W^T / temperature, p = softmax(z), l_t = log p[t, y_t], r_t = exp(l_t - old_t), d_t = l_t - ref_t
     loss = sum_t w_t (-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) + beta KL(d_t, r_t) - entropy_coef H_t)
     dual clip c > 1, where A_t < 0: max(min(..), c A_t) in the place of min(..)
-    dloss/dl_t = w_t (beta c_KL - r_t A_t), without the second term where clipped; c_KL: the table in kl.py
+    dloss/dl_t = w_t (beta c_KL - r_t A_t), without the second term where clipped; c_KL: the table in objective.py
     dloss/dz_tv = dloss/dl_t ([v = y_t] - p_tv) + w_t entropy_coef p_tv (log p_tv + H_t)
     dX = dz W / temperature, dW = dz^T X / temperature
     GRPO: Shao et al. 2024, eq. 3; asymmetric clip: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020, eq. 5
 
 A row's coefficient is known once its log-prob is, so a chunk of rows needs its logits once: logits, dX, dW, three
 matmuls (6THV), not the four of recomputing them in backward. Gradients are made in the forward pass; backward only
-scales them. Rows of weight 0 are dropped before the head: nothing of theirs is read. Rows known to have no gradient go
-last, forward only. Same inputs, same bits.
+scales them. Masked rows, those of weight 0, are dropped before the head: nothing of theirs is read. Rows known to have
+no gradient go last, forward only. Same inputs, same bits.
 
-Two faces make a chunk's log-probs and the gradient of its logits: `TorchLoss` here, float32 and in place of the logits,
-and `TritonLoss` of coefficients.py, which never stores a logit (docs/loss.md). What surrounds them, from the choice of
-rows to the two products with the head, is one code, `_run_chunks`.
+Two backends make a chunk's log-probs and the gradient of its logits: `TorchLoss` here, float32 and in place of the
+logits, and `TritonLoss` of coefficients_triton.py, which never stores a logit (docs/loss.md). What surrounds them, from
+the choice of rows to the two products with the head, is one code, `_run_chunks`.
 
 Deliberately absent: sequence-level ratios (GSPO), whose coefficients wait for a whole sequence; aggregation
 (1/|y|, token mean), which the caller folds into the weights; second derivatives.
 
-Legend: T tokens, N rows that count (or a chunk of them), M a chunk filled up, H hidden width, V vocabulary.
+Axes: T tokens, R unmasked rows (or a chunk of them), M a chunk filled up, H hidden width, V vocabulary
+(docs/notation.md).
 """
 
 from dataclasses import replace
@@ -44,7 +45,7 @@ from thresher.kernels.logprob import TorchHead, chunk_size, reference_token_logp
 from thresher.kernels.matmul import add_head_product, blas_ready, fill_rows, hidden_product, on_device, scale_rows
 from thresher.kernels.objective import (
     LogitGradient,
-    LossFace,
+    LossBackend,
     LossResult,
     LossRows,
     LossSettings,
@@ -68,42 +69,42 @@ def reference_grpo_loss(
     vocab_size: int | None = None,
     **settings: Any,
 ) -> LossResult:
-    """The loss in plain torch: materialises [N, V] and leaves the gradient to autograd. No checks; for tests
+    """The loss in plain torch: materialises [R, V] and leaves the gradient to autograd. No checks; for tests
     and for reading. Arguments as `grpo_loss`; float64 inputs are computed in float64."""
     chosen = LossSettings(**settings)
-    index_N = weights_T.nonzero()[:, 0]
+    index_R = weights_T.nonzero()[:, 0]
     vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T)
-    rows = _gather_rows(index_N, targets_T, vectors, compute_dtype(hidden_TH))
-    logprobs_N, entropy_N = reference_token_logprobs(
-        hidden_TH[index_N], lm_head_VH, rows.targets_N, temperature=chosen.temperature, vocab_size=vocab_size
+    rows = _gather_rows(index_R, targets_T, vectors, compute_dtype(hidden_TH))
+    logprobs_R, entropy_R = reference_token_logprobs(
+        hidden_TH[index_R], lm_head_VH, rows.targets_R, temperature=chosen.temperature, vocab_size=vocab_size
     )
-    return assemble(logprobs_N, entropy_N, rows, chosen, len(targets_T))
+    return assemble(logprobs_R, entropy_R, rows, chosen, len(targets_T))
 
 
-def _gather_rows(index_N: Tensor | None, targets_T: Tensor, vectors: _Vectors, dtype: torch.dtype) -> LossRows:
-    """The rows of `index_N`, in that order; None: all, as they stand. Dense, as kernels read them."""
+def _gather_rows(index_R: Tensor | None, targets_T: Tensor, vectors: _Vectors, dtype: torch.dtype) -> LossRows:
+    """The rows of `index_R`, in that order; None: all, as they stand. Dense, as kernels read them."""
 
     def gather(values_T: Tensor) -> Tensor:
-        return values_T.contiguous() if index_N is None else values_T.index_select(0, index_N)
+        return values_T.contiguous() if index_R is None else values_T.index_select(0, index_R)
 
-    old_N, advantages_N, weights_N, ref_N = (
+    old_R, advantages_R, weights_R, ref_R = (
         None if values_T is None else gather(values_T.detach()).to(dtype) for values_T in vectors
     )
-    assert advantages_N is not None and weights_N is not None
-    return LossRows(index_N, gather(targets_T).long(), old_N, advantages_N, weights_N, ref_N)
+    assert advantages_R is not None and weights_R is not None
+    return LossRows(index_R, gather(targets_T).long(), old_R, advantages_R, weights_R, ref_R)
 
 
 def _choose_rows(
     hidden_TH: Tensor, targets_T: Tensor, vectors: _Vectors, columns: int, settings: LossSettings
 ) -> tuple[LossRows, int]:
-    """The rows that count, those with a gradient first, and how many have one. Checks the data.
+    """The unmasked rows, those with a gradient first, and how many have one. Checks the data.
 
     The call's one host sync is here: the flag of the checks and the two counts come over together.
     """
     dtype = compute_dtype(hidden_TH)
     old_T, advantages_T, weights_T, ref_T = vectors
     exact_weights_T = weights_T.to(dtype)
-    present_T = exact_weights_T != 0
+    unmasked_T = exact_weights_T != 0
     checks = head_checks(hidden_TH, targets_T, columns)
     for name, values_T in (
         ("old_logprobs_T", old_T),
@@ -112,45 +113,45 @@ def _choose_rows(
     ):
         if values_T is not None:
             checks.append(RowCheck(name, ~values_T.to(dtype).isfinite(), values_T, "a finite number"))
-    checks = [check._replace(bad_T=check.bad_T & present_T) for check in checks]
+    checks = [check._replace(bad_T=check.bad_T & unmasked_T) for check in checks]
     bad_T = ~((exact_weights_T >= 0) & exact_weights_T.isfinite())
     checks.append(RowCheck("weights_T", bad_T, weights_T, "a finite number of at least 0"))
 
-    absent_T = ~present_T
-    idle_T = absent_T if settings.every_row_has_gradient else absent_T | (advantages_T == 0)
-    bad, idle, absent = torch.stack((any_bad(checks).long(), idle_T.sum(), absent_T.sum())).tolist()
+    masked_T = ~unmasked_T
+    idle_T = masked_T if settings.every_row_has_gradient else masked_T | (advantages_T == 0)
+    bad, idle, masked = torch.stack((any_bad(checks).long(), idle_T.sum(), masked_T.sum())).tolist()
     if bad:
         raise_first(checks)
     if not idle:
         return _gather_rows(None, targets_T, vectors, dtype), len(targets_T)
-    order_T = torch.sort(idle_T.to(torch.uint8) + absent_T.to(torch.uint8), stable=True).indices
-    return _gather_rows(order_T[: len(targets_T) - absent], targets_T, vectors, dtype), len(targets_T) - idle
+    order_T = torch.sort(idle_T.to(torch.uint8) + masked_T.to(torch.uint8), stable=True).indices
+    return _gather_rows(order_T[: len(targets_T) - masked], targets_T, vectors, dtype), len(targets_T) - idle
 
 
 class TorchLoss(TorchHead):
-    """The torch face: the chunk's probabilities are turned in place into the gradient of its logits."""
+    """The torch backend: the chunk's probabilities are turned in place into the gradient of its logits."""
 
     def __init__(self, lm_head_VH: Tensor, settings: LossSettings, rows: int) -> None:
         super().__init__(lm_head_VH, settings.temperature, rows)
         self.settings = settings
 
-    def gradient(self, rows_NH: Tensor, part: LossRows) -> LogitGradient:
-        done = self.token_rows(fill_rows(rows_NH, self.lm_head_VH), part.targets_N)
-        on_target_N, on_probs_N, on_plogp_N = logit_coefficients(done.logprobs_N, done.entropy_N, part, self.settings)
-        targets_N1 = part.targets_N[:, None]
-        if on_plogp_N is None:
+    def gradient(self, rows_RH: Tensor, part: LossRows) -> LogitGradient:
+        done = self.token_rows(fill_rows(rows_RH, self.lm_head_VH), part.targets_R)
+        on_target_R, on_probs_R, on_plogp_R = logit_coefficients(done.logprobs_R, done.entropy_R, part, self.settings)
+        targets_R1 = part.targets_R[:, None]
+        if on_plogp_R is None:
             # c ([v = y] - p) = -c (p - [v = y]): one number a row is changed, the factor goes to the narrow sides.
-            dlogits_NV = done.probs_NV.scatter_(1, targets_N1, torch.expm1(done.logprobs_N)[:, None])
-            return LogitGradient(done.logprobs_N, done.entropy_N, dlogits_NV, factor_N=-on_target_N)
+            dlogits_RV = done.probs_RV.scatter_(1, targets_R1, torch.expm1(done.logprobs_R)[:, None])
+            return LogitGradient(done.logprobs_R, done.entropy_R, dlogits_RV, factor_R=-on_target_R)
         # p log p = p (z - m) - p log_sum
-        dlogits_NV = done.probs_NV.mul_((on_probs_N - on_plogp_N * done.log_sum_N)[:, None])
-        dlogits_NV.addcmul_(done.pz_NV, on_plogp_N[:, None])
+        dlogits_RV = done.probs_RV.mul_((on_probs_R - on_plogp_R * done.log_sum_R)[:, None])
+        dlogits_RV.addcmul_(done.pz_RV, on_plogp_R[:, None])
         # One target a row: read, add, write is deterministic on every device, unlike scatter_add_.
-        dlogits_NV.scatter_(1, targets_N1, dlogits_NV.gather(1, targets_N1) + on_target_N[:, None])
-        return LogitGradient(done.logprobs_N, done.entropy_N, dlogits_NV, None)
+        dlogits_RV.scatter_(1, targets_R1, dlogits_RV.gather(1, targets_R1) + on_target_R[:, None])
+        return LogitGradient(done.logprobs_R, done.entropy_R, dlogits_RV, None)
 
 
-def _make_face(backend: str, lm_head_VH: Tensor, settings: LossSettings, rows: int) -> LossFace:
+def _make_backend(backend: str, lm_head_VH: Tensor, settings: LossSettings, rows: int) -> LossBackend:
     if backend == "triton":
         from thresher.kernels.coefficients_triton import TritonLoss  # triton is there only where it can be used
 
@@ -159,7 +160,7 @@ def _make_face(backend: str, lm_head_VH: Tensor, settings: LossSettings, rows: i
 
 
 def _run_chunks(
-    face: LossFace,
+    backend: LossBackend,
     hidden_TH: Tensor,
     head_VH: Tensor,
     rows: LossRows,
@@ -169,37 +170,37 @@ def _run_chunks(
     head_grad_VH: Tensor | None,
     add_to_head_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs_N, entropy_N) of all rows. The first `with_gradient` of them also write their rows of hidden_grad_TH
+    """(logprobs_R, entropy_R) of all rows. The first `with_gradient` of them also write their rows of hidden_grad_TH
     and head_grad_VH, where these are given; what head_grad_VH holds is added to, or else overwritten."""
     count = len(rows)
-    logprobs_N, entropy_N = hidden_TH.new_empty((2, count), dtype=compute_dtype(hidden_TH))
+    logprobs_R, entropy_R = hidden_TH.new_empty((2, count), dtype=compute_dtype(hidden_TH))
 
     def run(chunk: slice) -> None:  # a function, so that a chunk's temporaries are gone before the next one's come
         part = rows.part(chunk)
-        index_N = part.index_N
-        rows_NH = hidden_TH[chunk].contiguous() if index_N is None else hidden_TH.index_select(0, index_N)
+        index_R = part.index_R
+        rows_RH = hidden_TH[chunk].contiguous() if index_R is None else hidden_TH.index_select(0, index_R)
         if chunk.start >= with_gradient:
-            logprobs_N[chunk], entropy_N[chunk] = face.logprobs(rows_NH, part.targets_N)
+            logprobs_R[chunk], entropy_R[chunk] = backend.logprobs(rows_RH, part.targets_R)
             return
-        done = face.gradient(rows_NH, part)
-        logprobs_N[chunk], entropy_N[chunk] = done.logprobs_N, done.entropy_N
+        done = backend.gradient(rows_RH, part)
+        logprobs_R[chunk], entropy_R[chunk] = done.logprobs_R, done.entropy_R
         if hidden_grad_TH is not None:
-            grad_NH = hidden_product(done.dlogits_NV, head_VH)
-            grad_NH = grad_NH if done.factor_N is None else grad_NH.mul_(done.factor_N[:, None])
-            if index_N is None:
-                hidden_grad_TH[chunk] = grad_NH
+            grad_RH = hidden_product(done.dlogits_RV, head_VH)
+            grad_RH = grad_RH if done.factor_R is None else grad_RH.mul_(done.factor_R[:, None])
+            if index_R is None:
+                hidden_grad_TH[chunk] = grad_RH
             else:
-                hidden_grad_TH.index_copy_(0, index_N, grad_NH.to(hidden_grad_TH.dtype))
-            del grad_NH
+                hidden_grad_TH.index_copy_(0, index_R, grad_RH.to(hidden_grad_TH.dtype))
+            del grad_RH
         if head_grad_VH is not None:
             keep = add_to_head_grad or chunk.start > 0
-            add_head_product(head_grad_VH, done.dlogits_NV, scale_rows(rows_NH, done.factor_N), keep)
+            add_head_product(head_grad_VH, done.dlogits_RV, scale_rows(rows_RH, done.factor_R), keep)
 
     for start in range(0, with_gradient, chunk_rows):
         run(slice(start, min(start + chunk_rows, with_gradient)))
     for start in range(with_gradient, count, chunk_rows):
         run(slice(start, min(start + chunk_rows, count)))
-    return logprobs_N, entropy_N
+    return logprobs_R, entropy_R
 
 
 class _WithGradients(torch.autograd.Function):
@@ -268,7 +269,7 @@ def grpo_loss(
 
     hidden_TH [T, H] and lm_head_VH [V, H]: same dtype (float32, bfloat16, float16, float64) and device, any
     strides. targets_T: [T] int64 or int32. old_logprobs_T, advantages_T, weights_T, ref_logprobs_T: [T],
-    floating; no gradient goes to them. A row of weight 0 is absent: nothing else of it is read.
+    floating; no gradient goes to them. A row of weight 0 is masked: nothing else of it is read.
     old_logprobs_T None: the policy is its own old policy, every ratio is 1 and the gradient that of -A log pi; with
     advantages of 1 it is the gradient of supervised fine-tuning, whose loss is then -(weights * logprobs).sum().
     temperature: divides the logits. clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high].
@@ -285,9 +286,9 @@ def grpo_loss(
     `hidden_TH.backward(result.hidden_grad_TH)`; any scale then belongs in weights_T.
 
     Raises ValueError naming the argument, and the first offending index: shapes, dtypes or devices that do
-    not fit, a target outside the vocabulary, a negative weight, a number that is not finite in a row that
-    counts (before anything is added to lm_head_grad_VH). The head itself is not looked through: a NaN there is a NaN
-    in the loss.
+    not fit, a target outside the vocabulary, a negative weight, a number that is not finite in an unmasked row
+    (before anything is added to lm_head_grad_VH). The head itself is not looked through: a NaN there is a NaN in
+    the loss.
     """
     settings = LossSettings(
         temperature=temperature,
@@ -324,8 +325,8 @@ def grpo_loss(
             with_gradient = 0
         head_VH = blas_ready(lm_head_VH[:columns])
         rows_at_once = chunk_size(chunk_rows, backend, head_VH, max(with_gradient, len(rows) - with_gradient))
-        logprobs_N, entropy_N = _run_chunks(
-            _make_face(backend, head_VH, settings, rows_at_once),
+        logprobs_R, entropy_R = _run_chunks(
+            _make_backend(backend, head_VH, settings, rows_at_once),
             hidden_TH,
             head_VH,
             rows,
@@ -335,7 +336,7 @@ def grpo_loss(
             None if head_grad_VH is None else head_grad_VH[:columns],
             add_to_head_grad=lm_head_grad_VH is not None,
         )
-        result = assemble(logprobs_N, entropy_N, rows, settings, len(targets_T))
+        result = assemble(logprobs_R, entropy_R, rows, settings, len(targets_T))
     if lm_head_grad_VH is not None:
         return replace(result, hidden_grad_TH=hidden_grad_TH)
     if hidden_grad_TH is None and head_grad_VH is None:

@@ -1,11 +1,25 @@
-"""What a token's log-prob is worth: ratio, clip, KL and entropy of a row, and what its gradient is made of.
+"""The per-token surrogate objective: ratio, clip, KL and entropy of a row, and what its logits' gradient is made of.
 
-The maths stands at the top of loss.py; this file is its part after the vocabulary, on [N] vectors, shared by
-every face of the loss. Nothing here sees a logit, and nothing here sees a row of weight 0.
+The loss's maths stands at the top of loss.py; this file is its part after the vocabulary, on [R] vectors, shared by
+every backend. Nothing here sees a logit, and nothing here sees a masked row.
 
-Legend: N rows that count (or a chunk of them), T tokens.
+KL of one token, the value and the gradient chosen apart: d = log pi - log pi_ref, r = pi / pi_old; c multiplies
+grad log pi where the estimator stands in the loss.
+
+    k1        d                   c = 1             expectation 0 on policy: no gradient signal
+    k2        d * d / 2           c = d             the exact reverse-KL gradient, on policy
+    k3        exp(-d) + d - 1     c = 1 - exp(-d)   the gradient of KL(ref || pi); unbounded for pi << ref
+    k3_ratio  r * k3              c = r * d         exact on and off policy: r*k3 + r*(1 - exp(-d)) = r*d
+
+An exponent is capped at 80, and the gradient keeps the capped value instead of dropping to zero, so an explosion is
+seen and never becomes NaN. k3_ratio multiplies two such exponentials, so the product is bounded by exp(80) as well.
+
+k1, k2, k3: Schulman, "Approximating KL Divergence" (2020). Deliberately absent: sequence-level estimators.
+
+Axes: R unmasked rows (or a chunk of them), T tokens, V vocabulary (docs/notation.md).
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,7 +27,12 @@ import torch
 from torch import Tensor
 
 from thresher.kernels.checks import check_scalar
-from thresher.kernels.kl import BOUND, CHOICES, EXP_CAP, capped_exp, kl_coefficient, kl_values
+
+EXP_CAP = 80.0
+# exp(80) is 5.5e34: inside float32, with four decades left for what it is multiplied with.
+BOUND = math.exp(EXP_CAP)
+ESTIMATORS = ("k1", "k2", "k3", "k3_ratio")
+CHOICES = (*ESTIMATORS, "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,29 +73,29 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossRows:
-    """The rows that count, in the order they are worked on; floating vectors in the compute dtype."""
+    """The unmasked rows, in the order they are worked on; floating vectors in the compute dtype."""
 
-    index_N: Tensor | None  # int64, where the row stands in the inputs; None: all rows, as they stand there
-    targets_N: Tensor  # int64
-    old_N: Tensor | None  # None: the log-probs of this very forward, so that every ratio is 1
-    advantages_N: Tensor
-    weights_N: Tensor
-    ref_N: Tensor | None
+    index_R: Tensor | None  # int64, where the row stands in the inputs; None: all rows, as they stand there
+    targets_R: Tensor  # int64
+    old_R: Tensor | None  # None: the log-probs of this very forward, so that every ratio is 1
+    advantages_R: Tensor
+    weights_R: Tensor
+    ref_R: Tensor | None
 
     def __len__(self) -> int:
-        return len(self.targets_N)
+        return len(self.targets_R)
 
     def part(self, rows: slice) -> "LossRows":
-        index_N = None if self.index_N is None else self.index_N[rows]
-        old_N = None if self.old_N is None else self.old_N[rows]
-        ref_N = None if self.ref_N is None else self.ref_N[rows]
+        index_R = None if self.index_R is None else self.index_R[rows]
+        old_R = None if self.old_R is None else self.old_R[rows]
+        ref_R = None if self.ref_R is None else self.ref_R[rows]
         return LossRows(
-            index_N,
-            self.targets_N[rows],
-            old_N,
-            self.advantages_N[rows],
-            self.weights_N[rows],
-            ref_N,
+            index_R,
+            self.targets_R[rows],
+            old_R,
+            self.advantages_R[rows],
+            self.weights_R[rows],
+            ref_R,
         )
 
 
@@ -91,100 +110,136 @@ class LossResult:
     kl: dict[str, Tensor]  # by estimator: k1, k2, k3, k3_ratio; empty without reference log-probs
     entropy: Tensor
     clipped: Tensor  # bool: A != 0 and the clip, or dual clip, leaves the policy-gradient term no gradient
-    capped: Tensor  # 0-d int64: rows that count with log-ratio > 80, or d < -80, whose exponent was capped
+    capped: Tensor  # 0-d int64: unmasked rows with log-ratio > 80, or d < -80, whose exponent was capped
     hidden_grad_TH: Tensor | None = None  # hidden's dtype; only when the call was given lm_head_grad_VH
 
 
 class LogitGradient(NamedTuple):
-    """What a face makes of a chunk: dloss/d(hidden @ head.T) is dlogits_NV times factor_N, row by row."""
+    """What a backend makes of a chunk: dloss/d(hidden @ head.T) is dlogits_RV times factor_R, row by row."""
 
-    logprobs_N: Tensor
-    entropy_N: Tensor
-    dlogits_NV: Tensor  # a view of the face's workspace: the next chunk reuses it
-    factor_N: Tensor | None  # None: all 1
-
-
-class LossFace(Protocol):
-    """A face of the loss, for the chunks of a call: TorchLoss in loss.py, TritonLoss in coefficients.py. Each is a face
-    of the head (HeadFace in logprob.py) that can do more."""
-
-    def logprobs(self, rows_NH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """As HeadFace has it."""
-
-    def gradient(self, rows_NH: Tensor, part: LossRows) -> LogitGradient:
-        """The same with dloss/dlogits. rows_NH: the hidden states of `part`, dense."""
+    logprobs_R: Tensor
+    entropy_R: Tensor
+    dlogits_RV: Tensor  # a view of the backend's workspace: the next chunk reuses it
+    factor_R: Tensor | None  # None: all 1
 
 
-def log_ratios(logprobs_N: Tensor, rows: LossRows) -> Tensor:
+class LossBackend(Protocol):
+    """An implementation of the loss, for the chunks of a call: TorchLoss in loss.py, TritonLoss in
+    coefficients_triton.py. Each is a HeadBackend (logprob.py) that can do more."""
+
+    def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+        """As HeadBackend has it."""
+
+    def gradient(self, rows_RH: Tensor, part: LossRows) -> LogitGradient:
+        """The same with dloss/dlogits. rows_RH: the hidden states of `part`, dense."""
+
+
+def _capped(exponent_R: Tensor) -> Tensor:
+    """min(exponent, 80) whose derivative stays 1 above the cap."""
+    return exponent_R.clamp(max=EXP_CAP).detach() + (exponent_R - exponent_R.detach())
+
+
+def capped_exp(exponent_R: Tensor) -> Tensor:
+    """exp(min(exponent, 80)), elementwise. For autograd its derivative is its own value, capped or not."""
+    return torch.exp(_capped(exponent_R))
+
+
+def kl_values(log_ref_ratio_R: Tensor, ratio_R: Tensor) -> dict[str, Tensor]:
+    """Every estimator of every row, by name.
+
+    log_ref_ratio_R: d, [R] float32 or float64. ratio_R: r, [R], already capped. Returns ESTIMATORS -> [R], in
+    nats. Differentiable: the reference gets its gradient here, and so checks `kl_coefficient`.
+    """
+    d = log_ref_ratio_R
+    # expm1 and not exp(-d) - 1: at |d| = 1e-3 the latter has lost a tenth of k3 in float32.
+    k3 = torch.expm1(_capped(-d)) + d
+    return {"k1": d, "k2": 0.5 * d * d, "k3": k3, "k3_ratio": (ratio_R * k3).clamp(max=BOUND)}
+
+
+def kl_coefficient(name: str, log_ref_ratio_R: Tensor, ratio_R: Tensor) -> Tensor:
+    """c of the table above: dKL/dlogp of estimator `name` for every row, [R]."""
+    d = log_ref_ratio_R
+    if name == "k1":
+        return torch.ones_like(d)
+    if name == "k2":
+        return d
+    if name == "k3":
+        return -torch.expm1((-d).clamp(max=EXP_CAP))
+    if name == "k3_ratio":
+        return (ratio_R * d).clamp(-BOUND, BOUND)
+    return torch.zeros_like(d)
+
+
+def log_ratios(logprobs_R: Tensor, rows: LossRows) -> Tensor:
     """log(pi / pi_old) of each row; autograd passes to pi alone."""
-    return logprobs_N - (logprobs_N.detach() if rows.old_N is None else rows.old_N)
+    return logprobs_R - (logprobs_R.detach() if rows.old_R is None else rows.old_R)
 
 
-def clipped_objective(logprobs_N: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
+def clipped_objective(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
     """(ratio, objective, clipped) of each row; autograd may pass through."""
-    advantages_N = rows.advantages_N
-    ratios_N = capped_exp(log_ratios(logprobs_N, rows))
+    advantages_R = rows.advantages_R
+    ratios_R = capped_exp(log_ratios(logprobs_R, rows))
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
-    objective_N = torch.minimum(ratios_N * advantages_N, ratios_N.clamp(low, high) * advantages_N)
-    clipped_N = torch.where(advantages_N > 0, ratios_N > high, (ratios_N < low) & (advantages_N < 0))
+    objective_R = torch.minimum(ratios_R * advantages_R, ratios_R.clamp(low, high) * advantages_R)
+    clipped_R = torch.where(advantages_R > 0, ratios_R > high, (ratios_R < low) & (advantages_R < 0))
     if settings.dual_clip is not None:
-        floor_N = settings.dual_clip * advantages_N
-        negative_N = advantages_N < 0
-        objective_N = torch.where(negative_N, torch.maximum(objective_N, floor_N), objective_N)
-        clipped_N = clipped_N | (negative_N & (ratios_N > settings.dual_clip))
-    return ratios_N, objective_N, clipped_N
+        floor_R = settings.dual_clip * advantages_R
+        negative_R = advantages_R < 0
+        objective_R = torch.where(negative_R, torch.maximum(objective_R, floor_R), objective_R)
+        clipped_R = clipped_R | (negative_R & (ratios_R > settings.dual_clip))
+    return ratios_R, objective_R, clipped_R
 
 
 def logit_coefficients(
-    logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, settings: LossSettings
+    logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the logits' gradient is made of, 1/temperature included, all [N]:
+    """What the logits' gradient is made of, 1/temperature included, all [R]:
     dz = on_target * [v = y] + on_probs * p + on_plogp * p log p."""
-    ratios_N, _, clipped_N = clipped_objective(logprobs_N, rows, settings)
-    on_target_N = -(ratios_N * rows.advantages_N).masked_fill_(clipped_N, 0.0)
+    ratios_R, _, clipped_R = clipped_objective(logprobs_R, rows, settings)
+    on_target_R = -(ratios_R * rows.advantages_R).masked_fill_(clipped_R, 0.0)
     if settings.gradient_estimator != "none":
-        assert rows.ref_N is not None
-        kl_N = kl_coefficient(settings.gradient_estimator, logprobs_N - rows.ref_N, ratios_N)
-        on_target_N = on_target_N + settings.beta * kl_N
-    scale_N = rows.weights_N / settings.temperature
+        assert rows.ref_R is not None
+        kl_R = kl_coefficient(settings.gradient_estimator, logprobs_R - rows.ref_R, ratios_R)
+        on_target_R = on_target_R + settings.beta * kl_R
+    scale_R = rows.weights_R / settings.temperature
     # Bounded, for an infinite coefficient times a probability of 0 would be NaN.
-    on_target_N = (on_target_N * scale_N).clamp_(-BOUND, BOUND)
+    on_target_R = (on_target_R * scale_R).clamp_(-BOUND, BOUND)
     if not settings.entropy_coef:
-        return on_target_N, -on_target_N, None
-    on_plogp_N = settings.entropy_coef * scale_N
-    return on_target_N, on_plogp_N * entropy_N - on_target_N, on_plogp_N
+        return on_target_R, -on_target_R, None
+    on_plogp_R = settings.entropy_coef * scale_R
+    return on_target_R, on_plogp_R * entropy_R - on_target_R, on_plogp_R
 
 
-def assemble(logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, settings: LossSettings, length: int) -> LossResult:
-    """Loss and metrics from log-probs and entropies of the rows that count; autograd may pass to the loss."""
-    ratios_N, objective_N, clipped_N = clipped_objective(logprobs_N, rows, settings)
-    capped_N = log_ratios(logprobs_N, rows) > EXP_CAP
-    kl_N: dict[str, Tensor] = {}
-    if rows.ref_N is not None:
-        log_ref_ratio_N = logprobs_N - rows.ref_N
-        capped_N = capped_N | (log_ref_ratio_N < -EXP_CAP)
-        kl_N = kl_values(log_ref_ratio_N, ratios_N)
-    loss_N = -objective_N
+def assemble(logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: LossSettings, length: int) -> LossResult:
+    """Loss and metrics from log-probs and entropies of the unmasked rows; autograd may pass to the loss."""
+    ratios_R, objective_R, clipped_R = clipped_objective(logprobs_R, rows, settings)
+    capped_R = log_ratios(logprobs_R, rows) > EXP_CAP
+    kl_R: dict[str, Tensor] = {}
+    if rows.ref_R is not None:
+        log_ref_ratio_R = logprobs_R - rows.ref_R
+        capped_R = capped_R | (log_ref_ratio_R < -EXP_CAP)
+        kl_R = kl_values(log_ref_ratio_R, ratios_R)
+    loss_R = -objective_R
     if settings.beta and settings.kl_value != "none":
-        loss_N = loss_N + settings.beta * kl_N[settings.kl_value].detach()
+        loss_R = loss_R + settings.beta * kl_R[settings.kl_value].detach()
     estimator = settings.gradient_estimator
-    if estimator != "none" and kl_N[estimator].requires_grad:
+    if estimator != "none" and kl_R[estimator].requires_grad:
         # Worth 0: the value above, this one's gradient. Only the reference, which has a graph, comes here.
-        loss_N = loss_N + settings.beta * (kl_N[estimator] - kl_N[estimator].detach())
+        loss_R = loss_R + settings.beta * (kl_R[estimator] - kl_R[estimator].detach())
     if settings.entropy_coef:
-        loss_N = loss_N - settings.entropy_coef * entropy_N
+        loss_R = loss_R - settings.entropy_coef * entropy_R
 
-    def spread(values_N: Tensor) -> Tensor:
-        if rows.index_N is None:
-            return values_N.detach()
-        return values_N.new_zeros(length).index_copy_(0, rows.index_N, values_N.detach())
+    def spread(values_R: Tensor) -> Tensor:
+        if rows.index_R is None:
+            return values_R.detach()
+        return values_R.new_zeros(length).index_copy_(0, rows.index_R, values_R.detach())
 
     return LossResult(
-        loss=(rows.weights_N * loss_N).sum(),
-        logprobs=spread(logprobs_N),
-        ratios=spread(ratios_N),
-        kl={name: spread(values_N) for name, values_N in kl_N.items()},
-        entropy=spread(entropy_N),
-        clipped=spread(clipped_N),
-        capped=capped_N.sum(),
+        loss=(rows.weights_R * loss_R).sum(),
+        logprobs=spread(logprobs_R),
+        ratios=spread(ratios_R),
+        kl={name: spread(values_R) for name, values_R in kl_R.items()},
+        entropy=spread(entropy_R),
+        clipped=spread(clipped_R),
+        capped=capped_R.sum(),
     )

@@ -3,11 +3,15 @@
     token = argmax_v ( z[v] / temperature + g(seed, position, v) )        g = -log(-log u),  u uniform in (0, 1)
 
 `u` is a hash of (seed, position, token), so a sample depends on nothing else: not on the batch it was drawn in, nor on
-how often anything was drawn before it. Greedy decoding is temperature 0.
-Axes: B rows, V vocabulary.
+how often anything was drawn before it. Greedy decoding is temperature 0. The logits come from `head_logits`.
+
+Axes: B sequences that draw a token, M the same filled up, H hidden, V vocabulary (docs/notation.md).
 """
 
 import torch
+
+from thresher.kernels.checks import compute_dtype
+from thresher.kernels.matmul import fill_rows, logits_product
 
 _MASK = 0xFFFFFFFF
 
@@ -40,6 +44,18 @@ def uniform_noise(seeds: list[int], positions: list[int], vocab_size: int, devic
         x = x.add_(high)
     x = x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF))
     return x.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
+
+
+def head_logits(hidden_BH: torch.Tensor, lm_head_VH: torch.Tensor) -> torch.Tensor:
+    """Logits [B, V] of the rows that draw a token, float32 (float64 for float64): the very numbers that the log-prob's
+    torch backend starts from, and up to the order of a float32 sum those of its Triton backend.
+
+    lm_head_VH: [V, H], the columns that may be drawn.
+    """
+    rows_MH = fill_rows(hidden_BH, lm_head_VH)
+    logits_MV = rows_MH.new_empty((len(rows_MH), len(lm_head_VH)), dtype=compute_dtype(lm_head_VH))
+    logits_product(rows_MH, lm_head_VH, logits_MV)
+    return logits_MV[: len(hidden_BH)]
 
 
 def sample(

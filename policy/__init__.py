@@ -1,4 +1,5 @@
-"""The model: config, transformer, weights in and out, tokenizer.
+"""What lives here: a model folder in and out: config, weights, transformer, adapters, tokenizer; families in models/.
+What may come in: another model family (docs/add/model.md), adapter or tokenizer; nothing that samples or trains.
 
     from thresher.policy import load_policy, load_tokenizer
 

@@ -1,48 +1,80 @@
-"""The shape of a Qwen2 model, read from and written to the two JSON files of a Hugging Face model folder.
+"""The shape of a model, read from and written to the two JSON files of a Hugging Face model folder.
 
 `config.json` gives the shape. `generation_config.json`, where it exists, overrides the ids that end a text:
 Qwen's instruct models end a turn with `<|im_end|>`, and only the generation file lists both of their end
 tokens. Both dialects of config.json are understood: transformers 4 writes `rope_theta` and `torch_dtype`,
 transformers 5 writes `rope_parameters` and `dtype`. What is written is the older dialect, which both load.
 
+What one family needs or refuses beyond this stands in its own file, as `ConfigRules`. That file holds its layer
+too, so it is imported when a config is made; this one needs no torch.
+
 Deliberately absent: defaults for the shape (a missing key is refused, since what another library assumes
-for it changes from version to version), other architectures, RoPE scaling, sliding windows and quantised
-weights. The dtype is not kept: the reader of the weights chooses it.
+for it changes from version to version), RoPE scaling, sliding windows and quantised weights. The dtype is not
+kept: the reader of the weights chooses it.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.policy.models.registry import FAMILIES, find_family, infer_model_type, load_layer_class
 from thresher.rewards.errors import UserError
 
-ARCHITECTURE = "Qwen2ForCausalLM"
-_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
-# Keys that are read in order to refuse a model, and the values that are supported.
-_REFUSED = {
-    "hidden_act": "'silu'",
-    "use_sliding_window": "false",
-    "rope_scaling": "null",
-    "partial_rotary_factor": "1.0",
-    "quantization_config": "none (weights in float32, bfloat16 or float16)",
+Found = TypeVar("Found")
+# Values that are supported, absence being one always, and how a message says so.
+Accepted = tuple[tuple[object, ...], str]
+# Keys that are read in order to refuse a model, of whichever family.
+_ACCEPTED: dict[str, Accepted] = {
+    "rope_scaling": ((None,), "null"),
+    "partial_rotary_factor": ((None, 1.0), "1.0"),
+    "quantization_config": ((None,), "none (weights in float32, bfloat16 or float16)"),
 }
+_INTEGERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+_WRITTEN = (*_INTEGERS, "rms_norm_eps", "rope_theta", "tie_word_embeddings", "initializer_range")
+_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
 # Written anew from the fields, or meaningful only to the file that was read.
-_NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "hidden_act", "layer_types", *_ROPE_KEYS}
+_NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "layer_types", *_ROPE_KEYS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigRules:
+    """What one family asks of config.json.
+
+    constants: keys with the one value that the family's layer computes: written always, any other value refused.
+    accepted: keys that are only read, to refuse what the layer does not compute.
+    integers: fields that config.json must spell out, and that are written, where other families may leave them open.
+    check: raises UserError for sizes that contradict each other in this family, where any do.
+    """
+
+    constants: Mapping[str, object]
+    accepted: Mapping[str, Accepted] = field(default_factory=dict)
+    integers: tuple[str, ...] = ()
+    check: Callable[["ModelConfig"], None] = lambda config: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and constants of one Qwen2 model; raises UserError when they contradict each other.
+    """Sizes and constants of one model; raises UserError when they contradict each other.
 
+    `model_type` names the family, Qwen2 unless said otherwise; a config.json always says.
     `extra` and `generation_extra` hold what else stood in config.json and generation_config.json, so that
     saving a model keeps it (its usual sampling temperature, say). They take no part in the hash.
     """
 
+    model_type: str = "qwen2"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -62,20 +94,12 @@ class ModelConfig:
     generation_extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        hidden, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
-        if hidden % heads:
-            raise UserError(
-                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; change one of them"
-            )
-        if self.head_dim * heads != hidden:
-            raise UserError(
-                f"head_dim {self.head_dim} is not hidden_size / num_attention_heads = {hidden // heads}, "
-                "the only one Qwen2 has; correct or remove it"
-            )
+        rules_of(self.model_type).check(self)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.head_dim % 2:
             raise UserError(
-                f"hidden_size / num_attention_heads = {self.head_dim} is odd, but rotary embeddings "
-                "need an even head; change one of them"
+                f"head_dim {self.head_dim} (hidden_size / num_attention_heads, unless given) is odd, but rotary "
+                "embeddings need an even head; change one of them"
             )
         if heads % kv_heads:
             raise UserError(
@@ -88,19 +112,29 @@ class ModelConfig:
                 raise UserError(f"{key} {token} is outside the vocabulary of {self.vocab_size}; correct one of them")
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """A copy with other values; head_dim follows hidden_size and num_attention_heads unless given."""
-        if "head_dim" not in changes and changes.keys() & {"hidden_size", "num_attention_heads"}:
+        """A copy with other values; head_dim follows hidden_size and num_attention_heads, unless given, where it was
+        their quotient."""
+        follows = self.head_dim * self.num_attention_heads == self.hidden_size
+        if follows and "head_dim" not in changes and changes.keys() & {"hidden_size", "num_attention_heads"}:
             hidden = changes.get("hidden_size", self.hidden_size)
             changes["head_dim"] = hidden // changes.get("num_attention_heads", self.num_attention_heads)
         return dataclasses.replace(self, **changes)
 
 
+def rules_of(model_type: str) -> ConfigRules:
+    """The rules of a family, by its model_type; UserError where there is none."""
+    rules = load_layer_class(model_type).rules
+    assert isinstance(rules, ConfigRules)
+    return rules
+
+
 def known_keys() -> frozenset[str]:
-    """The keys of config.json that mean something here; others are kept for whoever reads the saved model."""
-    ours = {field.name for field in dataclasses.fields(ModelConfig)}
-    return frozenset(
-        ours - {"eos_token_ids", "extra", "generation_extra"} | {"eos_token_id"} | _NOT_KEPT | set(_REFUSED)
-    )
+    """The keys of config.json that mean something to a family; others are kept for whoever reads the saved model."""
+    ours = {field.name for field in dataclasses.fields(ModelConfig)} - {"eos_token_ids", "extra", "generation_extra"}
+    keys = ours | {"eos_token_id"} | _NOT_KEPT | _ACCEPTED.keys()
+    for rules in map(rules_of, FAMILIES):
+        keys |= rules.accepted.keys() | rules.constants.keys()
+    return frozenset(keys)
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -137,23 +171,15 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
 
     Without `eos_token_id` the config has no end-of-text ids: then only stop tags and limits end a turn.
     """
-    _refuse_unsupported(d, where)
-    values: dict[str, Any] = {
-        key: _integer(d, key, where)
-        for key in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        )
-    }
+    model_type = _with_location(where, lambda: infer_model_type(d))
+    rules = rules_of(model_type)
+    _refuse_unsupported(d, rules, where)
+    values: dict[str, Any] = {key: _integer(d, key, where) for key in (*_INTEGERS, *rules.integers)}
     if d.get("head_dim") is None:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     else:
         values["head_dim"] = _integer(d, "head_dim", where)
+    values["model_type"] = model_type
     values["rms_norm_eps"] = _number(d, "rms_norm_eps", where)
     values["rope_theta"] = _rope_theta(d, where)
     if "initializer_range" in d:
@@ -164,7 +190,7 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
     values["eos_token_ids"] = _token_ids(d, "eos_token_id", where)
     values["bos_token_id"] = _token_id(d, "bos_token_id", where)
     values["pad_token_id"] = _token_id(d, "pad_token_id", where)
-    known = values.keys() | _NOT_KEPT | {"eos_token_id"}
+    known = values.keys() | _NOT_KEPT | {"eos_token_id"} | rules.constants.keys()
     values["extra"] = {key: value for key, value in d.items() if key not in known}
     return _with_location(where, lambda: ModelConfig(**values))
 
@@ -180,27 +206,13 @@ def write_config(config: ModelConfig, folder: str | Path) -> None:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": config.pad_token_id,
     }
-    shape = {
-        name: getattr(config, name)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "rms_norm_eps",
-            "rope_theta",
-            "max_position_embeddings",
-            "tie_word_embeddings",
-            "initializer_range",
-        )
-    }
+    rules = rules_of(config.model_type)
+    shape = {name: getattr(config, name) for name in (*_WRITTEN, *rules.integers)}
     fixed = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
+        "architectures": [find_family(config.model_type).architecture],
+        "model_type": config.model_type,
         "torch_dtype": "float32",
+        **rules.constants,
     }
     _write_json(folder / "config.json", {**config.extra, **shape, **tokens, **fixed})
     present = {key: token for key, token in tokens.items() if token is not None}
@@ -211,36 +223,17 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def _refuse_unsupported(d: dict[str, Any], where: str) -> None:
+def _refuse_unsupported(d: dict[str, Any], rules: ConfigRules, where: str) -> None:
     """Raises UserError for every feature that would silently change what the model computes."""
-    architectures = d.get("architectures")
-    if architectures is not None and (not isinstance(architectures, list) or ARCHITECTURE not in architectures):
-        raise UserError(
-            f"{where}: architectures is {architectures!r}, only {ARCHITECTURE} is supported; "
-            "use a Qwen2 or Qwen2.5 model"
-        )
-    model_type = d.get("model_type", "qwen2" if architectures else None)
-    if model_type != "qwen2":
-        raise UserError(
-            f"{where}: model_type is {model_type!r}, only 'qwen2' is supported; use a Qwen2 or Qwen2.5 model"
-        )
     layer_types = d.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
     ):
         raise UserError(f"{where}: layer_types must all be 'full_attention'; use a model without sliding windows")
-    unsupported = {
-        "hidden_act": d.get("hidden_act", "silu") != "silu",
-        "use_sliding_window": d.get("use_sliding_window", False) not in (False, None),
-        "rope_scaling": d.get("rope_scaling") is not None,
-        "partial_rotary_factor": d.get("partial_rotary_factor") not in (None, 1.0),
-        "quantization_config": d.get("quantization_config") is not None,
-    }
-    for key, refused in unsupported.items():
-        if refused:
-            raise UserError(
-                f"{where}: {key} is {_short(d[key])}, only {_REFUSED[key]} is supported; use a model without it"
-            )
+    constants: dict[str, Accepted] = {key: ((value,), _short(value)) for key, value in rules.constants.items()}
+    for key, (values, words) in {**constants, **rules.accepted, **_ACCEPTED}.items():
+        if key in d and d[key] not in values:
+            raise UserError(f"{where}: {key} is {_short(d[key])}, only {words} is supported; use a model without it")
 
 
 def _rope_theta(d: dict[str, Any], where: str) -> float:
@@ -268,7 +261,7 @@ def _rope_theta(d: dict[str, Any], where: str) -> float:
     return theta
 
 
-def _with_location(where: str, build: Callable[[], ModelConfig]) -> ModelConfig:
+def _with_location(where: str, build: Callable[[], Found]) -> Found:
     try:
         return build()
     except UserError as error:

@@ -10,7 +10,8 @@ A and B are float32 whatever the base computes in, since a step of 1e-6 would no
 
 Deliberately absent: dropout, which would set rollout and update apart; adapters on the embedding, the head and the
 norms; several adapters at once; scales other than alpha / r.
-Axes: T packed tokens, I inputs and O outputs of a linear map, R rank.
+Axes: T packed tokens, R rank; I inputs and O outputs of a linear map, whichever it is (stored optimiser states know
+A and B as `a_RI` and `b_OR`).
 """
 
 import json
@@ -18,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from thresher.policy.config import ModelConfig
 from thresher.policy.files import atomic_path, atomic_write_text, read_json_object
 from thresher.rewards.errors import UserError
-
-if TYPE_CHECKING:
-    from thresher.policy.model import Policy
 
 # The linear maps of a layer, by the names that a recipe uses, and where Hugging Face keeps each.
 MODULES = {
@@ -92,13 +89,15 @@ class Adapter(nn.Module):
         return (self.b_OR @ self.a_RI) * self.scale
 
 
-class BlockAdapters(nn.Module):
+class LayerAdapters(nn.Module):
     """The adapters of one layer."""
 
-    def __init__(self, config: ModelConfig, settings: LoraSettings, generator: torch.Generator) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, int]], settings: LoraSettings, generator: torch.Generator
+    ) -> None:
         super().__init__()
         self.on = True
-        self.shapes = linear_shapes(config)
+        self.shapes = shapes  # (outputs, inputs) of each linear map
         self.by_target = nn.ModuleDict(
             {target: Adapter(*self.shapes[target], settings, generator) for target in settings.targets}
         )
@@ -115,23 +114,39 @@ class BlockAdapters(nn.Module):
         return moved[0] if len(moved) == 1 else torch.cat(moved, dim=-1)
 
 
-def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+class AdaptedLayer(Protocol):
+    """What this file asks of a layer: see models/layer.py, which imports it."""
+
+    adapters: LayerAdapters | None
+
+    def hf_views(self) -> dict[str, torch.Tensor]: ...
+
+
+class AdaptedPolicy(Protocol):
+    """What this file asks of a policy: see model.py, which imports it."""
+
+    lora: LoraSettings | None
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def decoder_layers(self) -> Iterator[AdaptedLayer]: ...
+    def requires_grad_(self, requires_grad: bool = True) -> Any: ...
+
+
+def linear_shapes(layer: AdaptedLayer) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of each linear map of a layer."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return {
-        "q": (q, hidden),
-        "k": (kv, hidden),
-        "v": (kv, hidden),
-        "o": (hidden, q),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-    }
+    views = layer.hf_views()
+    shapes = {}
+    for target, module in MODULES.items():
+        outputs, inputs = views[f"{module}.weight"].shape
+        shapes[target] = (outputs, inputs)
+    return shapes
 
 
 def add_lora(
-    policy: "Policy", *, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
+    policy: AdaptedPolicy, *, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> LoraSettings:
     """Put fresh adapters on every layer of `policy`, in place; from then on they are all that is trained.
 
@@ -144,22 +159,22 @@ def add_lora(
     generator = torch.Generator().manual_seed(seed)
     policy.requires_grad_(False)
     dtype = torch.promote_types(policy.dtype, torch.float32)
-    for layer in policy.blocks():
-        layer.adapters = BlockAdapters(policy.config, settings, generator).to(policy.device, dtype)
+    for layer in policy.decoder_layers():
+        layer.adapters = LayerAdapters(linear_shapes(layer), settings, generator).to(policy.device, dtype)
     policy.lora = settings
     return settings
 
 
-def adapters(policy: "Policy") -> Iterator[tuple[str, Adapter]]:
+def adapters(policy: AdaptedPolicy) -> Iterator[tuple[str, Adapter]]:
     """Hugging Face's name of each adapted map ("model.layers.0.self_attn.q_proj"), and its adapter."""
-    for index, layer in enumerate(policy.blocks()):
+    for index, layer in enumerate(policy.decoder_layers()):
         if layer.adapters is not None:
             for target, adapter in layer.adapters.by_target.items():
                 assert isinstance(adapter, Adapter)
                 yield f"model.layers.{index}.{MODULES[target]}", adapter
 
 
-def merged_weights(policy: "Policy", views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merged_weights(policy: AdaptedPolicy, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The policy's weights by Hugging Face's names, `views`, with the adapters' products added: on the CPU, in float32
     (a float64 policy's in float64), lest small products be lost on a bfloat16 base. The policy is left as it is."""
     dtype = torch.promote_types(policy.dtype, torch.float32)
@@ -169,7 +184,7 @@ def merged_weights(policy: "Policy", views: Mapping[str, torch.Tensor]) -> dict[
     return merged
 
 
-def save_adapters(policy: "Policy", folder: str | Path) -> None:
+def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
     """Write adapter_config.json and adapter_model.safetensors, as PEFT has them, into `folder` (made if absent)."""
     settings = policy.lora
     if settings is None:
@@ -194,7 +209,7 @@ def save_adapters(policy: "Policy", folder: str | Path) -> None:
 
 
 @torch.no_grad()
-def load_adapters(policy: "Policy", folder: str | Path) -> None:
+def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
     """Put the adapters that `save_adapters` wrote into those of `policy`, with the bits they were saved with.
 
     UserError for files that are absent, cut short, or of other adapters than the policy has.
@@ -225,7 +240,7 @@ def load_adapters(policy: "Policy", folder: str | Path) -> None:
         tensor.copy_(saved[name])
 
 
-def _tensors(policy: "Policy") -> dict[str, torch.Tensor]:
+def _tensors(policy: AdaptedPolicy) -> dict[str, torch.Tensor]:
     """PEFT's name -> A or B of each adapter."""
     return {
         f"base_model.model.{name}.lora_{letter}.weight": value

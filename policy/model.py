@@ -1,18 +1,18 @@
-"""The policy: a Qwen2 / Qwen2.5 transformer, small enough to read in one sitting.
+"""The policy: a decoder-only transformer, as much of it as all families share. The layers are a family's (models/).
 
 One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
 is called once a layer with that layer's fresh q, k and v, and is either a `Varlen` layout (whole sequences, with
 gradients) or a paged cache (see engine/rollout/kv_cache.py). Low-rank adapters (lora.py), where there are some, add to
 a layer's linear maps, in both.
 
-The query, key and value projections are one parameter, gate and up another; the names and pieces that Hugging Face
-files use are views of them (`hf_views`), so loading and saving are one table read in two directions.
+Parameters may be fused (q, k and v are one matrix); the names and pieces that Hugging Face files use are views of them
+(`hf_views`), so loading and saving are one table read in two directions.
 
 Deliberately absent: dropout, sliding windows, rope scaling (refused when the config is read), any notion of batch.
-Axes: T packed tokens, H hidden, V vocabulary, D head dimension, I intermediate.
+Axes: T packed tokens, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,64 +21,24 @@ import torch.nn.functional as F
 from torch import nn
 
 from thresher.kernels.attention import Varlen
-from thresher.kernels.mlp import silu_gate
-from thresher.kernels.norm import rms_norm
-from thresher.kernels.rope import rope_table, rotate
+from thresher.kernels.layers import rms_norm, rope_table
 from thresher.policy.config import ModelConfig, read_config, write_config
-from thresher.policy.lora import FOLDER, BlockAdapters, LoraSettings, merged_weights, save_adapters
+from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
+from thresher.policy.models.layer import Attend, Layer
+from thresher.policy.models.registry import load_layer_class
 from thresher.policy.weights import read_weights, write_weights
-
-# attend(layer, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D]) -> [T, heads, D]
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Block(nn.Module):
-    """One layer: attention and a gated MLP, each behind a norm and added to the stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.q_rows = config.num_attention_heads * config.head_dim
-        self.kv_rows = config.num_key_value_heads * config.head_dim
-        self.input_norm = nn.Parameter(torch.ones(hidden))
-        self.qkv_weight = nn.Parameter(torch.empty(self.q_rows + 2 * self.kv_rows, hidden))
-        self.qkv_bias = nn.Parameter(torch.zeros(self.q_rows + 2 * self.kv_rows))
-        self.o_weight = nn.Parameter(torch.empty(hidden, self.q_rows))
-        self.post_norm = nn.Parameter(torch.ones(hidden))
-        self.gate_up_weight = nn.Parameter(torch.empty(2 * inner, hidden))
-        self.down_weight = nn.Parameter(torch.empty(hidden, inner))
-        self.adapters: BlockAdapters | None = None  # lora.py puts them here
-
-    def forward(self, x_TH: torch.Tensor, rope: torch.Tensor, attend: Attend, layer: int) -> torch.Tensor:
-        config = self.config
-        y_TH = rms_norm(x_TH, self.input_norm, config.rms_norm_eps)
-        qkv = self._adapted(y_TH, F.linear(y_TH, self.qkv_weight, self.qkv_bias), "q", "k", "v")
-        heads_THD = qkv.view(len(qkv), -1, config.head_dim)
-        # Queries and keys lie side by side, so one rotation turns both.
-        turned_THD = rotate(heads_THD[:, : config.num_attention_heads + config.num_key_value_heads], rope)
-        q_THD, k_TKD = turned_THD.split([config.num_attention_heads, config.num_key_value_heads], dim=1)
-        v_TKD = heads_THD[:, config.num_attention_heads + config.num_key_value_heads :]
-        o_TQ = attend(layer, q_THD, k_TKD, v_TKD).reshape(len(qkv), self.q_rows)
-        x_TH = x_TH + self._adapted(o_TQ, F.linear(o_TQ, self.o_weight), "o")
-        y_TH = rms_norm(x_TH, self.post_norm, config.rms_norm_eps)
-        inner_TI = silu_gate(self._adapted(y_TH, F.linear(y_TH, self.gate_up_weight), "gate", "up"))
-        return x_TH + self._adapted(inner_TI, F.linear(inner_TI, self.down_weight), "down")
-
-    def _adapted(self, x: torch.Tensor, y: torch.Tensor, *targets: str) -> torch.Tensor:
-        """The outputs y [T, ..] of the linear maps `targets` of x, with what their adapters add."""
-        return y if self.adapters is None else self.adapters(x, y, targets)
 
 
 class Policy(nn.Module):
-    """A Qwen2 language model over packed tokens. Make one with `load_policy` or `init_policy`."""
+    """A language model over packed tokens. Make one with `load_policy` or `init_policy`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.lora: LoraSettings | None = None  # of the adapters, where lora.py has put some on the layers
+        layer_class = load_layer_class(config.model_type)
         self.embed_VH = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layer_class(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.untied_head_VH = (
             None if config.tie_word_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -97,15 +57,16 @@ class Policy(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_VH.dtype
 
-    def blocks(self) -> Iterator[Block]:
+    def decoder_layers(self) -> Iterator[Layer]:
+        """The layers in order, typed, which torch's list of modules is not."""
         for layer in self.layers:
-            assert isinstance(layer, Block)
+            assert isinstance(layer, Layer)
             yield layer
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
         """Within it the policy is its base: what it was before it got adapters. A policy without any stays as it is."""
-        found = [layer.adapters for layer in self.blocks() if layer.adapters is not None]
+        found = [layer.adapters for layer in self.decoder_layers() if layer.adapters is not None]
         before = [adapters.on for adapters in found]
         for adapters in found:
             adapters.on = False
@@ -151,26 +112,14 @@ def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
     views = {"model.embed_tokens.weight": policy.embed_VH.data, "model.norm.weight": policy.norm.data}
     if policy.untied_head_VH is not None:
         views["lm_head.weight"] = policy.untied_head_VH.data
-    for index, layer in enumerate(policy.blocks()):
-        prefix = f"model.layers.{index}."
-        sizes = [layer.q_rows, layer.kv_rows, layer.kv_rows]
-        for name, weight, bias in zip(
-            "qkv", layer.qkv_weight.data.split(sizes), layer.qkv_bias.data.split(sizes), strict=True
-        ):
-            views[f"{prefix}self_attn.{name}_proj.weight"] = weight
-            views[f"{prefix}self_attn.{name}_proj.bias"] = bias
-        views[f"{prefix}self_attn.o_proj.weight"] = layer.o_weight.data
-        gate, up = layer.gate_up_weight.data.chunk(2)
-        views[f"{prefix}mlp.gate_proj.weight"] = gate
-        views[f"{prefix}mlp.up_proj.weight"] = up
-        views[f"{prefix}mlp.down_proj.weight"] = layer.down_weight.data
-        views[f"{prefix}input_layernorm.weight"] = layer.input_norm.data
-        views[f"{prefix}post_attention_layernorm.weight"] = layer.post_norm.data
+    for index, layer in enumerate(policy.decoder_layers()):
+        views |= {f"model.layers.{index}.{name}": view for name, view in layer.hf_views().items()}
     return views
 
 
 def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Policy:
-    """Read a Qwen2 or Qwen2.5 model from a folder of config.json and safetensors (one file, or shards with an index).
+    """Read a model, of any family in models/registry.py, from a folder of config.json and safetensors (one file, or
+    shards with an index).
 
     Names and shapes must match the config exactly; anything else is a UserError that names the file and the tensor.
     """

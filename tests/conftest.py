@@ -73,21 +73,11 @@ def tiny_tokenizer() -> Tokenizer:
 
 def tiny_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:
     """Two layers, width 32, two query heads a key/value head; the head is 13 columns wider than the tokenizer."""
-    from thresher.policy.config import ModelConfig
+    from model_cases import make_config
 
-    config = ModelConfig(
+    config = make_config(
         vocab_size=tokenizer.vocab_size + 13,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=300.0,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
         eos_token_ids=(tokenizer.added_tokens[END_OF_TEXT],),
     )
     return config.replace(**changes)
@@ -245,7 +235,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
 
     import torch
 
-    from thresher.engine.rollout import rollout
+    from thresher.kernels import sampling
 
     def install(lines: dict[int, list[str]], tokenizer: Tokenizer | None = None) -> None:
         encode = (tokenizer or tiny_tokenizer).encode_template
@@ -255,7 +245,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
             ids = torch.tensor([queues[seed].pop(0) for seed in seeds])
             return ids, torch.log_softmax(logits_BV / (temperature or 1.0), -1).gather(1, ids[:, None])[:, 0]
 
-        monkeypatch.setattr(rollout, "sample", say)
+        monkeypatch.setattr(sampling, "sample", say)
 
     return install
 

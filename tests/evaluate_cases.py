@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from thresher.cli import main as cli
-from thresher.cli.commands.eval import eval_arguments, eval_recipe
+from thresher.cli.commands.eval import add_arguments, eval_recipe
 from thresher.engine.config.recipe import Recipe
 from thresher.retrieval.questions import Question, question_record
 
@@ -40,5 +40,5 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def recipe_from(*arguments: str) -> Recipe:
     parser = argparse.ArgumentParser()
-    eval_arguments(parser)
+    add_arguments(parser)
     return eval_recipe(parser.parse_args([*arguments, "--out", "o"]))[0]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thresher.kernels import grpo_loss
-from thresher.kernels.kl import ESTIMATORS
+from thresher.kernels.objective import ESTIMATORS
 
 MATMULS = {"aten.mm.default", "aten.mm.out", "aten.addmm.default", "aten.addmm_.default"}
 

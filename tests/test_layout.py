@@ -88,7 +88,6 @@ def test_the_test_of_imports_can_tell(path: str, source: str, wrong: int) -> Non
     "module",
     [
         "rewards",
-        "engine.rollout.blocks",
         "engine.rollout.scheduler",
         "engine.rollout.stop_tags",
         "engine.config.recipe",

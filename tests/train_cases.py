@@ -8,12 +8,12 @@ from random import Random
 from typing import Any
 
 import torch
+from model_cases import make_config
 
 from thresher.engine.config.recipe import OptimSection, Recipe, SftSection, from_dict
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.training import sft as sft_module
 from thresher.engine.training.sft import encode_transcript
-from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
@@ -34,20 +34,8 @@ def single_threaded() -> Iterator[None]:
 
 def drilled(tokenizer: Tokenizer, template: str) -> Policy:
     """A small policy that knows the form of an episode and nothing else: it answers with any of the eight names."""
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size + 4,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=300.0,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        eos_token_ids=tuple(tokenizer.encode_template("<|endoftext|>")),
+    config = make_config(
+        vocab_size=tokenizer.vocab_size + 4, eos_token_ids=tuple(tokenizer.encode_template("<|endoftext|>"))
     )
     renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=9, passage_format="{text}")
     draw, transcripts = Random(0), []

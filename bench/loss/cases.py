@@ -3,17 +3,17 @@
 A case looks like a training batch: rows of hidden states that lean towards their target by a random amount, so that
 log-probs run from a guess to near certainty and logits up to about 20; old and reference log-probs scattered around the
 new ones; one advantage a sequence, of either sign; a mask of runs. The loss is GRPO's with k3 in it, averaged over the
-active tokens, because that is the one every peer has ("dapo" in their words).
+unmasked tokens, because that is the one every peer has ("dapo" in their words).
 
 The truth is written out here once more, in float64 and from nothing of ours: the log-prob and the coefficient of every
-active row, and from these the loss, the gradient of some hidden rows and of some rows of the head. A ratio stands at
+unmasked row, and from these the loss, the gradient of some hidden rows and of some rows of the head. A ratio stands at
 least MARGIN away from the clip, in nats: which side of it a row falls on is no matter of rounding, and gradients can be
 compared.
 
 Deliberately absent: entropy, dual clip and other KL estimators, which the peers do not share; the tests hold those.
 
-Legend: T tokens, B sequences, L tokens of a sequence, N active rows, S sampled rows, C sampled columns, H hidden width,
-V vocabulary.
+Axes: T tokens, B sequences, Q tokens of a sequence, R unmasked rows, E sampled rows, F sampled columns, H hidden width,
+V vocabulary (docs/notation.md).
 """
 
 import math
@@ -34,7 +34,7 @@ TRUTH_BYTES = 512 * 2**20  # one buffer of a block of rows in float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One case. density: the share of active rows, in percent."""
+    """One case. density: the share of active rows, those that are not masked, in percent."""
 
     tokens: int
     hidden: int
@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the three matmuls that a forward and a backward cannot do without, over the active rows."""
+        """Of the three matmuls that a forward and a backward cannot do without, over the unmasked rows."""
         return 6 * self.active * self.hidden * self.vocab
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Shape:
 class Case:
     """The tensors of one case. hidden_TH and head_VH are leaves that want gradients; the others are float32 or int64.
 
-    weights_T is 1/N at active rows and 0 elsewhere; under the mask, old and reference log-probs are 0.
+    weights_T is 1/R at unmasked rows and 0 elsewhere; under the mask, old and reference log-probs are 0.
     """
 
     shape: Shape
@@ -76,7 +76,7 @@ class Case:
     ref_T: Tensor
     advantages_T: Tensor
     weights_T: Tensor
-    index_N: Tensor
+    index_R: Tensor
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +91,7 @@ class Case:
         return self.sequences(self.advantages_T)[:, 0].contiguous()
 
     def sequences(self, values: Tensor) -> Tensor:
-        """[T, ..] as [B, L, ..]."""
+        """[T, ..] as [B, Q, ..]."""
         return values.view(self.shape.sequences, -1, *values.shape[1:])
 
     def drop_gradients(self) -> None:
@@ -117,14 +117,14 @@ def make_case(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int 
         hidden_TH[part] += lean_T[part, None] * head_VH[targets_T[part]].float()
     hidden_TH = hidden_TH.to(dtype)
     mask_T = _mask(uniform(shape.tokens), shape.active)
-    index_N = mask_T.nonzero()[:, 0]
-    logprobs_N = torch.cat([part_N for part_N, _ in _logprobs(hidden_TH, head_VH, targets_T, index_N, torch.float32)])
+    index_R = mask_T.nonzero()[:, 0]
+    logprobs_R = torch.cat([part_R for part_R, _ in _logprobs(hidden_TH, head_VH, targets_T, index_R, torch.float32)])
 
-    def spread(values_N: Tensor) -> Tensor:
-        return torch.zeros(shape.tokens, device=device).index_copy_(0, index_N, values_N)
+    def spread(values_R: Tensor) -> Tensor:
+        return torch.zeros(shape.tokens, device=device).index_copy_(0, index_R, values_R)
 
-    old_T = spread(logprobs_N - _away_from_clip(RATIO_STD * normal(shape.active)))
-    ref_T = spread(logprobs_N - RATIO_STD * normal(shape.active))
+    old_T = spread(logprobs_R - _away_from_clip(RATIO_STD * normal(shape.active)))
+    ref_T = spread(logprobs_R - RATIO_STD * normal(shape.active))
     advantages_T = normal(shape.sequences).repeat_interleave(shape.tokens // shape.sequences)
     return Case(
         shape,
@@ -136,7 +136,7 @@ def make_case(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int 
         ref_T,
         advantages_T,
         mask_T.float() / shape.active,
-        index_N,
+        index_R,
     )
 
 
@@ -147,32 +147,32 @@ def _mask(noise_T: Tensor, active: int) -> Tensor:
     return torch.zeros_like(noise_T, dtype=torch.bool).index_fill_(0, smooth_T.topk(active).indices, True)
 
 
-def _away_from_clip(log_ratios_N: Tensor) -> Tensor:
+def _away_from_clip(log_ratios_R: Tensor) -> Tensor:
     for edge in (math.log(1 - CLIP_LOW), math.log(1 + CLIP_HIGH)):
-        offset_N = log_ratios_N - edge
-        log_ratios_N = torch.where(offset_N.abs() < MARGIN, edge + offset_N.sign() * MARGIN, log_ratios_N)
-    return log_ratios_N
+        offset_R = log_ratios_R - edge
+        log_ratios_R = torch.where(offset_R.abs() < MARGIN, edge + offset_R.sign() * MARGIN, log_ratios_R)
+    return log_ratios_R
 
 
-def objective(logprobs_N: Tensor, old_N: Tensor, ref_N: Tensor, advantages_N: Tensor, weights_N: Tensor) -> Tensor:
-    """GRPO's loss of every row, [N], from its log-prob, in plain torch: for peers that end there, and for the truth."""
-    ratios_N = (logprobs_N - old_N).exp()
-    clipped_N = ratios_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    gain_N = torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N)
-    log_ref_ratio_N = logprobs_N - ref_N
-    kl_N = torch.expm1(-log_ref_ratio_N) + log_ref_ratio_N
-    return weights_N * (BETA * kl_N - gain_N)
+def objective(logprobs_R: Tensor, old_R: Tensor, ref_R: Tensor, advantages_R: Tensor, weights_R: Tensor) -> Tensor:
+    """GRPO's loss of every row, [R], from its log-prob, in plain torch: for peers that end there, and for the truth."""
+    ratios_R = (logprobs_R - old_R).exp()
+    clipped_R = ratios_R.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    gain_R = torch.minimum(ratios_R * advantages_R, clipped_R * advantages_R)
+    log_ref_ratio_R = logprobs_R - ref_R
+    kl_R = torch.expm1(-log_ref_ratio_R) + log_ref_ratio_R
+    return weights_R * (BETA * kl_R - gain_R)
 
 
 def _logprobs(
-    hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, index_N: Tensor, dtype: torch.dtype
+    hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, index_R: Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(log-probs, log-sum-exps) of the rows `index_N`, computed in `dtype`, a part at a time."""
+    """(log-probs, log-sum-exps) of the rows `index_R`, computed in `dtype`, a part at a time."""
     head_VH = head_VH.detach().to(dtype)
-    for part in index_N.split(max(TRUTH_BYTES // (8 * len(head_VH)), 1)):
-        logits_NV = hidden_TH.detach()[part].to(dtype) @ head_VH.t()
-        lse_N = logits_NV.logsumexp(1)
-        yield logits_NV.gather(1, targets_T[part][:, None])[:, 0] - lse_N, lse_N
+    for part in index_R.split(max(TRUTH_BYTES // (8 * len(head_VH)), 1)):
+        logits_RV = hidden_TH.detach()[part].to(dtype) @ head_VH.t()
+        lse_R = logits_RV.logsumexp(1)
+        yield logits_RV.gather(1, targets_T[part][:, None])[:, 0] - lse_R, lse_R
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,17 +181,17 @@ class Truth:
 
     loss: float
     loss_scale: float
-    index_N: Tensor  # where the active rows stand
-    logprobs_N: Tensor
-    rows_S: Tensor  # where the sampled rows stand in hidden_TH
-    hidden_grad_SH: Tensor
-    columns_C: Tensor
-    head_grad_CH: Tensor
+    index_R: Tensor  # where the unmasked rows stand
+    logprobs_R: Tensor
+    rows_E: Tensor  # where the sampled rows stand in hidden_TH
+    hidden_grad_EH: Tensor
+    columns_F: Tensor
+    head_grad_FH: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one forward and backward left. logprobs: of all rows or of the active ones; None where a peer has none."""
+    """What one forward and backward left. logprobs: of all rows or of the unmasked ones; None where a peer has none."""
 
     loss: Tensor
     logprobs: Tensor | None
@@ -219,52 +219,52 @@ class Errors:
 def truth_of(case: Case, seed: int = 1) -> Truth:
     """The exact figures: two passes over the vocabulary for some rows, one for the others."""
     noise = torch.Generator().manual_seed(seed)
-    hidden_TH, head_VH, index_N = case.hidden_TH.detach(), case.head_VH.detach(), case.index_N
-    parts = list(_logprobs(hidden_TH, head_VH, case.targets_T, index_N, torch.float64))
-    logprobs_N = torch.cat([part_N for part_N, _ in parts]).requires_grad_()
-    lse_N = torch.cat([part_N for _, part_N in parts])
-    vectors = (vector_T[index_N].double() for vector_T in (case.old_T, case.ref_T, case.advantages_T, case.weights_T))
-    losses_N = objective(logprobs_N, *vectors)
-    (coefficients_N,) = torch.autograd.grad(losses_N.sum(), logprobs_N)
-    losses_N = losses_N.detach()
+    hidden_TH, head_VH, index_R = case.hidden_TH.detach(), case.head_VH.detach(), case.index_R
+    parts = list(_logprobs(hidden_TH, head_VH, case.targets_T, index_R, torch.float64))
+    logprobs_R = torch.cat([part_R for part_R, _ in parts]).requires_grad_()
+    lse_R = torch.cat([part_R for _, part_R in parts])
+    vectors = (vector_T[index_R].double() for vector_T in (case.old_T, case.ref_T, case.advantages_T, case.weights_T))
+    losses_R = objective(logprobs_R, *vectors)
+    (coefficients_R,) = torch.autograd.grad(losses_R.sum(), logprobs_R)
+    losses_R = losses_R.detach()
 
-    targets_N = case.targets_T[index_N]
-    pick_S = torch.randperm(len(index_N), generator=noise)[:SAMPLED_ROWS].to(case.device)
+    targets_R = case.targets_T[index_R]
+    pick_E = torch.randperm(len(index_R), generator=noise)[:SAMPLED_ROWS].to(case.device)
     head64_VH = head_VH.double()
-    dlogits_SV = (hidden_TH[index_N[pick_S]].double() @ head64_VH.t() - lse_N[pick_S, None]).exp_().neg_()
-    dlogits_SV.scatter_add_(1, targets_N[pick_S, None], dlogits_SV.new_ones(len(pick_S), 1))
-    hidden_grad_SH = (dlogits_SV * coefficients_N[pick_S, None]) @ head64_VH
-    del dlogits_SV, head64_VH
+    dlogits_EV = (hidden_TH[index_R[pick_E]].double() @ head64_VH.t() - lse_R[pick_E, None]).exp_().neg_()
+    dlogits_EV.scatter_add_(1, targets_R[pick_E, None], dlogits_EV.new_ones(len(pick_E), 1))
+    hidden_grad_EH = (dlogits_EV * coefficients_R[pick_E, None]) @ head64_VH
+    del dlogits_EV, head64_VH
 
     # Half of the columns are targets of some row, half are any.
-    some_C = torch.randperm(case.shape.vocab, generator=noise)[: SAMPLED_COLUMNS // 2].to(case.device)
-    columns_C = torch.cat((targets_N[:: max(len(targets_N) // (SAMPLED_COLUMNS // 2), 1)], some_C)).unique()
-    rows_NH = hidden_TH[index_N].double()
-    dlogits_NC = (rows_NH @ head_VH[columns_C].double().t() - lse_N[:, None]).exp_().neg_()
-    dlogits_NC += targets_N[:, None] == columns_C
+    some_F = torch.randperm(case.shape.vocab, generator=noise)[: SAMPLED_COLUMNS // 2].to(case.device)
+    columns_F = torch.cat((targets_R[:: max(len(targets_R) // (SAMPLED_COLUMNS // 2), 1)], some_F)).unique()
+    rows_RH = hidden_TH[index_R].double()
+    dlogits_RF = (rows_RH @ head_VH[columns_F].double().t() - lse_R[:, None]).exp_().neg_()
+    dlogits_RF += targets_R[:, None] == columns_F
     return Truth(
-        loss=float(losses_N.sum()),
-        loss_scale=float(losses_N.abs().sum()),
-        index_N=index_N,
-        logprobs_N=logprobs_N.detach(),
-        rows_S=index_N[pick_S],
-        hidden_grad_SH=hidden_grad_SH,
-        columns_C=columns_C,
-        head_grad_CH=(dlogits_NC * coefficients_N[:, None]).t() @ rows_NH,
+        loss=float(losses_R.sum()),
+        loss_scale=float(losses_R.abs().sum()),
+        index_R=index_R,
+        logprobs_R=logprobs_R.detach(),
+        rows_E=index_R[pick_E],
+        hidden_grad_EH=hidden_grad_EH,
+        columns_F=columns_F,
+        head_grad_FH=(dlogits_RF * coefficients_R[:, None]).t() @ rows_RH,
     )
 
 
 def errors_of(outcome: Outcome, truth: Truth) -> Errors:
     logprob = None
     if outcome.logprobs is not None:
-        all_rows = len(outcome.logprobs) != len(truth.index_N)
-        found_N = outcome.logprobs[truth.index_N] if all_rows else outcome.logprobs
-        logprob = float((found_N.detach().double() - truth.logprobs_N).abs().max())
+        all_rows = len(outcome.logprobs) != len(truth.index_R)
+        found_R = outcome.logprobs[truth.index_R] if all_rows else outcome.logprobs
+        logprob = float((found_R.detach().double() - truth.logprobs_R).abs().max())
     return Errors(
         loss=abs(float(outcome.loss.detach()) - truth.loss) / truth.loss_scale,
         logprob=logprob,
-        hidden_grad=_distance(outcome.hidden_grad_TH[truth.rows_S], truth.hidden_grad_SH),
-        head_grad=_distance(outcome.head_grad_VH[truth.columns_C], truth.head_grad_CH),
+        hidden_grad=_distance(outcome.hidden_grad_TH[truth.rows_E], truth.hidden_grad_EH),
+        head_grad=_distance(outcome.head_grad_VH[truth.columns_F], truth.head_grad_FH),
     )
 
 

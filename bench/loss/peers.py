@@ -5,12 +5,12 @@ and returns a call without arguments, one forward and backward. Libraries are im
 if they are there. What a peer leaves to its caller is done around it in plain torch, so that every call ends with the
 same three results: the loss, the hidden states' gradient and the head's.
 
-Rows outside the mask: who takes log-probs is given the active rows alone, picked inside the call; who takes a mask is
+Rows outside the mask: who takes log-probs is given the unmasked rows alone, picked inside the call; who takes a mask is
 given the mask. A TRL or Liger user would call them so.
 
 Deliberately absent: tuning of peers beyond what their documentation names.
 
-Legend: T tokens, B sequences, L tokens of a sequence, N active rows, H hidden width, V vocabulary.
+Axes: T tokens, B sequences, Q tokens of a sequence, R unmasked rows, H hidden width, V vocabulary (docs/notation.md).
 """
 
 from collections.abc import Callable
@@ -109,25 +109,25 @@ def _outcome(case: Case, loss: Tensor, logprobs: Tensor | None) -> Outcome:
 
 
 def _vectors(case: Case) -> tuple[Tensor, ...]:
-    return tuple(values_T[case.index_N] for values_T in (case.old_T, case.ref_T, case.advantages_T, case.weights_T))
+    return tuple(values_T[case.index_R] for values_T in (case.old_T, case.ref_T, case.advantages_T, case.weights_T))
 
 
 def _from_logprobs(case: Case, logprobs_of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
-    """A run of a peer that makes log-probs [N] of hidden states [N, H], head and targets [N]."""
-    vectors, targets_N = _vectors(case), case.targets_T[case.index_N]
+    """A run of a peer that makes log-probs [R] of hidden states [R, H], head and targets [R]."""
+    vectors, targets_R = _vectors(case), case.targets_T[case.index_R]
 
     def run() -> Outcome:
-        logprobs_N = logprobs_of(case.hidden_TH[case.mask_T], case.head_VH, targets_N)
-        loss = objective(logprobs_N, *vectors).sum()
+        logprobs_R = logprobs_of(case.hidden_TH[case.mask_T], case.head_VH, targets_R)
+        loss = objective(logprobs_R, *vectors).sum()
         loss.backward()
-        return _outcome(case, loss, logprobs_N)
+        return _outcome(case, loss, logprobs_R)
 
     return run
 
 
-def naive_logprobs(hidden_NH: Tensor, head_VH: Tensor, targets_N: Tensor) -> Tensor:
+def naive_logprobs(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Tensor:
     """The line that everyone writes first: all logits, in float32 once they are there."""
-    return -F.cross_entropy((hidden_NH @ head_VH.t()).float(), targets_N, reduction="none")
+    return -F.cross_entropy((hidden_RH @ head_VH.t()).float(), targets_R, reduction="none")
 
 
 def _naive(case: Case, chunk_rows: int | None) -> Run:
@@ -137,36 +137,36 @@ def _naive(case: Case, chunk_rows: int | None) -> Run:
 def _compiled(case: Case, chunk_rows: int | None) -> Run:
     compiled = torch.compile(naive_logprobs)
 
-    def logprobs_of(hidden_NH: Tensor, head_VH: Tensor, targets_N: Tensor) -> Tensor:
-        # The number of active rows changes from batch to batch; the model's widths do not.
-        torch._dynamo.maybe_mark_dynamic(hidden_NH, 0)
-        torch._dynamo.maybe_mark_dynamic(targets_N, 0)
-        logprobs_N: Tensor = compiled(hidden_NH, head_VH, targets_N)
-        return logprobs_N
+    def logprobs_of(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Tensor:
+        # The number of unmasked rows changes from batch to batch; the model's widths do not.
+        torch._dynamo.maybe_mark_dynamic(hidden_RH, 0)
+        torch._dynamo.maybe_mark_dynamic(targets_R, 0)
+        logprobs_R: Tensor = compiled(hidden_RH, head_VH, targets_R)
+        return logprobs_R
 
     return _from_logprobs(case, logprobs_of)
 
 
 def _chunked(case: Case, chunk_rows: int | None) -> Run:
     """The same line on some rows at a time, each chunk's gradient taken before the next chunk's logits are made."""
-    vectors, targets_N = _vectors(case), case.targets_T[case.index_N]
+    vectors, targets_R = _vectors(case), case.targets_T[case.index_R]
     rows = usual_chunk(case, chunk_rows)
 
     def run() -> Outcome:
         total, kept = torch.zeros((), device=case.device), []
-        rows_NH = case.hidden_TH.detach()[case.mask_T]
-        grad_NH = torch.empty_like(rows_NH)
-        for start in range(0, len(targets_N), rows):
+        rows_RH = case.hidden_TH.detach()[case.mask_T]
+        grad_RH = torch.empty_like(rows_RH)
+        for start in range(0, len(targets_R), rows):
             part = slice(start, start + rows)
-            part_NH = rows_NH[part].requires_grad_()
-            logprobs_N = naive_logprobs(part_NH, case.head_VH, targets_N[part])
-            loss = objective(logprobs_N, *(values_N[part] for values_N in vectors)).sum()
+            part_RH = rows_RH[part].requires_grad_()
+            logprobs_R = naive_logprobs(part_RH, case.head_VH, targets_R[part])
+            loss = objective(logprobs_R, *(values_R[part] for values_R in vectors)).sum()
             loss.backward()
-            assert part_NH.grad is not None
-            grad_NH[part] = part_NH.grad
+            assert part_RH.grad is not None
+            grad_RH[part] = part_RH.grad
             total += loss.detach()
-            kept.append(logprobs_N.detach())
-        case.hidden_TH.grad = torch.zeros_like(case.hidden_TH).index_copy_(0, case.index_N, grad_NH)
+            kept.append(logprobs_R.detach())
+        case.hidden_TH.grad = torch.zeros_like(case.hidden_TH).index_copy_(0, case.index_R, grad_RH)
         return _outcome(case, total, torch.cat(kept))
 
     return run
@@ -187,8 +187,8 @@ def _liger_fused(tf32: bool) -> Prepare:
             loss_type="dapo",
             temperature=1.0,
         )
-        ids_BL, mask_BL = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
-        old_BL, ref_BL, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
+        ids_BQ, mask_BQ = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
+        old_BQ, ref_BQ, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
 
         def run() -> Outcome:
             before = torch.get_float32_matmul_precision()
@@ -197,11 +197,11 @@ def _liger_fused(tf32: bool) -> Prepare:
                 loss, _ = loss_of(
                     case.sequences(case.hidden_TH),
                     case.head_VH,
-                    ids_BL,
-                    mask_BL,
+                    ids_BQ,
+                    mask_BQ,
                     advantages_B,
-                    ref_per_token_logps=ref_BL,
-                    old_per_token_logps=old_BL,
+                    ref_per_token_logps=ref_BQ,
+                    old_per_token_logps=old_BQ,
                 )
                 loss.backward()
             finally:
@@ -214,22 +214,22 @@ def _liger_fused(tf32: bool) -> Prepare:
 
 
 def _liger_triton(case: Case, chunk_rows: int | None) -> Run:
-    """It takes logits of L + 1 positions and ignores the last, so each sequence gets one more row, of zeros."""
+    """It takes logits of Q + 1 positions and ignores the last, so each sequence gets one more row, of zeros."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    padded_BLH = F.pad(case.sequences(case.hidden_TH.detach()), (0, 0, 0, 1)).requires_grad_()
-    ids_BL, mask_BL = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
-    old_BL, ref_BL, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
+    padded_BQH = F.pad(case.sequences(case.hidden_TH.detach()), (0, 0, 0, 1)).requires_grad_()
+    ids_BQ, mask_BQ = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
+    old_BQ, ref_BQ, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
 
     def run() -> Outcome:
-        padded_BLH.grad = None
+        padded_BQH.grad = None
         loss, _ = triton_grpo_loss(
-            padded_BLH @ case.head_VH.t(),
-            old_BL,
-            ref_BL,
-            ids_BL,
+            padded_BQH @ case.head_VH.t(),
+            old_BQ,
+            ref_BQ,
+            ids_BQ,
             advantages_B,
-            completion_mask=mask_BL,
+            completion_mask=mask_BQ,
             temperature=1.0,
             beta=BETA,
             eps_low=CLIP_LOW,
@@ -239,8 +239,8 @@ def _liger_triton(case: Case, chunk_rows: int | None) -> Run:
             reduce=True,
         )
         loss.backward()
-        assert padded_BLH.grad is not None and case.head_VH.grad is not None
-        return Outcome(loss, None, padded_BLH.grad[:, :-1].flatten(0, 1), case.head_VH.grad)
+        assert padded_BQH.grad is not None and case.head_VH.grad is not None
+        return Outcome(loss, None, padded_BQH.grad[:, :-1].flatten(0, 1), case.head_VH.grad)
 
     return run
 
@@ -250,11 +250,11 @@ def _trl(case: Case, chunk_rows: int | None) -> Run:
 
     columns = min(TRL_COLUMNS, case.shape.vocab)
 
-    def logprobs_of(hidden_NH: Tensor, head_VH: Tensor, targets_N: Tensor) -> Tensor:
+    def logprobs_of(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Tensor:
         # Entropy, for its trainer logs it; ours makes it too.
-        found = ChunkedLogProbFunction.apply(hidden_NH, head_VH, None, targets_N, 1.0, columns, None, 1.0, ("entropy",))
-        logprobs_N: Tensor = found[0]
-        return logprobs_N
+        found = ChunkedLogProbFunction.apply(hidden_RH, head_VH, None, targets_R, 1.0, columns, None, 1.0, ("entropy",))
+        logprobs_R: Tensor = found[0]
+        return logprobs_R
 
     return _from_logprobs(case, logprobs_of)
 
@@ -262,9 +262,9 @@ def _trl(case: Case, chunk_rows: int | None) -> Run:
 def _cce(case: Case, chunk_rows: int | None) -> Run:
     from cut_cross_entropy import linear_cross_entropy
 
-    def logprobs_of(hidden_NH: Tensor, head_VH: Tensor, targets_N: Tensor) -> Tensor:
-        losses_N: Tensor = linear_cross_entropy(hidden_NH, head_VH, targets_N, reduction="none", filter_eps=None)
-        return -losses_N
+    def logprobs_of(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Tensor:
+        losses_R: Tensor = linear_cross_entropy(hidden_RH, head_VH, targets_R, reduction="none", filter_eps=None)
+        return -losses_R
 
     return _from_logprobs(case, logprobs_of)
 

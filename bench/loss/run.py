@@ -1,20 +1,22 @@
 """`thresher bench loss`: the loss's forward and backward beside its peers, on the same tensors in the same run.
 
-For every case: make the tensors and the float64 truth (loss_case.py); run each contender once (loss_peers.py) and hold
+For every case: make the tensors and the float64 truth (cases.py); run each contender once (peers.py) and hold
 its loss, log-probs and gradients to the truth; measure its memory; then let all of them take turns on the clock, with
 three bare matmuls of the loss's shapes among them. A contender that cannot run, fails, or is wrong gets a reason in
 place of figures. If ours fails or is wrong, the command ends with status 1 once all rows are written.
 
-    floor       6 x active rows x H x V operations: logits, dX and dW, each once, for the rows that count
+    floor       6 x R x H x V operations: logits, dX and dW, each once, for the unmasked rows
     nominal     that floor at the GPU's specified dense bfloat16 rate; measured: at the rate of the bare matmuls
     extra       the most that torch held during a call beyond what it held before; workspace: without the gradients
                 that the call hands over
     ratio       a peer's time by ours, of neighbouring calls
 
-Rows are written as they are made. Cases come in the order of their weight, T = 8,192 with all rows active first, so
+Rows are written as they are made. Cases come in the order of their weight, T = 8,192 with no row masked first, so
 that a budget of seconds cuts off what matters least, and says what.
 
-Deliberately absent: timing the forward alone, and tuning. Legend: M rows of a chunk, H hidden width, V vocabulary.
+Deliberately absent: timing the forward alone, and tuning.
+
+Axes: R unmasked rows, M rows of a chunk, H hidden width, V vocabulary (docs/notation.md).
 """
 
 import gc
@@ -126,7 +128,7 @@ def run_loss_bench(
     bench: LossBench, out: str | Path | None = None, plot: str | Path | None = None
 ) -> list[dict[str, Any]]:
     """Measure, append the rows to `out` as they are made, draw `plot`, print a table. Returns the rows of the cases
-    that were measured; `failure` tells whether ours is among the wrong."""
+    that were measured; `failure` says whether ours is among the wrong."""
     device, dtype, shapes = bench.resolved_device(), bench.resolved_dtype(), bench.shapes()
     check_files(out, plot)
     chosen = contenders(device, list(bench.peers))
@@ -271,7 +273,7 @@ def enter(contender: Contender, case: Case, truth: Truth, chunk_rows: int | None
 
 def bare_matmuls(case: Case, rows: int) -> list[Callable[[], Any]]:
     """logits, dX and dW of a chunk of `rows` rows, in the case's dtype, and nothing else."""
-    head_VH, rows_MH = case.head_VH.detach(), case.hidden_TH.detach()[case.index_N[:rows]]
+    head_VH, rows_MH = case.head_VH.detach(), case.hidden_TH.detach()[case.index_R[:rows]]
     logits_MV = torch.mm(rows_MH, head_VH.t())
     return [
         lambda: torch.mm(rows_MH, head_VH.t(), out=logits_MV),

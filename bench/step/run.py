@@ -43,8 +43,7 @@ from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.synthetic.random_model import END_OF_TEXT, ROUND
 from thresher.engine.synthetic.world import Size, invent, passages, questions
-from thresher.engine.training.packing import Item, pack
-from thresher.engine.training.update import Updater, advantages, make_items
+from thresher.engine.training.update import Item, Updater, advantages, make_items, pack
 from thresher.kernels import token_logprobs
 from thresher.policy.config import config_from_dict
 from thresher.policy.model import Policy, init_policy

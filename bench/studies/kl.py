@@ -20,12 +20,11 @@ Deliberately absent: a verdict on which estimator trains better. Two seeds of a 
 is reported as it comes.
 """
 
-import argparse
 import itertools
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -40,7 +39,8 @@ from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
 from thresher.engine.synthetic import demo
-from thresher.engine.training.train import Diverged, Progress, train
+from thresher.engine.training.step import Diverged
+from thresher.engine.training.train import Progress, train
 from thresher.policy.files import atomic_write_text
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.rewards.errors import UserError
@@ -70,13 +70,15 @@ class Case:
         return f"{self.rate} {self.estimator} seed {self.seed}"
 
 
-def run_study(out: Path, start: str | None, steps: int, seeds: Sequence[int], parser: argparse.ArgumentParser) -> None:
-    """The whole study into the folder `out`; `parser` is the command line's, for the demo's commands."""
+def run_study(
+    out: Path, start: str | None, steps: int, seeds: Sequence[int], run_command: Callable[[list[str]], None]
+) -> None:
+    """The whole study into the folder `out`; `run_command` runs a command of the demo from its arguments."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: a file of that name is in the way; choose another folder with --out")
     seeds = sorted(set(seeds))
     world = out / "start" if start is None else Path(start)
-    cases = make_cases(out, world, steps, seeds, parser)
+    cases = make_cases(out, world, steps, seeds)
     for case in cases:  # what does not fit is refused before anything is computed
         check_folder(case)
     if start is not None:
@@ -94,7 +96,7 @@ def run_study(out: Path, start: str | None, steps: int, seeds: Sequence[int], pa
     draw_enumeration(rows, out / "enumeration.png")
     print_enumeration(rows)
     if start is None:
-        make_start(world, parser)
+        make_start(world, run_command)
     stopped = train_all(cases, steps)
     records = {case.name: steps_of(case) for case in cases}
     runs = [summary_of(case, records[case.name], stopped.get(case.name)) for case in cases]
@@ -125,7 +127,7 @@ def run_study(out: Path, start: str | None, steps: int, seeds: Sequence[int], pa
     console.console.print(f"{time.perf_counter() - started:.0f} s in all. Pictures and figures are in {out}")
 
 
-def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int], parser: argparse.ArgumentParser) -> list[Case]:
+def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list[Case]:
     """Every run, in the order in which they are trained: pairs side by side, seed by seed."""
     cases = []
     for seed, rate, estimator in itertools.product(seeds, RATES, ESTIMATORS):
@@ -137,9 +139,9 @@ def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int], parser:
             f"grpo.kl_value={estimator}",
         ]
         typed = next(stage for stage in demo.stages(world, seed, overrides) if stage[0] == "train")
-        options = parser.parse_args(typed)
+        assigned = [value for flag, value in itertools.pairwise(typed) if flag == "--set"]
         folder = out / "runs" / f"{rate}-{estimator}-seed{seed}"
-        recipe = read_run_recipe(options.recipe, options.set)
+        recipe = read_run_recipe(typed[1], assigned)  # train RECIPE --set .. --set .. --out ..
         cases.append(Case(rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
     return cases
 
@@ -169,14 +171,13 @@ def check_start(world: Path) -> None:
             )
 
 
-def make_start(world: Path, parser: argparse.ArgumentParser) -> None:
+def make_start(world: Path, run_command: Callable[[list[str]], None]) -> None:
     """The stages of the demo before GRPO; each writes its folder whole or not at all, so one that is there is kept."""
     for typed in demo.stages(world, START_SEED, []):
         if typed[0] in ("train", "report") or Path(typed[typed.index("--out") + 1]).exists():
             continue
         console.console.print(f"$ thresher {shlex.join(typed)}", style="bold", markup=False, soft_wrap=True)
-        options = parser.parse_args(typed)
-        options.handler(options)
+        run_command(typed)
 
 
 def train_all(cases: Sequence[Case], steps: int) -> dict[str, str]:

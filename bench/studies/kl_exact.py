@@ -1,6 +1,6 @@
 """What each KL estimator is, without sampling: its curves, and its expected gradient by enumeration in float64.
 
-Curves: value and coefficient c = dKL/dlogp of one token, over d = log pi - log pi_ref, as kernels/kl.py has them.
+Curves: value and coefficient c = dKL/dlogp of one token, over d = log pi - log pi_ref (kernels/objective.py).
 
 Enumeration: pi = softmax(z) over V outcomes. Every outcome y is one row of the product's own loss, of weight
 pi_old(y), so that the loss is an expectation over samples of pi_old and its gradient in z the expected gradient:
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from thresher.kernels import grpo_loss
-from thresher.kernels.kl import ESTIMATORS, kl_coefficient, kl_values
+from thresher.kernels.objective import ESTIMATORS, kl_coefficient, kl_values
 
 REACH = 12.0  # of the curves, in nats to either side: a probability of 6e-6 where the reference has 1
 POINTS = 481

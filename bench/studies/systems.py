@@ -13,11 +13,10 @@ Deliberately absent: a setting of its own for each system. One recipe (recipes/w
 differs between two curves is the protocol and its reward; a system's preset fills what that recipe leaves open.
 """
 
-import argparse
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -68,16 +67,17 @@ def run_study(
     seeds: Sequence[int],
     controls: Sequence[int],
     overrides: Sequence[str],
-    parser: argparse.ArgumentParser,
+    run_command: Callable[[list[str]], None],
 ) -> None:
-    """The whole study into the folder `out`. `controls` are the seeds that get a control, `overrides` of the recipe."""
+    """The whole study into the folder `out`. `controls` are the seeds that get a control, `overrides` of the recipe;
+    `run_command` runs a command from its arguments, for the shared world."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: a file of that name is in the way; choose another folder with --out")
     if unknown := [name for name in systems if name not in SYSTEMS]:
         raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(SYSTEMS)}")
     out.mkdir(parents=True, exist_ok=True)
     world = out / "world"
-    make_world(world, parser)
+    make_world(world, run_command)
     cases = make_cases(out, systems, sorted(set(seeds)), set(controls), overrides)
     for case in cases:
         check_folder(case)
@@ -114,13 +114,12 @@ def world_stages(world: Path) -> list[list[str]]:
     ]
 
 
-def make_world(world: Path, parser: argparse.ArgumentParser) -> None:
+def make_world(world: Path, run_command: Callable[[list[str]], None]) -> None:
     for typed in world_stages(world):
         if Path(typed[typed.index("--out") + 1]).exists():
             continue
         console.console.print(f"$ thresher {shlex.join(typed)}", style="bold", markup=False, soft_wrap=True)
-        options = parser.parse_args(typed)
-        options.handler(options)
+        run_command(typed)
 
 
 def make_cases(

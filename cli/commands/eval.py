@@ -5,8 +5,7 @@
 
 What a flag says wins over the file, `--set` over both, and the preset of the system fills what is left open.
 
-Deliberately absent: the evaluation itself (engine/evaluation/run.py), and imports of torch, for the flags are read
-without it.
+Deliberately absent: the evaluation itself (engine/evaluation/run.py), and imports of torch at the top.
 """
 
 import argparse
@@ -19,6 +18,9 @@ from thresher.engine.config.recipe import Recipe, RolloutSection, make_recipe, r
 from thresher.engine.store.best_checkpoint import Best, best_checkpoint
 from thresher.engine.store.run_folder import RunFolder
 from thresher.rewards.errors import UserError
+
+HELP = "answer questions with a system or a baseline, and measure"
+PLACE = 40
 
 KEYS = {  # flag -> the recipe's key
     "model": "model.path",
@@ -34,11 +36,11 @@ KEYS = {  # flag -> the recipe's key
 }
 
 
-def eval_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", nargs="?", help="TOML file; not needed where flags say enough")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
-    add("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
+    flags.add_set(parser)
+    flags.add_model_device(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="model folder")
     which.add_argument("--best", metavar="RUN", help="a run folder: its recipe, and its checkpoint of best dev EM")
@@ -64,7 +66,7 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="folder for trajectories.jsonl, metrics.json and table.md; goes on if unfinished")
 
 
-def run_eval(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     recipe, best = eval_recipe(options)
     from thresher.engine.evaluation.run import EvalOptions, run_evaluation
 

@@ -10,8 +10,14 @@ from thresher.rewards.errors import UserError
 if TYPE_CHECKING:
     from thresher.engine.extraction.run import Chosen
 
+HELP = "evidence from passages, for whoever answers"
+PLACE = 60
 
-def extract_arguments(parser: argparse.ArgumentParser) -> None:
+# Flags that are fields of the plan as they are.
+PLAN = ("model", "questions", "out", "index", "url", "k", "template", "prompt", "actions", "limit", "batch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder of the extractor")
     parser.add_argument("--questions", required=True, help="JSONL; neither passages nor gold answers must be there")
     parser.add_argument("--out", required=True, metavar="F.jsonl", help="a line per question; goes on if it is there")
@@ -34,17 +40,11 @@ def extract_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patience", type=flags.seconds, default=300.0, metavar="SECONDS", help="that a server may stay away"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="model, rollout or retrieval, as in recipes",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
+    flags.add_set(parser, text="model, rollout or retrieval, as in recipes")
+    flags.add_model_device(parser)
 
 
-def run_extract(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     from thresher.engine.extraction.run import ExtractionPlan, extract
 
     agentic = options.loop == "agentic"
@@ -57,27 +57,11 @@ def run_extract(options: argparse.Namespace) -> None:
         )
     if agentic and generator is not None:
         raise UserError("with --loop agentic the agent answers; leave out what begins with --answer")
-    device = [] if options.device is None else [f"model.device={options.device}"]
     plan = ExtractionPlan(
         generator=generator,
         agent=agent,
-        overrides=(*options.set, *device),
-        **{
-            name: getattr(options, name)
-            for name in (
-                "model",
-                "questions",
-                "out",
-                "index",
-                "url",
-                "k",
-                "template",
-                "prompt",
-                "actions",
-                "limit",
-                "batch",
-            )
-        },
+        overrides=tuple(flags.overrides(options)),
+        **{name: getattr(options, name) for name in PLAN},
         key_env=options.key_env,
         patience=options.patience,
     )

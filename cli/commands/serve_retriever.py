@@ -1,19 +1,21 @@
-"""`thresher serve-retriever`: its arguments, and what a person sees of it.
+"""`thresher serve-retriever`: its flags, and what a person sees of it.
 
-Apart from cli.py only because of its many limits; what a limit is for stands at retrieval/serving/server.py and
-wire.py.
+What a limit is for stands at retrieval/serving/server.py and wire.py.
 """
 
 import argparse
 
-from thresher.cli.flags import checked
+from thresher.cli import flags
 from thresher.engine.config.recipe import parse_overrides
 from thresher.engine.console import console
 from thresher.rewards.errors import UserError
 
-PORT = checked(int, "a whole number from 0 to 65535", lambda value: 0 <= value <= 65_535)
-COUNT = checked(int, f"a whole number from 1 to {2**40}", lambda value: 1 <= value <= 2**40)
-POSITIVE = checked(float, "a number above 0, up to a million", lambda value: 0 < value <= 1e6)
+HELP = "answer searches over HTTP, as Search-R1 and ReCall ask"
+PLACE = 90
+
+PORT = flags.checked(int, "a whole number from 0 to 65535", lambda value: 0 <= value <= 65_535)
+COUNT = flags.checked(int, f"a whole number from 1 to {2**40}", lambda value: 1 <= value <= 2**40)
+POSITIVE = flags.checked(float, "a number above 0, up to a million", lambda value: 0 < value <= 1e6)
 # name, default, unit, text
 LIMITS = (
     ("max-k", 100, "K", "passages that a request may ask for"),
@@ -21,16 +23,15 @@ LIMITS = (
     ("max-body", 8 * 2**20, "BYTES", "of one request"),
     ("max-batch", 256, "N", "queries searched at once, from several connections"),
     ("max-wait-ms", 3.0, "MS", "for others to join a search"),
-    ("max-waiting", 16_384, "N", "queries; more are told to come back"),
-    ("max-connections", 512, "N", "more are told to come back"),
+    ("max-waiting", 16_384, "N", "queries; more are refused for now"),
+    ("max-connections", 512, "N", "more are refused for now"),
     ("timeout", 60.0, "SECONDS", "for a body to arrive, and for a search"),
 )
 
 
-def serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `thresher serve-retriever` takes."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index", required=True, help="folder that `thresher index build` wrote")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="such as nprobe=64")
+    flags.add_set(parser, "NAME=VALUE", "such as nprobe=64")
     parser.add_argument("--gpu", action="store_true", help="the index's lists on all GPUs, in float16")
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone, for there is no password")
     parser.add_argument("--port", type=PORT, default=8000, help="0: any that is free; default: 8000")
@@ -40,7 +41,7 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=unit, help=f"{text}; default: {default}")
 
 
-def run_server(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Serve until a signal ends it."""
     from thresher.retrieval.serving.server import Settings, serve_folder
     from thresher.retrieval.serving.wire import Bounds

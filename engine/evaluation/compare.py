@@ -9,16 +9,13 @@ against each other across the two runs, for a run without rationale has none to 
 Deliberately absent: more than two runs at once, and a correction for looking at many measures.
 """
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from thresher.engine import console
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.policy.files import read_json_object
 from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.rewards.errors import UserError
 
@@ -26,12 +23,6 @@ Measures = Mapping[str, float | None]
 
 RECALLS = ("recall_evidence", "recall_rationale", "recall_notes", "recall_evaluation", "recall_analysis")
 ACROSS = frozenset({"recall_evidence", "recall_rationale"})
-
-
-def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", help="folder of `thresher eval`")
-    parser.add_argument("second", help="folder of `thresher eval`; differences are this one minus the first")
-    parser.add_argument("--out", help="folder for compare.md and compare.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +42,6 @@ class Evaluation:
     def rewarded_by(self) -> str | None:
         """The reward function and its switches; the system's name in a folder that does not say."""
         return self.figures.get("rewarded_by") or self.figures.get("system")
-
-
-def run_compare(options: argparse.Namespace) -> None:
-    first, second = read_evaluation(options.first), read_evaluation(options.second)
-    result = compare(first, second)
-    if options.out is not None:
-        out = Path(options.out)
-        out.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(out / "compare.md", markdown(result))
-        atomic_write_text(out / "compare.json", json.dumps(result, indent=2) + "\n")
-    for note in result["notes"]:
-        console.console.print(note, markup=False, soft_wrap=True)
-    columns = ("measure", "first", "second", "difference", "95% interval", "p", "questions")
-    console.table(f"second - first: {second.path} - {first.path}", columns, [row[:7] for row in _rows(result)])
-    if result["recalled"]:
-        texts = ("a gold recalled by", "both", "only the first", "only the second", "neither", "questions")
-        console.table("questions whose passages hold a gold in both runs", texts, _recall_rows(result))
 
 
 def read_evaluation(path: str | Path) -> Evaluation:
@@ -131,7 +105,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "| Measure | | First | Second | Difference | 95% interval | p | Questions | Test |",
         "|---|---|--:|--:|--:|:-:|--:|--:|---|",
     ]
-    for key, *cells in _rows(result):
+    for key, *cells in difference_rows(result):
         lines.append(f"| {NAMES[key][0]} | `{key}` | {' | '.join(map(str, cells))} |")
     if result["recalled"]:
         lines += [
@@ -140,7 +114,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             "",
             "| First's, second's text | Both | Only the first | Only the second | Neither | Questions |",
             "|---|--:|--:|--:|--:|--:|",
-            *(f"| {' | '.join(map(str, row))} |" for row in _recall_rows(result)),
+            *(f"| {' | '.join(map(str, row))} |" for row in recall_rows(result)),
         ]
     lines += ["", "Intervals: paired bootstrap over questions, 10,000 resamples. Two-sided p-values, none corrected."]
     return "\n".join(lines) + "\n"
@@ -194,7 +168,7 @@ def _described(run: Evaluation) -> dict[str, Any]:
     return {"folder": str(run.path), "name": run.name} | {key: run.figures.get(key) for key in keys}
 
 
-def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def difference_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """(key, first, second, difference, interval, p, questions, test), as words; shares differ in points."""
     from thresher.engine.evaluation.metrics import NAMES, shown
 
@@ -217,7 +191,7 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _recall_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def recall_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     def text(name: str) -> str:
         return str(name).removeprefix("recall_")
 

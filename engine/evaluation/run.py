@@ -212,8 +212,8 @@ def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout) -> l
     queries = [search["query"] for search in trajectory.searches]
     if rollout.system.given_passages:
         passages = first_prompt(rollout.system, question, rollout.tools).passages
-    elif queries and rollout.index is not None:  # which remembers what it found
-        hits = [hit for found in rollout.index.search(queries, rollout.renderer.k) for hit in found]
+    elif queries and rollout.retriever is not None:  # which remembers what it found
+        hits = [hit for found in rollout.retriever.search(queries, rollout.renderer.k) for hit in found]
         passages = list({hit.passage.id: hit.passage for hit in hits}.values())
     return [contains_answer(passage.text, question.golds) for passage in passages]
 

@@ -1,7 +1,7 @@
 """Text into token ids: the only place where the engine encodes anything, and never what the policy wrote.
 
 Templates may emit control tokens and tags. Questions, passages and feedback may emit neither: they are encoded as plain
-text, and every tag of the system's grammar that they hold is escaped after rendering, so that no two pieces can
+text, and every tag of the system's grammar that they hold is neutralised after rendering, so that no two pieces can
 join into one. What a search brings is cut to a budget of tokens, the tags around it never; a prompt's passages come cut
 (engine/protocol/passages.py), so that what is stored and rated is what was shown.
 """
@@ -43,9 +43,11 @@ class Renderer:
         if self.chat:
             text = self.tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
         ids: list[int] = []
-        for part in re.split(f"({_QUESTION}|{_PASSAGES})", text):
-            if part == _QUESTION:
-                ids += self.tokenizer.encode(escape_tags(request.question, self.tags))
+        # A space before the question is encoded with it: the tokenizer makes one token of " Who", as in running text.
+        for part in re.split(f"( ?{_QUESTION}|{_PASSAGES})", text):
+            if part.endswith(_QUESTION):
+                question = part.removesuffix(_QUESTION) + request.question
+                ids += self.tokenizer.encode(escape_tags(question, self.tags))
             elif part == _PASSAGES:
                 ids += self._given(request.passages)
             else:
@@ -94,7 +96,7 @@ def check_passage_format(passage_format: str) -> None:
 
 
 def passage_lines(passages: Sequence[Passage], passage_format: str) -> str:
-    """Passages as the policy sees them, one a line, before any tag in them is escaped."""
+    """Passages as the policy sees them, one a line, before any neutralising."""
     return "\n".join(passage_line(number, passage, passage_format) for number, passage in enumerate(passages, start=1))
 
 

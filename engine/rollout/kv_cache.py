@@ -1,13 +1,18 @@
-"""Keys and values in pages, and one forward's view of them.
+"""The KV cache in blocks: who owns which (no tensors), the tensors, and one forward's view of them.
 
-A `PagedKV` holds, for each layer, [K, P, S, D]: key/value heads, pages, slots of a page, head dimension. Everything in
-it was computed from one version of the weights; `Rollout` drops the cache's contents when the weights change by
-starting from an empty pool. `PagedStep` is the `attend` argument of one forward: it writes the new rows' keys and
-values to their slots and attends.
+A sequence owns a list of blocks, each of `page_size` slots. Several may own the same block: the samples of one question
+share their prompt's. A block with more than one owner is never written; whoever has to, gets a copy.
+Invariant, after every operation of the pool: free + blocks with owners = total, and no count of owners is negative.
+Block 0 belongs to nobody: rows that pad a batch are written there.
+
+A `PagedKV` holds, for each layer, [K, P, S, D]: key/value heads, blocks, slots of a block, head dimension. Everything
+in it was computed from one version of the weights; a rollout starts from an empty pool. `PagedStep` is the `attend`
+argument of one forward: it writes the new rows' keys and values to their slots and attends.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,6 +21,71 @@ from thresher.policy.config import ModelConfig
 from thresher.rewards.errors import UserError
 
 BATCH_STEP = 8  # rows of a forward are padded to this multiple, so that a CPU matmul gives each row the same bits
+CHUNK = 1024  # a longer input enters the cache in several forwards, cut at multiples of this from its own start
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """One sequence's blocks in order, and how many of their slots are filled."""
+
+    blocks: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class BlockPool:
+    """A fixed number of blocks, handed out and taken back. Which block is handed out changes no result."""
+
+    def __init__(self, num_blocks: int, page_size: int) -> None:
+        if num_blocks < 2 or page_size < 1:
+            raise ValueError(f"a pool needs at least 2 blocks of at least 1 slot, got {num_blocks} of {page_size}")
+        self.page_size = page_size
+        self.num_blocks = num_blocks
+        self._owners = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, 0, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def owners(self, block: int) -> int:
+        return self._owners[block]
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second owner of everything in `table`; nothing is copied until one of them writes."""
+        for block in table.blocks:
+            self._owners[block] += 1
+        return BlockTable(list(table.blocks), table.length)
+
+    def extend(self, table: BlockTable, tokens: int) -> list[tuple[int, int]]:
+        """Make room for `tokens` more and count them as filled. Returns the (from, to) block copies to make first."""
+        copies = []
+        if tokens > 0 and table.length % self.page_size and self._owners[table.blocks[-1]] > 1:
+            shared = table.blocks[-1]
+            table.blocks[-1] = self._take()
+            self._owners[shared] -= 1
+            copies.append((shared, table.blocks[-1]))
+        table.length += tokens
+        while len(table.blocks) * self.page_size < table.length:
+            table.blocks.append(self._take())
+        return copies
+
+    def release(self, table: BlockTable) -> None:
+        for block in table.blocks:
+            self._owners[block] -= 1
+            if self._owners[block] == 0:
+                self._free.append(block)
+        table.blocks.clear()
+        table.length = 0
+
+    def _take(self) -> int:
+        if not self._free:
+            raise RuntimeError("the block pool is empty: the scheduler promised more blocks than there are")
+        block = self._free.pop()
+        self._owners[block] = 1
+        return block
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +95,27 @@ class NewRows:
     ids: list[int]
     start: int
     blocks: list[int]
+
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(slots=True)
+class ForwardBatch(Generic[Owner]):
+    """What enters the cache in one forward, and whose it is."""
+
+    pool: BlockPool
+    items: list[NewRows] = field(default_factory=list)
+    owners: list[Owner] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, owner: Owner, table: BlockTable, ids: list[int]) -> list[int]:
+        """Take in the first chunk of `ids`, making room for it; returns the rest, for the next forward."""
+        chunk, start = ids[:CHUNK], table.length
+        self.block_copies.extend(self.pool.extend(table, len(chunk)))
+        self.items.append(NewRows(chunk, start, table.blocks))
+        self.owners.append(owner)
+        return ids[CHUNK:]
 
 
 class PagedKV:

@@ -7,11 +7,8 @@ import torch
 
 from thresher.engine.episode import Episode, Reprefill
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.rollout.blocks import BlockPool, BlockTable
-from thresher.engine.rollout.kv_cache import NewRows
+from thresher.engine.rollout.kv_cache import BlockTable
 from thresher.retrieval.questions import Question
-
-CHUNK = 1024  # a longer input enters the cache in several forwards, cut at multiples of this from its own start
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +22,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Live:
+class Sample:
     """A running sample."""
 
     job: Job
@@ -43,29 +40,11 @@ class Live:
 
 
 @dataclass(slots=True)
-class Opening:
-    """What the samples of one question share: the prompt, its pages, and the hidden state of its last token."""
+class PrefillGroup:
+    """What the samples of one question share: the prompt, its blocks, and the hidden state of its last token."""
 
     ids: list[int]
     jobs: list[Job]
     begin: Callable[[Job], Episode]  # a sample's episode, whose first request is the prompt
     table: BlockTable = field(default_factory=BlockTable)
     hidden_H: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class Feed:
-    """What enters the cache in one forward, and whose it is."""
-
-    pool: BlockPool
-    items: list[NewRows] = field(default_factory=list)
-    owners: list[Live | Opening] = field(default_factory=list)
-    page_copies: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, owner: Live | Opening, table: BlockTable, ids: list[int]) -> list[int]:
-        """Feed the first chunk of `ids`, making room for it; returns the rest, for the next forward."""
-        chunk, start = ids[:CHUNK], table.length
-        self.page_copies.extend(self.pool.extend(table, len(chunk)))
-        self.items.append(NewRows(chunk, start, table.blocks))
-        self.owners.append(owner)
-        return ids[CHUNK:]

@@ -10,9 +10,12 @@ Invariant: the blocks promised never exceed the pool, and no more than `max_runn
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from thresher.engine.rollout.blocks import BlockPool
 from thresher.rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from thresher.engine.rollout.kv_cache import BlockPool  # which loads torch; this file needs none
 
 
 @dataclass(slots=True)
@@ -33,7 +36,7 @@ class Group:
 class Scheduler:
     """Admission by promised blocks, first come first served."""
 
-    def __init__(self, groups: list[Group], pool: BlockPool, max_running: int, max_context: int) -> None:
+    def __init__(self, groups: list[Group], pool: "BlockPool", max_running: int, max_context: int) -> None:
         self._queue = deque(groups)
         self._pool = pool
         self._max_running = max_running

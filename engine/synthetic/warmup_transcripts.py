@@ -158,10 +158,15 @@ def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random
 
 def _prompt(name: str, plan: TranscriptPlan, body: Body) -> Segments:
     """The prompt, cut where engine/protocol/render.py cuts it, so that its tokens are the rollout's."""
-    filled = {"{passages}": _listed(plan.shown) if body[0] else "", "{question}": ask(plan.asked)}
+    question = ask(plan.asked)
+    filled = {
+        "{passages}": _listed(plan.shown) if body[0] else "",
+        " {question}": f" {question}",  # with the space before it, as rendering has it
+        "{question}": question,
+    }
     parts = [template(name)]
     for place in filled:
-        parts = [piece for part in parts for piece in _split(part, place)]
+        parts = [piece for part in parts for piece in ([part] if part in filled else _split(part, place))]
     return [{"source": "prompt", "text": filled.get(part, part)} for part in parts if filled.get(part, part)]
 
 

@@ -15,7 +15,6 @@ A record is a transcript as sft.py reads it: passages and question stay data, so
 Questions that cannot be used are returned with the reason. Deliberately absent: several answers to one question.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.episode import pair_tags, read_template
+from thresher.engine.episode import pair_tags
 from thresher.retrieval.data.jsonl import write_jsonl
-from thresher.retrieval.questions import Question, passage_record, read_questions
+from thresher.retrieval.questions import Question, passage_record
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 
@@ -168,54 +167,3 @@ def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str |
             f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "
             "give questions with passages, and for reasoning with gold_indices"
         )
-
-
-def sft_command(actions: Any) -> None:
-    """Adds `sft` to the sub-commands of `thresher data`."""
-    text = "questions into transcripts for supervised fine-tuning"
-    parser = actions.add_parser("sft", help=text, description=text)
-    sft_arguments(parser)
-    parser.set_defaults(handler=run_data_sft)
-
-
-def sft_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", required=True, choices=KINDS)
-    parser.add_argument("--questions", required=True, help="our own JSONL, with passages but for closed-book")
-    parser.add_argument("--answer", choices=STYLES, default="tagged", help="between answer tags (the default), or bare")
-    parser.add_argument("--template", help="prompt template in place of the kind's own")
-    parser.add_argument("--model", help="folder of the model that writes the analyses of reasoning records")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of that model")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an analysis")
-    parser.add_argument("--out", required=True)
-
-
-def run_data_sft(options: argparse.Namespace) -> None:
-    """`thresher data sft`: questions into transcripts for `thresher sft`."""
-    kind, out = options.kind, Path(options.out)
-    if out.exists():
-        raise UserError(f"{out}: exists already; choose another file for the records")
-    if kind == "reasoning" and (options.template is not None or options.answer != "tagged"):
-        raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
-    if options.model is not None and kind != "reasoning":
-        raise UserError(f"--model writes the analyses of reasoning records; a record of kind {kind} has none")
-    if options.max_tokens < 1:
-        raise UserError(f"--max-tokens is {options.max_tokens}; expected at least 1")
-    template = None if options.template is None else read_template(options.template, passages=kind != "closed-book")
-    questions = read_questions(options.questions)
-    analyses, author = None, TEMPLATED
-    if options.model is not None:
-        from thresher.engine.training.sft_analyses import write_analyses  # the engine, which the other kinds do without
-
-        author = str(options.model)
-        usable = [question for question in questions if why_unusable(question, kind) is None]
-        analyses = write_analyses(usable, options.model, options.device, options.max_tokens)
-    records, unused = make_records(questions, kind, options.answer, template, analyses, author)
-    refuse_nothing(records, unused, options.questions, kind)
-    write_jsonl(out, records)
-    listed = out.with_name(f"{out.name}.unused.jsonl")
-    write_unused(unused, listed)
-    figures: dict[str, Any] = {"questions": len(questions), "records": len(records), "unused": len(unused)}
-    if kind == "reasoning":
-        figures["analyses by"] = author
-    console.figures(f"{kind} records in {out}", figures)
-    say_unused(unused, len(questions), listed)

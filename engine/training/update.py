@@ -7,6 +7,10 @@
 N counts all trajectories of the batch, those of groups without a signal included. The loss itself is kernels/loss.py;
 this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask to carry: rows
 come from the segments' sources (Trajectory.policy_rows).
+
+A row predicts the token after it. The rows that enter the loss are those whose next token was sampled by the policy;
+all others never reach the LM head. Sequences of like length are packed side by side.
+Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 
 import math
@@ -19,11 +23,115 @@ from torch import nn
 
 from thresher.engine.config.recipe import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.training.packing import Batch, Item, pack
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.kl import kl_coefficient
+from thresher.kernels.attention import Varlen
+from thresher.kernels.objective import kl_coefficient
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
+
+
+def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
+    """Each trajectory's advantage within its group (members may lie anywhere in the sequence)."""
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    result = [0.0] * len(rewards)
+    for numbers in members.values():
+        values = group_advantages([rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std)
+        for n, value in zip(numbers, values, strict=True):
+            result[n] = value
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One sequence to train on: its ids, and for the trained ones (positions `rows`, each >= 1) what the loss needs."""
+
+    ids: list[int]
+    rows: list[int]
+    old_logprobs: list[float]
+    advantage: float
+    weight: float  # of each of its rows in the loss
+
+
+def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection) -> list[Item]:
+    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it."""
+    rows = [trajectory.policy_rows() for trajectory in trajectories]
+    count, total = len(trajectories), sum(map(len, rows))
+    weights = {
+        "trajectory": lambda n: 1.0 / (count * len(rows[n])),
+        "token": lambda n: 1.0 / total,
+        "constant": lambda n: 1.0 / (count * (grpo.aggregation_constant or 1.0)),
+    }[grpo.aggregation]
+    return [
+        Item(
+            ids=trajectory.ids(),
+            rows=rows[n],
+            old_logprobs=trajectory.policy_logprobs(),
+            advantage=advantage[n],
+            weight=weights(n),
+        )
+        for n, trajectory in enumerate(trajectories)
+        if rows[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Several items packed. rows_R points into the T packed tokens, at the token before each target."""
+
+    ids_T: torch.Tensor
+    layout: Varlen
+    rows_R: torch.Tensor
+    targets_R: torch.Tensor
+    old_logprobs_R: torch.Tensor
+    advantages_R: torch.Tensor
+    weights_R: torch.Tensor
+    items: list[int]  # which items, in the order packed
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids_T)
+
+
+def pack(items: Sequence[Item], micro_batch_tokens: int, device: torch.device | str = "cpu") -> list[Batch]:
+    """Sort by length and cut into batches of at most `micro_batch_tokens` tokens, padding counted (always >= 1 item).
+
+    The last token of a sequence predicts nothing that is trained and is left out. Items without rows are dropped.
+    """
+    order = sorted((n for n, item in enumerate(items) if item.rows), key=lambda n: (-len(items[n].ids), n))
+    batches: list[list[int]] = []
+    for n in order:
+        if batches and len(items[batches[-1][0]].ids) * (len(batches[-1]) + 1) <= micro_batch_tokens:
+            batches[-1].append(n)
+        else:
+            batches.append([n])
+    return [_batch([items[n] for n in members], members, device) for members in batches]
+
+
+def _batch(items: list[Item], members: list[int], device: torch.device | str) -> Batch:
+    ids: list[int] = []
+    rows: list[int] = []
+    targets: list[int] = []
+    for item in items:
+        start = len(ids)
+        rows.extend(start + row - 1 for row in item.rows)
+        targets.extend(item.ids[row] for row in item.rows)
+        ids.extend(item.ids[:-1])
+
+    def per_row(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return Batch(
+        ids_T=torch.tensor(ids, device=device),
+        layout=Varlen([len(item.ids) - 1 for item in items], device),
+        rows_R=torch.tensor(rows, device=device),
+        targets_R=torch.tensor(targets, device=device),
+        old_logprobs_R=per_row([value for item in items for value in item.old_logprobs]),
+        advantages_R=per_row([item.advantage for item in items for _ in item.rows]),
+        weights_R=per_row([item.weight for item in items for _ in item.rows]),
+        items=members,
+    )
 
 
 @dataclass(slots=True)
@@ -54,41 +162,6 @@ class UpdateStats:
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in zip(largest, values[len(sums) :], strict=True):
             self.largest[name] = max(self.largest.get(name, 0.0), value)
-
-
-def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
-    """Each trajectory's advantage within its group (members may lie anywhere in the sequence)."""
-    members: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        members.setdefault(group, []).append(number)
-    result = [0.0] * len(rewards)
-    for numbers in members.values():
-        values = group_advantages([rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std)
-        for n, value in zip(numbers, values, strict=True):
-            result[n] = value
-    return result
-
-
-def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection) -> list[Item]:
-    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it."""
-    rows = [trajectory.policy_rows() for trajectory in trajectories]
-    count, total = len(trajectories), sum(map(len, rows))
-    weights = {
-        "trajectory": lambda n: 1.0 / (count * len(rows[n])),
-        "token": lambda n: 1.0 / total,
-        "constant": lambda n: 1.0 / (count * (grpo.aggregation_constant or 1.0)),
-    }[grpo.aggregation]
-    return [
-        Item(
-            ids=trajectory.ids(),
-            rows=rows[n],
-            old_logprobs=trajectory.policy_logprobs(),
-            advantage=advantage[n],
-            weight=weights(n),
-        )
-        for n, trajectory in enumerate(trajectories)
-        if rows[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
-    ]
 
 
 class Updater:

@@ -1,4 +1,4 @@
-"""`thresher bench compile`: the loss's kernels neither spill nor outgrow a GPU, and a kernel that did would be caught.
+"""`thresher bench compile`: our kernels neither spill nor outgrow a GPU, and a kernel that did would be caught.
 
 Kernels are compiled by the command in processes of its own, since here they may be interpreted ones. Each is run once.
 """
@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +16,14 @@ pytest.importorskip("triton")
 
 from thresher.bench import compile as bench
 from thresher.cli import main as cli
-from thresher.kernels.specialise import Specialisation
+from thresher.kernels.registry import Specialisation, specialisations_of, triton_modules
 
 TOYS = '''
 """Kernels of which each has one thing wrong with it, or none."""
 import triton
 import triton.language as tl
 
-from thresher.kernels.specialise import Specialisation
+from thresher.kernels.registry import Specialisation
 
 
 @triton.jit
@@ -98,7 +97,8 @@ class Run(NamedTuple):
 
 def run(folder: Path, *arguments: str) -> Run:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache"), "COLUMNS": "80"}
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "cache"), "COLUMNS": "80"}
     command = [sys.executable, "-P", "-W", "ignore", "-m", "thresher.cli", "bench", "compile"]
     done = subprocess.run(
         [*command, "--out", str(folder / "rows.jsonl"), *arguments], capture_output=True, text=True, env=environment
@@ -110,9 +110,9 @@ def run(folder: Path, *arguments: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def loss(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The command as it is: both targets, the loss's modules."""
-    return run(tmp_path_factory.mktemp("loss"))
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The command as it is: both targets, every module of kernels."""
+    return run(tmp_path_factory.mktemp("ours"))
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +122,16 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(folder, "--module", "toys")
 
 
-def test_no_kernel_of_the_loss_is_at_fault(loss: Run) -> None:
-    assert (loss.status, loss.complaint) == (0, "")
-    assert [row["faults"] for row in loss.rows.values() if row["faults"]] == []
-    spilled = {key: row["figures"]["stack"] + row["figures"]["spill_stores"] for key, row in loss.rows.items()}
+def test_no_kernel_is_at_fault(ours: Run) -> None:
+    assert (ours.status, ours.complaint) == (0, "")
+    assert [row["faults"] for row in ours.rows.values() if row["faults"]] == []
+    spilled = {key: row["figures"]["stack"] + row["figures"]["spill_stores"] for key, row in ours.rows.items()}
     assert spilled == dict.fromkeys(spilled, 0)
 
 
 def listed() -> dict[tuple[str, str], Specialisation]:
-    """What the loss's modules list: (kernel, target) -> specialisation; the pair must tell two apart."""
-    entries = [entry for module in bench.KERNEL_MODULES for entry in import_module(module).specialisations()]
+    """What the modules list: (kernel, target) -> specialisation; no two share a pair."""
+    entries = [entry for module in triton_modules() for entry in specialisations_of(module)]
     pairs = [
         ((entry.name, target.name), entry)
         for entry in entries
@@ -142,31 +142,31 @@ def listed() -> dict[tuple[str, str], Specialisation]:
     return dict(pairs)
 
 
-def test_every_listed_specialisation_has_a_row_for_each_of_its_targets_and_is_in_the_table(loss: Run) -> None:
-    assert set(loss.rows) == set(listed())
-    table = [line.split() for line in loss.said.splitlines()]
-    for (_, target), row in loss.rows.items():
+def test_every_listed_specialisation_has_a_row_for_each_of_its_targets_and_is_in_the_table(ours: Run) -> None:
+    assert set(ours.rows) == set(listed())
+    table = [line.split() for line in ours.said.splitlines()]
+    for (_, target), row in ours.rows.items():
         cells = [target, row["num_warps"], row["figures"]["registers"]]
         assert any(line[at : at + 3] == [str(cell) for cell in cells] for line in table for at in range(len(line)))
 
 
-def test_matrix_instructions_are_where_they_are_meant_to_be_and_nowhere_else(loss: Run) -> None:
-    found = {key: row["figures"]["matrix"] for key, row in loss.rows.items()}
+def test_matrix_instructions_are_where_they_are_meant_to_be_and_nowhere_else(ours: Run) -> None:
+    found = {key: row["figures"]["matrix"] for key, row in ours.rows.items()}
     expected = {key: [bench.TARGETS[key[1]].matrix] if entry.tensor_cores else [] for key, entry in listed().items()}
     assert found == expected
     assert any(found.values())
 
 
-def test_a_row_says_what_was_compiled_by_what(loss: Run) -> None:
-    row = next(iter(loss.rows.values()))
-    assert row["bench"] == "compile" and row["module"] == bench.KERNEL_MODULES[0]
+def test_a_row_says_what_was_compiled_by_what(ours: Run) -> None:
+    row = next(iter(ours.rows.values()))
+    assert row["bench"] == "compile" and row["module"] == triton_modules()[0]
     assert row["triton"] == bench.package_version("triton") and {"at", "commit", "machine", "torch"} <= row.keys()
     assert row["constants"] and row["num_warps"] and row["num_stages"]
 
 
-def test_nothing_is_left_in_the_cache(loss: Run, toys: Run) -> None:
-    """Nor taken from it: a kernel that is found there leaves no protocol to read."""
-    assert loss.left_in_cache == toys.left_in_cache == []
+def test_nothing_is_left_in_the_cache(ours: Run, toys: Run) -> None:
+    """Nor taken from it: a kernel that is found there leaves no log to read."""
+    assert ours.left_in_cache == toys.left_in_cache == []
 
 
 def test_what_is_sound_passes(toys: Run) -> None:
@@ -254,7 +254,7 @@ ptxas-blackwell info    : Used 255 registers, used 1 barriers, 1040 bytes cumula
 """
 
 
-def test_the_protocols_of_both_assemblers_are_read() -> None:
+def test_the_logs_of_both_assemblers_are_read() -> None:
     """Triton 3.9 compiles for sm_90 with another ptxas than for sm_80, 3.6 and 3.7 with one for both."""
     plain = bench.read_figures(OLD, ".reqntid 256\n mma.sync.aligned.m16n8k16", 65536)
     assert (plain.registers, plain.stack, plain.threads, plain.matrix) == (128, 0, 256, ("mma",))

@@ -128,9 +128,9 @@ def test_the_commands_run(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert metrics["questions"] == 3 and metrics["temperature"] == 0.0
     lines = (here / "answers" / "trajectories.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == NAMES[:3]
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in ("sft: 3 transcripts to train on, 1 held out", "train: 1 steps of 2 questions x 2 samples", "│ em "):
-        assert part in told
+        assert part in printed
     # What was sampled can be scored, and searched for.
     score = ["score", "--system", "search_r1", "--transcripts", str(here / "answers" / "trajectories.jsonl")]
     assert cli.run([*score, "--out", str(here / "scores.jsonl")]) == 0
@@ -183,20 +183,20 @@ MODELS: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "told"), MODELS)
+@pytest.mark.parametrize(("damage", "expected"), MODELS)
 @pytest.mark.parametrize("command", ["train", "eval", "sft"])
 def test_a_damaged_model(
-    here: Path, refused: Callable[..., str], damage: Callable[[Path], None], told: str, command: str
+    here: Path, refused: Callable[..., str], damage: Callable[[Path], None], expected: str, command: str
 ) -> None:
     damage(here)
-    assert told in refused(*commands(here)[command])
+    assert expected in refused(*commands(here)[command])
 
 
 # what is wrong with questions, corpus, transcripts and index
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("{", "questions.jsonl:3: not valid JSON at column 2"),
         ('{"question": "Who?"}', "questions.jsonl:3: no gold answer"),
@@ -208,15 +208,15 @@ def test_a_damaged_model(
     ],
 )
 @pytest.mark.parametrize("command", ["train", "eval", "eval --questions"])
-def test_a_malformed_question(here: Path, refused: Callable[..., str], command: str, line: str, told: str) -> None:
+def test_a_malformed_question(here: Path, refused: Callable[..., str], command: str, line: str, expected: str) -> None:
     lines = (here / "questions.jsonl").read_text().splitlines()
     (here / "questions.jsonl").write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
     questions = ["--questions", str(here / "questions.jsonl")] if command.endswith("questions") else []
-    assert told in refused(*commands(here)[command.split()[0]], *questions)
+    assert expected in refused(*commands(here)[command.split()[0]], *questions)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         ('{"title": "a", "text": "b"}\n{"title": "a"}\n', 'corpus.jsonl:2: no "text"'),
         ('{"title": "a", "text": "b"}\n\n{"text": "b",}\n', "corpus.jsonl:3: not valid JSON"),
@@ -225,14 +225,14 @@ def test_a_malformed_question(here: Path, refused: Callable[..., str], command: 
         ('{"id": "1", "contents": "b"}\n{"id": 1, "contents": "c"}\n', "corpus.jsonl:2: the id '1' was used before"),
     ],
 )
-def test_a_malformed_or_empty_corpus(here: Path, refused: Callable[..., str], content: str, told: str) -> None:
+def test_a_malformed_or_empty_corpus(here: Path, refused: Callable[..., str], content: str, expected: str) -> None:
     (here / "corpus.jsonl").write_text(content)
     build = ["index", "build", "--corpus", str(here / "corpus.jsonl"), "--out", str(here / "other")]
-    assert told in refused(*build)
+    assert expected in refused(*build)
     # And an index of what the file held before is no longer an index of it.
     for command in ("train", "eval"):
         message = refused(*commands(here)[command])
-        assert told in message or "another corpus" in message
+        assert expected in message or "another corpus" in message
 
 
 def test_an_index_that_was_cut_short(here: Path, refused: Callable[..., str]) -> None:
@@ -251,7 +251,7 @@ def test_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "expected"),
     [
         ("run.stepps=3", "--set run.stepps: unknown key; did you mean steps?"),
         ("rnu.steps=3", "rnu: unknown key; did you mean run?"),
@@ -273,10 +273,10 @@ def test_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None
 )
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_recipe_that_does_not_fit(
-    here: Path, refused: Callable[..., str], command: str, override: str, told: str
+    here: Path, refused: Callable[..., str], command: str, override: str, expected: str
 ) -> None:
     override = override.replace("{here}", str(here))
-    assert told in refused(*commands(here)[command], "--set", override)
+    assert expected in refused(*commands(here)[command], "--set", override)
 
 
 def test_an_unknown_key_in_the_file(here: Path, refused: Callable[..., str]) -> None:

@@ -1,15 +1,15 @@
-"""Both faces of attention against loops in float64, against each other, and a sequence alone against a crowd."""
+"""Both forms of attention against loops in float64 and each other; bits are independent of batch composition."""
 
 from collections.abc import Iterator, Sequence
 from random import Random
 
 import pytest
 import torch
+from model_cases import make_config
 
 from thresher.engine.rollout.kv_cache import BATCH_STEP, NewRows, PagedKV, PagedStep
 from thresher.kernels import attention
 from thresher.kernels.attention import KEY_STEP, Varlen, varlen_attention
-from thresher.policy.config import ModelConfig
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -25,16 +25,16 @@ def make_qkv(heads: int, kv_heads: int, dim: int, count: int, seed: int = 0) -> 
     return q * 2, k, v  # sharper than uniform, so that what a row sees matters
 
 
-def brute(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+def brute(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The formula, row by row and head by head, in the dtype of its arguments."""
     out, start = [], 0
-    shared = q_THD.shape[1] // k_TKD.shape[1]
+    shared = q_TND.shape[1] // k_TKD.shape[1]
     for length in lengths:
         for row in range(start, start + length):
             heads = []
-            for head in range(q_THD.shape[1]):
+            for head in range(q_TND.shape[1]):
                 k, v = k_TKD[start : row + 1, head // shared], v_TKD[start : row + 1, head // shared]
-                heads.append(torch.softmax(k @ q_THD[row, head] / q_THD.shape[2] ** 0.5, 0) @ v)
+                heads.append(torch.softmax(k @ q_TND[row, head] / q_TND.shape[2] ** 0.5, 0) @ v)
             out.append(torch.stack(heads))
         start += length
     return torch.stack(out)
@@ -62,9 +62,9 @@ def test_varlen_gradients(heads: tuple[int, int, int]) -> None:
     qkv = make_qkv(*heads, sum(lengths))
     weights = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(9)).double()
     grads = []
-    for face, dtype in ((brute, torch.float64), (varlen_attention, torch.float64), (varlen_attention, torch.float32)):
+    for attend, dtype in ((brute, torch.float64), (varlen_attention, torch.float64), (varlen_attention, torch.float32)):
         leaves = [x.to(dtype).requires_grad_() for x in qkv]
-        out = face(*leaves, lengths if face is brute else Varlen(lengths))  # type: ignore[arg-type]
+        out = attend(*leaves, lengths if attend is brute else Varlen(lengths))  # type: ignore[arg-type]
         grads.append(torch.autograd.grad((out * weights.to(dtype)).sum(), leaves))
     for truth, double, single in zip(*grads, strict=True):
         torch.testing.assert_close(double, truth, rtol=0, atol=1e-10)
@@ -106,29 +106,27 @@ def test_a_row_sees_nothing_after_it() -> None:
 
 
 class Cache:
-    """Sequences of known q, k, v fed into a real paged cache, piece by piece, on pages dealt out at random."""
+    """Sequences of known q, k, v fed into a real paged cache, piece by piece, on blocks dealt out at random."""
 
     def __init__(self, heads: tuple[int, int, int], lengths: Sequence[int], page_size: int, fill: float = 0.0) -> None:
         query_heads, kv_heads, dim = heads
-        config = ModelConfig(
-            vocab_size=8, hidden_size=query_heads * dim, intermediate_size=8, num_hidden_layers=2,
-            num_attention_heads=query_heads, num_key_value_heads=kv_heads, head_dim=dim, rms_norm_eps=1e-6,
-            rope_theta=1e4, max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(),
-        )  # fmt: skip
+        config = make_config(
+            hidden_size=query_heads * dim, num_attention_heads=query_heads, num_key_value_heads=kv_heads
+        )
         needs = [-(-length // page_size) for length in lengths]
         self.kv = PagedKV(config, 3 + sum(needs), page_size)
         self.kv.k_LKPSD.fill_(fill)
         self.kv.v_LKPSD.fill_(-fill)
-        pages = list(range(1, 3 + sum(needs)))
-        Random(0).shuffle(pages)
-        self.blocks = [[pages.pop() for _ in range(need)] for need in needs]
+        free = list(range(1, 3 + sum(needs)))
+        Random(0).shuffle(free)
+        self.blocks = [[free.pop() for _ in range(need)] for need in needs]
         self.qkv = [make_qkv(*heads, length, seed=number) for number, length in enumerate(lengths)]
 
     def feed(self, pieces: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Rows start .. end of sequences, as (sequence, start, end), in one forward -> their outputs, [n, H, D] each.
-        A sequence has the pages that it needs so far, and no more."""
-        page = self.kv.page_size
-        items = [NewRows([7] * (end - start), start, self.blocks[n][: -(-end // page)]) for n, start, end in pieces]
+        """Rows start .. end of sequences, as (sequence, start, end), in one forward -> their outputs, [Q, N, D] each.
+        A sequence has the blocks that it needs so far, and no more."""
+        size = self.kv.page_size
+        items = [NewRows([7] * (end - start), start, self.blocks[n][: -(-end // size)]) for n, start, end in pieces]
         step = PagedStep(self.kv, items)
         assert len(step.ids_T) % BATCH_STEP == 0
         padding = len(step.ids_T) - sum(end - start for _, start, end in pieces)
@@ -143,7 +141,7 @@ class Cache:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_paged_equals_varlen_however_it_is_fed(heads: tuple[int, int, int], page_size: int) -> None:
     """Prompts whole or in two pieces, then single rows and appended pieces of several sequences in one forward, over
-    the edges of pages and of KEY_STEP; float64 is the truth for both faces."""
+    the edges of blocks and of KEY_STEP; float64 is the truth for both."""
     lengths = [KEY_STEP + 6, 40, 1, KEY_STEP, 2 * KEY_STEP + 3]
     cache = Cache(heads, lengths, page_size, fill=50.0)
     cuts = [[60, 61, 62, 63, 64, 65, 70], [5, 37, 40], [1], [63, 64], [100, 129, 130, 131]]
@@ -196,16 +194,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("at_once", [1, 1 << 26], ids=["split", "whole"])
 @pytest.mark.parametrize("heads", [(7, 1, 64), (5, 1, 24), (14, 2, 64), (4, 4, 12)], ids=str)
-def test_alone_and_in_a_crowd_bit_for_bit(
+def test_bits_are_independent_of_batch_composition(
     heads: tuple[int, int, int], at_once: int, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: with one key/value head a lone sequence was a batch of one, which torch multiplies in another way."""
+    """Regression: with one key/value head one sequence was a batch of one, which torch multiplies in another way."""
     lengths = [20, 64, 65, 33, 130, 7, 40, 65, 66]
-    crowd, alone = Cache(heads, lengths, 16), Cache(heads, lengths, 16)
+    batch, alone = Cache(heads, lengths, 16), Cache(heads, lengths, 16)
     monkeypatch.setattr(attention, "SCORE_ELEMENTS", at_once)
     for cut in (lambda n: (0, n - 3), lambda n: (n - 3, n - 1), lambda n: (n - 1, n)):
         pieces = [(n, *cut(length)) for n, length in enumerate(lengths)]
-        together = crowd.feed(pieces)
+        together = batch.feed(pieces)
         monkeypatch.setattr(attention, "SCORE_ELEMENTS", 1 << 26)
         for piece, rows in zip(pieces, together, strict=True):
             assert torch.equal(alone.feed([piece])[0], rows)

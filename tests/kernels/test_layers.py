@@ -5,9 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from thresher.kernels.mlp import UNCUT, silu_gate
-from thresher.kernels.norm import rms_norm
-from thresher.kernels.rope import rope_table, rotate
+from thresher.kernels.layers import UNCUT, rms_norm, rope_table, rotate, silu_gate
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -49,16 +47,16 @@ def test_rms_norm_of_zeros_is_zero() -> None:
 def test_rotation_by_the_formula(dim: int, theta: float) -> None:
     """Pair i, made of the i-th elements of both halves, is a complex number turned by position * theta^(-2i/D)."""
     positions_T = torch.tensor([0, 1, 17, 400, 2047])
-    x_THD = randn(5, 3, dim)
-    turned_THD = rotate(x_THD, rope_table(positions_T, dim, theta, torch.float32))
+    x_TND = randn(5, 3, dim)
+    turned_TND = rotate(x_TND, rope_table(positions_T, dim, theta, torch.float32))
     half = dim // 2
-    pairs = torch.complex(x_THD[..., :half].double(), x_THD[..., half:].double())
+    pairs = torch.complex(x_TND[..., :half].double(), x_TND[..., half:].double())
     angle = positions_T.double()[:, None] * theta ** (-2 * torch.arange(half).double() / dim)
     expected = pairs * torch.exp(1j * angle)[:, None]
     # Angles are made in float32: at position 2047 their own rounding is 6e-5 or so.
-    torch.testing.assert_close(turned_THD[..., :half].double(), expected.real, rtol=0, atol=5e-4)
-    torch.testing.assert_close(turned_THD[..., half:].double(), expected.imag, rtol=0, atol=5e-4)
-    assert torch.equal(turned_THD[0], x_THD[0]), "position 0 is not turned"
+    torch.testing.assert_close(turned_TND[..., :half].double(), expected.real, rtol=0, atol=5e-4)
+    torch.testing.assert_close(turned_TND[..., half:].double(), expected.imag, rtol=0, atol=5e-4)
+    assert torch.equal(turned_TND[0], x_TND[0]), "position 0 is not turned"
 
 
 def test_scores_depend_on_the_distance_only() -> None:

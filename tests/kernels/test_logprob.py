@@ -59,18 +59,18 @@ def test_error_is_at_most_twice_torchs_float32(dtype: torch.dtype, scale: float)
 @pytest.mark.parametrize(("H", "V"), [(96, 600), (64, 597), (33, 151), (8, 5), (128, 1001)])
 def test_bits_of_a_row_depend_on_nothing_but_the_row(H: int, V: int) -> None:
     hidden, head, targets = make(300, H, V)
-    crowd = token_logprobs(hidden, head, targets)
+    batch = token_logprobs(hidden, head, targets)
     for rows in (slice(0, 1), slice(17, 18), slice(299, 300), slice(40, 63), slice(5, 205)):
         alone = token_logprobs(hidden[rows], head, targets[rows])
-        assert torch.equal(alone[0], crowd[0][rows]) and torch.equal(alone[1], crowd[1][rows])
+        assert torch.equal(alone[0], batch[0][rows]) and torch.equal(alone[1], batch[1][rows])
     for chunk_rows in (1, 7, 16, 100):
         chunked = token_logprobs(hidden, head, targets, chunk_rows=chunk_rows)
-        assert torch.equal(chunked[0], crowd[0]) and torch.equal(chunked[1], crowd[1])
+        assert torch.equal(chunked[0], batch[0]) and torch.equal(chunked[1], batch[1])
     shuffled = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     turned = token_logprobs(hidden[:288].t().contiguous().t(), head, targets[:288])
-    assert torch.equal(turned[0], crowd[0][:288]) and torch.equal(turned[1], crowd[1][:288])
+    assert torch.equal(turned[0], batch[0][:288]) and torch.equal(turned[1], batch[1][:288])
     moved = token_logprobs(hidden[shuffled], head, targets[shuffled])
-    assert torch.equal(moved[0], crowd[0][shuffled]) and torch.equal(moved[1], crowd[1][shuffled])
+    assert torch.equal(moved[0], batch[0][shuffled]) and torch.equal(moved[1], batch[1][shuffled])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

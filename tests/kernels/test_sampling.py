@@ -20,7 +20,7 @@ STREAMS: list[tuple[str, Callable[[int], tuple[int, int]]]] = [
     ("positions in a row", lambda n: (3, n)),
     ("seeds of 63 bits", lambda n: (n * 0x5DEECE66D1234567 % 2**63, 4000)),
     ("seeds that differ in high bits", lambda n: (n << 40, 0)),
-    ("a crowd", lambda n: (n % 140, n // 140)),
+    ("a batch", lambda n: (n % 140, n // 140)),
 ]
 
 
@@ -38,13 +38,13 @@ def noise(seed: int, position: int, width: int = 64) -> torch.Tensor:
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     pairs = [(5, 0), (5, 1), (6, 0), (0, 5), (2**63 - 1, 9), (0, 0), (1, 2**20)]
-    crowd = uniform_noise([seed for seed, _ in pairs], [position for _, position in pairs], 1000, "cpu")
-    for (seed, position), u_V in zip(pairs, crowd, strict=True):
+    batch = uniform_noise([seed for seed, _ in pairs], [position for _, position in pairs], 1000, "cpu")
+    for (seed, position), u_V in zip(pairs, batch, strict=True):
         assert torch.equal(noise(seed, position, 1000), u_V)
         assert torch.equal(noise(seed, position, 37), u_V[:37]), "the width of the vocabulary matters"
     for row in range(len(pairs)):
         for other in range(row):
-            assert (crowd[row] == crowd[other]).float().mean() < 0.01
+            assert (batch[row] == batch[other]).float().mean() < 0.01
     torch.manual_seed(0)
     state = torch.get_rng_state()
     noise(1, 1)
@@ -140,7 +140,7 @@ def test_extreme_logits() -> None:
         torch.testing.assert_close(logprobs_B, torch.tensor([0.0, -math.log(3), 0.0]), rtol=0, atol=5e-4)
 
 
-def test_a_row_is_drawn_alike_in_any_company() -> None:
+def test_a_draw_is_independent_of_batch_composition() -> None:
     logits_BV = torch.randn(65, 755, generator=torch.Generator().manual_seed(3)) * 3
     seeds, positions = [n * 7919 for n in range(65)], [n % 9 for n in range(65)]
     ids_B, logprobs_B = sample(logits_BV, seeds, positions, 0.7)

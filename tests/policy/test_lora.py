@@ -1,5 +1,5 @@
-"""Low-rank adapters: fresh ones change nothing, trained ones have the gradients of a dense product, a row keeps its
-bits in any company, and what is saved is an ordinary model with PEFT's files beside it."""
+"""Low-rank adapters: fresh ones change nothing, trained ones have the gradients of a dense product, their bits are
+batch-invariant, and what is saved is an ordinary model with PEFT's files beside it."""
 
 import json
 import math
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import make_config
 from safetensors.torch import load_file, save_file
 
-from thresher.policy.config import ModelConfig
 from thresher.policy.lora import (
     CONFIG,
     FOLDER,
@@ -33,21 +33,7 @@ IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3])
 
 
 def make_policy(seed: int = 0, **changes: Any) -> Policy:
-    config = ModelConfig(
-        vocab_size=29,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        rms_norm_eps=1e-6,
-        rope_theta=300.0,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        eos_token_ids=(0,),
-    )
+    config = make_config(hidden_size=24, intermediate_size=40, max_position_embeddings=64, initializer_range=0.3)
     return init_policy(config.replace(**changes), seed)
 
 
@@ -137,8 +123,8 @@ def test_their_gradients_are_those_of_the_dense_product() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 20])
-def test_a_row_has_the_same_bits_in_any_company(rank: int, threads: int) -> None:
-    """Rows come in multiples of 8 (kvcache.py). Ranks 2 to 4 as they stand would fail on three threads."""
+def test_a_row_is_batch_invariant_bit_for_bit(rank: int, threads: int) -> None:
+    """Rows come in multiples of 8 (kv_cache.py). Ranks 2 to 4 as they stand would fail on three threads."""
     settings = LoraSettings(rank=rank, alpha=8.0)
     generator = torch.Generator().manual_seed(rank)
     adapter = Adapter(24, 24, settings, generator)
@@ -251,7 +237,7 @@ def test_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"rank": 0}, "a rank of at least 1"),
         ({"alpha": 0.0}, "an alpha > 0"),
@@ -261,8 +247,8 @@ def test_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> None:
         ({"targets": ("q_proj",)}, r"targets are \['q_proj'\]"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         fresh(**changes)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import make_config
 
 from thresher.kernels.attention import Varlen
 from thresher.policy.config import ModelConfig
@@ -29,7 +30,7 @@ SHAPES = [
 IDS = [f"{heads // kv}x{kv}-d{dim}-{'tied' if tied else 'untied'}" for heads, kv, dim, _, _, tied, _ in SHAPES]
 
 
-def make_config(shape: tuple[int, int, int, int, int, bool, float], **changes: Any) -> ModelConfig:
+def config_of(shape: tuple[int, int, int, int, int, bool, float], **changes: Any) -> ModelConfig:
     heads, kv_heads, dim, layers, vocab, tied, theta = shape
     values = {
         "vocab_size": vocab,
@@ -38,14 +39,13 @@ def make_config(shape: tuple[int, int, int, int, int, bool, float], **changes: A
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": dim,
-        "rms_norm_eps": 1e-6,
         "rope_theta": theta,
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
+        "initializer_range": 0.02,
         "eos_token_ids": (1,),
     }
-    return ModelConfig(**{**values, **changes})
+    return make_config(**{**values, **changes})
 
 
 def random_policy(config: ModelConfig, seed: int = 0) -> Policy:
@@ -74,7 +74,7 @@ def theirs_from(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_logits_and_gradients_equal_transformers(shape: Any, tmp_path: Path) -> None:
-    config = make_config(shape)
+    config = config_of(shape)
     policy = random_policy(config)
     policy.save(tmp_path)
     theirs = theirs_from(tmp_path)
@@ -101,7 +101,7 @@ def test_logits_and_gradients_equal_transformers(shape: Any, tmp_path: Path) -> 
 
 
 def test_packed_sequences_do_not_see_each_other() -> None:
-    config = make_config(SHAPES[1])
+    config = config_of(SHAPES[1])
     policy = random_policy(config)
     rows = [random_ids(config, count, seed=count) for count in (5, 1, 64, 23)]
     layout = Varlen([len(row) for row in rows])
@@ -113,7 +113,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=[IDS[0], IDS[1]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_we_save_transformers_loads(shape: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    policy = random_policy(make_config(shape, eos_token_ids=(3, 1), pad_token_id=1)).to(dtype)
+    policy = random_policy(config_of(shape, eos_token_ids=(3, 1), pad_token_id=1)).to(dtype)
     policy.save(tmp_path)
     theirs = theirs_from(tmp_path, dtype)
     for name, tensor in hf_views(policy).items():
@@ -162,7 +162,7 @@ def test_what_transformers_saves_we_load(shape: Any, dtype: torch.dtype, shard: 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]], ids=[IDS[1], IDS[6]])
 def test_bfloat16_is_as_good_as_theirs(shape: Any, tmp_path: Path) -> None:
     """float32 on the same (bfloat16) weights is the truth; our error may be twice theirs."""
-    policy = random_policy(make_config(shape)).bfloat16()
+    policy = random_policy(config_of(shape)).bfloat16()
     policy.save(tmp_path)
     ids_T = random_ids(policy.config, 65)
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_bfloat16_is_as_good_as_theirs(shape: Any, tmp_path: Path) -> None:
 
 
 def test_init_is_a_function_of_the_seed() -> None:
-    config = make_config(SHAPES[1], hidden_size=128, head_dim=32, vocab_size=400, initializer_range=0.05)
+    config = config_of(SHAPES[1], hidden_size=128, vocab_size=400, initializer_range=0.05)
     torch.manual_seed(1)
     first = init_policy(config, 7).state_dict()
     torch.manual_seed(2)
@@ -195,7 +195,7 @@ def test_init_is_a_function_of_the_seed() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_views_cover_the_policy_and_share_its_memory(tied: bool) -> None:
-    policy = init_policy(make_config(SHAPES[3], tie_word_embeddings=tied), 0)
+    policy = init_policy(config_of(SHAPES[3], tie_word_embeddings=tied), 0)
     views = hf_views(policy)
     assert sum(view.numel() for view in views.values()) == policy.parameter_count()
     assert ("lm_head.weight" in views) == (not tied)
@@ -212,7 +212,7 @@ def test_views_cover_the_policy_and_share_its_memory(tied: bool) -> None:
 def test_a_copy_of_a_tied_head_is_accepted_and_not_kept(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    policy = random_policy(make_config(SHAPES[0]))
+    policy = random_policy(config_of(SHAPES[0]))
     policy.save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "lm_head.weight": policy.embed_VH.detach().clone()}, tmp_path / "model.safetensors")
@@ -223,7 +223,7 @@ def test_a_copy_of_a_tied_head_is_accepted_and_not_kept(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
-    random_policy(make_config(SHAPES[0])).save(tmp_path)
+    random_policy(config_of(SHAPES[0])).save(tmp_path)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 22', '"intermediate_size": 24'))
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.\w+\.weight has shape .*22"):

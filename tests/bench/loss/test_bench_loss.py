@@ -60,12 +60,12 @@ def test_a_case_is_what_it_says(case: Case) -> None:
 
 def test_no_ratio_stands_where_rounding_could_move_it_over_the_clip() -> None:
     case = make_case(Shape(tokens=1024, hidden=16, vocab=300, density=100), CPU, torch.float32)
-    log_ratios_N = truth_of(case).logprobs_N - case.old_T[case.index_N]
+    log_ratios_R = truth_of(case).logprobs_R - case.old_T[case.index_R]
     for edge in (math.log(1 - CLIP_LOW), math.log(1 + CLIP_HIGH)):
-        distance_N = (log_ratios_N - edge).abs()
-        assert float(distance_N.min()) > MARGIN - 1e-4
-        assert float((distance_N < MARGIN + 1e-3).float().mean()) > 0.02  # and there are rows on the edge
-    clipped = (log_ratios_N > math.log(1 + CLIP_HIGH)) | (log_ratios_N < math.log(1 - CLIP_LOW))
+        distance_R = (log_ratios_R - edge).abs()
+        assert float(distance_R.min()) > MARGIN - 1e-4
+        assert float((distance_R < MARGIN + 1e-3).float().mean()) > 0.02  # and there are rows on the edge
+    clipped = (log_ratios_R > math.log(1 + CLIP_HIGH)) | (log_ratios_R < math.log(1 - CLIP_LOW))
     assert 0.01 < float(clipped.float().mean()) < 0.5
 
 
@@ -84,9 +84,9 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     hidden_TH, head_VH = (leaf.detach().double().requires_grad_() for leaf in (case.hidden_TH, case.head_VH))
     logp_TV = torch.log_softmax(hidden_TH @ head_VH.t(), 1)
     rows = case.mask_T
-    logprobs_N = logp_TV[torch.arange(len(rows)), case.targets_T][rows]
+    logprobs_R = logp_TV[torch.arange(len(rows)), case.targets_T][rows]
     vectors = [values_T[rows].double() for values_T in (case.old_T, case.ref_T, case.advantages_T, case.weights_T)]
-    loss = objective(logprobs_N, *vectors).sum()
+    loss = objective(logprobs_R, *vectors).sum()
     loss.backward()
     assert hidden_TH.grad is not None and head_VH.grad is not None
     return loss.detach(), hidden_TH.grad, head_VH.grad
@@ -95,10 +95,10 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 def test_the_sampled_truth_is_that_of_autograd_through_everything(case: Case) -> None:
     loss, hidden_grad_TH, head_grad_VH = whole(case)
     truth = truth_of(case)
-    assert len(truth.rows_S) == 48 and len(truth.columns_C) > 64
+    assert len(truth.rows_E) == 48 and len(truth.columns_F) > 64
     assert truth.loss == pytest.approx(float(loss), rel=1e-12)
-    torch.testing.assert_close(truth.hidden_grad_SH, hidden_grad_TH[truth.rows_S], rtol=1e-9, atol=1e-14)
-    torch.testing.assert_close(truth.head_grad_CH, head_grad_VH[truth.columns_C], rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(truth.hidden_grad_EH, hidden_grad_TH[truth.rows_E], rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(truth.head_grad_FH, head_grad_VH[truth.columns_F], rtol=1e-9, atol=1e-14)
 
 
 CONTENDERS = [*OURS, OURS_IN_TORCH, *(peer for name, peer in PEERS.items() if name != "compiled")]
@@ -212,9 +212,9 @@ def test_the_weightiest_cases_come_first() -> None:
 )
 def test_bad_flags_are_status_2(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    told = [word.format(file=tmp_path / "file", folder=tmp_path) for word in arguments]
+    given = [word.format(file=tmp_path / "file", folder=tmp_path) for word in arguments]
     try:
-        status: Any = run(["bench", "loss", "--device", "cpu", "--budget", "0", *told])
+        status: Any = run(["bench", "loss", "--device", "cpu", "--budget", "0", *given])
     except SystemExit as left:
         status = left.code
     assert status == 2
@@ -228,7 +228,7 @@ def test_peers_are_read_by_name() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_where_there_is_none_is_told() -> None:
+def test_cuda_where_there_is_none_is_refused() -> None:
     with pytest.raises(UserError, match="--device cuda"):
         LossBench(device="cuda").resolved_device()
 

@@ -201,8 +201,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     wrong: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    parser = cli.build_parser()
-    case = kl.make_cases(Path("old"), world, 1, [0], parser)[0]
+    case = kl.make_cases(Path("old"), world, 1, [0])[0]
     case.folder.mkdir(parents=True)
     case.recipe.write(case.folder / "recipe.toml")
     assert cli.run(["study", "kl", "--out", "old", "--start", str(world), "--steps", "1", *change]) == 2

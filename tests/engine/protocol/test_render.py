@@ -68,6 +68,16 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return load_tokenizer(request.getfixturevalue("shared_data") / "qwen2.5")
 
 
+@pytest.mark.parametrize("name", ["eval_rar", "evinote", "search_r1"])
+def test_a_plain_question_has_the_tokens_of_running_text(tokenizer: Tokenizer, name: str) -> None:
+    """The space before it is no token of its own. What follows it is encoded apart."""
+    before, _, after = load_system(name, {}).template.partition("{question}")
+    assert before.endswith(" ")
+    for question in ("Who wrote Dune?", "1984: whose?", "\u00c9mile Zola was born where?"):
+        expected = tokenizer.encode_template(before + question) + tokenizer.encode_template(after)
+        assert make(tokenizer).prompt(Prompt(before + "{question}" + after, question)) == expected
+
+
 @bounded
 @example("".join(CONTROL))
 @example("<answer>x</answer>".join(TAGS))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.rollout.blocks import BlockPool, BlockTable
+from thresher.engine.rollout.kv_cache import BlockPool, BlockTable
 
 
 class Memory:
@@ -134,7 +134,6 @@ def test_a_pool_of_nothing_is_refused(blocks: int, page: int) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "thresher.engine.rollout.blocks",
         "thresher.engine.rollout.scheduler",
         "thresher.engine.rollout.stop_tags",
         "thresher.rewards",

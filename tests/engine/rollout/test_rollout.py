@@ -114,7 +114,7 @@ def test_noise_is_asked_for_by_seed_and_position(
             asked.setdefault(seed, []).append(position)
         return sample(logits_BV, seeds, positions, temperature)
 
-    monkeypatch.setattr(rollout_module, "sample", spy)
+    monkeypatch.setattr(rollout_module.sampling, "sample", spy)
     jobs = make_jobs(tiny_questions[:6], samples=2)
     for job, trajectory in zip(jobs, tiny_rollout().run(jobs, 1.0), strict=True):
         assert asked[job.seed] == trajectory.policy_rows()
@@ -214,7 +214,7 @@ def test_a_scripted_episode_token_by_token(
     assert [s.ids for s in written] == [tiny_tokenizer.encode_template(turn) for turn in turns]
     assert [search["query"] for search in trajectory.searches] == ["spouse of Gil Hart", "mayor"]
     shown = tiny_tokenizer.decode(trajectory.segments[2].ids)
-    first = run.index.search(["spouse of Gil Hart"], 2)[0]
+    first = run.retriever.search(["spouse of Gil Hart"], 2)[0]
     assert trajectory.searches[0]["passages"] == [hit.passage.id for hit in first]
     assert shown.startswith(f'\n\n<information>Doc 1(Title: "{first[0].passage.title}") {first[0].passage.text}')
     assert shown.endswith("</information>\n\n")

@@ -7,9 +7,9 @@ import pytest
 from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, system_of
 
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
+from thresher.engine.rollout import kv_cache as kv_cache_module
 from thresher.engine.rollout import rollout as rollout_module
-from thresher.engine.rollout import samples as live_module
-from thresher.engine.rollout.blocks import BlockPool
+from thresher.engine.rollout.kv_cache import BlockPool
 from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.index import Index
@@ -110,7 +110,7 @@ def test_long_inputs_enter_in_chunks(
 ) -> None:
     jobs = make_jobs(tiny_questions[:6], samples=2)
     whole = tiny_rollout().run(jobs, 1.0)
-    monkeypatch.setattr(live_module, "CHUNK", chunk)
+    monkeypatch.setattr(kv_cache_module, "CHUNK", chunk)
     run, alone = tiny_rollout(max_running=9), tiny_rollout(max_running=1)
     crowd = run.run(jobs, 1.0)
     assert_logprobs_match(run, crowd, 1.0, 1e-4)

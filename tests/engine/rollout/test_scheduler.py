@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.rollout.blocks import BlockPool, BlockTable
+from thresher.engine.rollout.kv_cache import BlockPool, BlockTable
 from thresher.engine.rollout.scheduler import Group, Scheduler
 from thresher.rewards.errors import UserError
 

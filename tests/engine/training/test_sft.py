@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import make_config
 
 from thresher.engine.config.recipe import OptimSection, SftSection
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.protocol.render import Renderer, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
 from thresher.engine.training.sft import SftResult, Trainer, Transcript, encode_transcript, read_transcripts
-from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.index import Index
@@ -154,21 +154,7 @@ COPIES = [Transcript([1, name, other, 2, name, other], [3, 4, 5], [4, 5]) for na
 
 
 def make_policy(seed: int = 0) -> Policy:
-    config = ModelConfig(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=100.0,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        eos_token_ids=(0,),
-    )
+    config = make_config(vocab_size=24, rope_theta=100.0, max_position_embeddings=64)
     return init_policy(config, seed).requires_grad_(True)
 
 

@@ -1,7 +1,6 @@
 """Questions become transcripts: what is trained, what the policy sees, what cannot be used, and who wrote an
 analysis."""
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from thresher.cli.commands import train as commands
+from thresher.cli import main as cli
+from thresher.cli.commands.sft import run_sft
 from thresher.engine.config.recipe import Recipe, SftSection, from_dict
 from thresher.engine.episode import Prompt
 from thresher.engine.protocol.render import Renderer
@@ -19,7 +19,7 @@ from thresher.engine.systems import load_system
 from thresher.engine.training import sft_analyses as analyses_module
 from thresher.engine.training.sft import encode_all, encode_transcript, read_data, read_transcripts
 from thresher.engine.training.sft_analyses import write_analyses
-from thresher.engine.training.sft_data import KINDS, Unused, make_records, run_data_sft, sft_arguments
+from thresher.engine.training.sft_data import KINDS, Unused, make_records
 from thresher.kernels.sampling import sample
 from thresher.policy.lora import FOLDER, add_lora, load_adapters
 from thresher.policy.model import load_policy
@@ -172,10 +172,9 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def options(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    sft_arguments(parser)
-    return parser.parse_args(arguments)
+def data_sft(*arguments: str) -> None:
+    """`thresher data sft`; its errors are raised."""
+    cli.run_command(["data", "sft", *arguments])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -187,7 +186,7 @@ def test_the_command_and_sft_data_give_the_same_transcripts(
     kind: str, questions: Path, renderer: Renderer, tiny_tokenizer: Tokenizer, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "out.jsonl"
-    run_data_sft(options("--kind", kind, "--questions", str(questions), "--out", str(out)))
+    data_sft("--kind", kind, "--questions", str(questions), "--out", str(out))
     template = load_system("arena", {}).template
     written = read_transcripts(out, tiny_tokenizer, renderer, template, 5)
     read, unused, total = read_data(SftSection(data=str(questions), format=kind), tiny_tokenizer, renderer, template, 5)  # type: ignore[arg-type]
@@ -198,7 +197,7 @@ def test_the_command_and_sft_data_give_the_same_transcripts(
         assert [(entry["id"], entry["reason"]) for entry in lines(listed)] == [(u.id, u.reason) for u in unused]
         assert f"{len(unused)} of 3 questions gave no record" in capsys.readouterr().out
     with pytest.raises(UserError, match="exists already"):
-        run_data_sft(options("--kind", kind, "--questions", str(questions), "--out", str(out)))
+        data_sft("--kind", kind, "--questions", str(questions), "--out", str(out))
 
 
 def test_a_template_of_ones_own(questions: Path, tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer) -> None:
@@ -225,7 +224,7 @@ def test_arguments_that_do_not_fit_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=told):
-        run_data_sft(options(*arguments, "--questions", str(questions), "--out", str(tmp_path / "out")))
+        data_sft(*arguments, "--questions", str(questions), "--out", str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
 
 
@@ -234,9 +233,7 @@ def test_questions_without_any_use_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"questions.jsonl: no question gives .* kind qa \(the first, bare: no passages\)"
     ):
-        run_data_sft(
-            options("--kind", "qa", "--questions", str(tmp_path / "questions.jsonl"), "--out", str(tmp_path / "out"))
-        )
+        data_sft("--kind", "qa", "--questions", str(tmp_path / "questions.jsonl"), "--out", str(tmp_path / "out"))
 
 
 # --- Analyses by a model
@@ -261,7 +258,7 @@ def test_a_model_writes_analyses(
         return torch.tensor([queues[seed].pop(0) for seed in seeds]), torch.zeros(len(seeds))
 
     monkeypatch.setattr(Renderer, "prompt", spy)
-    monkeypatch.setattr(rollout_module, "sample", say)
+    monkeypatch.setattr(rollout_module.sampling, "sample", say)
     asked = [Question(f"q{number}", f"Who is {number}?", ("Mia",), {}, PASSAGES, (1, 3)) for number in range(4)]
     long = Question("long", "Who? " * 1500, ("Mia",), {}, PASSAGES, (2,))
     found = write_analyses([*asked, long], tiny_model_folder, max_tokens=len(tiny_tokenizer.encode(said[0])))
@@ -277,7 +274,7 @@ def test_a_model_really_writes(tiny_model_folder: Path, monkeypatch: pytest.Monk
         calls.append((len(seeds), temperature))
         return sample(logits_BV, seeds, positions, temperature)
 
-    monkeypatch.setattr(rollout_module, "sample", count)
+    monkeypatch.setattr(rollout_module.sampling, "sample", count)
     assert set(write_analyses([GOOD, OTHER], tiny_model_folder, max_tokens=5)) == {"good", "other"}
     assert calls[0] == (2, 0.0) and len(calls) <= 5
     monkeypatch.setattr(analyses_module, "load_policy", None)  # nothing is loaded where nothing is asked
@@ -297,7 +294,7 @@ def test_sft_of_adapters_on_questions(tiny_model_folder: Path, questions: Path, 
         "lora": lora,
     }
     out = tmp_path / "out"
-    commands.run_sft(from_dict(Recipe, tables, "test"), out)
+    run_sft(from_dict(Recipe, tables, "test"), out)
     assert lines(out / "unused.jsonl") == [{"id": "bare", "reason": "no passages"}]
     figures = json.loads((out / "sft.json").read_text())
     assert figures["questions unused"] == 1 and figures["parameters trained"] == 2 * 8 * (

@@ -31,7 +31,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.evaluate import evaluate, summarise
 from thresher.engine.store.best_checkpoint import best_checkpoint
 from thresher.engine.systems import load_system
-from thresher.engine.training.train import Progress, Trainer, train
+from thresher.engine.training.train import Progress, train
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -187,7 +187,8 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
         return summarise(scored, tags) | ({"em": next(found), "f1": 0.0} if len(scored) == DEV else {})
 
     assert DEV != SAMPLES * GROUPS  # how an evaluation is told from a step here
-    monkeypatch.setattr("thresher.engine.training.train.summarise", told)
+    for module in ("train", "metrics"):
+        monkeypatch.setattr(f"thresher.engine.training.{module}.summarise", told)
     run = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}
     constant = {"warmup_ratio": 0.0}
     train(make_recipe(run={**run, "steps": 4}, optim=constant), tmp_path / "run")
@@ -403,8 +404,9 @@ def test_without_a_signal_nothing_is_updated_if_so_asked(
     assert summary["train_tokens_per_s"] is None
     # Sums that only rounding tells apart are one reward.
     rounded = [0.3, 0.1 + 0.2] * (GROUPS * SAMPLES // 2)
-    monkeypatch.setattr(Trainer, "_rewards", lambda *_: rounded)
-    train(recipe, tmp_path / "rounded")
+    monkeypatch.setattr("thresher.engine.training.step.shuffled_within_groups", lambda *_: rounded)
+    grpo = {"drop_zero_advantage": True, "shuffle_rewards": True}
+    train(make_recipe(data=data, grpo=grpo, run={"steps": 1}), tmp_path / "rounded")
     (record,) = (record for record in metrics(tmp_path / "rounded") if "eval" not in record)
     assert record["zero_advantage_groups"] == GROUPS and record["loss_tokens"] == 0
     start = load_file(Path(base["model"]["path"]) / "model.safetensors")

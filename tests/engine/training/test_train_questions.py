@@ -1,6 +1,6 @@
 """What a step of training is given: its questions and its seeds."""
 
-from thresher.engine.training.train import questions_of_step, seed_of
+from thresher.engine.training.step import questions_of_step, seed_of
 from thresher.retrieval.questions import Question
 
 

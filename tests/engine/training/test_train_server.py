@@ -186,7 +186,7 @@ def test_a_judge_that_fails_costs_no_step_that_was_learned(
             raise UserError("http://judge: stayed away for 300 s")
         return score(*arguments)
 
-    monkeypatch.setattr("thresher.engine.training.train.score", failing_at_the_second)
+    monkeypatch.setattr("thresher.engine.training.step.score", failing_at_the_second)
     out = tmp_path / "run"
     with pytest.raises(UserError, match="stayed away"):
         train(make_recipe(), out)

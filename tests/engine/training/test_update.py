@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import make_config
 
 from thresher.engine.config.recipe import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
@@ -14,7 +15,6 @@ from thresher.engine.training.update import (
     UpdateStats,
     make_items,
 )
-from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy, init_policy
 from thresher.rewards.transcript import Source
 
@@ -30,20 +30,8 @@ ADVANTAGES = [1.3, -0.9, -0.4]
 
 def make_policy(seed: int = 0, tied: bool = False) -> Policy:
     """A float64 policy of two layers with random weights."""
-    config = ModelConfig(
-        vocab_size=COLUMNS,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        rms_norm_eps=1e-6,
-        rope_theta=300.0,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        eos_token_ids=(0,),
+    config = make_config(
+        vocab_size=COLUMNS, hidden_size=24, intermediate_size=40, tie_word_embeddings=tied, initializer_range=0.3
     )
     return init_policy(config, seed).double().requires_grad_(True)
 

@@ -33,7 +33,7 @@ def test_an_approximate_index_from_build_to_check(corpus, tmp_path, capsys):
     assert run("search", "--index", folder, "--queries", queries, "--k", 2, "--out", tmp_path / "out.jsonl") == 0
     assert json.loads((tmp_path / "out.jsonl").read_text())["hits"][0]["title"] == "Town 17"
     capsys.readouterr()
-    for flags, told in (
+    for flags, expected in (
         (["--set", "nprobe=4"], "no search parameter 'nprobe'; this index has efSearch, candidates"),
         (["--set", "efSearch=many"], "efSearch is 'many'; expected a whole number"),
         (["--gpu"], "a graph has no form for GPUs"),
@@ -41,7 +41,7 @@ def test_an_approximate_index_from_build_to_check(corpus, tmp_path, capsys):
     ):
         assert run("check", "--index", folder, "--queries", queries, *flags) == 2
         message = capsys.readouterr().err
-        assert told in message and message.count("\n") == 1
+        assert expected in message and message.count("\n") == 1
     assert run(*build) == 2
     assert "ix: exists already" in capsys.readouterr().err
 

@@ -1,7 +1,11 @@
-"""How the work of the head's kernel is cut up: rows of a chunk, and the tiles of a matmul on which GPU.
+"""How the work of head_triton.py is cut up: rows of a chunk, and the tiles of its matmul on which GPU.
+
+No Triton is needed here: the number of rows in a chunk is asked for where none is installed, too.
 
 Deliberately absent: a table per shape. One tiling a kind of GPU stands here, beside what it was chosen by; an
 environment variable measures instead.
+
+Axes: V vocabulary, H hidden width (docs/notation.md).
 """
 
 import os

@@ -1,15 +1,12 @@
-"""`thresher index build`, `search` and `check`: their flags, and what a person sees while they run.
-
-The work is `retrieval/building/commands.py`'s. Deliberately absent: imports of it at the top, since the command line
-is read, and its help printed, without FAISS.
-"""
+"""`thresher index build`: a corpus into an index folder. The work is retrieval/building/commands.py's."""
 
 import argparse
-import json
 
 from thresher.cli import flags
 from thresher.engine import console
-from thresher.engine.config.recipe import parse_overrides
+
+HELP = "encode a corpus into an index folder"
+PLACE = 20
 
 # Settings of a trained encoder that may be given in the place of what its folder says.
 MODEL_OPTIONS = {
@@ -21,7 +18,7 @@ MODEL_OPTIONS = {
 }
 
 
-def build_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", required=True)
     parser.add_argument("--encoder", default="lexical", help="lexical (hashed words), bm25, or a model's folder")
     parser.add_argument("--embed", default="text", choices=("text", "title+text"))
@@ -38,16 +35,7 @@ def build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True)
 
 
-def search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `search` and of `check`."""
-    parser.add_argument("--index", required=True)
-    parser.add_argument("--queries", required=True)
-    parser.add_argument("--k", type=flags.count, default=5)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="such as nprobe=64")
-    parser.add_argument("--gpu", action="store_true", help="lists on all GPUs, in float16")
-
-
-def run_build(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     from thresher.retrieval.building.commands import build
 
     model = {name: getattr(options, name) for name in MODEL_OPTIONS if getattr(options, name) is not None}
@@ -68,19 +56,3 @@ def run_build(options: argparse.Namespace) -> None:
             on_stage=on_stage,
         )
     console.figures(f"index in {options.out}", figures)
-
-
-def run_search(options: argparse.Namespace) -> None:
-    from thresher.retrieval.building.commands import search_file
-
-    parameters = parse_overrides(options.set)
-    figures = search_file(options.index, options.queries, options.k, options.out, parameters, options.gpu)
-    console.figures(f"hits in {options.out}", figures)
-
-
-def run_check(options: argparse.Namespace) -> None:
-    from thresher.retrieval.building.commands import check
-
-    figures = check(options.index, options.queries, options.k, parse_overrides(options.set), options.gpu)
-    console.figures(f"{options.index} against the gold titles of {options.queries}", figures)
-    print(json.dumps(figures))

@@ -67,7 +67,7 @@ def test_convert_takes_the_first_of_several_files(say: Say) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (("convert", "--in", "hotpot.json", "--format", "musique", "--out", "o.jsonl"), "looks like HotpotQA as its"),
         (("convert", "--in", "absent.json", "--out", "o.jsonl"), "absent.json: no such file"),
@@ -79,7 +79,7 @@ def test_convert_takes_the_first_of_several_files(say: Say) -> None:
         (("show", "nq.jsonl", "--format", "x"), "unknown format 'x'"),
     ],
 )
-def test_mistakes_end_in_one_sentence(say: Say, words: tuple[str, ...], told: str) -> None:
+def test_mistakes_end_in_one_sentence(say: Say, words: tuple[str, ...], expected: str) -> None:
     status, _, complaint = say(*words)
-    assert status == 2 and told in complaint and complaint.count("\n") == 1
+    assert status == 2 and expected in complaint and complaint.count("\n") == 1
     assert complaint.startswith("thresher: ") and not Path("o.jsonl").exists()

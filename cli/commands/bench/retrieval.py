@@ -1,20 +1,21 @@
-"""`thresher bench retrieval`: its arguments.
+"""`thresher bench retrieval`: recall, speed and memory of indexes. The measuring is bench/retrieval/run.py's.
 
-Apart from cli.py only because of their number; what they mean stands at bench/retrieval/run.py.
-
-Deliberately absent: running it, for cli.py alone reaches `bench`.
+What the flags mean stands there too. Status 1 where our flat index is not exact.
 """
 
 import argparse
+import sys
 from typing import Any
 
 from thresher.cli import flags
 
+HELP = "indexes, their recall and speed, beside torch, numpy and FAISS; the server under load"
+PLACE = 30
+
 SIZES, BATCHES = (10_000, 100_000, 1_000_000), (1, 8, 64, 512)
 
 
-def retrieval_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `thresher bench retrieval` takes."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     count: dict[str, Any] = {"type": flags.count, "metavar": "N"}
     counts: dict[str, Any] = {**count, "nargs": "+"}
     parser.add_argument("--sizes", **counts, default=SIZES, help="of synthetic sets of vectors; default: 10^4 to 10^6")
@@ -40,3 +41,21 @@ def retrieval_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", help="JSON lines to append to")
     parser.add_argument("--plot", help="PNG to write")
+
+
+def run(options: argparse.Namespace) -> None:
+    from thresher.bench.retrieval.run import RetrievalBench, failure, read_source, run_retrieval_bench
+
+    bench = RetrievalBench(
+        sizes=options.sizes,
+        dim=options.dim,
+        kinds=options.kinds,
+        batches=options.batches,
+        source=read_source(options.corpus, options.encoder, options.passages, options.questions),
+        work=options.work,
+        server_seconds=options.server,
+        budget=options.budget,
+    )
+    wrong = failure(run_retrieval_bench(bench, options.out, options.plot))
+    if wrong is not None:
+        sys.exit(f"thresher: {wrong}")  # prints it, status 1

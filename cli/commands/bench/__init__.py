@@ -1,0 +1,7 @@
+"""`thresher bench ..`: one file a measurement; the measuring itself is done in bench/.
+Comes in: bench/compile.py, bench/loss, bench/retrieval, bench/step, cli/flags.py.
+"""
+
+HELP = "measure, beside peers"
+PLACE = 120
+METAVAR = "WHAT"

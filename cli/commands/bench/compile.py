@@ -1,0 +1,24 @@
+"""`thresher bench compile`: registers, spills and shared memory of every kernel. The work is bench/compile.py's.
+
+Status 1 where a kernel does not compile or not into what it should.
+"""
+
+import argparse
+import sys
+
+HELP = "the Triton kernels, compiled for GPUs that are not here"
+PLACE = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", action="append", choices=("sm_80", "sm_90"), help="default: both")
+    parser.add_argument("--module", action="append", help="dotted name of one with kernels, in place of the loss's")
+    parser.add_argument("--out", help="JSON lines to append to")
+
+
+def run(options: argparse.Namespace) -> None:
+    from thresher.bench.compile import KERNEL_MODULES, TARGETS, run_compile_bench
+
+    wrong = run_compile_bench(options.target or tuple(TARGETS), options.module or KERNEL_MODULES, options.out)
+    if wrong is not None:
+        sys.exit(f"thresher: {wrong}")  # prints it, status 1

@@ -1,0 +1,23 @@
+"""`thresher data check`: what a file of questions holds. The counting is retrieval/datasets/summary.py's."""
+
+import argparse
+import json
+
+from thresher.engine import console
+
+HELP = "what a file of questions holds, and whether every line is sound"
+PLACE = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="questions as training reads them")
+
+
+def run(options: argparse.Namespace) -> None:
+    from thresher.retrieval.datasets.summary import summarize
+
+    figures = summarize(options.file)
+    spreads = {f"{part}, {name}": figures[part][name] for part in ("per question", "words") for name in figures[part]}
+    plain = {name: value for name, value in figures.items() if name not in ("per question", "words")}
+    console.figures(options.file, {**plain, **spreads})
+    print(json.dumps(figures))

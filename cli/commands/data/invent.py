@@ -1,0 +1,30 @@
+"""`thresher data invent`: the demo's invented world, as files. The work is engine/synthetic/invent.py's."""
+
+import argparse
+
+from thresher.cli import flags
+from thresher.engine import console
+
+HELP = "an invented world: corpus, questions, warm-up transcripts"
+PLACE = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe")
+    parser.add_argument(
+        "--forms", type=flags.natural, default=0, help="warm-up transcripts for each system, for `study systems`"
+    )
+    parser.add_argument("--aware", type=flags.share, help="share of warm-up transcripts that follow their question")
+
+
+def run(options: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from thresher.engine.synthetic.invent import invent_files
+    from thresher.engine.synthetic.world import Size
+
+    size = Size() if options.aware is None else replace(Size(), aware=options.aware)
+    figures = invent_files(options.out, options.seed, size, options.passage_format, options.forms)
+    console.figures(f"an invented world in {options.out}", figures)

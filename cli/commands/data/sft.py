@@ -1,0 +1,71 @@
+"""`thresher data sft`: questions into transcripts for `thresher sft`. engine/training/sft_data.py makes the records."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from thresher.engine import console
+from thresher.engine.training.sft_data import KINDS, STYLES
+from thresher.rewards.errors import UserError
+
+HELP = "questions into transcripts for supervised fine-tuning"
+PLACE = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kind", required=True, choices=KINDS)
+    parser.add_argument("--questions", required=True, help="our own JSONL, with passages but for closed-book")
+    parser.add_argument("--answer", choices=STYLES, default="tagged", help="between answer tags (the default), or bare")
+    parser.add_argument("--template", help="prompt template in place of the kind's own")
+    parser.add_argument("--model", help="folder of the model that writes the analyses of reasoning records")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of that model")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an analysis")
+    parser.add_argument("--out", required=True)
+
+
+def run(options: argparse.Namespace) -> None:
+    from thresher.engine.episode import read_template
+    from thresher.engine.training.sft_data import (
+        TEMPLATED,
+        make_records,
+        refuse_nothing,
+        say_unused,
+        why_unusable,
+        write_unused,
+    )
+    from thresher.retrieval.data.jsonl import write_jsonl
+    from thresher.retrieval.questions import read_questions
+
+    kind, out = options.kind, Path(options.out)
+    _check_flags(options)
+    template = None if options.template is None else read_template(options.template, passages=kind != "closed-book")
+    questions = read_questions(options.questions)
+    analyses, author = None, TEMPLATED
+    if options.model is not None:
+        from thresher.engine.training.sft_analyses import write_analyses  # the engine, which the other kinds do without
+
+        author = str(options.model)
+        usable = [question for question in questions if why_unusable(question, kind) is None]
+        analyses = write_analyses(usable, options.model, options.device, options.max_tokens)
+    records, unused = make_records(questions, kind, options.answer, template, analyses, author)
+    refuse_nothing(records, unused, options.questions, kind)
+    write_jsonl(out, records)
+    listed = out.with_name(f"{out.name}.unused.jsonl")
+    write_unused(unused, listed)
+    figures: dict[str, Any] = {"questions": len(questions), "records": len(records), "unused": len(unused)}
+    if kind == "reasoning":
+        figures["analyses by"] = author
+    console.figures(f"{kind} records in {out}", figures)
+    say_unused(unused, len(questions), listed)
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """UserError where flags contradict each other, before anything is read."""
+    if Path(options.out).exists():
+        raise UserError(f"{options.out}: exists already; choose another file for the records")
+    if options.kind == "reasoning" and (options.template is not None or options.answer != "tagged"):
+        raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
+    if options.model is not None and options.kind != "reasoning":
+        raise UserError(f"--model writes the analyses of reasoning records; a record of kind {options.kind} has none")
+    if options.max_tokens < 1:
+        raise UserError(f"--max-tokens is {options.max_tokens}; expected at least 1")

@@ -1,0 +1,23 @@
+"""`thresher index check`: how well an index finds what questions name as their gold passages."""
+
+import argparse
+import json
+
+from thresher.cli import flags
+from thresher.engine import console
+
+HELP = "recall and MRR against gold_titles"
+PLACE = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_index_search(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    from thresher.engine.config.recipe import parse_overrides
+    from thresher.retrieval.building.commands import check
+
+    figures = check(options.index, options.queries, options.k, parse_overrides(options.set), options.gpu)
+    console.figures(f"{options.index} against the gold titles of {options.queries}", figures)
+    print(json.dumps(figures))

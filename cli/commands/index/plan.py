@@ -1,0 +1,113 @@
+"""`thresher index plan`: measure this machine for less than a minute, then print what an index would need and take.
+
+The measuring is retrieval/building/calibrate.py's, the arithmetic plan.py's beside it.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from thresher.cli import flags
+from thresher.engine import console
+
+if TYPE_CHECKING:
+    from thresher.retrieval.building.plan import Plan
+
+HELP = "what an index will need and take, before it is built"
+PLACE = 10
+
+# Columns of the table, which a file or a pipe has room for.
+WIDTH = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--passages", type=flags.count, required=True, metavar="N")
+    parser.add_argument("--dim", type=flags.count, metavar="D", help="of a vector; default: the encoder's, else 768")
+    parser.add_argument(
+        "--kind", action="append", help="as index build has it, or bm25; default: all (of vectors); may be repeated"
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="such as 16GB; default: this machine's")
+    parser.add_argument("--encoder", metavar="DIR", help="a model's folder, to estimate the time of encoding as well")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder")
+    parser.add_argument("--sample", type=flags.count, metavar="N", help="vectors to calibrate with; default: 65536")
+    parser.add_argument("--disk", default=".", metavar="FOLDER", help="where the index will lie; default: here")
+    parser.add_argument("--out", metavar="FILE", help="JSON to write as well")
+
+
+def run(options: argparse.Namespace) -> None:
+    from thresher.policy.files import atomic_write_text
+    from thresher.retrieval.building.calibrate import SAMPLE, Calibration, disk_rate, encode_rate
+    from thresher.retrieval.building.plan import ALL, WORDS, advice, own_memory, plan
+    from thresher.retrieval.indexes.kinds import parse_memory, show_bytes
+
+    memory = own_memory() if options.memory is None else parse_memory(options.memory)
+    dim, encoded = options.dim or 768, None
+    if options.encoder is not None:
+        from thresher.retrieval.encoders.learned import load_encoder
+
+        encoder = load_encoder(options.encoder, device=options.device)
+        dim, encoded = options.dim or encoder.dim, encode_rate(encoder)
+    calibration = Calibration(dim, options.sample or SAMPLE)
+    _announce(calibration.sample, calibration.threads)
+    written = disk_rate(options.disk)
+    plans = plan(options.passages, dim, options.kind or [ALL], memory, calibration, written)
+    words = all(row.kind == WORDS for row in plans)
+    shape = f"{options.passages:,} passages" + ("" if words else f" x {dim}")
+    _print_plans(f"{shape}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s", plans)
+    console.console.print(_encoding_note(options, encoded, words))
+    advised = advice(options.passages, dim, memory)
+    if not words:
+        console.console.print(advised[0].upper() + advised[1:] + ".")
+    if options.out is not None:
+        record = {
+            "passages": options.passages,
+            "dim": dim,
+            "memory_bytes": memory,
+            "threads": calibration.threads,
+            "sample": calibration.sample,
+            "disk_bytes_per_second": written,
+            "encoded_per_second": encoded,
+            "plans": [asdict(row) for row in plans],
+            "advice": advised,
+        }
+        atomic_write_text(options.out, json.dumps(record, indent=2) + "\n")
+
+
+def _announce(sample: int, threads: int) -> None:
+    console.console.print(f"Measuring this machine for up to a minute: samples of {sample:,}, {threads} threads.")
+    if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
+        console.console.print(f"It is busy (load {os.getloadavg()[0]:.1f}), and on a quiet one all times are shorter.")
+
+
+def _print_plans(title: str, plans: "Sequence[Plan]") -> None:
+    from rich import box
+    from rich.table import Table
+
+    from thresher.retrieval.building.plan import COLUMNS
+
+    if not console.console.is_terminal:
+        console.console.width = max(WIDTH, console.console.width)
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, column in enumerate(COLUMNS):
+        drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in plans:
+        drawn.add_row(*row.row())
+    console.console.print(drawn)
+    console.console.print("1 query and 64 together: seconds of the search, at an assumed nprobe or efSearch.")
+
+
+def _encoding_note(options: argparse.Namespace, encoded: float | None, words: bool) -> str:
+    """What of the work before the build the table leaves out; `encoded` are passages a second."""
+    from thresher.retrieval.building.plan import WORDS, show_seconds
+
+    if words:
+        return f"BM25 counts words; build it with --encoder {WORDS}."
+    if encoded is None:
+        return "Encoding comes before the build and is not in it; give --encoder to have it measured."
+    return (
+        f"Encoding comes before the build and is not in it: {show_seconds(options.passages / encoded)}, at "
+        f"{encoded:,.0f} passages of 100 words a second with {options.encoder} on {options.device}."
+    )

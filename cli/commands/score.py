@@ -1,0 +1,26 @@
+"""`thresher score`: anyone's transcripts, rated with a system's reward."""
+
+import argparse
+
+from thresher.cli import flags
+from thresher.engine import console
+
+HELP = "rate transcripts with a system's reward"
+PLACE = 70
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", required=True, help="its name, or path/to/your_own.py")
+    flags.add_set(parser, "OPTION=VALUE", "a switch of the system")
+    parser.add_argument("--transcripts", required=True)
+    parser.add_argument("--tokenizer", metavar="DIR", help="count lengths in its tokens; default: in words")
+    parser.add_argument("--out", required=True)
+
+
+def run(options: argparse.Namespace) -> None:
+    from thresher.engine.config.recipe import parse_overrides
+    from thresher.engine.scoring.transcripts import score_file
+
+    switches = parse_overrides(options.set)
+    figures = score_file(options.system, switches, options.transcripts, options.out, options.tokenizer)
+    console.figures(f"{options.system} rewards in {options.out}", figures)

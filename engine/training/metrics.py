@@ -1,0 +1,85 @@
+"""What a step writes into metrics.jsonl, and what a run says of itself in the end."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.evaluation.evaluate import summarise
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.training.step import StepResult
+from thresher.engine.training.update import UpdateStats
+
+
+def step_record(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> dict[str, Any]:
+    """A step's line of metrics.jsonl: means over trajectories, losses over tokens, seconds by phase."""
+    groups = {entry.trajectory.group for entry in result.scored}
+    with_signal = {e.trajectory.group for e, value in zip(result.scored, result.advantages, strict=True) if value}
+    return {
+        "step": result.step,
+        **summarise(result.scored, tags),
+        "cut_passages": result.cut_passages,
+        "zero_advantage_groups": len(groups - with_signal),
+        **_update_metrics(result.updates),
+        "reward_seconds": result.scoring_seconds,
+        **_rollout_metrics(rollout),
+    }
+
+
+def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: float) -> dict[str, Any]:
+    """First and last evaluation, and the throughput over all steps, from the run's own metrics."""
+    evals = [record["eval"] for record in records if "eval" in record]
+    steps = [record for record in records if "eval" not in record]
+
+    def rate(tokens: str, time_key: str) -> float | None:
+        spent = sum(record[time_key] for record in steps)
+        return sum(record[tokens] for record in steps) / spent if spent else None
+
+    first, last = (evals[0], evals[-1]) if evals else ({}, {})
+    return {
+        "em_before": first.get("em"),
+        "em_after": last.get("em"),
+        "f1_before": first.get("f1"),
+        "f1_after": last.get("f1"),
+        "questions": last.get("questions", 0),
+        "seconds": seconds,
+        "rollout_tokens_per_s": rate("sampled_tokens", "rollout_seconds"),
+        "train_tokens_per_s": rate("train_tokens", "update_seconds"),
+        "seed": recipe.run.seed,
+        "steps": recipe.run.steps,
+    }
+
+
+def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
+    if not updates:
+        return {"train_tokens": 0, "loss_tokens": 0, "update_seconds": 0.0}
+    rows = sum(stats.rows for stats in updates)
+    sums: dict[str, float] = {}
+    largest: dict[str, float] = {}
+    for stats in updates:
+        for name, value in stats.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in stats.largest.items():
+            largest[name] = max(largest.get(name, 0.0), value)
+    return {
+        "loss": sum(stats.loss for stats in updates) / len(updates),
+        "grad_norm": max(stats.grad_norm for stats in updates),
+        "lr": updates[-1].lr,
+        **{name: value / rows for name, value in sums.items()},
+        **largest,
+        "logprob_gap_max": updates[0].largest["logprob_gap_max"],  # later updates start from other weights
+        "capped": sum(stats.capped for stats in updates),
+        "train_tokens": sum(stats.tokens for stats in updates),
+        "loss_tokens": rows,
+        "update_seconds": sum(stats.seconds for stats in updates),
+    }
+
+
+def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:
+    clock = asdict(rollout.clock)
+    return {
+        "rollout_seconds": clock["total"],
+        "search_share": clock["search"] / clock.pop("total"),  # of the rollout's time, in which decoding waited
+        **{f"{name}_seconds": clock.pop(name) for name in ("decode", "prefill", "search", "host")},
+        **clock,
+    }

@@ -1,0 +1,163 @@
+"""One GRPO step, top to bottom: draw questions, roll out, score, advantage, update.
+
+What each line of `GrpoStep.__call__` does is told by one file:
+
+    rollout.run(..)     engine/rollout/rollout.py      G trajectories a question, retrieved text among sampled tokens
+    score(..)           engine/scoring/score.py        trajectory -> attempt -> entailment, verdicts -> reward
+    advantages(..)      rewards/advantages.py          (R - mean) / max(std, floor) within a question's group
+    updater.update(..)  engine/training/update.py      packed batches through the policy (policy/model.py) and the loss
+                                                       (kernels/loss.py, kernels/objective.py), one optimiser step
+
+How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.1):
+
+- A trajectory holds text that the policy did not write (passages, the engine's feedback). Only sampled tokens are in
+  the loss, and 1/|y| counts them alone.
+- The old log-prob is the one recorded when the token was sampled. No forward of an old policy is run, and with one
+  update a batch, the default, the ratio is 1 up to rounding.
+- The group's deviation is the population's, bounded from below by a floor. A group whose rewards are equal, one of a
+  single sample included, has advantage 0.
+- KL's value and KL's gradient are two settings, each k1, k2 or k3 (the paper's is k3 for both). The reference is the
+  model that the run began with, and is never replaced.
+- Switches that the paper has not: an upper clip of its own, dual clip, an entropy bonus, weights 1/sum|y| ("token") or
+  1/c ("constant") in place of 1/|y|, and rewards shuffled within groups as a control.
+
+Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from random import Random
+from time import perf_counter
+
+from thresher.engine.assemble import Parts
+from thresher.engine.protocol.passages import Fitted
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.rollout.samples import Job
+from thresher.engine.scoring.score import Judges, Scored, check_all, score
+from thresher.engine.training.update import Updater, UpdateStats, advantages, make_items
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did: its scored trajectories with their advantages, and one entry for each optimiser step."""
+
+    step: int
+    scored: list[Scored]
+    advantages: list[float]
+    updates: list[UpdateStats]
+    cut_passages: int
+    scoring_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoStep:
+    """What every step of a run needs. `show` puts into questions the passages that their prompts show."""
+
+    parts: Parts
+    questions: Sequence[Question]
+    show: Callable[[Sequence[Question]], Fitted]
+    rollout: Rollout
+    judges: Judges
+    updater: Updater
+
+    def __call__(self, step: int) -> StepResult:
+        """Step number `step`, counted from 1. Raises Diverged where numbers stop being finite."""
+        recipe, parts = self.parts.recipe, self.parts
+        size, temperature = recipe.rollout.group_size, recipe.rollout.temperature
+
+        questions = questions_of_step(self.questions, recipe.rollout.questions_per_step, recipe.run.seed, step)
+        shown = self.show(questions)
+        jobs = [
+            Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
+            for group, question in enumerate(shown.questions)
+            for sample in range(size)
+        ]
+        trajectories = self.rollout.run(jobs, temperature)
+
+        started = perf_counter()
+        scored = score([job.question for job in jobs], trajectories, parts.system, parts.tokenizer, self.judges)
+        check_trajectories(scored, parts, step)
+        rewards = [entry.result.reward for entry in scored]
+        if recipe.grpo.shuffle_rewards:
+            rewards = shuffled_within_groups(rewards, size, seed_of("shuffle", recipe.run.seed, step))
+        advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
+        scoring_seconds = perf_counter() - started
+
+        updates = []
+        for start, end in parts_of_batch(recipe.rollout.questions_per_step, size, recipe.grpo.updates_per_batch):
+            items = make_items(trajectories[start:end], advantage[start:end], recipe.grpo)
+            if not items:
+                continue  # every group of this part was without a signal, and the recipe drops those
+            updates.append(self.updater.update(items, step - 1, temperature))
+            if not math.isfinite(updates[-1].grad_norm):
+                raise diverged(step, "gradient")
+        return StepResult(
+            step=step,
+            scored=scored,
+            advantages=advantage,
+            updates=updates,
+            cut_passages=shown.cut_passages,
+            scoring_seconds=scoring_seconds,
+        )
+
+
+def seed_of(*parts: object) -> int:
+    """63 bits that depend on all parts, the same on every machine."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:
+    """The step's questions: each pass over the data is shuffled by (seed, pass) and every question comes once in it."""
+    chosen = []
+    for at in range((step - 1) * count, step * count):
+        number, position = divmod(at, len(questions))
+        chosen.append(questions[_order(len(questions), seed, number)[position]])
+    return chosen
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, number: int) -> list[int]:
+    order = list(range(count))
+    Random(seed_of("questions", seed, number)).shuffle(order)
+    return order
+
+
+def parts_of_batch(groups: int, size: int, updates: int) -> list[tuple[int, int]]:
+    """(start, end) of each optimiser step's trajectories: `groups` groups of `size`, whole, in `updates` even parts."""
+    bounds = [round(part * groups / updates) * size for part in range(updates + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def shuffled_within_groups(rewards: Sequence[float], size: int, seed: int) -> list[float]:
+    """The control experiment: rewards that no longer belong to their trajectories, in groups with the same spread."""
+    rng, result = Random(seed), list(rewards)
+    for start in range(0, len(result), size):
+        group = result[start : start + size]
+        rng.shuffle(group)
+        result[start : start + size] = group
+    return result
+
+
+def check_trajectories(scored: Sequence[Scored], parts: Parts, step: int) -> None:
+    """Diverged where a log-prob is not finite; RuntimeError where a trajectory breaks an invariant, which is our
+    fault."""
+    if not all(math.isfinite(value) for entry in scored for value in entry.trajectory.policy_logprobs()):
+        raise diverged(step, "policy")
+    check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
+
+
+class Diverged(UserError):
+    """Training left the numbers that a float can hold: a result of the recipe, which a study may want to report."""
+
+
+def diverged(step: int, what: str) -> Diverged:
+    return Diverged(
+        f"step {step}: the {what} is not finite; start again with a lower optim.lr, a larger grpo.std_floor, or "
+        'grpo.kl_value = "k2"'
+    )

@@ -1,0 +1,56 @@
+"""What a Qwen2 layer does beside its matmuls and its attention: norm, rotation, gate.
+
+    RMSNorm   y = w * x / sqrt(mean_H(x^2) + eps)                         (Zhang and Sennrich 2019, equation 4)
+    RoPE      angle[t, i] = position[t] * theta^(-2i/D)   i in 0 .. D/2 - 1   (Su et al. 2021, equation 34)
+              (a, b) = halves of x        y = (a cos - b sin, b cos + a sin), the half-split layout of Qwen2
+    SwiGLU    y = silu(g) * u             g, u = halves of the fused gate-and-up projection   (Shazeer 2020)
+
+The mean of the norm is taken in float32 whatever the dtype of x, and the weight is applied after the cast back, as
+Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
+
+Deliberately absent: fused kernels of these.
+
+Axes: T tokens, H hidden, N heads (of queries or of keys), D head dimension, I intermediate (docs/notation.md).
+"""
+
+import torch
+
+UNCUT = 32_768  # elements; torch cuts a longer elementwise loop on a CPU among its threads, wherever that falls
+
+
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise each row of `x_TH` [T, H] (float32 or bfloat16) by its root mean square; returns [T, H] in x's
+    dtype."""
+    if x_TH.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+    x = x_TH.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return weight_H * x.to(x_TH.dtype)
+
+
+def rope_table(positions_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> torch.Tensor:
+    """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared
+    by the layers."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
+    angle = positions_T.float()[:, None] / theta**exponent
+    return torch.stack([angle.cos(), angle.sin()])[:, :, None, :].to(dtype)
+
+
+def rotate(x_TND: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Turn `x_TND` [T, N, D] by the angles of `table` (from `rope_table`); returns [T, N, D]."""
+    cos, sin = table[0], table[1]
+    a, b = x_TND.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def silu_gate(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """`[T, 2I]` -> `[T, I]`: silu of the first half times the second.
+
+    Without gradients a row's bits do not depend on T: a cut inside a row would move elements from silu's vector loop
+    to its scalar one, which differ in the last bit, so long inputs go through it a few whole rows at a time.
+    """
+    gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+    rows = max(1, UNCUT // gate_TI.shape[1])
+    if len(gate_TI) <= rows or gate_TI.is_cuda or torch.is_grad_enabled():
+        return torch.nn.functional.silu(gate_TI) * up_TI
+    return torch.cat([torch.nn.functional.silu(part) for part in gate_TI.split(rows)]) * up_TI

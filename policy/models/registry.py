@@ -1,0 +1,74 @@
+"""The model families that can be read, made and trained: one row each.
+
+A row says how config.json names the family and where its layer is. The family's file is imported when it is first
+asked for, so that whoever reads this table need not wait for torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeGuard
+
+from thresher.rewards.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`architecture` is config.json's, `models` what people call them, `layer` the class in `module`."""
+
+    architecture: str
+    models: str
+    module: str
+    layer: str
+
+
+# Keyed by config.json's model_type.
+FAMILIES = {
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        models="Qwen2 / Qwen2.5",
+        module="thresher.policy.models.qwen2",
+        layer="Qwen2Layer",
+    ),
+}
+
+
+def find_family(model_type: object) -> Family:
+    """The row of a model_type; UserError, listing all, where there is none."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(map(repr, FAMILIES))
+        raise UserError(f"model_type is {model_type!r}, expected one of {known}; {_use_another()}")
+    return FAMILIES[model_type]
+
+
+def infer_model_type(table: Mapping[str, Any]) -> str:
+    """The model_type of a parsed config.json, given itself or by the architecture. UserError for no family, or two."""
+    architectures = table.get("architectures")
+    known = {family.architecture: name for name, family in FAMILIES.items()}
+    named = [known[name] for name in architectures if name in known] if _is_names(architectures) else []
+    if architectures is not None and not named:
+        raise UserError(f"architectures is {architectures!r}, expected one of {', '.join(known)}; {_use_another()}")
+    model_type = table.get("model_type", named[0] if named else None)
+    family = find_family(model_type)
+    if named and model_type not in named:
+        raise UserError(
+            f"architectures is {architectures!r} but model_type is {model_type!r}, whose architecture is "
+            f"{family.architecture}; correct one of them"
+        )
+    return str(model_type)
+
+
+def load_layer_class(model_type: str) -> type[Any]:
+    """The family's layer, a subclass of `thresher.policy.models.layer.Layer`; imports the family's file, and torch."""
+    family = find_family(model_type)
+    layer: type[Any] = getattr(import_module(family.module), family.layer)
+    return layer
+
+
+def _use_another() -> str:
+    """The end of a message about a model of no family."""
+    return f"use a {' or '.join(family.models for family in FAMILIES.values())} model"
+
+
+def _is_names(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -1,0 +1,184 @@
+"""Model families: each in the registry computes what transformers computes; one file and one row make another."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_cases import make_config
+from rollout_cases import Make, assert_logprobs_match, make_jobs
+from safetensors.torch import load_file
+
+from thresher.policy.config import ConfigRules, ModelConfig, config_from_dict, read_config, rules_of
+from thresher.policy.lora import adapters, add_lora
+from thresher.policy.model import Policy, hf_views, init_policy, load_policy
+from thresher.policy.models.qwen2 import Qwen2Layer
+from thresher.policy.models.registry import FAMILIES, Family
+from thresher.rewards.errors import UserError
+
+IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3, 5, 8])
+
+
+@torch.no_grad()
+def stir(parameters: Iterator[torch.Tensor], seed: int = 3) -> None:
+    """Biases and norms that are random, too: those that a fresh model has would hide a mistake with them."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.add_(0.3 * noise) if parameter.dim() == 1 else parameter.copy_(0.2 * noise)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_computes_what_transformers_computes(model_type: str, tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6}
+    if "head_dim" in rules_of(model_type).integers:
+        sizes["head_dim"] = 12  # not 48 / 6
+    config = transformers.AutoConfig.for_model(
+        model_type, **sizes, vocab_size=64, num_key_value_heads=2, tie_word_embeddings=tied, max_position_embeddings=128
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert type(theirs).__name__ == FAMILIES[model_type].architecture
+    stir(theirs.parameters())
+    theirs.save_pretrained(tmp_path / "theirs")
+    policy = load_policy(tmp_path / "theirs")
+    expected_TV = theirs(IDS[None]).logits[0]
+    assert expected_TV.std() > 0.3, "logits too flat to show a difference"
+    torch.testing.assert_close(policy.logits(IDS), expected_TV, rtol=0, atol=1e-4)
+
+    policy.save(tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    assert type(again) is type(theirs)
+    for name, tensor in hf_views(policy).items():
+        assert torch.equal(again.get_parameter(name), tensor), name
+    torch.testing.assert_close(again(IDS[None]).logits[0], expected_TV, rtol=0, atol=1e-5)
+    assert load_policy(tmp_path / "ours").config == policy.config
+
+
+class ToyLayer(Qwen2Layer):
+    """A family that only this test knows: Qwen2 without biases, its heads as wide as they like."""
+
+    rules = ConfigRules(constants={"toy_bias": False}, integers=("head_dim",))
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        del self.qkv_bias
+        self.register_parameter("qkv_bias", None)  # Qwen2's forward reads it
+
+    def hf_views(self) -> dict[str, torch.Tensor]:
+        rows = [self.q_rows, self.kv_rows, self.kv_rows]
+        gate, up = self.gate_up_weight.data.chunk(2)
+        projections = dict(zip("qkv", self.qkv_weight.data.split(rows), strict=True))
+        return {f"self_attn.{name}_proj.weight": weight for name, weight in projections.items()} | {
+            "self_attn.o_proj.weight": self.o_weight.data,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": self.down_weight.data,
+            "input_layernorm.weight": self.input_norm.data,
+            "post_attention_layernorm.weight": self.post_norm.data,
+        }
+
+
+@pytest.fixture
+def toy_family(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one row. The one file is this."""
+    row = Family(architecture="ToyForCausalLM", models="Toy", module=ToyLayer.__module__, layer="ToyLayer")
+    monkeypatch.setitem(FAMILIES, "toy", row)
+    return "toy"
+
+
+def make_toy(seed: int = 0, **changes: Any) -> Policy:
+    config = make_config(model_type="toy", head_dim=12, **changes)
+    return init_policy(config, seed)
+
+
+def test_a_toy_family_is_made_saved_and_loaded(toy_family: str, tmp_path: Path) -> None:
+    policy = make_toy()
+    assert isinstance(policy.layers[0], ToyLayer)
+    assert not [name for name, _ in policy.named_parameters() if "bias" in name]
+    policy.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["model.layers.1.self_attn.q_proj.weight"].shape == (48, 32)
+    assert not [name for name in tensors if name.endswith("bias")]
+    config = read_config(tmp_path)
+    assert (config.model_type, config.head_dim, config.extra) == ("toy", 12, {})
+    again = load_policy(tmp_path)
+    assert again.config == policy.config
+    assert torch.equal(again.logits(IDS), policy.logits(IDS))
+
+
+def test_a_toy_family_computes_what_it_says(toy_family: str) -> None:
+    """With Qwen2's own head_dim it is a Qwen2 whose biases are 0."""
+    policy = init_policy(make_config(model_type=toy_family), 0)
+    qwen2 = init_policy(make_config(), 1)
+    missing, surplus = qwen2.load_state_dict(policy.state_dict(), strict=False)
+    assert surplus == [] and {name.rpartition(".")[2] for name in missing} == {"qkv_bias"}
+    assert torch.equal(policy.logits(IDS), qwen2.logits(IDS))
+
+
+def test_a_toy_family_is_sampled_from_and_adapted(
+    toy_family: str, tiny_policy: Policy, tiny_rollout: Make, tiny_questions: list[Any]
+) -> None:
+    """Rollout reads keys and values from its cache, and its log-probs are those of the forward that trains."""
+    plain = tiny_policy.config
+    policy = make_toy(vocab_size=plain.vocab_size, max_position_embeddings=2048, eos_token_ids=plain.eos_token_ids)
+    for adapted in (False, True):
+        if adapted:
+            add_lora(policy, rank=4, alpha=8)
+            stir(adapter.b_OR for _, adapter in adapters(policy))
+        run = tiny_rollout(policy=policy, max_turn_tokens=9)
+        trajectories = run.run(make_jobs(tiny_questions[:3], samples=2), 1.0)
+        assert all(trajectory.policy_rows() for trajectory in trajectories)
+        assert_logprobs_match(run, trajectories, 1.0, 2e-5)
+        loss = F.cross_entropy(policy.logits(IDS[:-1]), IDS[1:])
+        loss.backward()
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        assert trained and all(parameter.grad is not None for parameter in trained)
+
+
+def test_a_familys_rules_are_its_own(toy_family: str) -> None:
+    written = {
+        "architectures": ["ToyForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 300.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 29,
+        "head_dim": 12,
+        "hidden_act": "gelu",  # refused by Qwen2; nothing that a toy reads
+    }
+    config = config_from_dict(written, "here")
+    assert (config.model_type, config.head_dim) == ("toy", 12)
+    assert config.replace(hidden_size=64).head_dim == 12, "an independent head_dim follows nothing"
+    with pytest.raises(UserError, match="here: toy_bias is true, only false is supported"):
+        config_from_dict({**written, "toy_bias": True}, "here")
+    with pytest.raises(UserError, match="here: head_dim is null, expected a positive integer"):
+        config_from_dict({**written, "head_dim": None}, "here")
+    with pytest.raises(UserError, match=r"here: head_dim 7 .* is odd"):
+        config_from_dict({**written, "head_dim": 7}, "here")
+    with pytest.raises(UserError, match=r"here: architectures is \['ToyForCausalLM'\] but model_type is 'qwen2'"):
+        config_from_dict({**written, "model_type": "qwen2"}, "here")
+
+
+def test_an_unknown_family_is_answered_with_those_there_are(toy_family: str) -> None:
+    for table in ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {"model_type": ["qwen2"]}):
+        with pytest.raises(UserError, match=r"^here: .* expected one of .*; use a Qwen2 / Qwen2\.5 or .*Toy model$"):
+            config_from_dict(table, "here")
+    with pytest.raises(UserError, match=r"model_type is 'llama', expected one of 'qwen2',.* 'toy'"):
+        make_config(model_type="llama")
+
+
+@pytest.mark.parametrize("module", ["policy.config", "policy.models.registry"])
+def test_the_table_of_families_needs_no_torch(module: str) -> None:
+    check = f"import sys, thresher.{module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", check], check=True)
