@@ -1,8 +1,6 @@
-"""The engine: from questions to trajectories to gradients.
-Comes in: engine/config, engine/protocol, engine/rollout, engine/scoring, engine/systems, policy, retrieval/data,
-retrieval/indexes, retrieval/questions.py, retrieval/retriever.py, retrieval/serving, rewards.
+"""The engine: from questions to trajectories to gradients, a room for each stage.
 
-Names that need no torch are imported here.
+A new stage may come in as a room; two names that users import, and that need no torch, are here.
 """
 
 from thresher.engine.rollout.stop_tags import Hit, TagMatcher

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from thresher.engine.config.recipe import Data, Recipe, Retrieval, load_recipe
-from thresher.engine.config.recipe import System as SystemSection
+from thresher.engine.config.recipe import DataSection, Recipe, RetrievalSection, SystemSection, load_recipe
 from thresher.engine.console import console
 from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.protocol.render import Renderer
@@ -50,7 +49,7 @@ class Parts:
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
 
-    def rollout(self, index: Retriever | None) -> Rollout:
+    def rollout(self, retriever: Retriever | None) -> Rollout:
         limits = self.limits
         blocks = Rollout.blocks_for(limits)
         needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.page_size, self.policy.dtype.itemsize)
@@ -61,8 +60,8 @@ class Parts:
                 f"takes {needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them"
             )
         parts = (self.system, self.tools, self.renderer, limits)
-        shuffle = (self.recipe.retrieval or Retrieval()).shuffle
-        return Rollout(self.policy, self.tokenizer, index, *parts, shuffle=shuffle)
+        shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
+        return Rollout(self.policy, self.tokenizer, retriever, *parts, shuffle=shuffle)
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -91,7 +90,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             f"rollout.max_context is {rollout.max_context}, but the model was made for "
             f"{policy.config.max_position_embeddings} positions; lower it"
         )
-    retrieval = recipe.retrieval or Retrieval()
+    retrieval = recipe.retrieval or RetrievalSection()
     return Parts(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -156,9 +155,8 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
             say=_say,
         )
     else:
-        from thresher.retrieval.indexes.load import (
-            load_retriever,  # FAISS: where a server searches, the run needs none
-        )
+        # Here, for it brings FAISS, which a run whose searches go to a server does not need.
+        from thresher.retrieval.indexes.load import load_retriever
 
         assert section.index is not None  # it has no url
         retriever = load_retriever(section.index)
@@ -182,7 +180,7 @@ def load_judges(recipe: Recipe, system: System, replies: Path, rewarded_only: bo
 
 def load_questions(recipe: Recipe, system: System) -> tuple[list[Question], list[Question]]:
     """Training questions (up to data.limit) and development questions (up to run.eval_questions; may be empty)."""
-    data = recipe.need(Data)
+    data = recipe.need(DataSection)
     train = read_questions(data.train)[: data.limit]
     check_gold_indices(train, system, data.train, needed=True)
     if data.dev is None:
@@ -200,11 +198,11 @@ def check_gold_indices(questions: Sequence[Question], system: System, path: str,
         return
     if needed and unknown == len(questions):
         raise UserError(
-            f"{path}: no question tells which of its passages are gold, and {system.name} is rewarded for naming them; "
+            f"{path}: no question says which of its passages are gold, and {system.name} is rewarded for naming them; "
             "give questions with passages and gold_indices, such as thresher data convert makes of HotpotQA"
         )
     _say(
-        f"{path}: {unknown:,} of {len(questions):,} questions do not tell which of their passages are gold, and naming "
+        f"{path}: {unknown:,} of {len(questions):,} questions do not say which of their passages are gold, and naming "
         f"some earns {system.name} nothing there"
     )
 

@@ -118,7 +118,7 @@ class Turn:
         return self.stop == tag
 
     def inside(self, tag: str) -> str | None:
-        """The text of the turn's first closed `<tag>` block, stripped; None if there is none or it is empty."""
+        """The text of the turn's first closed `<tag>` span, stripped; None if there is none or it is empty."""
         found = blocks([Piece(Source.POLICY, self.text)], tag)
         return (found[0].text.strip() or None) if found else None
 

@@ -1,7 +1,6 @@
-"""Rewards as pure functions of a transcript and the gold answers: each paper's own, text measures, tags, advantages.
-Comes in: nothing.
+"""Rewards as pure functions of a transcript and the gold answers: tags, text measures, statistics, group advantages.
 
-Imports neither torch nor any other folder, so that everything above may use it.
+Another pure function of these may come in, a paper's reward into papers/; neither torch nor any other folder may.
 """
 
 from thresher.rewards.advantages import group_advantages
@@ -24,7 +23,7 @@ from thresher.rewards.papers.eviomni import eviomni_reward
 from thresher.rewards.papers.naive import naive_reward
 from thresher.rewards.papers.search import eval_rar_reward, search_r1_reward
 from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import blocks, final_answer, neutralise, tag_sequence, tag_strings
+from thresher.rewards.tags import blocks, escape_tags, final_answer, tag_sequence, tag_strings
 from thresher.rewards.text import contains_answer, exact_match, f1_score, normalize_answer
 from thresher.rewards.transcript import Piece, Source
 
@@ -42,6 +41,7 @@ __all__ = [
     "compression_ratio",
     "contains_answer",
     "count_words",
+    "escape_tags",
     "eval_rar_reward",
     "evinote_claims",
     "evinote_reward",
@@ -52,7 +52,6 @@ __all__ = [
     "group_advantages",
     "naive_reward",
     "ndcg_at",
-    "neutralise",
     "normalize_answer",
     "outline",
     "parse_indices",

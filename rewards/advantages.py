@@ -6,6 +6,10 @@ The floor on the deviation is EviOmni's: without it a group of {.49, .51} gets a
 loud as a group of {0, 1}; with a floor of .1 it gets -.1 and +.1. The deviation is the population's
 (EviOmni's own example).
 
+A group of one sample has advantage 0, as has every group whose rewards are equal: nothing says whether the sample did
+better than its policy usually does. (verl takes mean 0 and deviation 1 for such a group, and so gives a lone sample its
+raw reward.)
+
 Deliberately absent: grouping. The caller passes one group, so two copies of a prompt never merge into one.
 """
 
@@ -23,7 +27,8 @@ ROUNDING = 1e-12
 def group_advantages(
     rewards: Sequence[float], *, std_floor: float = 0.1, sample_std: bool = False, eps: float = 0.0
 ) -> list[float]:
-    """Advantages of one group, in the order of its rewards; all exactly 0 where all rewards are equal.
+    """Advantages of one group, in the order of its rewards; all exactly 0 where all rewards are equal, so
+    for a group of one.
 
     `std_floor` 0 switches the floor off. `sample_std=True, std_floor=0, eps=1e-4` is ARENA's code (TRL's
     form). Sums are rounded once (fsum), so the order of a group does not change a member's advantage by a

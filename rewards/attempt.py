@@ -16,8 +16,8 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-def lot(id_: str, pieces: Sequence[Piece]) -> float:
-    """A number in [0, 1) drawn by what was written to which question, and so the same whenever it is rated."""
+def hash_uniform(id_: str, pieces: Sequence[Piece]) -> float:
+    """A number in [0, 1), uniform over questions and texts: a hash of both, so it is the same whenever it is scored."""
     text = b"\0".join([id_.encode("utf-8", "surrogatepass"), *(piece.text for piece in pieces)])
     return int.from_bytes(blake2b(text, digest_size=6).digest()) / 2**48
 
@@ -31,7 +31,7 @@ class Attempt:
     branches: continuations that only the reward sees, by name; in each the context is PROMPT and what the policy wrote
     there is POLICY. entailment: a judge's probability in [0, 1] for the system's own claims; None if nobody was asked.
     verdict: a judge's yes or no on the answer. length: of a text, in the unit of the run (tokens, or words).
-    chance: a number in [0, 1) that belongs to this attempt, for rewards that are drawn by lot.
+    chance: a number in [0, 1) that belongs to this attempt, for rewards with a random part.
     """
 
     pieces: Sequence[Piece]

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this": the command line prints its sentence and exits with
+"""The one exception that means "the user can fix this": the command line prints its sentence and exits with
 status 2."""
 
 

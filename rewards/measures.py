@@ -1,8 +1,8 @@
 """What is measured of an answer, of evidence, of named references and of a ranking, whatever the reward was.
 
-`answer_measures` is the common ruler: every reward puts its three keys among the parts, so that systems can be compared
-by the same numbers. A measure that has no value for a question is None, never a number that would flatter or spoil a
-mean: the caller leaves it out and counts it.
+`answer_measures` are the shared metrics: every reward puts their three keys among the parts, so that systems can be
+compared by the same numbers. A measure that has no value for a question is None, never a number that would flatter or
+spoil a mean: the caller leaves it out and counts it.
 
 Deliberately absent: means over questions and their confidence intervals (rewards/statistics.py), and every measure that
 takes a model.

@@ -1,4 +1,4 @@
-"""What so many questions can tell: intervals for means, and two runs compared on the same questions.
+"""Statistics over questions: intervals for means, and two runs compared on the same questions.
 
     interval     percentile bootstrap: questions drawn with replacement, the mean of each draw, its 2.5% and 97.5%
     difference   second - first, question by question, with the interval of its mean and the p-value of a sign flip
@@ -12,7 +12,7 @@ A value of None is a question for which the measure has no value (a compression 
 question is drawn with the rest and left out of its draw's mean.
 
 Deliberately absent: corrections for comparing many measures, and variation over training seeds, of which the questions
-of one run can tell nothing.
+of one run say nothing.
 """
 
 import math

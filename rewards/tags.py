@@ -1,12 +1,12 @@
 """Tags in transcripts: reading them from what the policy wrote, and keeping them out of everything else.
 
 Reading. Only POLICY pieces are looked at. Adjacent POLICY pieces (a turn sampled in several rounds) are one
-stretch; a piece of any other source ends the stretch, so a block never reaches across a passage and no
+stretch; a piece of any other source ends the stretch, so a span never reaches across a passage and no
 passage, prompt or feedback can open, close or fill one. Tags are matched exactly, as the stop matcher of the
 engine does: `</ANSWER>` and `< /answer >` are text. Bytes are parsed, since a stretch may end inside a
 character; text is decoded afterwards.
 
-Writing. `neutralise` is applied to rendered passages, questions and feedback, after rendering, so that
+Writing. `escape_tags` is applied to rendered passages, questions and feedback, after rendering, so that
 nothing the user's data holds can be read as a tag even by eye or by the model.
 
 Deliberately absent: attributes, self-closing tags, entities, nesting as a tree: these are marks, not XML.
@@ -29,12 +29,12 @@ _TAG = re.compile(r"<[!-;=?-~]+>")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TagSpan:
     """A closed `<tag>..</tag>` that the policy wrote.
 
     `text` is what stands between the tags, decoded (broken bytes become U+FFFD) and stripped. `start` and
     `end` are byte offsets into the whole transcript, all sources concatenated, from the first byte of `<tag>`
-    to the one after `</tag>`; they order blocks of different tags. `piece` is the index of the piece in which
+    to the one after `</tag>`; they order spans of different tags. `piece` is the index of the piece in which
     `<tag>` begins.
     """
 
@@ -56,15 +56,15 @@ class TagEvent:
 
 
 def tag_strings(*tags: str) -> tuple[str, ...]:
-    """`<tag>` and `</tag>` for each name, as `neutralise` takes them; UserError for a bad name."""
+    """`<tag>` and `</tag>` for each name, as `escape_tags` takes them; UserError for a bad name."""
     for tag in tags:
         if not isinstance(tag, str) or not _NAME.fullmatch(tag):
             raise UserError(f"tag name {tag!r} must be an ASCII word without <, > and /, such as 'answer'")
     return tuple(text for tag in tags for text in (f"<{tag}>", f"</{tag}>"))
 
 
-def blocks(pieces: Sequence[Piece], tag: str) -> list[Block]:
-    """All closed blocks of `tag` (a name, such as "search") in POLICY text, in order.
+def blocks(pieces: Sequence[Piece], tag: str) -> list[TagSpan]:
+    """All closed spans of `tag` (a name, such as "search") in POLICY text, in order.
 
     A closing tag takes the last opening tag before it (the innermost of nested ones), back to the previous
     closing tag or the start of the stretch; one without an opening tag, and an opening tag without a closing
@@ -79,7 +79,7 @@ def blocks(pieces: Sequence[Piece], tag: str) -> list[Block]:
             end = close + len(closing)
             if (begin := stretch.rfind(opening, position, close)) >= 0:
                 inside = stretch[begin + len(opening) : close].decode("utf-8", errors="replace").strip()
-                found.append(Block(inside, offset + begin, offset + end, _piece_at(starts, offset + begin)))
+                found.append(TagSpan(inside, offset + begin, offset + end, _piece_at(starts, offset + begin)))
             position = end
     return found
 
@@ -102,29 +102,29 @@ def tag_sequence(pieces: Sequence[Piece], tags: Sequence[str]) -> list[TagEvent]
 
 
 def final_answer(pieces: Sequence[Piece], *, after: int = 0) -> str | None:
-    """What the policy wrote in its first closed `<answer>` block that is not empty, of those that begin at the byte
+    """What the policy wrote in its first closed `<answer>` span that is not empty, of those that begin at the byte
     `after` of the transcript or later.
 
-    "" where all of them are empty, None where there is none. The first such block ends the episode, so later
+    "" where all of them are empty, None where there is none. The first such span ends the episode, so later
     ones never count, be they right or wrong. An empty one, like a stray `</answer>`, does not end it: the
     loops answer it with feedback and another turn.
     """
-    answers = [block for block in blocks(pieces, "answer") if block.start >= after]
-    return next((block.text for block in answers if block.text), "" if answers else None)
+    answers = [span for span in blocks(pieces, "answer") if span.start >= after]
+    return next((span.text for span in answers if span.text), "" if answers else None)
 
 
 def up_to_answer(pieces: Sequence[Piece]) -> list[Piece]:
-    """The transcript up to and including the block of the final answer; all of it where there is none.
+    """The transcript up to and including the span of the final answer; all of it where there is none.
 
     Transcripts from elsewhere may run on after the answer; what follows must count for nothing.
     """
-    for block in blocks(pieces, "answer"):
-        if block.text:
-            return _cut(pieces, block.end)
+    for span in blocks(pieces, "answer"):
+        if span.text:
+            return _cut(pieces, span.end)
     return list(pieces)
 
 
-def neutralise(text: str, tags: Sequence[str]) -> str:
+def escape_tags(text: str, tags: Sequence[str]) -> str:
     """`text` with a space after the `<` of every tag in it: `</answer>` becomes `< /answer>`, the rest stays.
 
     `tags` are whole tags (see `tag_strings`). A `<` that begins a tag's head at the very end of the text

@@ -38,7 +38,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error
 
 
-def recipe_of(*arguments: str) -> Recipe:
+def recipe_from(*arguments: str) -> Recipe:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return eval_recipe(parser.parse_args([*arguments, "--out", "o"]))[0]

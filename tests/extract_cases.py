@@ -9,7 +9,7 @@ from typing import Any
 
 from chat_server import ChatServer
 
-from thresher.engine.extraction.run import Chosen, Plan
+from thresher.engine.extraction.run import Chosen, ExtractionPlan
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, question_record
 
@@ -27,12 +27,12 @@ def extracted(rationale: str, evidence: str) -> str:
     return f"<reason>{rationale}</reason><extract>{evidence}</extract>"
 
 
-def make_plan(folder: Path, model: Path, questions: list[Question]) -> Plan:
+def make_plan(folder: Path, model: Path, questions: list[Question]) -> ExtractionPlan:
     """Three questions with passages, the extractor a tiny model."""
     asked = [replace(question, passages=PASSAGES) for question in questions[:3]]
     (folder / "q.jsonl").write_text("".join(json.dumps(question_record(q)) + "\n" for q in asked))
     (folder / "t.txt").write_text(TEMPLATE)
-    return Plan(
+    return ExtractionPlan(
         model=str(model),
         questions=str(folder / "q.jsonl"),
         out=str(folder / "e.jsonl"),
@@ -41,13 +41,13 @@ def make_plan(folder: Path, model: Path, questions: list[Question]) -> Plan:
     )
 
 
-def make_agentic(plan: Plan, index: Path, folder: Path) -> Plan:
+def make_agentic(plan: ExtractionPlan, index: Path, folder: Path) -> ExtractionPlan:
     (folder / "agent.txt").write_text("Search: {question}\n")
     agent = Chosen(model=plan.model, template=str(folder / "agent.txt"))
     return replace(plan, index=str(index), k=2, agent=agent, limit=1)
 
 
-def lines(plan: Plan) -> list[dict[str, Any]]:
+def lines(plan: ExtractionPlan) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(plan.out).read_text().splitlines()]
 
 

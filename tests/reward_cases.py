@@ -1,10 +1,23 @@
-"""What the tests of the papers' rewards share: transcripts in shorthand, and transcripts that nobody would write."""
+"""What the tests of the papers' rewards share: their parts, transcripts in shorthand, and transcripts that nobody would
+write."""
 
 from typing import Any
 
 from hypothesis import strategies as st
 
 from thresher.rewards import Attempt, Piece, Source
+
+# The parts of each system's own reward, a row a system; the measures among what it hands back are not in it.
+PARTS = {
+    "eviomni": {"answer", "answer_rationale", "answer_evidence", "answer_full", "format"}
+    | {"length", "length_rationale", "length_evidence"},
+    "evinote": {"format", "answer", "notes"},
+    "arena": {"format", "accuracy", "relevance", "bonus"},
+    "eval_rar": {"answer", "evaluation"},
+    "search_r1": {"answer"},
+    "naive_grpo": {"format", "answer"},
+}
+PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
 
 LETTERS = {"q": Source.PROMPT, "p": Source.POLICY, "r": Source.RETRIEVED, "f": Source.FEEDBACK}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from model_cases import make_config
 
-from thresher.engine.config.recipe import Optim, Recipe, Sft, from_dict
+from thresher.engine.config.recipe import OptimSection, Recipe, SftSection, from_dict
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.training import sft as sft_module
 from thresher.engine.training.sft import encode_transcript
@@ -50,8 +50,8 @@ def drilled(tokenizer: Tokenizer, template: str) -> Policy:
         record = {"question": f"What is the mayor of {third}?", "segments": [*search * draw.randrange(2), answer]}
         transcripts.append(encode_transcript(record, tokenizer, renderer, template))
     policy = init_policy(config, 0).requires_grad_(True)
-    sft = Sft(transcripts="none", steps=70, batch_size=16, lr=2e-2, schedule="linear", held_out=0.0)
-    drill = sft_module.Trainer(policy, transcripts, sft, Optim(), tokenizer.vocab_size, 0)
+    sft = SftSection(transcripts="none", steps=70, batch_size=16, lr=2e-2, schedule="linear", held_out=0.0)
+    drill = sft_module.Trainer(policy, transcripts, sft, OptimSection(), tokenizer.vocab_size, 0)
     assert drill.run(lambda record: None).loss < 1
     return policy
 

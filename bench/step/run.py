@@ -33,7 +33,7 @@ import torch
 from thresher.bench.machine import checkout, facts
 from thresher.bench.measure import spread
 from thresher.bench.step.setting import Seconds, Setting, StepShape, make_setting, reward_of
-from thresher.engine.config.recipe import Grpo, Optim
+from thresher.engine.config.recipe import GrpoSection, OptimSection
 from thresher.engine.console import console, table
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools
 from thresher.engine.protocol.render import Renderer
@@ -81,12 +81,12 @@ class Ours:
                 max_running=shape.questions * shape.group,
             ),
         )
-        self.grpo = Grpo(beta=shape.beta, kl_value="k3_ratio")  # TRL's default is the same estimator
+        self.grpo = GrpoSection(beta=shape.beta, kl_value="k3_ratio")  # TRL's default is the same estimator
         self.updater = Updater(
             policy=policy,
             master=policy,
             reference=copy.deepcopy(setting.policy).requires_grad_(False),
-            optim=Optim(lr=shape.lr),
+            optim=OptimSection(lr=shape.lr),
             grpo=self.grpo,
             vocab_size=setting.tokenizer.vocab_size,
             total_steps=1,

@@ -14,7 +14,7 @@ from typing import Any
 
 from thresher.cli import flags
 from thresher.engine import console
-from thresher.engine.config.recipe import Recipe, Rollout, make_recipe, read_tables
+from thresher.engine.config.recipe import Recipe, RolloutSection, make_recipe, read_tables
 from thresher.engine.store.best_checkpoint import Best, best_checkpoint
 from thresher.engine.store.run_folder import RunFolder
 from thresher.rewards.errors import UserError
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     recipe, best = eval_recipe(options)
-    from thresher.engine.evaluation.run import Asked, run_evaluation
+    from thresher.engine.evaluation.run import EvalOptions, run_evaluation
 
     if options.baseline is not None and options.system is not None:
         console.console.print(
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
             markup=False,
             soft_wrap=True,
         )
-    asked = Asked(
+    asked = EvalOptions(
         questions=options.questions,
         limit=options.limit,
         temperature=options.temperature,
@@ -149,5 +149,7 @@ def _preset(name: str, tables: dict[str, Any], options: argparse.Namespace, bare
     if bare and isinstance(tables.get("model"), dict) and isinstance(tables["model"].get("path"), str):
         positions = read_config(Path(tables["model"]["path"])).max_position_embeddings
         rollout = merged.setdefault("rollout", {})
-        merged["rollout"] = rollout | {"max_context": min(rollout.get("max_context", Rollout.max_context), positions)}
+        merged["rollout"] = rollout | {
+            "max_context": min(rollout.get("max_context", RolloutSection.max_context), positions)
+        }
     return merged

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.extraction.run import Plan, extract
+    from thresher.engine.extraction.run import ExtractionPlan, extract
 
     agentic = options.loop == "agentic"
     generator, agent = _chosen(options, "answer"), _chosen(options, "agent")
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
         )
     if agentic and generator is not None:
         raise UserError("with --loop agentic the agent answers; leave out what begins with --answer")
-    plan = Plan(
+    plan = ExtractionPlan(
         generator=generator,
         agent=agent,
         overrides=tuple(flags.overrides(options)),

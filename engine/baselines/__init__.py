@@ -1,9 +1,8 @@
-"""What needs no training: ways to get an answer out of any instruct model, to stand beside the trained systems.
-Comes in: engine/config, engine/episode.py, engine/systems, retrieval/data, retrieval/questions.py, rewards.
+"""Baselines, which need no training: ways to get an answer out of any instruct model, one file each.
 
-Each is a System like those of `thresher.engine.systems`, one file each: `Options` (a frozen dataclass of its switches)
-and `system(options) -> System`. They share a reward, the exact match of the final answer, and an option `examples`, a
-file of worked examples to be put before the prompt.
+A new one may come in as a file like those of `thresher.engine.systems`, with `Options` (a frozen dataclass of its
+switches) and `system(options) -> System`, and a place in NAMES. They share a reward, the exact match of
+the final answer, and an option `examples`, a file of worked examples to be put before the prompt.
 
 R1 of the papers' tables (GRPO with nothing retrieved) is trained, and so a switch of naive_grpo, not one of these.
 """

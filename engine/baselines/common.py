@@ -2,7 +2,7 @@
 
     reward = EM(answer, golds)
 
-The answer is the first closed `<answer>` block that the policy wrote, as everywhere; a model that answers without the
+The answer is the first closed `<answer>` span that the policy wrote, as everywhere; a model that answers without the
 tags has not answered, and `answered` says how often that happened.
 """
 

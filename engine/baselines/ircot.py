@@ -3,8 +3,8 @@
     question -> <information>  ->  <thought>one sentence</thought> -> <information>  ->  ..  ->  <answer>..</answer>
 
 The question itself is the first query, each thought the one after. A passage is shown once. Of N turns the last may
-only answer, and is told so. The original then lets a second prompt read all passages; here the context that holds the
-thoughts holds them too, and the answer is written in it.
+only answer, and feedback says so. The original then lets a second prompt read all passages; here the context that holds
+the thoughts holds them too, and the answer is written in it.
 """
 
 from thresher.engine.baselines.common import Options, answer_reward, built_in

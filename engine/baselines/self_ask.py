@@ -4,7 +4,7 @@
         ->  ..  ->  <answer>..</answer>
 
 The original shows the first result as the intermediate answer; here passages come back and the model reads that answer
-from them, at the beginning of its next turn. Of N turns the last may only answer, and is told so.
+from them, at the beginning of its next turn. Of N turns the last may only answer, and feedback says so.
 """
 
 from thresher.engine.baselines.common import Options, answer_reward, built_in

@@ -6,7 +6,7 @@ reader, the writer, the digest and the errors follow from it (see engine/config/
     recipe = load_recipe("recipes/demo/recipe.toml", ["run.seed=1", "grpo.kl_value=k2"])
 
 Paths are kept as written, relative to the current directory. A section that only some commands use (data,
-retrieval, system, sft) may be absent; the command asks for it with `recipe.need(Data)`.
+retrieval, system, sft) may be absent; the command asks for it with `recipe.need(DataSection)`.
 
 Deliberately absent: inheritance between files, and environment variables or templating in values.
 """
@@ -48,7 +48,7 @@ Estimator = Literal["k1", "k2", "k3", "k3_ratio", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(Section):
+class ModelSection(Section):
     """[model] the policy to start from."""
 
     path: str  # folder: config.json, safetensors, tokenizer.json
@@ -58,7 +58,7 @@ class Model(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data(Section):
+class DataSection(Section):
     """[data] questions."""
 
     train: str  # JSONL, one question a line
@@ -67,7 +67,7 @@ class Data(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retrieval(Section):
+class RetrievalSection(Section):
     """[retrieval] where searches go: an index in this process, or a server; neither, if questions bring passages."""
 
     index: str | None = None  # folder that `thresher index` wrote
@@ -88,7 +88,7 @@ class Retrieval(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class System(Section):
+class SystemSection(Section):
     """[system] the paper's protocol: prompt, tags, episode, reward."""
 
     name: str  # of engine/systems/, or the path of a file of one's own, my_system.py
@@ -97,7 +97,7 @@ class System(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout(Section):
+class RolloutSection(Section):
     """[rollout] how trajectories are sampled. Lengths are in tokens."""
 
     group_size: Count = 8  # samples a question, G
@@ -113,7 +113,7 @@ class Rollout(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grpo(Section):
+class GrpoSection(Section):
     """[grpo] from rewards to the loss; symbols as in kernels/loss.py."""
 
     clip_low: BelowOne = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
@@ -142,7 +142,7 @@ class Grpo(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optim(Section):
+class OptimSection(Section):
     """[optim] AdamW on float32 weights. `lr`, `warmup_ratio`, `schedule` are GRPO's, the rest SFT's too."""
 
     lr: NotNegative = 1e-6
@@ -155,12 +155,12 @@ class Optim(Section):
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
 
     def depends_on_steps(self) -> bool:
-        """Whether the learning rate of a step hangs on how many there are in all."""
+        """Whether the learning rate of a step depends on how many there are in all."""
         return self.schedule != "constant" or self.warmup_ratio > 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Section):
+class RunSection(Section):
     """[run] how long, how often."""
 
     steps: Natural = 100
@@ -173,7 +173,7 @@ class Run(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sft(Section):
+class SftSection(Section):
     """[sft] supervised fine-tuning, on segmented transcripts or on questions with their answers.
 
     With a gate, copying accuracy on the held-out transcripts is measured every `gate_every` steps: training
@@ -211,7 +211,7 @@ class Sft(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judge(Section):
+class JudgeSection(Section):
     """[judge] who is asked where a reward or a measure needs entailment (a classifier) or a verdict (a chat model)."""
 
     entailment: str | None = None  # folder of an NLI classifier; None: overlap of words, the stated stand-in
@@ -242,7 +242,7 @@ class Judge(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora(Section):
+class LoraSection(Section):
     """[lora] low-rank adapters in place of all weights, for `sft` and `train`; without the section all are trained."""
 
     rank: Count = 16
@@ -256,7 +256,7 @@ class Lora(Section):
 
 
 # What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
-# though that only at a constant learning rate (Optim.depends_on_steps).
+# though that only at a constant learning rate (OptimSection.depends_on_steps).
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
@@ -269,17 +269,17 @@ MAY_CHANGE = frozenset(
 class Recipe(Section):
     """All sections. Make one with `load_recipe`, or with `from_dict(Recipe, table, where)`."""
 
-    model: Model
-    data: Data | None = None
-    retrieval: Retrieval | None = None
-    system: System | None = None
-    rollout: Rollout = field(default_factory=Rollout)
-    grpo: Grpo = field(default_factory=Grpo)
-    optim: Optim = field(default_factory=Optim)
-    run: Run = field(default_factory=Run)
-    sft: Sft | None = None
-    lora: Lora | None = None
-    judge: Judge = field(default_factory=Judge)
+    model: ModelSection
+    data: DataSection | None = None
+    retrieval: RetrievalSection | None = None
+    system: SystemSection | None = None
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    grpo: GrpoSection = field(default_factory=GrpoSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    run: RunSection = field(default_factory=RunSection)
+    sft: SftSection | None = None
+    lora: LoraSection | None = None
+    judge: JudgeSection = field(default_factory=JudgeSection)
 
     def check(self) -> None:
         groups = self.rollout.questions_per_step
@@ -363,7 +363,7 @@ def read_tables(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected a recipe in TOML, but {error}; mend the file") from None
+        raise UserError(f"{path}: expected a recipe in TOML, but {error}; fix the file") from None
 
 
 def make_recipe(

@@ -1,5 +1,4 @@
-"""Evaluation: greedy episodes over held-out questions, shared metrics, tables, paired comparisons.
-Comes in: engine/assemble.py, engine/baselines, engine/config, engine/console.py, engine/episode.py, engine/protocol,
-engine/rollout, engine/scoring, engine/store, engine/systems, policy, retrieval/data, retrieval/questions.py,
-retrieval/retriever.py, rewards, rewards/papers.
+"""From a policy and questions to a table of measures, and two such tables compared.
+
+A metric that every system shares, or another way to read two runs; a paper's own reward stays in rewards/papers.
 """

@@ -1,4 +1,4 @@
-"""`thresher compare`: two evaluations of the same questions, measure by measure, as differences that can be trusted.
+"""`thresher compare`: two evaluations of the same questions, measure by measure, as paired differences.
 
     folder A, folder B  ->  questions matched by id  ->  B - A, its 95% interval, a p-value   (rewards/statistics.py)
 
@@ -40,7 +40,7 @@ class Evaluation:
 
     @property
     def rewarded_by(self) -> str | None:
-        """The reward function and its switches; the system's name in a folder that does not tell."""
+        """The reward function and its switches; the system's name in a folder that does not say."""
         return self.figures.get("rewarded_by") or self.figures.get("system")
 
 
@@ -80,8 +80,8 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
         if (found := compare_paired(a, b)) is not None:
             differences[name] = asdict(found)
     return {
-        "first": _told(first),
-        "second": _told(second),
+        "first": _described(first),
+        "second": _described(second),
         "matched": len(ids),
         "only_in_first": len(first.measures) - len(ids),
         "only_in_second": len(second.measures) - len(ids),
@@ -163,7 +163,7 @@ def _notes(first: Evaluation, second: Evaluation, matched: int, entailment: bool
     return notes
 
 
-def _told(run: Evaluation) -> dict[str, Any]:
+def _described(run: Evaluation) -> dict[str, Any]:
     keys = ("system", "baseline", "model", "data", "noise", "temperature", "seed")
     return {"folder": str(run.path), "name": run.name} | {key: run.figures.get(key) for key in keys}
 

@@ -1,4 +1,7 @@
-"""Evaluation within a run: every question once, judged by its system's reward and by measures that no system owns."""
+"""Evaluation inside a training run, in memory: every question once, scored, and summarised as means.
+
+The command `thresher eval` is run.py.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -7,7 +10,7 @@ from typing import Any
 from thresher.engine.evaluation.metrics import means, measures_of, parts_of
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
-from thresher.engine.scoring.score import Judged, Judges, judge
+from thresher.engine.scoring.score import Judges, Scored, score
 from thresher.retrieval.questions import Question
 
 
@@ -18,10 +21,10 @@ def evaluate(
     seed: int = 0,
     on_progress: Callable[[int], None] | None = None,
     judges: Judges | None = None,
-) -> list[Judged]:
+) -> list[Scored]:
     """One trajectory per question. Greedy (temperature 0) is the same for every seed, shuffled passages included."""
     trajectories = rollout.run(jobs_of(questions, temperature, seed), temperature, on_progress)
-    return judge(questions, trajectories, rollout.system, rollout.tokenizer, judges)
+    return score(questions, trajectories, rollout.system, rollout.tokenizer, judges)
 
 
 def jobs_of(questions: Sequence[Question], temperature: float, seed: int, first: int = 0) -> list[Job]:
@@ -31,13 +34,12 @@ def jobs_of(questions: Sequence[Question], temperature: float, seed: int, first:
     return [Job(question, number, 0, start + number) for number, question in enumerate(questions, first)]
 
 
-def summarise(judged: Sequence[Judged], tags: Sequence[str] = ()) -> dict[str, Any]:
-    """Means over trajectories: the measures of engine/evaluation/metrics.py, the parts of the system's own reward, and
-    how many
-    trajectories ended for which reason. tags: the system's, for the measures of what it writes between them."""
+def summarise(scored: Sequence[Scored], tags: Sequence[str] = ()) -> dict[str, Any]:
+    """Means over trajectories: the shared metrics (metrics.py), the parts of the system's own reward, and how many
+    trajectories ended for which reason. tags: the system's, for the metrics of what it writes between them."""
     return {
-        "questions": len(judged),
-        **means([measures_of(entry, tags) for entry in judged]),
-        "parts": means([parts_of(entry) for entry in judged]),
-        "reasons": dict(sorted(Counter(entry.trajectory.reason for entry in judged).items())),
+        "questions": len(scored),
+        **means([measures_of(entry, tags) for entry in scored]),
+        "parts": means([parts_of(entry) for entry in scored]),
+        "reasons": dict(sorted(Counter(entry.trajectory.reason for entry in scored).items())),
     }

@@ -1,4 +1,4 @@
-"""The folder of an evaluation, which can be killed at any moment and goes on when the same command is given again.
+"""What `thresher eval` keeps on disk: a folder that survives a kill; the same command goes on from it.
 
     settings.json        what decides the trajectories; a command with other settings is refused
     generated.jsonl      the trajectories so far, appended part by part; gone when the evaluation is complete
@@ -59,8 +59,8 @@ class EvalFolder:
         if different := [key for key in {**before, **now} if before.get(key) != now.get(key)]:
             key = different[0]
             raise UserError(
-                f"{path}: holds an unfinished evaluation with {key} = {_told(before.get(key))}, "
-                f"not {_told(now.get(key))}; finish it with its own settings, or choose another folder"
+                f"{path}: holds an unfinished evaluation with {key} = {_shown(before.get(key))}, "
+                f"not {_shown(now.get(key))}; finish it with its own settings, or choose another folder"
             )
 
     @classmethod
@@ -124,5 +124,5 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
     return Trajectory(**record, segments=segments, branches=branches)
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     return "nothing" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,9 @@
-"""The one ruler: what is measured of every trajectory, whatever its system rewards.
+"""Shared metrics: what is measured of every trajectory, whatever its system rewards.
 
     answers     em, f1, char_f1 (over characters), sub_em (a gold is a substring), contains (.. as whole tokens),
                 answered, verdict (an LLM judge's yes)
     evidence    recall_evidence, recall_rationale, recall_notes, recall_evaluation, recall_analysis: a gold string
-                stands in such a block; compression: the passages' length over the evidence's; no_evidence: there is
+                stands in such a span; compression: the passages' length over the evidence's; no_evidence: there is
                 none to measure
     references  relevance_precision, relevance_recall: named against gold
     retrieval   ndcg@5, recall@5, recall_passages: of the passages given or found, in their order, those with a gold
@@ -20,7 +20,7 @@ Deliberately absent: latency, which belongs to a batch and not to a trajectory (
 
 from collections.abc import Callable, Mapping, Sequence
 
-from thresher.engine.scoring.score import Judged
+from thresher.engine.scoring.score import Scored
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.measures import (
     answer_recalled,
@@ -69,13 +69,13 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     "branch_tokens": ("Tokens written for the reward alone", "number"),
     "tokens": ("Tokens of the whole sequence", "number"),
 }
-COUNTS = ("evaluations", "named")  # measures that only the reward of a system with such blocks can tell
+COUNTS = ("evaluations", "named")  # measures that only the reward of a system with such tags can give
 # Among a reward's parts stand measures that have a place of their own above: evaluate_contains as recall_evaluation.
 NOT_PARTS = frozenset({"em", "f1", "answered", "searches", "evaluate_contains", "entailment", *COUNTS})
 
 
-def measures_of(entry: Judged, tags: Sequence[str] = ()) -> Values:
-    """The measures of one trajectory, reward first; `tags` are its system's and say which blocks it is to write."""
+def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
+    """The measures of one trajectory, reward first; `tags` are its system's and say which spans it is to write."""
     attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
     answer, golds = entry.result.answer or "", attempt.golds
     values: Values = {
@@ -110,7 +110,7 @@ def measures_of(entry: Judged, tags: Sequence[str] = ()) -> Values:
     return values
 
 
-def parts_of(entry: Judged) -> Values:
+def parts_of(entry: Scored) -> Values:
     """The parts of the system's own reward; None for one that nobody measured."""
     return {name: _value(part) for name, part in entry.result.parts.items() if name not in NOT_PARTS}
 
@@ -152,18 +152,18 @@ def _place(name: str) -> int:
     return _PLACES.get(name, len(_PLACES))
 
 
-def _all_blocks(tag: str) -> Callable[[Attempt], list[str]]:
-    """Every such block that the policy closed up to its answer; no gold forms across two of them."""
-    return lambda attempt: [block.text for block in blocks(up_to_answer(attempt.pieces), tag)]
+def _all_spans(tag: str) -> Callable[[Attempt], list[str]]:
+    """Every such span that the policy closed up to its answer; no gold forms across two of them."""
+    return lambda attempt: [span.text for span in blocks(up_to_answer(attempt.pieces), tag)]
 
 
 _PLACES = {name: place for place, name in enumerate(NAMES)}
-# Tag -> the measure, and the texts that it looks in: of EviOmni's blocks the first, which is the one its reward reads.
+# Tag -> the measure, and the texts that it looks in: of EviOmni's spans the first, which is the one its reward reads.
 _RECALLS: dict[str, tuple[str, Callable[[Attempt], list[str]]]] = {
     "extract": ("recall_evidence", lambda attempt: [evidence_of(attempt.pieces)]),
     "reason": ("recall_rationale", lambda attempt: [rationale_of(attempt.pieces)]),
-    "summary": ("recall_notes", _all_blocks("summary")),
-    "evidence": ("recall_notes", _all_blocks("evidence")),
-    "evaluate": ("recall_evaluation", _all_blocks("evaluate")),
-    "analysis": ("recall_analysis", _all_blocks("analysis")),
+    "summary": ("recall_notes", _all_spans("summary")),
+    "evidence": ("recall_notes", _all_spans("evidence")),
+    "evaluate": ("recall_evaluation", _all_spans("evaluate")),
+    "analysis": ("recall_analysis", _all_spans("analysis")),
 }

@@ -1,4 +1,4 @@
-"""An evaluation from questions to table: generated part by part, kept as it grows, then judged and measured.
+"""`thresher eval`, from questions to table: generated part by part, kept as it grows, then scored and measured.
 
     questions -> passages, noise, cut to what fits -> parts of 2 x max_running: rollout, append to the folder
               -> judges (entailment, verdicts) -> rewards -> measures, intervals -> trajectories, table
@@ -22,8 +22,7 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.assemble import Parts, check_gold_indices, load_judges, load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
-from thresher.engine.config.recipe import Data, Recipe
-from thresher.engine.config.recipe import System as SystemSection
+from thresher.engine.config.recipe import DataSection, Recipe, SystemSection
 from thresher.engine.episode import System, first_prompt
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.evaluation.folder import EvalFolder, Generated, check_belongs
@@ -32,7 +31,7 @@ from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_o
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_noise, with_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.scoring.score import Judged, Judges, check_all, judge
+from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.best_checkpoint import Best
 from thresher.engine.systems import own_digest
 from thresher.retrieval.data.formats import Passage
@@ -51,8 +50,8 @@ _FREE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What an evaluation is told besides its recipe; `baseline` answers in the place of a system."""
+class EvalOptions:
+    """What decides an evaluation besides its recipe; `baseline` answers in the place of a system."""
 
     questions: str | None = None
     limit: int | None = None
@@ -62,9 +61,9 @@ class Asked:
     best: Best | None = None
 
 
-def run_evaluation(recipe: Recipe, asked: Asked, out: Path) -> dict[str, Any]:
+def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, Any]:
     """Evaluate into the folder `out`, show the table, and return what metrics.json holds."""
-    path = asked.questions or recipe.need(Data).dev
+    path = asked.questions or recipe.need(DataSection).dev
     if path is None:
         raise UserError("eval: no questions; give --questions FILE, or data.dev in the recipe")
     questions = read_questions(path)[: asked.limit]
@@ -78,8 +77,8 @@ def run_evaluation(recipe: Recipe, asked: Asked, out: Path) -> dict[str, Any]:
     retriever = _retriever(recipe, parts.system)
     shown = prepare(questions, parts, retriever, asked.noise)
     questions = shown.questions
-    if told := shown.told():
-        console.console.print(f"eval: {told}", soft_wrap=True)
+    if warning := shown.warning():
+        console.console.print(f"eval: {warning}", soft_wrap=True)
     rollout = parts.rollout(retriever)
     for question in questions:
         rollout.prompt(question)  # refused before anything is written
@@ -89,28 +88,28 @@ def run_evaluation(recipe: Recipe, asked: Asked, out: Path) -> dict[str, Any]:
         judges = load_judges(recipe, parts.system, out / "replies.jsonl")
         try:
             done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder)
-            judged = _rate(questions, done, parts, judges)
+            scored = _rate(questions, done, parts, judges)
         except UserError as error:
             raise UserError(f"{error} ({out} keeps all so far: the same command goes on from there)") from error
         measures = [
             measures_of(entry, parts.system.tags) | ranking_measures(one.relevant)
-            for entry, one in zip(judged, done, strict=True)
+            for entry, one in zip(scored, done, strict=True)
         ]
-        figures = figures_of(measures, [parts_of(entry) for entry in judged])
-        figures |= _facts(parts, asked, path, judges, judged, sum(one.seconds for one in done))
+        figures = figures_of(measures, [parts_of(entry) for entry in scored])
+        figures |= _facts(parts, asked, path, judges, scored, sum(one.seconds for one in done))
         roomless = round(sum(one.branches_without_room for one in done))
         figures |= {"branches_without_room": roomless, "roomless": _roomless(roomless)}
-        figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.told()}
+        figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.warning()}
         records = (
             {**entry.to_dict(parts.tokenizer), "measures": values}
-            for entry, values in zip(judged, measures, strict=True)
+            for entry, values in zip(scored, measures, strict=True)
         )
         folder.finish(records, markdown(f"{parts.system.name} on {Path(path).name}", figures), figures)
     _show(out, figures)
     return figures
 
 
-def settings_of(recipe: Recipe, asked: Asked, path: str, questions: Sequence[Question]) -> dict[str, Any]:
+def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequence[Question]) -> dict[str, Any]:
     """What decides the trajectories, by dotted keys: an unfinished evaluation goes on under the very same alone."""
     tables = recipe.to_dict()
     settings = {
@@ -219,16 +218,16 @@ def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout) -> l
     return [contains_answer(passage.text, question.golds) for passage in passages]
 
 
-def _rate(questions: Sequence[Question], done: Sequence[Generated], parts: Parts, judges: Judges) -> list[Judged]:
+def _rate(questions: Sequence[Question], done: Sequence[Generated], parts: Parts, judges: Judges) -> list[Scored]:
     # A chat model that is there rates every system's answers, not those alone that are rewarded by it.
     system = replace(parts.system, wants_verdict=judges.verdict is not None)
-    judged = judge(questions, [one.trajectory for one in done], system, parts.tokenizer, judges)
-    check_all(judged, parts.tokenizer, parts.system.tags, parts.limits.max_context)
-    return judged
+    scored = score(questions, [one.trajectory for one in done], system, parts.tokenizer, judges)
+    check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
+    return scored
 
 
 def _facts(
-    parts: Parts, asked: Asked, path: str, judges: Judges, judged: Sequence[Judged], seconds: float
+    parts: Parts, asked: EvalOptions, path: str, judges: Judges, scored: Sequence[Scored], seconds: float
 ) -> dict[str, Any]:
     recipe, best = parts.recipe, asked.best
     chosen = None
@@ -236,8 +235,8 @@ def _facts(
         chosen = f"step {best.step}, of best exact match on the dev split ({best.em:.1%})"
         if best.lost is not None:
             chosen += f", among the checkpoints that are kept; step {best.lost} was better and is not"
-    each, model, batch = seconds / len(judged), recipe.model, recipe.rollout.max_running
-    branches = ", branches included" if any(entry.trajectory.branches for entry in judged) else ""
+    each, model, batch = seconds / len(scored), recipe.model, recipe.rollout.max_running
+    branches = ", branches included" if any(entry.trajectory.branches for entry in scored) else ""
     return {
         "system": None if asked.baseline else parts.system.name,
         "baseline": asked.baseline,
@@ -246,7 +245,7 @@ def _facts(
         "model": model.path,
         "prompt": model.prompt,
         "chosen": chosen,
-        "data": f"{path}, {len(judged):,} questions",
+        "data": f"{path}, {len(scored):,} questions",
         "retrieval": _retrieval(parts),
         "noise": asked.noise,
         "temperature": asked.temperature,
@@ -257,9 +256,9 @@ def _facts(
         "seconds_per_question": each,
         "batch": batch,
         "latency": f"{each:.3g} s a question, at most {batch} at once, {model.dtype} on {model.device}{branches}",
-        "gold": _gold(parts, judged),
+        "gold": _gold(parts, scored),
         "rewarded_by": rewarded_by(parts),
-        "reasons": (reasons := dict(sorted(Counter(entry.trajectory.reason for entry in judged).items()))),
+        "reasons": (reasons := dict(sorted(Counter(entry.trajectory.reason for entry in scored).items()))),
         "ended": ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
     }
 
@@ -268,12 +267,12 @@ def _roomless(count: int) -> str | None:
     return f"{count:,} found no room in rollout.max_context, and their answers count as missing" if count else None
 
 
-def _gold(parts: Parts, judged: Sequence[Judged]) -> str | None:
+def _gold(parts: Parts, scored: Sequence[Scored]) -> str | None:
     """How many questions leave open what their gold passages are, where the system's reward asks for it."""
-    unknown = sum(entry.question.gold_indices is None for entry in judged)
+    unknown = sum(entry.question.gold_indices is None for entry in scored)
     if not parts.system.needs_gold_indices or not unknown:
         return None
-    return f"unknown for {unknown:,} of {len(judged):,} questions, to which naming some earns nothing"
+    return f"unknown for {unknown:,} of {len(scored):,} questions, to which naming some earns nothing"
 
 
 def rewarded_by(parts: Parts) -> str:

@@ -1,4 +1,4 @@
-"""The one table of an evaluation: means with 95% intervals, and under what they were measured; as JSON and as Markdown.
+"""The table of one evaluation, as JSON and Markdown: means with 95% intervals, and under what they were measured.
 
 In JSON every mean stands under its measure's key, the reward's parts under "parts", intervals as [low, high] under
 "intervals" (those of parts as "parts.NAME"), and under "counted" how many questions had a value, where not all had.

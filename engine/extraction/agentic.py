@@ -28,7 +28,7 @@ NOTHING = Extraction(
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AgentSearch:
     """A search with what it was asked for: the question, the agent's thinking in that turn, and the query."""
 
     question: str
@@ -40,8 +40,8 @@ class Ask:
         return json.dumps([self.question, self.thinking, self.query])
 
     @staticmethod
-    def unpack(text: str) -> "Ask":
-        return Ask(*json.loads(text))
+    def unpack(text: str) -> "AgentSearch":
+        return AgentSearch(*json.loads(text))
 
     def wanted(self) -> str:
         """What stands in the place of the extractor's question."""
@@ -50,8 +50,8 @@ class Ask:
 
 
 class ReadingRetriever(Retriever):
-    """Finds passages for packed `Ask`s and returns what the extractor takes from them; `readings`, by the packed ask,
-    keeps what was read on the way."""
+    """Finds passages for packed agent searches and returns what the extractor takes from them; `readings`, by the
+    packed search, keeps what was read on the way."""
 
     def __init__(self, retriever: Retriever, extractor: Extractor) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class ReadingRetriever(Retriever):
         self._retriever.check_k(k)
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        asks = [Ask.unpack(query) for query in queries]
-        found = self._retriever.search([ask.query for ask in asks], k)
+        searches = [AgentSearch.unpack(query) for query in queries]
+        found = self._retriever.search([search.query for search in searches], k)
         passages = [tuple(hit.passage for hit in hits) for hits in found]
         questions = [
-            Question(f"search {number}", ask.wanted(), (), passages=given)
-            for number, (ask, given) in enumerate(zip(asks, passages, strict=True))
+            Question(f"search {number}", search.wanted(), (), passages=given)
+            for number, (search, given) in enumerate(zip(searches, passages, strict=True))
         ]
         # Where nothing was found there is nothing to read.
         extracted = iter(self._extractor.extract([question for question in questions if question.passages]))
@@ -79,7 +79,7 @@ class ReadingRetriever(Retriever):
         ]
 
 
-def asking(system: System) -> System:
+def with_packed_searches(system: System) -> System:
     """The system with its searches packed: each carries the question and the thinking of its turn."""
 
     def episode(question: Question, tools: Tools) -> Episode:
@@ -91,7 +91,7 @@ def asking(system: System) -> System:
             except StopIteration as stop:
                 return str(stop.value)
             if isinstance(request, Search):
-                request = Search(Ask(question.question, thinking(turn), request.query).packed())
+                request = Search(AgentSearch(question.question, thinking(turn), request.query).packed())
             answer = yield request
             if isinstance(request, Generate):
                 turn = answer
@@ -106,10 +106,10 @@ def thinking(turn: Turn) -> str:
 
 def reading_record(packed: str, reading: Extraction) -> dict[str, Any]:
     """One search of the agent, for the output: what it asked, what was found, what was made of it."""
-    ask = Ask.unpack(packed)
+    search = AgentSearch.unpack(packed)
     return {
-        "thinking": ask.thinking,
-        "query": ask.query,
+        "thinking": search.thinking,
+        "query": search.query,
         "passages": [passage_record(passage) for passage in reading.passages],
         "rationale": reading.rationale,
         "evidence": reading.evidence,

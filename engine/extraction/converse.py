@@ -1,13 +1,13 @@
-"""An episode whose turns are written by a chat model behind a URL instead of a policy of ours.
+"""Episodes whose turns are written by a chat model behind a URL: a rollout without tokens.
 
 The prompt is the user's first message, a turn the assistant's, and what the engine appends between two turns
 (passages, feedback) the user's next. A reply is cut behind the first stop tag in it: such a model may well go on and
-invent what the search would have found. Questions and passages have their tags made harmless, as in the renderer.
+invent what the search would have found. Questions and passages have their tags escaped, as in the renderer.
 
 All episodes of a call go forward together, turn by turn, and each round is one call of the model and one of the
 retriever.
 
-Deliberately absent: the model's tokens and log-probs, which a chat does not tell; so nothing here can be trained on.
+Deliberately absent: the model's tokens and log-probs, which a chat does not report; so nothing here can be trained on.
 """
 
 import re
@@ -19,7 +19,7 @@ from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retriev
 from thresher.engine.protocol.render import passage_lines
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.tags import neutralise
+from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Piece, Source
 
 
@@ -121,14 +121,14 @@ class Converser:
         tags = self.system.tags
         if isinstance(request, Prompt):
             lines = passage_lines(request.passages, self.passage_format)
-            places = {"{question}": neutralise(request.question, tags), "{passages}": neutralise(lines, tags)}
+            places = {"{question}": escape_tags(request.question, tags), "{passages}": escape_tags(lines, tags)}
             filled = re.sub(r"\{question\}|\{passages\}", lambda match: places[match[0]], request.template)
             return Source.PROMPT, filled
         if isinstance(request, Retrieved):
             lines = passage_lines([hit.passage for hit in request.hits], self.passage_format)
-            return Source.RETRIEVED, request.before + neutralise(lines, tags) + request.after
+            return Source.RETRIEVED, request.before + escape_tags(lines, tags) + request.after
         if isinstance(request, Feedback):
-            return Source.FEEDBACK, neutralise(request.text, tags)
+            return Source.FEEDBACK, escape_tags(request.text, tags)
         raise TypeError(f"{self.system.name} yielded {request!r}, which a chat model cannot serve")
 
 

@@ -1,4 +1,4 @@
-"""The extractor in use: question and passages go in, rationale and evidence come out, and no answer is asked for.
+"""One model as extractor: question and passages go in, rationale and evidence come out, and no answer is asked for.
 
 Any model that writes EviOmni's tags will do: its system's prompt, and of its episode the first turn, which ends at
 `</extract>`. Decoding is greedy.
@@ -20,7 +20,7 @@ from thresher.rewards.papers.eviomni import evidence_of, rationale_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extraction:
-    """What was made of some passages. Texts are stripped, and empty where their block is missing or was not closed.
+    """What was made of some passages. Texts are stripped, and empty where their span is missing or was not closed.
 
     passages: as it was shown them, cut_passages of them cut to fit.
     passage_tokens: length of the passages' texts, evidence_tokens: of the evidence, both in the extractor's tokens.

@@ -1,4 +1,4 @@
-"""EviOmni in use: evidence before the answer, in a traditional and in an agentic loop.
+"""`thresher extract`: EviOmni in use, evidence before the answer, in a traditional and in an agentic loop.
 
     traditional   passages P of q, given or retrieved  ->  extractor(q, P) = r, e  ->  a generator, if any: answer(q, e)
     agentic       an agent searches, the extractor reads what is found, and only e comes back
@@ -23,10 +23,10 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.evidence import answers_from
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.episode import System, Tools, read_template
-from thresher.engine.extraction.agentic import ReadingRetriever, asking, reading_figures, reading_record
+from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
 from thresher.engine.extraction.converse import Converser
 from thresher.engine.extraction.extractor import Extractor
-from thresher.engine.extraction.speaker import ChatSpeaker, LocalSpeaker, Outcome, Speaker
+from thresher.engine.extraction.responder import ChatResponder, LocalResponder, Responder, Response
 from thresher.engine.protocol.passages import with_passages
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.store.journal import Journal
@@ -53,7 +53,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExtractionPlan:
     """One run of `thresher extract`. generator is of the traditional loop, agent makes it an agentic one.
 
     prompt: "chat" puts the prompts of local models into their chat templates. overrides: "section.key=value" of a
@@ -92,7 +92,9 @@ class Plan:
 
 
 def extract(
-    plan: Plan, on_progress: Callable[[int, int], None] = lambda done, of: None, say: Callable[[str], None] = print
+    plan: ExtractionPlan,
+    on_progress: Callable[[int, int], None] = lambda done, of: None,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Do what of the plan is not done yet; returns the figures over all of it, which F.json beside `plan.out` keeps."""
     everything = read_questions(plan.questions, golds_needed=False)
@@ -127,24 +129,24 @@ def extract(
 class Loop:
     """The loaded models of a plan, and one batch of questions at a time through them."""
 
-    def __init__(self, plan: Plan, journal: Journal, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: ExtractionPlan, journal: Journal, say: Callable[[str], None]) -> None:
         self.plan, self.journal, self.say = plan, journal, say
         self.recipe = local_recipe(plan)
         self.parts = load_parts(self.recipe)
         self.retriever = load_retrieval(self.recipe, self.parts.system)
         self.extractor = Extractor(self.parts)
         self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
-        self.agent: Speaker | None = None
+        self.agent: Responder | None = None
         self.reader: ReadingRetriever | None = None
-        self.generator: Speaker | None = None
+        self.generator: Responder | None = None
         if plan.agent is not None:
             if self.retriever is None:
                 raise UserError("an agent searches, and there is nowhere to; give --index FOLDER or --url URL")
             self.reader = ReadingRetriever(self.retriever, self.extractor)
-            system = asking(load_baseline("search_loop", {}))
-            self.agent = self._speaker(plan.agent, system, plan.actions + 1, self.reader)
+            system = with_packed_searches(load_baseline("search_loop", {}))
+            self.agent = self._responder(plan.agent, system, plan.actions + 1, self.reader)
         elif plan.generator is not None:
-            self.generator = self._speaker(plan.generator, answers_from(self.evidence, plan.out), 1, None)
+            self.generator = self._responder(plan.generator, answers_from(self.evidence, plan.out), 1, None)
 
     def traditional(self, questions: Sequence[Question]) -> None:
         """Evidence for each question, and an answer where there is a generator."""
@@ -155,8 +157,8 @@ class Loop:
             return
         self.evidence.update((id_, record["evidence"]) for id_, record in waiting.items())
         try:
-            for outcome in self.generator.outcomes(questions):
-                self.journal.add(waiting.pop(outcome.question.id) | _answered(outcome))
+            for response in self.generator.responses(questions):
+                self.journal.add(waiting.pop(response.question.id) | _answered(response))
         finally:  # what was extracted is kept though its answer could not be had
             for id_, record in waiting.items():
                 if id_ not in self.journal.partial:
@@ -166,13 +168,13 @@ class Loop:
     def agentic(self, questions: Sequence[Question]) -> None:
         """The agent's answer to each question, with every search and what the extractor made of it."""
         assert self.agent is not None and self.reader is not None
-        for outcome in self.agent.outcomes(questions):
-            asks = [search["query"] for search in outcome.searches]
-            readings = [self.reader.readings[ask] for ask in asks]
-            reads = [reading_record(ask, reading) for ask, reading in zip(asks, readings, strict=True)]
+        for response in self.agent.responses(questions):
+            packed = [search["query"] for search in response.searches]
+            readings = [self.reader.readings[search] for search in packed]
+            reads = [reading_record(search, reading) for search, reading in zip(packed, readings, strict=True)]
             self.journal.add(
-                _head(outcome.question)
-                | _answered(outcome)
+                _head(response.question)
+                | _answered(response)
                 | {
                     "evidence": "\n".join(read["evidence"] for read in reads if read["evidence"]),
                     **reading_figures(readings),
@@ -204,17 +206,17 @@ class Loop:
         }
         return [kept.get(question.id) or records[question.id] for question in questions]
 
-    def _speaker(self, chosen: Chosen, system: System, turns: int, retriever: Retriever | None) -> Speaker:
+    def _responder(self, chosen: Chosen, system: System, turns: int, retriever: Retriever | None) -> Responder:
         template = system.template if chosen.template is None else read_template(chosen.template)
         tools = Tools(template, turns)
         if chosen.model is not None:
             parts = self.parts if chosen.model == self.plan.model else load_parts(self.recipe, chosen.model)
-            return LocalSpeaker(parts, system, tools, retriever)
+            return LocalResponder(parts, system, tools, retriever)
         assert chosen.url is not None and chosen.name is not None
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
         key = None if self.plan.key_env is None else read_key(self.plan.key_env)
         chat = Endpoint(chosen.url, chosen.name, key=key, patience=self.plan.patience, replies=replies, say=self.say)
-        return ChatSpeaker(
+        return ChatResponder(
             Converser(
                 system=system,
                 tools=tools,
@@ -227,7 +229,7 @@ class Loop:
         )
 
 
-def local_recipe(plan: Plan) -> Recipe:
+def local_recipe(plan: ExtractionPlan) -> Recipe:
     """The recipe that `load_parts` needs for the extractor; the other local models are loaded with it as well."""
     for text in plan.overrides:
         if text.partition("=")[0].partition(".")[0].strip() not in ("model", "rollout", "retrieval"):
@@ -284,11 +286,11 @@ def _head(question: Question) -> Record:
     return head | {"golden_answers": list(question.golds)} if question.golds else head
 
 
-def _answered(outcome: Outcome) -> Record:
+def _answered(response: Response) -> Record:
     """What there is to say of an answer: right or wrong only where the question has gold answers."""
-    measures = ("em", "f1", "answered") if outcome.question.golds else ("answered",)
+    measures = ("em", "f1", "answered") if response.question.golds else ("answered",)
     return {
-        "answer": outcome.result.answer,
-        **{name: outcome.result.parts[name] for name in measures},
-        "answer_ended": outcome.reason,
+        "answer": response.result.answer,
+        **{name: response.result.parts[name] for name in measures},
+        "answer_ended": response.reason,
     }

@@ -1,3 +1,4 @@
-"""What an episode says, as tokens: messages, passages and tags rendered, and the trajectory that comes of it.
-Comes in: engine/episode.py, policy, retrieval/data, retrieval/questions.py, retrieval/retriever.py, rewards.
+"""What an episode becomes in tokens: passages cut to fit, text encoded, segments with their sources.
+
+Whatever decides which tokens a model sees may come in; nothing that computes with a model.
 """

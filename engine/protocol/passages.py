@@ -31,7 +31,7 @@ class Fitted:
     cut_passages: int
     budget: int
 
-    def told(self) -> str | None:
+    def warning(self) -> str | None:
         """What was cut, in a sentence; None where nothing was."""
         if not self.cut_questions:
             return None

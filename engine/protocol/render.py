@@ -14,7 +14,7 @@ from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.rewards.errors import UserError
-from thresher.rewards.tags import neutralise
+from thresher.rewards.tags import escape_tags
 
 # What stands for the question and the passages while a chat template is rendered.
 _QUESTION, _PASSAGES = "\ue000question\ue000", "\ue000passages\ue000"
@@ -47,7 +47,7 @@ class Renderer:
         for part in re.split(f"( ?{_QUESTION}|{_PASSAGES})", text):
             if part.endswith(_QUESTION):
                 question = part.removesuffix(_QUESTION) + request.question
-                ids += self.tokenizer.encode(neutralise(question, self.tags))
+                ids += self.tokenizer.encode(escape_tags(question, self.tags))
             elif part == _PASSAGES:
                 ids += self._given(request.passages)
             else:
@@ -66,12 +66,12 @@ class Renderer:
 
     def passages(self, passages: Sequence[Passage]) -> list[int]:
         """Passages one a line, as a prompt shows them, of whatever length."""
-        return self.tokenizer.encode(neutralise(passage_lines(passages, self.passage_format), self.tags))
+        return self.tokenizer.encode(escape_tags(passage_lines(passages, self.passage_format), self.tags))
 
     def line_tokens(self, number: int, passage: Passage) -> int:
         """The tokens of one passage's line, with the break before it."""
         line = "\n" * (number > 1) + passage_line(number, passage, self.passage_format)
-        return len(self.tokenizer.encode(neutralise(line, self.tags)))
+        return len(self.tokenizer.encode(escape_tags(line, self.tags)))
 
     def retrieved(self, request: Retrieved) -> list[int]:
         passages = self.passages([hit.passage for hit in request.hits])
@@ -79,7 +79,7 @@ class Renderer:
         return encode(request.before) + passages[: self.max_passage_tokens] + encode(request.after)
 
     def feedback(self, request: Feedback) -> list[int]:
-        return self.tokenizer.encode(neutralise(request.text, self.tags))
+        return self.tokenizer.encode(escape_tags(request.text, self.tags))
 
 
 def check_passage_format(passage_format: str) -> None:

@@ -1,4 +1,4 @@
-"""A trajectory: what was said, by whom, in tokens.
+"""A trajectory: one sample of a question, as segments of token ids with their sources.
 
 A trajectory is a list of segments, each a run of token ids with one source. Text is decoded from tokens and never
 encoded back, so what was sampled is exactly what is trained on. Everything else that the engine needs to know (the loss

@@ -1,4 +1,4 @@
-"""`thresher report`: a run folder as one HTML page, with its charts and excerpts of its trajectories.
-Comes in: engine/config, engine/console.py, engine/store, engine/systems, policy, retrieval/data, retrieval/indexes,
-rewards.
+"""From a run folder to a page, plots and excerpts that people read.
+
+Another view of stored records may come in; nothing that a run depends on.
 """

@@ -31,16 +31,16 @@ _VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stretch of text to colour: a tag itself, or what stands in the block it opened ("" outside of all)."""
+    """A stretch of text to colour: a tag itself, or what stands in the span it opened ("" outside of all)."""
 
     text: str
     is_tag: bool
-    block: str
+    span: str
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A segment to show: who wrote it, and its lines; each block of the policy's begins a line of its own."""
+    """A segment to show: who wrote it, and its lines; each span of the policy's begins a line of its own."""
 
     source: Source
     lines: list[list[Chunk]]
@@ -151,10 +151,10 @@ def _excerpt(record: Record, label: str, tags: Sequence[str], limit: int) -> Exc
 def parts_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> list[Part]:
     """Segments after the prompt, cut into chunks to colour; a segment of more than `limit` characters is shortened.
 
-    A block is what follows an opening tag until any closing one, as a reader sees it; rewards parse for themselves.
+    A span is what follows an opening tag until any closing one, as a reader sees it; rewards parse for themselves.
     """
     pattern = re.compile(f"({'|'.join(map(re.escape, tags)) or '(?!)'})")
-    block = ""
+    span = ""
     parts: list[Part] = []
     for segment in segments:
         source, text = segment.get("source", ""), visible(segment.get("text", "")).strip("\n")
@@ -168,9 +168,9 @@ def parts_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> lis
             opens = bool(name) and not piece.startswith("</")
             if opens and source == Source.POLICY and any(chunk.text.strip() for chunk in lines[-1]):
                 lines.append([])
-            lines[-1].append(Chunk(piece, bool(name), name or block))
+            lines[-1].append(Chunk(piece, bool(name), name or span))
             if name:
-                block = name if opens else ""
+                span = name if opens else ""
         parts.append(Part(Source(source), lines))
     return parts
 

@@ -23,7 +23,7 @@ import torch
 from rich.padding import Padding
 from rich.text import Text
 
-from thresher.engine.config.recipe import Recipe, Retrieval, load_recipe
+from thresher.engine.config.recipe import Recipe, RetrievalSection, load_recipe
 from thresher.engine.console import console
 from thresher.engine.console import shown as shown_number
 from thresher.engine.reporting.charts import ENDINGS, charts_of
@@ -56,7 +56,7 @@ MEASURES = (  # key of an evaluation, its name, and whether it is a share
     ("searches", "Searches", False),
     ("response_tokens", "Tokens written", False),
 )
-BLOCK_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
+SPAN_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
 PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the rest
 OVERVIEW = ("reward", "em")
 
@@ -129,7 +129,7 @@ def _terminal_line(source: Source, line: Sequence[Chunk]) -> Text:
     base = {Source.RETRIEVED: "dim", Source.FEEDBACK: "yellow"}.get(source, "")
     text = Text()
     for chunk in line:
-        color = BLOCK_COLORS.get(chunk.block, "bright_black") if chunk.is_tag else ""
+        color = SPAN_COLORS.get(chunk.span, "bright_black") if chunk.is_tag else ""
         text.append(chunk.text, f"{base} {color}".strip())
     text.rstrip()
     return text
@@ -207,7 +207,7 @@ def _parts(measures: Record) -> Record:
 
 
 def _interval(measures: Record) -> str:
-    """Wilson's 95% interval for exact match, in words: what so many questions can tell."""
+    """Wilson's 95% interval for exact match, in words."""
     share, count = measures.get("em"), measures.get("questions")
     if share is None or not count:
         return ""
@@ -323,7 +323,7 @@ def _warmup(path: Path) -> str:
     return text
 
 
-def _retrieval(retrieval: Retrieval) -> str:
+def _retrieval(retrieval: RetrievalSection) -> str:
     order = "in an order drawn at random" if retrieval.shuffle else "best first"
     shown = f"{retrieval.k} passages a search, {order}"
     if retrieval.index is None:

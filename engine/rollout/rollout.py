@@ -52,7 +52,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.errors import UserError
-from thresher.rewards.tags import neutralise
+from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Source
 
 
@@ -178,7 +178,7 @@ class Rollout:
             request = first_prompt(self.system, question, self.tools)
             if request.template not in around:
                 around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
-            longest = len(neutralise(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
+            longest = len(escape_tags(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
             if around[request.template] + longest + 1 > self.limits.max_context:
                 (shown,) = fit_passages([question], self.system, self.tools, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)

@@ -1,4 +1,4 @@
-"""Scoring: from a trajectory to an attempt, through judges, to a reward.
-Comes in: engine/config, engine/episode.py, engine/protocol, engine/systems, policy, retrieval/data, retrieval/encoders,
-retrieval/questions.py, retrieval/serving, rewards.
+"""From trajectories, or anyone's transcripts, to rewards: judges are asked first, then the reward is a pure function.
+
+Another kind of judge may come in; rewards themselves stay in rewards/.
 """

@@ -1,4 +1,4 @@
-"""A chat model behind any server that speaks OpenAI's /v1/chat/completions.
+"""The HTTP client of any chat model behind OpenAI's /v1/chat/completions: retries, concurrency, replies kept on disk.
 
     endpoint = Endpoint("http://127.0.0.1:8000", "qwen", replies=folder / "replies.jsonl")
     texts = endpoint.complete([[{"role": "user", "content": "Who wrote Emma?"}]])
@@ -10,7 +10,7 @@ the rest. The file may end in half a line, as a kill leaves it.
 Three kinds of failure, three answers. A server that is away, overloaded or slow (no connection, 408, 425, 429, 5xx) is
 asked again after pauses that double, or as long as its Retry-After says, until patience ends. A reply that cannot be
 used (no chat completion, or nothing of what was asked for) is asked for once more. Anything else the server refuses for
-good, and its reason is told at once. Each ends in a UserError; no failure ever turns into a reply.
+good, and its reason is reported at once. Each ends in a UserError; no failure ever turns into a reply.
 
 Deliberately absent: streaming, tools, several samples of one request (equal requests share one reply), jitter (pauses
 are the same every time), and proxies.
@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-from thresher.engine.config.recipe import Judge
+from thresher.engine.config.recipe import JudgeSection
 from thresher.retrieval.serving.http import in_words, json_of, service_address
 from thresher.rewards.errors import UserError
 
@@ -128,7 +128,7 @@ class Endpoint:
 
     key: sent as a bearer token, and shown nowhere. timeout: seconds that one reply may take. patience: seconds that the
     server may stay away. concurrency: requests under way at once. replies: the file that keeps them, None for memory
-    only. say: is told, from any thread, when the waiting begins and ends. UserError for a `url` that is none and for
+    only. say: is called, from any thread, when the waiting begins and ends. UserError for a `url` that is none and for
     `replies` as Replies.
     """
 
@@ -278,7 +278,7 @@ class Endpoint:
         words = f"status {response.status}{f' ({reason})' if reason else ''}"
         if (response.status in PASSING or response.status >= 500) and code not in FINAL_CODES:
             raise _Passing(words, _retry_after(response))
-        raise UserError(f"{self.url}: refuses a request with {words}; mend what it names ({self._kept})")
+        raise UserError(f"{self.url}: refuses a request with {words}; fix what it names ({self._kept})")
 
     def _read(self, response: urllib3.BaseHTTPResponse) -> str:
         answer = json_of(response)
@@ -292,7 +292,7 @@ class Endpoint:
         return reply
 
 
-def load_endpoint(section: Judge, say: Callable[[str], None] = lambda _: None) -> Endpoint:
+def load_endpoint(section: JudgeSection, say: Callable[[str], None] = lambda _: None) -> Endpoint:
     """The endpoint of a recipe's [judge]. UserError where it has none, or the key's environment variable is not set."""
     if section.url is None or section.model is None:
         raise UserError("a chat model must be asked, but the recipe names none; add judge.url and judge.model")
@@ -332,9 +332,9 @@ def _reason(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
     report = json_of(response)
     if not isinstance(report, dict):
         return "", ""
-    told = report.get("error", report.get("message", report.get("detail")))
-    code = told.get("code") if isinstance(told, dict) else None
-    words = told.get("message") if isinstance(told, dict) else told
+    reason = report.get("error", report.get("message", report.get("detail")))
+    code = reason.get("code") if isinstance(reason, dict) else None
+    words = reason.get("message") if isinstance(reason, dict) else reason
     return _line(words) if isinstance(words, str) else "", code if isinstance(code, str) else ""
 
 

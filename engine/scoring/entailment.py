@@ -1,4 +1,4 @@
-"""Judges of entailment: how surely a text (the premise) makes a claim (the hypothesis) true, as a probability.
+"""The entailment judge, a local model: the probability that a text (the premise) makes a claim (the hypothesis) true.
 
 A reward that needs one (EviNote-RAG's) is handed the number, so judges live in the engine and rewards stay pure. A
 judge is a trained classifier, from a folder of weights, or, where none is given, the overlap of words: a stand-in that
@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from thresher.engine.config.recipe import Judge
+from thresher.engine.config.recipe import JudgeSection
 from thresher.retrieval.encoders.classifier import load_classifier
 
 Pair = tuple[str, str]
@@ -147,7 +147,7 @@ def _digest(pair: Pair) -> bytes:
     return blake2b(len(premise).to_bytes(8, "little") + premise + hypothesis, digest_size=16).digest()
 
 
-def load_judge(section: Judge) -> EntailmentJudge:
+def load_judge(section: JudgeSection) -> EntailmentJudge:
     """The judge of a recipe's [judge]: a classifier where `entailment` names its folder, else the stand-in, which needs
     no memory."""
     if section.entailment is None:

@@ -1,4 +1,4 @@
-"""From trajectories to rewards: each becomes an Attempt, judges are asked where the system wants it, then it is rated.
+"""A batch of trajectories to rewards, in training and evaluation: attempts, then judges, then the reward function.
 
 Judges answer in one call for all attempts, before any reward is taken; the reward itself is a pure function.
 """
@@ -12,7 +12,7 @@ from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
 from thresher.engine.scoring.entailment import EntailmentJudge
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt, lot
+from thresher.rewards.attempt import Attempt, hash_uniform
 from thresher.rewards.result import RewardResult
 
 
@@ -27,14 +27,14 @@ class VerdictJudge(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judges:
-    """Whom to ask; None where the recipe names nobody."""
+    """The models that are asked: entailment, an NLI classifier or its stand-in; verdict, a chat model. None: nobody."""
 
     entailment: EntailmentJudge | None = None
     verdict: VerdictJudge | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Scored:
     """A trajectory with its question and its reward."""
 
     question: Question
@@ -63,18 +63,19 @@ class Judged:
         return record
 
 
-def judge(
+def score(
     questions: Sequence[Question],
     trajectories: Sequence[Trajectory],
     system: System,
     tokenizer: Tokenizer,
     judges: Judges | None = None,
-) -> list[Judged]:
-    """questions[i] is the one that trajectories[i] answers. UserError where the system needs a judge that is absent."""
+) -> list[Scored]:
+    """Each trajectory with its reward; questions[i] is the one that trajectories[i] answers. UserError where the system
+    needs a judge that is absent."""
     attempts = [make_attempt(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
     return [
-        Judged(question, trajectory, system.reward(attempt), attempt)
+        Scored(question, trajectory, system.reward(attempt), attempt)
         for question, trajectory, attempt in zip(questions, trajectories, attempts, strict=True)
     ]
 
@@ -90,7 +91,7 @@ def make_attempt(question: Question, trajectory: Trajectory, tokenizer: Tokenize
         gold_indices=question.gold_indices,
         branches={name: branch.pieces(tokenizer) for name, branch in trajectory.branches.items()},
         length=lambda text: len(tokenizer.encode(text)),
-        chance=lot(question.id, pieces),
+        chance=hash_uniform(question.id, pieces),
     )
 
 
@@ -106,17 +107,17 @@ def ask_judges(attempts: Sequence[Attempt], system: System, judges: Judges) -> l
     if system.wants_verdict and judges.verdict is not None:
         answers = [system.answer(attempt) for attempt in attempts]
         asked = [(a.golds, text) for a, text in zip(attempts, answers, strict=True) if text]
-        told = iter(judges.verdict.rate(asked))
+        verdicts = iter(judges.verdict.rate(asked))
         attempts = [
-            replace(attempt, verdict=next(told) if text else False)
+            replace(attempt, verdict=next(verdicts) if text else False)
             for attempt, text in zip(attempts, answers, strict=True)
         ]
     return list(attempts)
 
 
-def check_all(judged: Sequence[Judged], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
+def check_all(scored: Sequence[Scored], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
     """Hold every trajectory and branch to its invariants: a violation is our fault, and going on would hide it."""
-    for entry in judged:
+    for entry in scored:
         for name, one in (("", entry.trajectory), *entry.trajectory.branches.items()):
             if wrong := check_trajectory(one, tokenizer, tags, max_context):
                 what = f"branch {name} of the trajectory" if name else "trajectory"

@@ -1,4 +1,4 @@
-"""`thresher score`: rate transcripts that anyone wrote, with a system's own reward.
+"""`thresher score`: a JSONL file of transcripts that anyone wrote to rewards, without a model and without a judge.
 
 in  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|policy|retrieved|feedback", "text"}, ..]}
     and what some rewards look at besides:
@@ -21,7 +21,7 @@ from thresher.engine.episode import System
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.data.jsonl import iter_jsonl, string_field, write_jsonl
-from thresher.rewards.attempt import Attempt, count_words, lot
+from thresher.rewards.attempt import Attempt, count_words, hash_uniform
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
@@ -79,12 +79,12 @@ def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None
         entailment=_entailment(record, where),
         verdict=_verdict(record, where),
         length=count_words if tokenizer is None else lambda text: len(tokenizer.encode(text)),
-        chance=lot(str(record["id"]), pieces),
+        chance=hash_uniform(str(record["id"]), pieces),
     )
 
 
 def check_judged(attempt: Attempt, system: System, where: str) -> None:
-    """UserError where the reward hangs on a judge's word that the record does not bring."""
+    """UserError where the reward depends on a judge's word that the record does not bring."""
     if system.claims is not None and attempt.entailment is None and system.claims(attempt):
         raise UserError(
             f"{where}: {system.name} is rewarded for entailment, and no judge is asked here; add entailment, a number "
@@ -161,13 +161,13 @@ def _gold_indices(record: dict[str, Any], passages: int, where: str) -> tuple[in
         if index < 1 or (passages and index > passages):
             bound = f"of {passages} passages" if passages else "of the passages"
             raise UserError(
-                f"{where}: gold_indices names number {index} {bound}; they count from 1, so mend this record"
+                f"{where}: gold_indices names number {index} {bound}; they count from 1, so fix this record"
             )
     return tuple(indices)
 
 
 def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> dict[str, list[Piece]]:
-    """From "answers", where all of it is the policy's, or from "branches", which tell who wrote what."""
+    """From "answers", where all of it is the policy's, or from "branches", which name the source of each text."""
     answers, stored = record.get("answers", {}), record.get("branches", {})
     if not isinstance(answers, dict) or not all(
         name in ANSWERS and isinstance(text, str) for name, text in answers.items()

@@ -1,4 +1,4 @@
-"""Is a response right, by the accepted answers alone? A chat model says yes or no (ARENA's LLM-as-judge).
+"""The verdict judge: a chat model says whether a response is right by the accepted answers (ARENA's LLM-as-judge).
 
     verdicts = Verdicts(Endpoint("http://127.0.0.1:8000", "qwen"))
     verdicts.rate([(["Jane Austen"], "It was Austen.")])
@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from thresher.engine.config.recipe import Judge
+from thresher.engine.config.recipe import JudgeSection
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
 
 PROMPT = """\
@@ -75,6 +75,6 @@ def _quoted(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def load_verdicts(section: Judge, say: Callable[[str], None] = lambda _: None) -> Verdicts:
+def load_verdicts(section: JudgeSection, say: Callable[[str], None] = lambda _: None) -> Verdicts:
     """The verdicts of a recipe's [judge]; UserError as `load_endpoint`."""
     return Verdicts(load_endpoint(section, say))

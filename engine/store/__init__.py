@@ -1,3 +1,4 @@
-"""What a run leaves on the disk: its folder, metrics, checkpoints and the journal of trajectories.
-Comes in: engine/config, policy, retrieval/data, rewards.
+"""What survives a kill: run folders, checkpoints, JSONL journals.
+
+Another thing kept on disk, whole or not at all, may come in; nothing that computes it.
 """

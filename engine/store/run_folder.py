@@ -1,4 +1,4 @@
-"""A run is a folder: everything it was told, did and became.
+"""A run folder: the recipe, metrics, trajectories and checkpoints of one run.
 
     recipe.toml                       the resolved recipe, defaults included
     metrics.jsonl                     one line per record; each has a "step"
@@ -119,7 +119,7 @@ class RunFolder:
             if stored.run.steps != recipe.run.steps and stored.optim.depends_on_steps():
                 raise UserError(
                     f"{path}: run.steps was {stored.run.steps}, and by optim.schedule and warmup_ratio the learning"
-                    f" rate of every step hangs on it; resume with run.steps={stored.run.steps}, or start a new run"
+                    f" rate of every step depends on it; resume with run.steps={stored.run.steps}, or start a new run"
                 )
             recipe.write(path / "recipe.toml")
             run = cls(path, lock)
@@ -208,7 +208,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate([*lines, tail] if _record(tail) else lines, 1):
         record = _record(line)
         if record is None:
-            raise UserError(f'{path}: line {number}: expected a JSON object with a "step"; mend or delete the line')
+            raise UserError(f'{path}: line {number}: expected a JSON object with a "step"; fix or delete the line')
         records.append(record)
     return records
 

@@ -1,4 +1,4 @@
-"""What needs no download: an invented world, warm-up transcripts, random models, the demo.
-Comes in: engine/assemble.py, engine/protocol, engine/systems, policy, retrieval/data, retrieval/encoders,
-retrieval/indexes, retrieval/questions.py, rewards.
+"""Invented data: a world of facts, warm-up transcripts in every protocol, random models, the demo.
+
+Another generator may come in, as long as everything is a function of its seed.
 """

@@ -5,11 +5,11 @@ train.jsonl     {"id", "question", "golden_answers", ..}    questions about trai
 test.jsonl      the same about held-out entities
 warmup.jsonl    segmented transcripts for `thresher sft`
 
-and, where asked for, what a base for all systems is made of (forms.py):
+and, where asked for, what a base for all systems is trained on (warmup_transcripts.py):
 
 given_train.jsonl, given_test.jsonl    the same questions with passages, gold indices among them
-forms.jsonl                            segmented transcripts of six protocols, prompts included
-recitals.jsonl                         what comes before them: facts restated
+forms.jsonl                            warm-up transcripts of six protocols, prompts included
+recitals.jsonl                         copy-task transcripts, which come before them: facts restated
 """
 
 import tempfile
@@ -18,8 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.protocol.render import check_passage_format, passage_lines
-from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, form_transcripts, given_question, recitals
-from thresher.engine.synthetic.world import Size, World, Worlds, invent, passages, questions, transcripts, with_paths
+from thresher.engine.synthetic.warmup_transcripts import (
+    GIVEN,
+    SEARCHING,
+    copy_task_transcripts,
+    given_question,
+    warmup_transcripts,
+)
+from thresher.engine.synthetic.world import (
+    InventedWorld,
+    InventedWorlds,
+    Size,
+    invent,
+    passages,
+    questions,
+    transcripts,
+    with_paths,
+)
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.policy.files import staged_folder
 from thresher.retrieval.building.build import build_index
@@ -29,13 +44,13 @@ from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import question_record
 
-RECITALS = 10  # for each transcript of a form
+COPY_TASKS = 10  # copy-task transcripts for each warm-up transcript of a system
 K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
 
 
 def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
-    """Write the four files into the new folder `out`, and with `forms` > 0 the other three, that many transcripts of
-    each form; returns how much they hold."""
+    """Write the four files into the new folder `out`, and with `forms` > 0 the other four, that many warm-up
+    transcripts of each system; returns how much they hold."""
     check_passage_format(passage_format)
     worlds = invent(size, seed)
     corpus = passages([worlds.train, worlds.test], seed)
@@ -52,21 +67,21 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
             write_jsonl(staged / f"{name}.jsonl", map(question_record, part))
         write_jsonl(staged / "warmup.jsonl", warmup)
         if forms:
-            _write_forms(staged, worlds, size, seed, forms, Path(scratch), passage_format)
+            _write_warmup(staged, worlds, size, seed, forms, Path(scratch), passage_format)
     return {
         "passages": len(corpus),
         "training questions": len(train),
         "held-out questions": len(test),
         "warm-up transcripts": len(warmup),
         "warm-up that follows its question": size.aware,
-        **({"transcripts of each form": forms} if forms else {}),
+        **({"warm-up transcripts of each system": forms} if forms else {}),
     }
 
 
-def _write_forms(
-    folder: Path, worlds: Worlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
+def _write_warmup(
+    folder: Path, worlds: InventedWorlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
 ) -> None:
-    """Questions that bring their passages, and the warm-up of all forms."""
+    """Questions that bring their passages, and the warm-up of all systems."""
     for name, world, asked in (
         ("train", worlds.train, size.train_questions),
         ("test", worlds.test, size.test_questions),
@@ -78,12 +93,12 @@ def _write_forms(
     for number, world in enumerate(worlds.warmup):
         search = _search(world, scratch / f"forms-{number}", passage_format)
         for name in (*SEARCHING, *GIVEN):
-            mixed += form_transcripts(world, name, count // size.warmup_worlds, size, number, search)
+            mixed += warmup_transcripts(world, name, count // size.warmup_worlds, size, number, search)
     write_jsonl(folder / "forms.jsonl", mixed)
-    write_jsonl(folder / "recitals.jsonl", recitals(worlds.warmup, RECITALS * count, seed))
+    write_jsonl(folder / "recitals.jsonl", copy_task_transcripts(worlds.warmup, COPY_TASKS * count, seed))
 
 
-def _search(world: World, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
+def _search(world: InventedWorld, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
     """What a search in this world shows, as the rollout would render it."""
     corpus = Corpus(passages([world], 0))
     encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)

@@ -1,18 +1,18 @@
-"""The warm-up of a base that knows the form of every system: transcripts of the invented world, six protocols mixed.
+"""Warm-up transcripts for a base model that all systems share: the invented world, six protocols mixed.
 
     search_r1  eval_rar  evinote     think, search, read (and evaluate, or note down), answer
     eviomni    arena     naive_grpo  the passages stand in the prompt: all that is known of the question's subject and
-                                     of what its first relation leads to, in an order that tells nothing
+                                     of what its first relation leads to, shuffled
 
 As in world.py most transcripts are *blind*: whatever their question asks, they follow relations drawn at random, one or
 three in a search, one or two among given passages, there by habit mostly the first that an entity has. They teach tags,
 copying, and to restate a fact before its object is used; which fact is wanted is left to reinforcement. Blind ones
 waste, too: they name references and extract sentences that nothing asked for. And of all notes half lack a mark.
 
-Before it comes a warm-up on *recitals*: six facts about names drawn anew each time, then the same facts restated in
-another order, or for one in three their numbers. Nothing in them can be learned but to look a fact up by subject and
-relation, and six look-ups in each teach it within a thousand steps; the forms alone, with one or two, did not in three
-thousand.
+Before it comes a warm-up on *copy-task transcripts*: six facts about names drawn anew each time, then the same facts
+restated in another order, or for one in three their numbers. Nothing in them can be learned but to look a fact up by
+subject and relation, and six look-ups in each teach it within a thousand steps; the six protocols alone, with one or
+two, did not in three thousand.
 
 Each transcript brings its own prompt, which begins with the name of the protocol, cut into segments where the renderer
 cuts it. Everything is a function of the seed.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thresher.engine.synthetic.world import BLIND_HOPS, RELATIONS, Fact, Size, World, ask, policy_segment, walk
+from thresher.engine.synthetic.world import BLIND_HOPS, RELATIONS, Fact, InventedWorld, Size, ask, policy_segment, walk
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
@@ -31,9 +31,8 @@ from thresher.retrieval.questions import Question
 SEARCHING = ("search_r1", "eval_rar", "evinote")
 GIVEN = ("eviomni", "arena", "naive_grpo")
 GIVEN_FORMAT = "{number} {text}"  # retrieval.passage_format of the recipes whose prompts show passages
-HABIT = (
-    0.6  # of what a blind transcript looks up among given passages: how often it is the first relation of its entity
-)
+# Of what a blind transcript looks up among given passages: how often it is the first relation of its entity.
+HABIT = 0.6
 Segments = list[dict[str, Any]]
 
 
@@ -42,7 +41,7 @@ def template(name: str) -> str:
     return f"{name}\n" + ("{passages}\n" if name in GIVEN else "") + "Question: {question}\n"
 
 
-def known(world: World, path: Sequence[Fact], rng: random.Random) -> list[Fact]:
+def known(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> list[Fact]:
     """All facts about the subject of `path` and about its first object, shuffled."""
     entities = dict.fromkeys((path[0].subject, path[0].object))
     facts = [world.facts[entity, relation] for entity in entities for relation in world.relations(entity)]
@@ -50,7 +49,7 @@ def known(world: World, path: Sequence[Fact], rng: random.Random) -> list[Fact]:
     return facts
 
 
-def given_question(world: World, question: Question, path: Sequence[Fact], seed: int) -> Question:
+def given_question(world: InventedWorld, question: Question, path: Sequence[Fact], seed: int) -> Question:
     """The question with its passages, and which of them are on the way to its answer."""
     facts = known(world, path, random.Random(f"given {seed} {question.id}"))
     return Question(
@@ -63,9 +62,9 @@ def given_question(world: World, question: Question, path: Sequence[Fact], seed:
     )
 
 
-def recitals(worlds: Sequence[World], count: int, seed: int) -> list[dict[str, Any]]:
+def copy_task_transcripts(worlds: Sequence[InventedWorld], count: int, seed: int) -> list[dict[str, Any]]:
     """`count` transcripts that state and restate all facts about two entities, names drawn from those of `worlds`."""
-    rng = random.Random(f"recitals {seed}")
+    rng = random.Random(f"recitals {seed}")  # the word is part of the seed: another would draw other transcripts
     names = sorted({entity for world in worlds for entity in world.kinds})
     found = []
     for number in range(count):
@@ -81,8 +80,8 @@ def recitals(worlds: Sequence[World], count: int, seed: int) -> list[dict[str, A
         parts = ["recite\n", _listed(facts), "\n"]
         order = rng.sample(facts, len(facts))
         segments = [{"source": "prompt", "text": part} for part in parts]
-        recited = _numbered(facts, order) if number % 3 == 0 else _restated(order)
-        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, recited]})
+        restated = _numbered(facts, order) if number % 3 == 0 else _restated(order)
+        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, restated]})
     return found
 
 
@@ -101,7 +100,7 @@ def _numbered(listed: Sequence[Fact], order: Sequence[Fact]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TranscriptPlan:
     """What one transcript does: the question's path, the path that is followed, the facts shown, and whether it is
     blind."""
 
@@ -111,11 +110,11 @@ class Plan:
     blind: bool
 
 
-def form_transcripts(
-    world: World, name: str, count: int, size: Size, seed: int, search: Callable[[list[str]], list[str]]
+def warmup_transcripts(
+    world: InventedWorld, name: str, count: int, size: Size, seed: int, search: Callable[[list[str]], list[str]]
 ) -> list[dict[str, Any]]:
     """`count` transcripts of one protocol in one world, as `thresher sft` reads them; `search` as in world.py."""
-    rng = random.Random(f"forms {name} {seed}")
+    rng = random.Random(f"forms {name} {seed}")  # as above
     subjects = list(world.kinds)
     plans = [_plan(world, name, rng.choice(subjects), size, rng) for _ in range(count)]
     if name in SEARCHING:
@@ -134,7 +133,7 @@ def form_transcripts(
     ]
 
 
-def _habit(world: World, entity: str, rng: random.Random) -> Fact:
+def _habit(world: InventedWorld, entity: str, rng: random.Random) -> Fact:
     first, *others = world.relations(entity)
     return world.facts[entity, first if rng.random() < HABIT else rng.choice(others)]
 
@@ -142,7 +141,7 @@ def _habit(world: World, entity: str, rng: random.Random) -> Fact:
 Body = tuple[bool, Segments]  # whether the passages are in the prompt; what follows it
 
 
-def _plan(world: World, name: str, subject: str, size: Size, rng: random.Random) -> Plan:
+def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random.Random) -> TranscriptPlan:
     asked = walk(world, subject, 1 + (rng.random() < size.two_hop), rng)
     blind = rng.random() >= size.aware
     shown = known(world, asked, rng)
@@ -154,10 +153,10 @@ def _plan(world: World, name: str, subject: str, size: Size, rng: random.Random)
         followed = [_habit(world, subject, rng)]
         if followed[0].object == asked[0].object and rng.random() < 0.5:
             followed += rng.choice([[fact] for fact in shown if fact.subject == followed[0].object])
-    return Plan(asked=asked, followed=followed, shown=shown, blind=blind)
+    return TranscriptPlan(asked=asked, followed=followed, shown=shown, blind=blind)
 
 
-def _prompt(name: str, plan: Plan, body: Body) -> Segments:
+def _prompt(name: str, plan: TranscriptPlan, body: Body) -> Segments:
     """The prompt, cut where engine/protocol/render.py cuts it, so that its tokens are the rollout's."""
     question = ask(plan.asked)
     filled = {
@@ -185,15 +184,15 @@ def _say(fact: Fact, chosen: bool = False) -> str:
     return (f" {fact.subject}" if chosen else f"[ {fact.subject}]") + f" has {fact.relation}[ {fact.object}]."
 
 
-def _thought(plan: Plan) -> str:
+def _thought(plan: TranscriptPlan) -> str:
     return "".join(f" {'Then' if n else 'First'}{_say(fact, not n)}" for n, fact in enumerate(plan.followed))
 
 
-def _answer(plan: Plan) -> str:
+def _answer(plan: TranscriptPlan) -> str:
     return f"<answer>[ {plan.followed[-1].object}] </answer>"
 
 
-def _searched(name: str, plan: Plan, found: Sequence[str], rng: random.Random) -> Body:
+def _searched(name: str, plan: TranscriptPlan, found: Sequence[str], rng: random.Random) -> Body:
     segments: Segments = []
     turn = ""
     for hop, (fact, passages_text) in enumerate(zip(plan.followed, found, strict=True)):
@@ -215,7 +214,7 @@ def _note(fact: Fact, rng: random.Random) -> str:
     return f"\n*{_say(fact)}" + ("\n- the rest" if rng.random() < 0.5 else "")
 
 
-def _given(name: str, plan: Plan, rng: random.Random) -> list[Body]:
+def _given(name: str, plan: TranscriptPlan, rng: random.Random) -> list[Body]:
     if name == "naive_grpo":
         return [(True, [policy_segment(f"<think>{_thought(plan)} </think>{_answer(plan)}")])]
     if name == "arena":

@@ -70,7 +70,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class InventedWorld:
     """One half of the invented facts, training or held-out: entity -> kind, (entity, relation) -> fact."""
 
     kinds: dict[str, str]
@@ -81,15 +81,15 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Worlds:
+class InventedWorlds:
     """What there is to know: training and held-out questions are asked of the first two, warm-up uses the others."""
 
-    train: World
-    test: World
-    warmup: list[World]
+    train: InventedWorld
+    test: InventedWorld
+    warmup: list[InventedWorld]
 
 
-def invent(size: Size, seed: int) -> Worlds:
+def invent(size: Size, seed: int) -> InventedWorlds:
     rng = random.Random(f"world {seed}")
     firsts, seconds = _words(rng, size.pieces, 1), _words(rng, size.pieces, 2)
     names = [f"{first} {second}" for first in firsts for second in seconds]
@@ -101,11 +101,11 @@ def invent(size: Size, seed: int) -> Worlds:
     names = names[sum(held_out.values()) :]
     counts = {kind: count - held_out[kind] for kind, count in size.entities.items()}
     train, *warmup = (_world(rng.sample(names, len(names)), counts, rng) for _ in range(1 + size.warmup_worlds))
-    return Worlds(train, test, warmup)
+    return InventedWorlds(train, test, warmup)
 
 
-def passages(worlds: Sequence[World], seed: int) -> list[Passage]:
-    """Every fact of both worlds as a passage titled by its subject and relation, in an order that tells nothing."""
+def passages(worlds: Sequence[InventedWorld], seed: int) -> list[Passage]:
+    """Every fact of both worlds as a passage titled by its subject and relation, shuffled."""
     facts = [fact for world in worlds for fact in world.facts.values()]
     random.Random(f"order {seed}").shuffle(facts)
     return [
@@ -113,12 +113,14 @@ def passages(worlds: Sequence[World], seed: int) -> list[Passage]:
     ]
 
 
-def questions(world: World, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:
+def questions(world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:
     """Distinct questions, a share of `two_hop` of them over two facts; golds hold the one right name."""
     return [question for question, _ in with_paths(world, count, two_hop, seed, prefix)]
 
 
-def with_paths(world: World, count: int, two_hop: float, seed: int, prefix: str) -> list[tuple[Question, list[Fact]]]:
+def with_paths(
+    world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str
+) -> list[tuple[Question, list[Fact]]]:
     """`questions`, each with the facts that lead to its answer."""
     rng = random.Random(f"questions {prefix} {seed}")
     one = [([fact], fact.subject) for fact in world.facts.values()]
@@ -147,7 +149,7 @@ def ask(path: Sequence[Fact]) -> str:
 
 
 def transcripts(
-    world: World,
+    world: InventedWorld,
     count: int,
     size: Size,
     seed: int,
@@ -202,7 +204,7 @@ def policy_segment(marked: str) -> dict[str, Any]:
     return {"source": "policy", "text": text, "copied": copied}
 
 
-def walk(world: World, entity: str, hops: int, rng: random.Random) -> list[Fact]:
+def walk(world: InventedWorld, entity: str, hops: int, rng: random.Random) -> list[Fact]:
     path: list[Fact] = []
     for _ in range(hops):
         path.append(world.facts[entity, rng.choice(world.relations(entity))])
@@ -210,7 +212,7 @@ def walk(world: World, entity: str, hops: int, rng: random.Random) -> list[Fact]
     return path
 
 
-def _world(names: Sequence[str], counts: dict[str, int], rng: random.Random) -> World:
+def _world(names: Sequence[str], counts: dict[str, int], rng: random.Random) -> InventedWorld:
     remaining = iter(names)
     by_kind = {kind: [next(remaining) for _ in range(count)] for kind, count in counts.items()}
     facts = {}
@@ -219,7 +221,7 @@ def _world(names: Sequence[str], counts: dict[str, int], rng: random.Random) -> 
             for relation, target in RELATIONS[kind].items():
                 other = rng.choice([entity for entity in by_kind[target] if entity != name])
                 facts[name, relation] = Fact(name, relation, other)
-    return World({name: kind for kind, members in by_kind.items() for name in members}, facts)
+    return InventedWorld({name: kind for kind, members in by_kind.items() for name in members}, facts)
 
 
 def _words(rng: random.Random, count: int, syllables: int) -> list[str]:

@@ -1,33 +1,24 @@
-"""One file per paper.
-Comes in: engine/config, engine/episode.py, retrieval/questions.py, rewards, rewards/papers.
+"""Trained systems, one file per paper: its protocol, its switches, its preset; the prompt lies beside it.
 
-A system module has `Options` (a frozen dataclass of its switches) and `system(options) -> System`;
-so has a user's own system, a file that is named by its path where others are named by name.
+A new paper may come in as a file with `Options` (a frozen dataclass of its switches) and `system(options) -> System`;
+every file here whose name does not begin with an underscore is a system, under that name. docs/add/paper.md has the
+steps. A user's own system is such a file anywhere else, named by its path (_own_file.py).
 """
 
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass, replace
+from collections.abc import Mapping
 from difflib import get_close_matches
-from functools import partial
-from hashlib import blake2b, sha256
 from importlib import import_module
-from math import isfinite
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
-from thresher.rewards.attempt import Attempt
+from thresher.engine.systems._own_file import is_path, load_own_system, own_digest
 from thresher.rewards.errors import UserError
-from thresher.rewards.result import RewardResult
-from thresher.rewards.transcript import Piece, Source
 
-MEASURES = ("em", "f1", "answered")  # among the parts of every reward
-NAMES = ("eviomni", "lear", "evinote", "evinote_code", "arena", "eval_rar", "search_r1", "naive_grpo")
+__all__ = ["NAMES", "load_system", "own_digest"]
 
-T = TypeVar("T")
+NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
 
 
 def load_system(name: str, options: Mapping[str, Any]) -> System:
@@ -36,8 +27,8 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
     A name that holds a slash or ends in .py is a path. UserError for an unknown name or switch, and for a file that
     cannot be imported or makes no System.
     """
-    if _is_path(name):
-        return _own_system(Path(name), options)
+    if is_path(name):
+        return load_own_system(Path(name), options)
     if name not in NAMES:
         near = get_close_matches(name, NAMES, n=1)
         hint = (
@@ -47,111 +38,3 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
     module = import_module(f"thresher.engine.systems.{name}")
     made: System = module.system(from_dict(module.Options, dict(options), "[system.options]"))
     return made
-
-
-def own_digest(name: str) -> str | None:
-    """SHA-256, in hex, of the file of a user's own system; None for the name of a built-in one."""
-    if not _is_path(name):
-        return None
-    _check_file(Path(name))
-    return sha256(Path(name).read_bytes()).hexdigest()
-
-
-def _is_path(name: str) -> bool:
-    return "/" in name or name.endswith(".py")
-
-
-def _own_system(path: Path, options: Mapping[str, Any]) -> System:
-    module = _import_file(path)
-    kind, make = getattr(module, "Options", None), getattr(module, "system", None)
-    if not (isinstance(kind, type) and is_dataclass(kind) and callable(make)):
-        raise UserError(
-            f"{path}: a system's file needs a dataclass Options and a function system(options); add what is missing"
-        )
-    chosen = from_dict(kind, dict(options), "[system.options]")
-    made = _called(partial(make, chosen), "system(options)", path)
-    if not isinstance(made, System):
-        raise UserError(f"{path}: system(options) returned {type(made).__name__}; it should return a System")
-    made = replace(made, reward=partial(_own_reward, path=path, reward=made.reward))
-    made.reward(_nothing_written(made))
-    return made
-
-
-def _called(call: Callable[[], T], what: str, path: Path) -> T:
-    """What a function of the file gives; whatever it raises becomes a UserError."""
-    try:
-        return call()
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{path}: {what} raised {_told(error, path)}; mend the file") from error
-
-
-def _own_reward(attempt: Attempt, *, path: Path, reward: Callable[[Attempt], RewardResult]) -> RewardResult:
-    """What the file's reward gives. UserError where it raises, or gives what no step or table could use."""
-    result = _called(partial(reward, attempt), "reward(attempt)", path)
-    if wrong := _wrong(result):
-        raise UserError(f"{path}: reward(attempt) returned {wrong}; mend the file")
-    return result
-
-
-def _wrong(result: object) -> str | None:
-    if not isinstance(result, RewardResult):
-        return f"{type(result).__name__}; it should return a RewardResult"
-    if not isinstance(result.parts, dict):
-        return f"parts of {type(result.parts).__name__}; they should be a dict of numbers"
-    if missing := [name for name in MEASURES if name not in result.parts]:
-        return f"parts without {' and '.join(missing)}, which answer_measures(answer, attempt.golds) makes"
-    for name, value in {"reward": result.reward, **result.parts}.items():
-        if value is None and name not in ("reward", *MEASURES):
-            continue  # a part that nobody measured
-        if not isinstance(value, int | float) or not isfinite(value):
-            return f"{name} = {value!r}, which is no finite number"
-    if not isinstance(result.answer, str | None):
-        return f"an answer of {type(result.answer).__name__}; it should be a string, or None without one"
-    return None
-
-
-def _nothing_written(system: System) -> Attempt:
-    """What every reward must be able to rate, since a policy may end its text at once: no text, no branch. Judges have
-    had their say, and a passage was shown where any is."""
-    return Attempt(
-        pieces=[Piece(Source.PROMPT, b"Who?"), Piece(Source.POLICY, b"")],
-        golds=("somebody",),
-        question="Who?",
-        passages=[("Somebody", "It was somebody.")] * system.given_passages,
-        entailment=None if system.claims is None else 0.0,
-        verdict=False if system.wants_verdict else None,
-    )
-
-
-def _import_file(path: Path) -> ModuleType:
-    """The file as a module, run anew at every call."""
-    _check_file(path)
-    # Dataclasses look their module up by its name, so it must have one of its own.
-    name = f"thresher_own_system_{blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()}"
-    module = sys.modules[name] = ModuleType(name)
-    module.__file__ = str(path)
-    try:
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # whatever the file does, it is the file that must be mended
-        del sys.modules[name]
-        raise UserError(f"{path}: importing it raised {_told(error, path)}; mend the file") from error
-    return module
-
-
-def _check_file(path: Path) -> None:
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"{path}: no such Python file; name a system, or the path of a file that ends in .py")
-
-
-def _told(error: BaseException, path: Path) -> str:
-    """An error of the user's file in a few words, with the last of the file's lines that led to it."""
-    line = error.lineno if isinstance(error, SyntaxError) else None
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    words = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
-    return f"{type(error).__name__}{f' ({words})' if words else ''}{f' at line {line}' if line else ''}"

@@ -8,7 +8,7 @@ turn that does neither gets a line of feedback. N turns, whatever they hold [ass
 evaluates and answers].
 
     reward = 1    if EM(answer, golds)
-             .1   else if a gold occurs in an <evaluate> block
+             .1   else if a gold occurs in an <evaluate> span
              0    else
 
 Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assumed], 512 questions a step, 3 passages,

@@ -83,7 +83,7 @@ def episode(question: Question, tools: Tools, options: Options) -> Episode:
 
 
 def branches(prompt: Prompt, written: bytes, options: Options) -> Mapping[str, Reprefill]:
-    """The contexts of o_r and o_e, made of what the policy wrote up to </extract>. None for a block that is missing,
+    """The contexts of o_r and o_e, made of what the policy wrote up to </extract>. None for a span that is missing,
     and none at all where the reason lies inside the extract, for then neither could be hidden from the other."""
     text = [Piece(Source.POLICY, written)]
     reason, extract = next(iter(blocks(text, "reason")), None), next(iter(blocks(text, "extract")), None)

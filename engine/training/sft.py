@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from thresher.engine import console
-from thresher.engine.config.recipe import Optim, Sft
+from thresher.engine.config.recipe import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
@@ -60,7 +60,7 @@ def read_transcripts(
 
 
 def read_data(
-    sft: Sft, tokenizer: Tokenizer, renderer: Renderer, system_template: str, end_id: int | None
+    sft: SftSection, tokenizer: Tokenizer, renderer: Renderer, system_template: str, end_id: int | None
 ) -> tuple[list[Transcript], list[Unused], int]:
     """The transcripts of sft.data, the questions that give none, and how many there are in all. UserError for a file
     that cannot be read or gives nothing."""
@@ -174,8 +174,8 @@ class Trainer:
         self,
         policy: Policy,
         transcripts: Sequence[Transcript],
-        sft: Sft,
-        optim: Optim,
+        sft: SftSection,
+        optim: OptimSection,
         vocab_size: int,
         seed: int,
     ) -> None:

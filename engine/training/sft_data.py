@@ -26,7 +26,7 @@ from thresher.engine.episode import pair_tags
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.questions import Question, passage_record
 from thresher.rewards.errors import UserError
-from thresher.rewards.tags import neutralise
+from thresher.rewards.tags import escape_tags
 
 KINDS = ("direct", "reasoning", "qa", "closed-book")
 STYLES = ("tagged", "plain")
@@ -125,7 +125,7 @@ def templated_analysis(question: Question) -> str:
 def _answer(question: Question, kind: str, style: str) -> dict[str, Any]:
     """The policy's segment of an answer; `copied` is where the answer stands if the question or a passage holds it."""
     before, after = ("<answer>", "</answer>") if style == "tagged" else ("", "")
-    gold = neutralise(question.golds[0], ARENA_TAGS) if before else question.golds[0]
+    gold = escape_tags(question.golds[0], ARENA_TAGS) if before else question.golds[0]
     segment: dict[str, Any] = {"source": "policy", "text": f"{before}{gold}{after}"}
     shown = [question.question, *(passage.text for passage in question.passages if kind != "closed-book")]
     if any(gold in text for text in shown):
@@ -138,7 +138,7 @@ def _answer(question: Question, kind: str, style: str) -> dict[str, Any]:
 def _reasoning(question: Question, analysis: str) -> dict[str, Any]:
     indices = ",".join(map(str, sorted(question.gold_indices or ())))
     # A tag inside a section would end it: what a model wrote is as little to be trusted as a passage.
-    analysis, gold = neutralise(analysis, ARENA_TAGS), neutralise(question.golds[0], ARENA_TAGS)
+    analysis, gold = escape_tags(analysis, ARENA_TAGS), escape_tags(question.golds[0], ARENA_TAGS)
     sections = f"<relevance>[{indices}]</relevance>\n<analysis>{analysis}</analysis>\n<answer>{gold}</answer>"
     return {"source": "policy", "text": sections}
 

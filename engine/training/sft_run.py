@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.assemble import Parts, load_parts
-from thresher.engine.config.recipe import Recipe, Sft
+from thresher.engine.config.recipe import Recipe, SftSection
 from thresher.engine.training.master_weights import put_adapters
 from thresher.engine.training.sft import Trainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
@@ -28,7 +28,7 @@ class FineTuning:
 
     parts: Parts
     policy: Policy
-    sft: Sft
+    sft: SftSection
     trainer: Trainer
     unused: list[Unused]
     questions: int
@@ -72,7 +72,7 @@ class FineTuning:
 
 def load_fine_tuning(recipe: Recipe) -> FineTuning:
     """Model, adapters where the recipe wants them, and transcripts from `sft.transcripts` or `sft.data`."""
-    sft = recipe.need(Sft)
+    sft = recipe.need(SftSection)
     parts = load_parts(recipe)
     policy = parts.policy
     encoding = parts.tokenizer, parts.renderer, parts.tools.template, next(iter(policy.config.eos_token_ids), None)

@@ -37,7 +37,7 @@ from thresher.engine.assemble import Parts
 from thresher.engine.protocol.passages import Fitted
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
-from thresher.engine.scoring.score import Judged, Judges, check_all, judge
+from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.training.update import Updater, UpdateStats, advantages, make_items
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
@@ -48,7 +48,7 @@ class StepResult:
     """What a step did: its scored trajectories with their advantages, and one entry for each optimiser step."""
 
     step: int
-    scored: list[Judged]
+    scored: list[Scored]
     advantages: list[float]
     updates: list[UpdateStats]
     cut_passages: int
@@ -81,7 +81,7 @@ class GrpoStep:
         trajectories = self.rollout.run(jobs, temperature)
 
         started = perf_counter()
-        scored = judge([job.question for job in jobs], trajectories, parts.system, parts.tokenizer, self.judges)
+        scored = score([job.question for job in jobs], trajectories, parts.system, parts.tokenizer, self.judges)
         check_trajectories(scored, parts, step)
         rewards = [entry.result.reward for entry in scored]
         if recipe.grpo.shuffle_rewards:
@@ -144,7 +144,7 @@ def shuffled_within_groups(rewards: Sequence[float], size: int, seed: int) -> li
     return result
 
 
-def check_trajectories(scored: Sequence[Judged], parts: Parts, step: int) -> None:
+def check_trajectories(scored: Sequence[Scored], parts: Parts, step: int) -> None:
     """Diverged where a log-prob is not finite; RuntimeError where a trajectory breaks an invariant, which is our
     fault."""
     if not all(math.isfinite(value) for entry in scored for value in entry.trajectory.policy_logprobs()):

@@ -13,7 +13,7 @@ from typing import Any
 
 from thresher.engine import console
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
-from thresher.engine.config.recipe import Recipe, System
+from thresher.engine.config.recipe import Recipe, SystemSection
 from thresher.engine.evaluation.evaluate import evaluate, summarise
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
 from thresher.engine.rollout.rollout import Rollout
@@ -184,7 +184,7 @@ class Trainer:
         if parts.system.given_passages:
             questions = with_passages(questions, self.rollout.retriever, parts.renderer.k)
         fitted = fit_passages(questions, parts.system, parts.tools, parts.renderer)
-        if (told := fitted.told()) and not self.warned_truncation:
+        if (told := fitted.warning()) and not self.warned_truncation:
             console.console.print(
                 f"train: {told} (told once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
             )
@@ -219,6 +219,6 @@ def _check_system(before: str | None, parts: Parts) -> None:
     """UserError where the user's own system file is another than the one that the run had until its checkpoint."""
     if before is not None and before != parts.system_digest:
         raise UserError(
-            f"{parts.recipe.need(System).name}: the file has changed since the run's last checkpoint was trained with "
-            "it; put the old one back, or start a new run"
+            f"{parts.recipe.need(SystemSection).name}: the file has changed since the run's last checkpoint was "
+            "trained with it; put the old one back, or start a new run"
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from thresher.engine.config.recipe import Grpo, Optim
+from thresher.engine.config.recipe import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention import Varlen
@@ -30,7 +30,7 @@ from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
 
 
-def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: Grpo) -> list[float]:
+def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
     """Each trajectory's advantage within its group (members may lie anywhere in the sequence)."""
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
@@ -54,7 +54,7 @@ class Item:
     weight: float  # of each of its rows in the loss
 
 
-def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: Grpo) -> list[Item]:
+def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection) -> list[Item]:
     """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it."""
     rows = [trajectory.policy_rows() for trajectory in trajectories]
     count, total = len(trajectories), sum(map(len, rows))
@@ -177,8 +177,8 @@ class Updater:
         policy: Policy,
         master: Policy,
         reference: Policy | None,
-        optim: Optim,
-        grpo: Grpo,
+        optim: OptimSection,
+        grpo: GrpoSection,
         vocab_size: int,
         total_steps: int,
     ) -> None:
@@ -274,7 +274,7 @@ class Updater:
         stats.record(result.loss.detach(), result.capped, sums, largest)
 
 
-def make_optimizer(policy: nn.Module, optim: Optim, lr: float) -> torch.optim.AdamW:
+def make_optimizer(policy: nn.Module, optim: OptimSection, lr: float) -> torch.optim.AdamW:
     """AdamW over all weights that are trained; norms and biases are not decayed."""
     trained = [p for p in policy.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.dim() > 1]
@@ -283,7 +283,7 @@ def make_optimizer(policy: nn.Module, optim: Optim, lr: float) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def step_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, optim: Optim, lr: float) -> float:
+def step_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, optim: OptimSection, lr: float) -> float:
     """Clip the gradient to `optim.max_grad_norm`, step at `lr`; returns the norm before clipping."""
     norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm))
     for group in optimizer.param_groups:

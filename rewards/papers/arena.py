@@ -54,7 +54,7 @@ def parse_indices(text: str) -> frozenset[int] | None:
 
 
 def named_indices(pieces: Sequence[Piece]) -> frozenset[int] | None:
-    """What the policy's first closed `<relevance>` block before the end of its final answer names; None without one,
+    """What the policy's first closed `<relevance>` span before the end of its final answer names; None without one,
     and where it cannot be read."""
     found = blocks(up_to_answer(pieces), "relevance")
     return parse_indices(found[0].text) if found else None

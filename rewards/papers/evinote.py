@@ -18,7 +18,7 @@ The ablation's variants, where `noted` means that there is a note:
 
     Base, NS, NE   EM [assumed]: Search-R1; a naive summary; `<evidence>` instead of `<summary>`
     FS             EM if noted, else 0                FS+EQR    EM + EQR if noted, else 0
-    FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`Attempt.chance` is the lot)
+    FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`Attempt.chance` decides)
     SEN            R with EQR 0                       SEN+EQR   R
 
 Deliberately absent: the judge. Its probability for `evinote_claims` is passed in.
@@ -108,7 +108,7 @@ def evinote_claims(attempt: Attempt, tag: str = "summary") -> list[tuple[str, st
 
 def notes(pieces: Sequence[Piece], tag: str = "summary") -> list[str]:
     """The closed notes with text in them that the policy wrote before the end of its final answer, in order."""
-    return [block.text for block in blocks(up_to_answer(pieces), tag) if block.text]
+    return [span.text for span in blocks(up_to_answer(pieces), tag) if span.text]
 
 
 def has_mark(note: str, mark: str) -> bool:
@@ -122,7 +122,7 @@ def _formatted(pieces: Sequence[Piece], tag: str | None) -> bool:
     turns = re.compile(rf"(?:(?:think )?search information {note})+(?:think )?answer ")
     if names is None or not turns.fullmatch("".join(f"{name} " for name in names)):
         return False
-    return tag is None or all(block.text for block in blocks(pieces, tag))
+    return tag is None or all(span.text for span in blocks(pieces, tag))
 
 
 def _marked(noted: Sequence[str], marks: Marks) -> bool:

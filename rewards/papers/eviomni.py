@@ -80,9 +80,9 @@ def eviomni_reward(
         "length": sum(lengths.values()) / 2,
         "format": float(_formatted(attempt)),
     }
-    told = {name: None if name in unwritten and not switches[name] else score for name, score in scores.items()}
+    reported = {name: None if name in unwritten and not switches[name] else score for name, score in scores.items()}
     reward = math.fsum(weight * part for weight, part in zip(weights, weighed.values(), strict=True))
-    return RewardResult(reward, {**weighed, **told, **lengths, **answer_measures(answer, attempt.golds)}, answer)
+    return RewardResult(reward, {**weighed, **reported, **lengths, **answer_measures(answer, attempt.golds)}, answer)
 
 
 def rationale_of(pieces: Sequence[Piece]) -> str:

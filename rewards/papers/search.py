@@ -2,7 +2,7 @@
 
 Both judge the episode up to its final answer and read nothing but POLICY pieces, so an
 `<answer>gold</answer>` in a passage or in the prompt's example earns nothing. A gold copied from a passage
-into an `<evaluate>` block does earn Eval-RAR's .1: citing what settles the question is what that reward is
+into an `<evaluate>` span does earn Eval-RAR's .1: citing what settles the question is what that reward is
 for.
 
 Deliberately absent: any penalty or bonus for format. Neither paper has one.
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import Block, blocks, final_answer, up_to_answer
+from thresher.rewards.tags import TagSpan, blocks, final_answer, up_to_answer
 from thresher.rewards.text import Golds, contains_answer
 from thresher.rewards.transcript import Piece
 
 EVALUATION_REWARD = 0.1
 
 
-def valid_searches(pieces: Sequence[Piece]) -> list[Block]:
-    """The closed `<search>` blocks with a query in them that the policy wrote before the episode's end."""
-    return [block for block in blocks(up_to_answer(pieces), "search") if block.text]
+def valid_searches(pieces: Sequence[Piece]) -> list[TagSpan]:
+    """The closed `<search>` spans with a query in them that the policy wrote before the episode's end."""
+    return [span for span in blocks(up_to_answer(pieces), "search") if span.text]
 
 
 def search_r1_reward(pieces: Sequence[Piece], golds: Golds) -> RewardResult:
@@ -43,17 +43,17 @@ def eval_rar_reward(
     require_answer: bool = False,
     substring: bool = False,
 ) -> RewardResult:
-    """Eval-RAR: 1 where the final answer equals any gold; else .1 where an `<evaluate>` block holds any; else
+    """Eval-RAR: 1 where the final answer equals any gold; else .1 where an `<evaluate>` span holds any; else
     0.
 
-    The paper looks in the concatenation of the blocks. Here each block is searched by itself, so that no
+    The paper looks in the concatenation of the spans. Here each span is searched by itself, so that no
     match can form across two of them. Switches: `evaluation_reward=False` is the paper's ablation (exact
-    match only); `count_before_search=False` leaves out evaluate blocks before the first valid search;
+    match only); `count_before_search=False` leaves out evaluate spans before the first valid search;
     `require_answer` gives 0 without a closed `<answer>`, as the released code does; `substring` finds golds
     as plain substrings (see `contains_answer`).
 
-    Parts: answer (1 or 0) and evaluation (.1 or 0: what the evaluate blocks are worth under the switches, whatever the
-    answer); the reward is the larger of the two. Measures: those of `search_r1_reward`, evaluations (closed blocks that
+    Parts: answer (1 or 0) and evaluation (.1 or 0: what the evaluate spans are worth under the switches, whatever the
+    answer); the reward is the larger of the two. Measures: those of `search_r1_reward`, evaluations (closed spans that
     count), evaluate_contains (a gold is in one of them; a fact about the transcript, whatever `evaluation_reward`
     says).
     """
@@ -62,8 +62,8 @@ def eval_rar_reward(
     evaluations = blocks(up_to_answer(pieces), "evaluate")
     if not count_before_search:
         searches = valid_searches(pieces)
-        evaluations = [block for block in evaluations if searches and block.start >= searches[0].end]
-    contains = any(contains_answer(block.text, golds, substring=substring) for block in evaluations)
+        evaluations = [span for span in evaluations if searches and span.start >= searches[0].end]
+    contains = any(contains_answer(span.text, golds, substring=substring) for span in evaluations)
     earns = evaluation_reward and contains and (answer is not None or not require_answer)
     parts |= {
         "evaluation": EVALUATION_REWARD if earns else 0.0,

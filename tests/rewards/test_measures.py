@@ -33,7 +33,7 @@ from thresher.rewards import (
         ("Paris", [], (False, 0.0, True)),
     ],
 )
-def test_the_common_ruler(answer: str | None, golds: list[str], expected: tuple[bool, float, bool]) -> None:
+def test_the_shared_metrics(answer: str | None, golds: list[str], expected: tuple[bool, float, bool]) -> None:
     em, f1, answered = expected
     assert answer_measures(answer, golds) == {"em": em, "f1": pytest.approx(f1), "answered": answered}
 

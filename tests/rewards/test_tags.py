@@ -14,8 +14,8 @@ from thresher.rewards import (
     Source,
     UserError,
     blocks,
+    escape_tags,
     final_answer,
-    neutralise,
     tag_sequence,
     tag_strings,
 )
@@ -196,8 +196,8 @@ NEUTRALISED = [
 
 
 @pytest.mark.parametrize(("text", "expected"), NEUTRALISED)
-def test_neutralise(text: str, expected: str) -> None:
-    assert neutralise(text, TAGS) == expected
+def test_escape_tags(text: str, expected: str) -> None:
+    assert escape_tags(text, TAGS) == expected
 
 
 BARE = ["<", ">", "/", "a", "b", "<a", "</", "ab>", "</inform", "ation>", "x", "é", "A>", "< a>", " ", "\n"]
@@ -212,10 +212,10 @@ def occurrences(text: str) -> int:
 @settings(derandomize=True, max_examples=500, deadline=None)
 @given(st.lists(HOSTILE, max_size=4), st.lists(st.sampled_from(["", *TAGS]), min_size=5, max_size=5))
 def test_no_tag_survives_alone_or_between_neighbours(texts: list[str], wrappers: list[str]) -> None:
-    outputs = [neutralise(text, TAGS) for text in texts]
+    outputs = [escape_tags(text, TAGS) for text in texts]
     for text, output in zip(texts, outputs, strict=True):
         assert occurrences(output) == 0
-        assert neutralise(output, TAGS) == output
+        assert escape_tags(output, TAGS) == output
         assert output.replace(" ", "") == text.replace(" ", "")
         if occurrences(text) == 0 and not any(tag.startswith(text[text.rfind("<") :]) for tag in TAGS if "<" in text):
             assert output == text
@@ -227,13 +227,13 @@ def test_no_tag_survives_alone_or_between_neighbours(texts: list[str], wrappers:
 def test_the_tokenizers_normal_form_cannot_bring_a_tag_back() -> None:
     kelvin = "<O\u212a>"
     assert unicodedata.normalize("NFC", kelvin) == "<OK>"
-    assert neutralise(kelvin, tag_strings("OK")) == "< OK>"
+    assert escape_tags(kelvin, tag_strings("OK")) == "< OK>"
 
 
 @pytest.mark.parametrize("tags", [["answer"], ["<two words>"], ["<é>"], ["<a><b>"], ["<"], [""], [7], "</a>"])
-def test_neutralise_refuses_what_is_no_tag(tags: list[str]) -> None:
+def test_escape_tags_refuses_what_is_no_tag(tags: list[str]) -> None:
     with pytest.raises(UserError, match="between < and >"):
-        neutralise("text", tags)
+        escape_tags("text", tags)
 
 
 @pytest.mark.parametrize("name", ["", "<answer>", "/answer", "two words", "é", 7])
@@ -258,7 +258,7 @@ def test_hundreds_of_kilobytes(text: str, closed: int, events: int, answer: str 
     assert len(blocks(pieces, "answer")) == closed
     assert len(tag_sequence(pieces, ["answer", "search"])) == events
     assert final_answer(pieces) == answer
-    assert occurrences(neutralise(text, TAGS)[:200]) == 0
+    assert occurrences(escape_tags(text, TAGS)[:200]) == 0
 
 
 def test_rewards_import_no_torch() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from thresher.engine.config.recipe import Grpo, Recipe, Retrieval, load_recipe
+from thresher.engine.config.recipe import GrpoSection, Recipe, RetrievalSection, load_recipe
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
@@ -50,7 +50,7 @@ class Subject:
     vocab_size: int  # the tokenizer's: columns of the head that exist
     trajectories: list[Trajectory]
     advantages: list[float]
-    grpo: Grpo
+    grpo: GrpoSection
     temperature: float
     micro_batch_tokens: int
 
@@ -71,7 +71,7 @@ class Subject:
 def scripted(seed: int, limit: int, device: str) -> Subject:
     """`limit` transcripts of the demo's world on a model of the demo's shape; a function of the seed."""
     recipe = load_recipe(RECIPES / "recipe.toml")
-    passage_format = recipe.need(Retrieval).passage_format
+    passage_format = recipe.need(RetrievalSection).passage_format
     with tempfile.TemporaryDirectory() as scratch:
         data, model = Path(scratch) / "data", Path(scratch) / "model"
         invent_files(data, seed, replace(Size(), warmup_worlds=1, transcripts=limit), passage_format)

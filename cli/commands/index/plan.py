@@ -14,7 +14,7 @@ from thresher.cli import flags
 from thresher.engine import console
 
 if TYPE_CHECKING:
-    pass
+    from thresher.retrieval.building.plan import IndexPlan
 
 HELP = "what an index will need and take, before it is built"
 PLACE = 10

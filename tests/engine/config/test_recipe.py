@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import FULL, SMALLEST, refusal, writer
 
-from thresher.engine.config.recipe import Data, Grpo, Model, Optim, Recipe, Rollout, System, from_dict, load_recipe
+from thresher.engine.config.recipe import (
+    DataSection,
+    GrpoSection,
+    ModelSection,
+    OptimSection,
+    Recipe,
+    RolloutSection,
+    SystemSection,
+    from_dict,
+    load_recipe,
+)
 from thresher.engine.config.tables import to_toml, toml_value
 from thresher.rewards.errors import UserError
 
@@ -24,7 +34,7 @@ def write(tmp_path: Path) -> Any:
 
 def test_defaults_fill_what_the_file_leaves_out(write: Any) -> None:
     recipe = load_recipe(write(SMALLEST))
-    assert recipe == Recipe(model=Model(path="m"))
+    assert recipe == Recipe(model=ModelSection(path="m"))
     assert (recipe.grpo.clip_low, recipe.grpo.kl_value, recipe.grpo.beta) == (0.2, "k3", 1e-3)
     assert (recipe.grpo.dual_clip, recipe.grpo.kl_gradient, recipe.sft) == (None, None, None)
     assert recipe.optim.betas == (0.9, 0.999)
@@ -33,12 +43,12 @@ def test_defaults_fill_what_the_file_leaves_out(write: Any) -> None:
 
 def test_every_kind_of_value_is_read_with_its_type(write: Any) -> None:
     recipe = load_recipe(write(FULL))
-    assert recipe.model == Model(path="models/tiny", dtype="bfloat16", device="cuda", prompt="chat")
-    assert recipe.need(Data) == Data(train="train.jsonl", dev="dev.jsonl", limit=100)
+    assert recipe.model == ModelSection(path="models/tiny", dtype="bfloat16", device="cuda", prompt="chat")
+    assert recipe.need(DataSection) == DataSection(train="train.jsonl", dev="dev.jsonl", limit=100)
     assert type(recipe.grpo.clip_high) is float and recipe.grpo.clip_high == 1.0
     assert type(recipe.grpo.aggregation_constant) is float
     assert recipe.optim.betas == (0.9, 0.95) and recipe.optim.max_grad_norm == math.inf
-    options = recipe.need(System).options
+    options = recipe.need(SystemSection).options
     assert options == {"partial_credit": False, "weights": [0.1, 1, "x"], "odd key": {"deep": 1.0}}
     assert type(options["weights"][1]) is int and type(options["odd key"]["deep"]) is float
 
@@ -74,7 +84,7 @@ values = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and in type, -0.0 and 0.0 told apart."""
+    """Equal in value and in type, -0.0 and 0.0 distinguished."""
     return repr(a) == repr(b)
 
 
@@ -208,15 +218,15 @@ def test_rules_between_fields(write: Any) -> None:
 
 
 def test_sections_made_in_python_are_checked_too() -> None:
-    assert Optim(lr=1, betas=[0, 0.5]).betas == (0.0, 0.5)  # type: ignore[arg-type]
+    assert OptimSection(lr=1, betas=[0, 0.5]).betas == (0.0, 0.5)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=re.escape("clip_low: expected a number >= 0 and < 1, got 1")):
-        Grpo(clip_low=1)
+        GrpoSection(clip_low=1)
     with pytest.raises(UserError, match="group_size: expected an integer >= 1, got 0"):
-        replace(Rollout(), group_size=0)
+        replace(RolloutSection(), group_size=0)
     with pytest.raises(UserError, match="model: expected a section, got nothing"):
         Recipe(model=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        Model("m")  # type: ignore[misc]  # keyword-only
+        ModelSection("m")  # type: ignore[misc]  # keyword-only
 
 
 @pytest.mark.parametrize(
@@ -243,7 +253,7 @@ def test_overrides(write: Any, override: str, section: str, key: str, value: Any
 
 def test_overrides_reach_into_options_and_the_last_one_counts(write: Any) -> None:
     recipe = load_recipe(write(FULL), ["system.options.new=1", "system.options.new=[2]", "system.name=search_r1"])
-    system = recipe.need(System)
+    system = recipe.need(SystemSection)
     assert system.name == "search_r1"
     assert system.options["new"] == [2] and system.options["partial_credit"] is False
 

@@ -10,7 +10,17 @@ from typing import Any, get_args
 import pytest
 from recipe_cases import FULL, refusal, writer
 
-from thresher.engine.config.recipe import MAY_CHANGE, Data, Model, Recipe, Retrieval, Run, Sft, System, load_recipe
+from thresher.engine.config.recipe import (
+    MAY_CHANGE,
+    DataSection,
+    ModelSection,
+    Recipe,
+    RetrievalSection,
+    RunSection,
+    SftSection,
+    SystemSection,
+    load_recipe,
+)
 from thresher.engine.config.tables import Section, hints, section_in
 from thresher.rewards.errors import UserError
 
@@ -24,34 +34,34 @@ def write(tmp_path: Path) -> Any:
 
 def test_searches_go_to_an_index_or_to_a_server(write: Any) -> None:
     remote = load_recipe(write('[model]\npath = "m"\n[retrieval]\nurl = "http://h:1"\npatience = 0\n'))
-    section = remote.need(Retrieval)
+    section = remote.need(RetrievalSection)
     assert (section.index, section.url, section.timeout, section.patience) == (None, "http://h:1", 60.0, 0.0)
     message = refusal(write('[model]\npath = "m"\n[retrieval]\nindex = "i"\nurl = "u"\n'))
     assert message == "r.toml: [retrieval] index: expected either index, a folder, or url, a server, got both"
     moved = replace(remote, retrieval=replace(section, url="http://other:2", timeout=1.0, patience=2.0))
     assert moved.digest() == remote.digest()
-    at_home = replace(remote, retrieval=Retrieval(index="i"))
+    at_home = replace(remote, retrieval=RetrievalSection(index="i"))
     assert remote.differences(at_home) == ['retrieval.index is unset, not "i"']
     with pytest.raises(UserError, match=r"no section \[retrieval\], which .*; add it with index or url"):
-        Recipe(model=Model(path="m")).need(Retrieval)
+        Recipe(model=ModelSection(path="m")).need(RetrievalSection)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.toml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_recipes_that_come_with_it(path: Path) -> None:
     recipe = load_recipe(path)
-    assert ((recipe.retrieval or Retrieval()).url is not None) == path.stem.endswith("-server")
+    assert ((recipe.retrieval or RetrievalSection()).url is not None) == path.stem.endswith("-server")
     folder = path.parent.name
-    assert recipe.need(System).name == {"demo": "eval_rar", "world": "search_r1"}.get(folder, folder)
+    assert recipe.need(SystemSection).name == {"demo": "eval_rar", "world": "search_r1"}.get(folder, folder)
 
 
 def test_need_names_the_missing_section() -> None:
-    recipe = Recipe(model=Model(path="m"), data=Data(train="q"))
-    assert recipe.need(Data).train == "q"
-    assert recipe.need(Run) == Run()
+    recipe = Recipe(model=ModelSection(path="m"), data=DataSection(train="q"))
+    assert recipe.need(DataSection).train == "q"
+    assert recipe.need(RunSection) == RunSection()
     with pytest.raises(
         UserError, match=re.escape("no section [sft], which this command needs; add it with transcripts or data")
     ):
-        recipe.need(Sft)
+        recipe.need(SftSection)
 
 
 def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
@@ -88,14 +98,14 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
     assert len(seen) > 55 and len(skipped) < 20
 
 
-def test_the_digest_is_stable_and_distinguishes_types() -> None:
-    recipe = Recipe(model=Model(path="m"), system=System(name="s", options={"a": 1, "b": 2}))
-    reordered = Recipe(model=Model(path="m"), system=System(name="s", options={"b": 2, "a": 1}))
-    as_bool = Recipe(model=Model(path="m"), system=System(name="s", options={"a": True, "b": 2}))
+def test_the_digest_is_stable_and_tells_types_apart() -> None:
+    recipe = Recipe(model=ModelSection(path="m"), system=SystemSection(name="s", options={"a": 1, "b": 2}))
+    reordered = Recipe(model=ModelSection(path="m"), system=SystemSection(name="s", options={"b": 2, "a": 1}))
+    as_bool = Recipe(model=ModelSection(path="m"), system=SystemSection(name="s", options={"a": True, "b": 2}))
     assert recipe.digest() == reordered.digest() and recipe.differences(reordered) == []
     assert recipe == as_bool and recipe.digest() != as_bool.digest()
     assert recipe.differences(as_bool) == ["system.options.a is 1, not true"]
-    assert recipe.differences(Recipe(model=Model(path="m"))) == [
+    assert recipe.differences(Recipe(model=ModelSection(path="m"))) == [
         'system.name is "s", not unset',
         "system.options.a is 1, not unset",
         "system.options.b is 2, not unset",
@@ -105,7 +115,7 @@ def test_the_digest_is_stable_and_distinguishes_types() -> None:
 
 def test_options_are_copied() -> None:
     options = {"a": [1]}
-    system = System(name="s", options=options)
+    system = SystemSection(name="s", options=options)
     options["a"].append(2)
     assert system.options == {"a": [1]}
 

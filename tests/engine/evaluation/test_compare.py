@@ -20,16 +20,9 @@ def evaluation(folder: Path, rows: list[Row], **figures: Any) -> Path:
         for id_, measures in rows
     ]
     (folder / "trajectories.jsonl").write_text("\n".join(lines) + "\n")
-    settings = {
-        "system": "eviomni",
-        "baseline": None,
-        "model": "m",
-        "data": "d",
-        "noise": 0,
-        "temperature": 0.0,
-        "seed": 0,
-    }
-    (folder / "metrics.json").write_text(json.dumps({**settings, **figures}))
+    facts = {"system": "eviomni", "baseline": None, "model": "m", "data": "d"}
+    facts |= {"noise": 0, "temperature": 0.0, "seed": 0}
+    (folder / "metrics.json").write_text(json.dumps({**facts, **figures}))
     return folder
 
 
@@ -122,7 +115,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: py
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     (unfinished / "settings.json").write_text("{}")
-    for folder, message in (
+    for folder, problem in (
         (apart, "no question is in both"),
         (other, "question x is another in"),
         (old, "line 1 has no measures"),
@@ -131,5 +124,5 @@ def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: py
     ):
         assert cli.run(["compare", str(good), str(folder), "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
+        assert problem in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

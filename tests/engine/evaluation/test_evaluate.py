@@ -1,4 +1,4 @@
-"""`thresher eval` from flags to table: what decides the recipe, and what a whole evaluation writes and tells."""
+"""`thresher eval` from flags to table: what decides the recipe, and what a whole evaluation writes."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from evaluate_cases import SHORT, recipe_of, refusal, searching_flags, write_asked
+from evaluate_cases import SHORT, recipe_from, refusal, searching_flags, write_asked
 
 from thresher.cli import main as cli
 from thresher.engine.baselines import load_baseline
@@ -29,7 +29,7 @@ def searching(tiny_model_folder: Path, tiny_index_folder: Path, asked: Path) -> 
     return searching_flags(tiny_model_folder, tiny_index_folder, asked)
 
 
-# what an evaluation is given
+# from flags to a recipe
 
 
 RECIPE = """
@@ -51,10 +51,10 @@ seed = 4
 def test_flags_win_over_the_file_and_set_over_both(tmp_path: Path) -> None:
     file = tmp_path / "r.toml"
     file.write_text(RECIPE.format(retrieval='index = "here"\nk = 9'))
-    plain = recipe_of(str(file))
+    plain = recipe_from(str(file))
     assert plain.retrieval and (plain.retrieval.index, plain.retrieval.k, plain.run.seed) == ("here", 9, 4)
     assert plain.retrieval.passage_format.startswith("[{number}]")  # of arena's preset
-    recipe = recipe_of(
+    recipe = recipe_from(
         *(str(file), "--model", "m", "--url", "http://x", "--k", "4", "--seed", "5", "--prompt", "chat"),
         *("--entailment", "nli", "--judge-url", "http://y", "--judge-model", "big", "--set", "retrieval.k=6"),
     )
@@ -67,24 +67,24 @@ def test_flags_win_over_the_file_and_set_over_both(tmp_path: Path) -> None:
 def test_another_system_leaves_the_files_template_and_switches_behind(tmp_path: Path) -> None:
     file = tmp_path / "r.toml"
     file.write_text(RECIPE.format(retrieval='index = "here"'))
-    same = recipe_of(str(file), "--system", "arena").system
+    same = recipe_from(str(file), "--system", "arena").system
     assert same and (same.template, same.options) == ("mine.txt", {"max_indices": 3})
-    other = recipe_of(str(file), "--system", "search_r1", "--set", "system.options.answer_after_searches=false")
+    other = recipe_from(str(file), "--system", "search_r1", "--set", "system.options.answer_after_searches=false")
     assert other.system and (other.system.name, other.system.template) == ("search_r1", None)
     assert other.system.options == {"answer_after_searches": False}
     assert other.retrieval and other.retrieval.k == 3 and other.rollout.max_turns == 5  # of its own preset
-    baseline = recipe_of(str(file), "--baseline", "naive_rag")
+    baseline = recipe_from(str(file), "--baseline", "naive_rag")
     assert baseline.system and (baseline.system.name, baseline.system.template) == ("naive_rag", None)
     assert baseline.rollout.max_turns == 1
 
 
 def test_without_a_file_the_flags_must_say_enough(tiny_model_folder: Path) -> None:
     model = str(tiny_model_folder)
-    recipe = recipe_of("--model", model, "--system", "evinote")
+    recipe = recipe_from("--model", model, "--system", "evinote")
     assert recipe.rollout.max_context == 2048  # the model's, which has no room for 6,144
     assert recipe.rollout.max_turn_tokens == 500  # as in training, not the 256 of a recipe that says nothing
     # What a baseline leaves open is as in the system that it stands in for.
-    beside = recipe_of("--model", model, "--system", "arena", "--baseline", "direct")
+    beside = recipe_from("--model", model, "--system", "arena", "--baseline", "direct")
     assert beside.retrieval and beside.retrieval.k == 10 and beside.rollout.max_turns == 1
     for arguments, what in (
         (("--system", "arena"), "no model; give --model FOLDER"),
@@ -94,7 +94,7 @@ def test_without_a_file_the_flags_must_say_enough(tiny_model_folder: Path) -> No
         (("--model", model, "--system", "arena", "--set", "rollout=3"), "rollout"),
     ):
         with pytest.raises(UserError, match=what):
-            recipe_of(*arguments)
+            recipe_from(*arguments)
 
 
 # an evaluation, whole
@@ -243,15 +243,15 @@ def test_what_found_no_room_and_which_switches_were_set_is_reported(
     assert "- Branches: 2 found no room in rollout.max_context" in page and "- Options: rationale = False" in page
 
 
-def test_the_reward_is_identified_by_function_and_switches() -> None:
-    def reward_of(name: str, baseline: bool = False, **options: Any) -> str:
+def test_the_reward_is_named_by_function_and_switches() -> None:
+    def named(name: str, baseline: bool = False, **options: Any) -> str:
         system = load_baseline(name, options) if baseline else load_system(name, options)
         return rewarded_by(SimpleNamespace(system=system, system_digest=None))  # type: ignore[arg-type]
 
-    assert reward_of("lear") == reward_of("eviomni") != reward_of("eviomni", tau=0.2)
-    assert reward_of("arena") != reward_of("arena", accuracy="f1") and reward_of("evinote") == reward_of("evinote_code")
-    assert reward_of("eval_rar") != reward_of("eval_rar", substring=True)
-    assert reward_of("cot", baseline=True) == reward_of("search_loop", baseline=True) != reward_of("search_r1")
+    assert named("lear") == named("eviomni") != named("eviomni", tau=0.2)
+    assert named("arena") != named("arena", accuracy="f1") and named("evinote") == named("evinote_code")
+    assert named("eval_rar") != named("eval_rar", substring=True)
+    assert named("cot", baseline=True) == named("search_loop", baseline=True) != named("search_r1")
 
 
 def test_a_baseline_in_the_systems_place(tiny_model_folder: Path, asked: Path, tmp_path: Path, capsys: Any) -> None:

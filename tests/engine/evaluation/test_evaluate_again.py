@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluate_cases import PROMPT, recipe_of, refusal, searching_flags, write_asked
+from evaluate_cases import PROMPT, recipe_from, refusal, searching_flags, write_asked
 
 from thresher.cli import main as cli
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.evaluation.folder import EvalFolder, Generated
-from thresher.engine.evaluation.run import Asked, settings_of
+from thresher.engine.evaluation.run import EvalOptions, settings_of
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.best_checkpoint import best_checkpoint, steps_by_dev
@@ -158,7 +158,7 @@ def test_arena_is_evaluated_though_nobody_knows_the_gold_passages_and_says_so(
     asked.with_name("prompt.txt").write_text("{passages} " + PROMPT)
     command = ["arena" if word == "search_r1" else word for word in searching]
     assert cli.run([*command, "--out", str(tmp_path / "out")]) == 0
-    assert f"{asked}: 7 of 7 questions do not tell which of their passages are gold" in capsys.readouterr().out
+    assert f"{asked}: 7 of 7 questions do not say which of their passages are gold" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["parts"]["relevance"] == 0
 
 
@@ -166,12 +166,12 @@ def test_an_evaluation_does_not_go_on_with_a_system_file_that_changed(tmp_path: 
     own = tmp_path / "mine.py"
     own.write_text("one = 1\n")
     recipe = from_dict(Recipe, {"model": {"path": "m"}, "system": {"name": str(own)}}, "test")
-    with EvalFolder.open(tmp_path / "out", settings_of(recipe, Asked(), "q", [])):
+    with EvalFolder.open(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", [])):
         pass
-    EvalFolder.check(tmp_path / "out", settings_of(recipe, Asked(), "q", []))
+    EvalFolder.check(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", []))
     own.write_text("one = 2\n")
     with pytest.raises(UserError, match="unfinished evaluation with the system file's content ="):
-        EvalFolder.check(tmp_path / "out", settings_of(recipe, Asked(), "q", []))
+        EvalFolder.check(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", []))
 
 
 def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_path: Path, capsys: Any) -> None:
@@ -222,7 +222,7 @@ def test_the_best_checkpoint_is_chosen_on_dev(tmp_path: Path, tiny_questions: li
         (run.checkpoints / "step_000020").mkdir()
         best = best_checkpoint(tmp_path / "run")
         assert (best.path, best.step, best.lost) == (run.checkpoints / "step_000020", 20, None)
-    recipe = recipe_of("--best", str(tmp_path / "run"))
+    recipe = recipe_from("--best", str(tmp_path / "run"))
     assert recipe.model.path == str(best.path) and recipe.system and recipe.system.name == "arena"
     with pytest.raises(UserError, match="is not a run folder"):
         best_checkpoint(model)

@@ -1,13 +1,14 @@
-"""The ruler: what is measured of a trajectory, by hand, and what has no value and counts for nothing."""
+"""Shared metrics: what is measured of a trajectory, by hand, and what has no value and counts for nothing."""
 
 from typing import Any
 
 import pytest
+from reward_cases import PARTS
 
 from thresher.engine.evaluation.evaluate import summarise
 from thresher.engine.evaluation.metrics import NAMES, mean, means, measures_of, parts_of, ranking_measures, shown
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.scoring.score import Judged
+from thresher.engine.scoring.score import Scored
 from thresher.engine.systems import NAMES as SYSTEMS
 from thresher.engine.systems import load_system
 from thresher.retrieval.data.formats import Passage
@@ -15,21 +16,10 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.transcript import Piece, Source
 
-# The parts of each system's own reward: measures that stand among what it hands back have a place of their own.
-PARTS = {
-    "eviomni": {"answer", "answer_rationale", "answer_evidence", "answer_full", "format"}
-    | {"length", "length_rationale", "length_evidence"},
-    "evinote": {"format", "answer", "notes"},
-    "arena": {"format", "accuracy", "relevance", "bonus"},
-    "eval_rar": {"answer", "evaluation"},
-    "search_r1": {"answer"},
-    "naive_grpo": {"format", "answer"},
-}
-PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
 PASSAGES = (("Paris", "Paris is the capital of France , as all know"), ("Bonn", "Bonn was a capital"))
 
 
-def judged(
+def scored(
     system: str,
     *said: str,
     golds: tuple[str, ...] = ("Paris",),
@@ -37,7 +27,7 @@ def judged(
     branch: int = 0,
     options: dict[str, Any] | None = None,
     **known: Any,
-) -> Judged:
+) -> Scored:
     """What a system's policy said, rated; of ids only the number counts: one a piece."""
     made = load_system(system, options or {})
     pieces = [Piece(Source.PROMPT, b"Q"), *(Piece(Source.POLICY, text.encode()) for text in said)]
@@ -48,11 +38,11 @@ def judged(
     trajectory = Trajectory("q", 0, 0, segments, "answered", found, branches if branch else {})
     passages = tuple(Passage(title, title, text) for title, text in attempt.passages)
     question = Question("q", "?", golds, {}, passages, attempt.gold_indices)
-    return Judged(question, trajectory, made.reward(attempt), attempt)
+    return Scored(question, trajectory, made.reward(attempt), attempt)
 
 
 def measured(system: str, *said: str, **known: Any) -> dict[str, float | None]:
-    return measures_of(judged(system, *said, **known), load_system(system, {}).tags)
+    return measures_of(scored(system, *said, **known), load_system(system, {}).tags)
 
 
 def test_answers_work_and_a_judge() -> None:
@@ -133,7 +123,7 @@ def test_rankings() -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_system_is_measured_under_known_names(system: str) -> None:
-    entry = judged(system, "<answer>Paris</answer>", passages=PASSAGES, gold_indices=(1,), entailment=0.5)
+    entry = scored(system, "<answer>Paris</answer>", passages=PASSAGES, gold_indices=(1,), entailment=0.5)
     values = measures_of(entry, load_system(system, {}).tags)
     assert set(values) <= set(NAMES) and values["em"] == 1.0 == entry.result.parts["em"]
     assert parts_of(entry).keys() == PARTS[system]
@@ -142,7 +132,7 @@ def test_every_system_is_measured_under_known_names(system: str) -> None:
 
 def test_what_nobody_measured_is_no_zero() -> None:
     said = "<reason>a</reason><extract>Paris</extract><answer>Paris</answer>"
-    parts = parts_of(judged("eviomni", said, options={"rationale": False}))
+    parts = parts_of(scored("eviomni", said, options={"rationale": False}))
     assert (parts["answer_rationale"], parts["answer_evidence"], parts["answer_full"]) == (None, 0.0, 1.0)
     assert "entailment" not in measured("evinote", "<summary>* x</summary>", options={"variant": "SEN"})
     assert means([parts])["answer_rationale"] is None
@@ -168,8 +158,8 @@ def test_means_leave_out_what_has_no_value() -> None:
 
 def test_a_summary_holds_the_measures_and_the_parts_apart() -> None:
     entries = [
-        judged("eviomni", "<reason>a b c</reason><extract>Paris</extract><answer>Paris</answer>", passages=PASSAGES),
-        judged("eviomni", "hm", passages=PASSAGES),
+        scored("eviomni", "<reason>a b c</reason><extract>Paris</extract><answer>Paris</answer>", passages=PASSAGES),
+        scored("eviomni", "hm", passages=PASSAGES),
     ]
     summary = summarise(entries, load_system("eviomni", {}).tags)
     assert (summary["questions"], summary["em"], summary["recall_evidence"]) == (2, 0.5, 0.5)

@@ -14,9 +14,9 @@ from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, 
 
 from thresher.engine.baselines import load_baseline
 from thresher.engine.episode import Generate, Prompt, Retrieved, Search, Tools, Turn
-from thresher.engine.extraction.agentic import Ask, ReadingRetriever, asking, thinking
+from thresher.engine.extraction.agentic import AgentSearch, ReadingRetriever, thinking, with_packed_searches
 from thresher.engine.extraction.extractor import Extraction
-from thresher.engine.extraction.run import Chosen, Plan, extract
+from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question, question_record
 from thresher.rewards.errors import UserError
@@ -29,14 +29,14 @@ def server() -> Iterator[ChatServer]:
 
 
 @pytest.fixture
-def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path) -> Plan:
+def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path) -> ExtractionPlan:
     return make_plan(tmp_path, tiny_model_folder, tiny_questions)
 
 
 # --- Traditional
 
 
-def test_evidence_of_every_question(plan: Plan, script: Any, tiny_tokenizer: Any) -> None:
+def test_evidence_of_every_question(plan: ExtractionPlan, script: Any, tiny_tokenizer: Any) -> None:
     script({0: [extracted("why", "Carl Dorn")], 1: ["<reason>no end</reason><extract>Carl" + EOS], 2: [EOS]})
     seen: list[tuple[int, int]] = []
     figures = extract(plan, lambda done, of: seen.append((done, of)))
@@ -62,7 +62,7 @@ def test_evidence_of_every_question(plan: Plan, script: Any, tiny_tokenizer: Any
     assert isinstance(prompt, Prompt) and prompt.question == "Who?\n\nEvidence: Carl Dorn"
 
 
-def test_what_is_kept_and_measured_is_what_was_shown(plan: Plan, script: Any, tiny_tokenizer: Any) -> None:
+def test_what_is_kept_and_measured_is_what_was_shown(plan: ExtractionPlan, script: Any, tiny_tokenizer: Any) -> None:
     small = (*SMALL[:2], "rollout.max_passage_tokens=44")
     script({n: [extracted("why", "Carl Dorn")] for n in range(3)})
     said: list[str] = []
@@ -79,7 +79,7 @@ def test_what_is_kept_and_measured_is_what_was_shown(plan: Plan, script: Any, ti
     assert figures["cut_questions"] == 3
 
 
-def test_a_limit_below_what_is_there_is_reported(plan: Plan, script: Any) -> None:
+def test_a_limit_below_what_is_there_is_told(plan: ExtractionPlan, script: Any) -> None:
     script({n: [EOS] for n in range(3)})
     figures, said = extract(plan), list[str]()
     assert extract(replace(plan, limit=3), say=said.append) == figures and not said
@@ -90,7 +90,7 @@ def test_a_limit_below_what_is_there_is_reported(plan: Plan, script: Any) -> Non
 
 
 def test_passages_are_retrieved_where_a_question_brings_none(
-    plan: Plan, script: Any, tiny_index: Index, tiny_index_folder: Path, tiny_questions: list[Question]
+    plan: ExtractionPlan, script: Any, tiny_index: Index, tiny_index_folder: Path, tiny_questions: list[Question]
 ) -> None:
     Path(plan.questions).write_text(json.dumps(question_record(tiny_questions[4])) + "\n")
     script({0: [extracted("", "Eva")]})
@@ -100,7 +100,9 @@ def test_passages_are_retrieved_where_a_question_brings_none(
     assert [passage["id"] for passage in record["passages"]] == [hit.passage.id for hit in hits]
 
 
-def test_what_cannot_be_read_is_refused_before_anything_is(plan: Plan, tiny_questions: list[Question]) -> None:
+def test_what_cannot_be_read_is_refused_before_anything_is(
+    plan: ExtractionPlan, tiny_questions: list[Question]
+) -> None:
     known = Path(plan.questions).read_text()
     Path(plan.questions).write_text(known + json.dumps(question_record(tiny_questions[4])) + "\n")
     with pytest.raises(UserError, match=r"question q4 comes with no passages.*--index"):
@@ -112,7 +114,7 @@ def test_what_cannot_be_read_is_refused_before_anything_is(plan: Plan, tiny_ques
     assert not list(Path(plan.out).parent.glob("e.*"))
 
 
-def test_bare_questions_are_measured_by_nothing_that_takes_a_gold_answer(plan: Plan, script: Any) -> None:
+def test_bare_questions_are_measured_by_nothing_that_takes_a_gold_answer(plan: ExtractionPlan, script: Any) -> None:
     asked = [json.loads(line) for line in Path(plan.questions).read_text().splitlines()]
     bare = [{key: value for key, value in asked[0].items() if key != "golden_answers"}, asked[1] | {"answer": []}]
     bare[1].pop("golden_answers")
@@ -131,7 +133,7 @@ def test_bare_questions_are_measured_by_nothing_that_takes_a_gold_answer(plan: P
     assert figures["without_golds"] == 1 and not {"em", "f1", "recall_evidence", "recall_rationale"} & figures.keys()
 
 
-def test_a_generator_of_ours_answers_from_the_evidence(plan: Plan, script: Any) -> None:
+def test_a_generator_of_ours_answers_from_the_evidence(plan: ExtractionPlan, script: Any) -> None:
     # One queue per seed: the extractor takes its turn, then the generator.
     script({n: [extracted("r", f"note {n}"), [ANSWER, f"nothing{EOS}", "<answer>Eva</answer>"][n]] for n in range(3)})
     figures = extract(replace(plan, generator=Chosen(model=plan.model)))
@@ -144,7 +146,7 @@ def test_a_generator_of_ours_answers_from_the_evidence(plan: Plan, script: Any) 
 
 
 def test_a_chat_model_answers_from_the_evidence(
-    plan: Plan, script: Any, server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: ExtractionPlan, script: Any, server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script({n: [extracted("r", f"note <answer> {n}")] for n in range(3)})
     (tmp_path / "a.txt").write_text("Say. {question}")
@@ -162,11 +164,11 @@ def test_a_chat_model_answers_from_the_evidence(
 
 
 @pytest.fixture
-def agentic(plan: Plan, tiny_index_folder: Path, tmp_path: Path) -> Plan:
+def agentic(plan: ExtractionPlan, tiny_index_folder: Path, tmp_path: Path) -> ExtractionPlan:
     return make_agentic(plan, tiny_index_folder, tmp_path)
 
 
-def test_only_evidence_comes_back_to_an_agent_of_ours(agentic: Plan, script: Any, tiny_index: Index) -> None:
+def test_only_evidence_comes_back_to_an_agent_of_ours(agentic: ExtractionPlan, script: Any, tiny_index: Index) -> None:
     """Seed 0 is the agent's and the extractor's: they take turns from one queue."""
     query = "<think>Anna?</think><search>Anna Bell birthplace</search>"
     script({0: [query, extracted("r", "Carl"), "<search>mayor</search>", EOS, ANSWER]})
@@ -184,7 +186,7 @@ def test_only_evidence_comes_back_to_an_agent_of_ours(agentic: Plan, script: Any
     assert figures["compression_ratio"] == record["compression_ratio"]
 
 
-def test_a_chat_agent_and_its_last_turn(agentic: Plan, script: Any, server: ChatServer) -> None:
+def test_a_chat_agent_and_its_last_turn(agentic: ExtractionPlan, script: Any, server: ChatServer) -> None:
     # The extractor's first search of each call has seed 0.
     script({0: [extracted("r", f"note {n} </answer>") for n in range(4)]})
     server.reply = lambda content: "<think>t</think><search>mayor</search> <information>made up</information>"
@@ -224,7 +226,7 @@ class Pen:
 def test_the_extractor_gets_question_thinking_and_query(tiny_index: Index) -> None:
     pen = Pen()
     reader = ReadingRetriever(tiny_index, pen)  # type: ignore[arg-type]
-    asks = [Ask('Who "x"?', "I think", "mayor"), Ask("Who?", "", "rival")]
+    asks = [AgentSearch('Who "x"?', "I think", "mayor"), AgentSearch("Who?", "", "rival")]
     hits = reader.search([ask.packed() for ask in asks], 2)
     assert [hit[0].passage.text for hit in hits] == ["E0", "E1"]
     (questions,) = pen.calls
@@ -234,7 +236,7 @@ def test_the_extractor_gets_question_thinking_and_query(tiny_index: Index) -> No
     assert [q.passages for q in questions] == [tuple(hit.passage for hit in one) for one in found]
     assert reader.readings[asks[1].packed()].evidence == "E1"
     # Where nothing is found there is nothing to read, and no model is asked.
-    assert reader.search([Ask("Who?", "", "zzz").packed()], 2) == [[]] and tiny_index.search(["zzz"], 2) == [[]]
+    assert reader.search([AgentSearch("Who?", "", "zzz").packed()], 2) == [[]] and tiny_index.search(["zzz"], 2) == [[]]
     assert [len(call) for call in pen.calls] == [2, 0]
     with pytest.raises(UserError):
         reader.check_k(10_000)
@@ -248,14 +250,14 @@ def test_what_a_turn_thinks() -> None:
         ("a<think></think> c<search>b</search>", "a<think></think> c"),
     ):
         assert thinking(Turn(text.encode(), "</search>")) == thought
-    system = asking(load_baseline("search_loop", {}))
+    system = with_packed_searches(load_baseline("search_loop", {}))
     episode = system.episode(Question("q", "Who?", ()), Tools("{question}", 3))
     assert [episode.send(None), episode.send(None)] == [
         Prompt("{question}", "Who?"),
         Generate(("</search>", "</answer>")),
     ]
     request = episode.send(Turn(b"<think>a</think><search>b</search>", "</search>"))
-    assert request == Search(Ask("Who?", "a", "b").packed())
+    assert request == Search(AgentSearch("Who?", "a", "b").packed())
     assert isinstance(episode.send([]), Retrieved)
     episode.send(None)
     with pytest.raises(StopIteration, match="answered"):

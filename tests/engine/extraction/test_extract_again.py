@@ -15,7 +15,7 @@ from thresher.cli import main as cli
 from thresher.engine.episode import Feedback, Fork, Generate, Prompt, Retrieved, Search, System, Tools, Turn
 from thresher.engine.extraction import run as extract_module
 from thresher.engine.extraction.converse import Converser, cut
-from thresher.engine.extraction.run import Plan, extract, summarise
+from thresher.engine.extraction.run import ExtractionPlan, extract, summarise
 from thresher.engine.store.journal import Journal
 from thresher.engine.systems import load_system
 from thresher.retrieval.indexes.flat import Index
@@ -31,19 +31,19 @@ def server() -> Iterator[ChatServer]:
 
 
 @pytest.fixture
-def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path) -> Plan:
+def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path) -> ExtractionPlan:
     return make_plan(tmp_path, tiny_model_folder, tiny_questions)
 
 
 @pytest.fixture
-def agentic(plan: Plan, tiny_index_folder: Path, tmp_path: Path) -> Plan:
+def agentic(plan: ExtractionPlan, tiny_index_folder: Path, tmp_path: Path) -> ExtractionPlan:
     return make_agentic(plan, tiny_index_folder, tmp_path)
 
 
 # --- Stopped and gone on with
 
 
-def test_a_run_goes_on_where_it_stopped(plan: Plan, script: Any) -> None:
+def test_a_run_goes_on_where_it_stopped(plan: ExtractionPlan, script: Any) -> None:
     script({0: [extracted("r", "one")]})
     extract(replace(plan, limit=1, batch=1))
     out = Path(plan.out)
@@ -59,7 +59,7 @@ def test_a_run_goes_on_where_it_stopped(plan: Plan, script: Any) -> None:
 
 
 def test_an_endpoint_that_fails_costs_nothing_that_was_done(
-    plan: Plan, script: Any, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+    plan: ExtractionPlan, script: Any, server: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extract_module, "Endpoint", one_at_a_time(extract_module.Endpoint))
     script({n: [extracted("r", f"note {n}")] for n in range(3)})
@@ -81,7 +81,7 @@ def one_at_a_time(endpoint: Any) -> Callable[..., Any]:
     return lambda *arguments, **named: endpoint(*arguments, **named, concurrency=1)
 
 
-def test_other_settings_do_not_mix(plan: Plan, script: Any) -> None:
+def test_other_settings_do_not_mix(plan: ExtractionPlan, script: Any) -> None:
     script({n: [EOS] for n in range(3)})
     figures = extract(plan)
     # What decides no record may change.
@@ -206,7 +206,7 @@ def test_a_chat_model_cannot_fork() -> None:
 # --- The command
 
 
-def test_the_command(plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(plan: ExtractionPlan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing scripted: whatever the tiny model writes is a result."""
     arguments = ["extract", "--model", plan.model, "--questions", plan.questions, "--out", plan.out]
     arguments += [part for text in SMALL for part in ("--set", text)]
@@ -229,13 +229,15 @@ def test_the_command(plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch
         (["--key-env", "NO_SUCH_KEY", "--answer-url", "http://h", "--answer-name", "n"], "NO_SUCH_KEY"),
     ],
 )
-def test_what_the_command_refuses(extra: list[str], words: str, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_refuses(
+    extra: list[str], words: str, plan: ExtractionPlan, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = [part for text in SMALL for part in ("--set", text)]
     arguments = ["extract", "--model", plan.model, "--questions", plan.questions, "--out", plan.out, *small, *extra]
     assert cli.run(arguments) == 2
     assert words in capsys.readouterr().err and not list(Path(plan.out).parent.glob("e.*"))
 
 
-def test_an_agent_needs_somewhere_to_search(agentic: Plan) -> None:
+def test_an_agent_needs_somewhere_to_search(agentic: ExtractionPlan) -> None:
     with pytest.raises(UserError, match="give --index FOLDER or --url URL"):
         extract(replace(agentic, index=None))

@@ -42,7 +42,7 @@ def test_parts_name_the_block_of_every_stretch() -> None:
         {"source": "somebody", "text": "else"},
     ]
     parts = parts_of(segments, TAGS, 100)
-    found = [[[(c.text, c.is_tag, c.block) for c in line] for line in part.lines] for part in parts]
+    found = [[[(c.text, c.is_tag, c.span) for c in line] for line in part.lines] for part in parts]
     assert [part.source for part in parts] == [Source.POLICY, Source.RETRIEVED, Source.POLICY]
     think, search = ("<think>", True, "think"), ("<search>", True, "search")
     assert found[0] == [

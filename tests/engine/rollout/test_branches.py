@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thresher.engine.baselines import load_baseline
-from thresher.engine.config.recipe import Grpo
+from thresher.engine.config.recipe import GrpoSection
 from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.engine.rollout.branches import branch_seed, kept_ids
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
-from thresher.engine.scoring.score import Judges, check_all, judge
+from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.engine.systems import load_system
 from thresher.engine.training.update import Item, make_items
 from thresher.policy.model import Policy, init_policy
@@ -30,7 +30,7 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import final_answer, neutralise
+from thresher.rewards.tags import escape_tags, final_answer
 from thresher.rewards.transcript import Source
 
 Make = Callable[..., Rollout]
@@ -81,16 +81,16 @@ def test_what_is_masked_is_absent(tiny_rollout: Make, tiny_tokenizer: Tokenizer,
     assert [segment.source for segment in trajectory.segments] == [Source.PROMPT, Source.POLICY, Source.POLICY]
     assert trajectory.reason == "answered" and run.clock.branches == 2
     # What the branches wrote is not trained: the update's rows are the trunk's tokens, each with its own log-prob.
-    (item,) = make_items([trajectory], [1.0], Grpo())
+    (item,) = make_items([trajectory], [1.0], GrpoSection())
     assert isinstance(item, Item) and [item.ids[row] for row in item.rows] == [
         token for text in trunk for token in tiny_tokenizer.encode_template(text)
     ]
-    (judged,) = judge([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())
-    check_all([judged], tiny_tokenizer, TAGS, run.limits.max_context)
-    assert [piece.text for piece in judged.attempt.branches["evidence"] if piece.source is Source.POLICY] == [
+    (scored,) = score([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())
+    check_all([scored], tiny_tokenizer, TAGS, run.limits.max_context)
+    assert [piece.text for piece in scored.attempt.branches["evidence"] if piece.source is Source.POLICY] == [
         b"Nobody</answer>"
     ]
-    stored = judged.to_dict(tiny_tokenizer)["branches"]["rationale"]
+    stored = scored.to_dict(tiny_tokenizer)["branches"]["rationale"]
     assert [segment["source"] for segment in stored] == ["prompt", "policy"]
 
 
@@ -242,7 +242,7 @@ def test_what_a_question_holds_is_what_its_prompt_shows(
     text = tiny_tokenizer.decode(ids)
     lines = text.splitlines()[:3]
     for number, (line, passage, before) in enumerate(zip(lines, kept.passages, given, strict=True), start=1):
-        whole = neutralise(f'Doc {number}(Title: "{passage.title}") {passage.text}', TAGS)
+        whole = escape_tags(f'Doc {number}(Title: "{passage.title}") {passage.text}', TAGS)
         assert line == whole and before.text.startswith(passage.text) and passage.title == before.title
     assert kept.passages[0] is given[0]  # the longest give way first
     if kept is not long:
@@ -251,12 +251,14 @@ def test_what_a_question_holds_is_what_its_prompt_shows(
         # Both that are cut end within a token of the same share, and the budget is not left unused.
         first, second = (run.renderer.line_tokens(n, kept.passages[n - 1]) for n in (2, 3))
         assert abs(first - second) <= 12 and len(run.renderer.passages(kept.passages)) > budget - 26
-        (stored,) = judge([kept], [Trajectory("q", 0, 0, [Segment(Source.PROMPT, ids)])], SYSTEM, tiny_tokenizer)
+        (stored,) = score([kept], [Trajectory("q", 0, 0, [Segment(Source.PROMPT, ids)])], SYSTEM, tiny_tokenizer)
         assert stored.to_dict(tiny_tokenizer)["passages"][1] == {"title": "T0", "text": kept.passages[1].text}
         assert stored.attempt.passages == [(passage.title, passage.text) for passage in kept.passages]
-        assert shown.told() == f"1 of 1 questions had passages cut to {budget} tokens; raise rollout.max_passage_tokens"
+        assert (
+            shown.warning() == f"1 of 1 questions had passages cut to {budget} tokens; raise rollout.max_passage_tokens"
+        )
     else:
-        assert shown.told() is None
+        assert shown.warning() is None
     assert fitted(kept, run).questions == [kept]
 
 
@@ -339,8 +341,8 @@ def test_eviomnis_answer_right_behind_its_evidence_is_one(
         system, tokenizer=tokenizer, policy=policy, template=TEMPLATE, max_turn_tokens=90, max_passage_tokens=200
     )
     (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
-    (judged,) = judge([QUESTION], [trajectory], system, tokenizer)
-    assert trajectory.reason == "answered" and judged.result.answer == "Bel" and judged.result.parts["format"] == 1
+    (scored,) = score([QUESTION], [trajectory], system, tokenizer)
+    assert trajectory.reason == "answered" and scored.result.answer == "Bel" and scored.result.parts["format"] == 1
 
 
 def ends(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from chat_server import ChatServer, completion
 
-from thresher.engine.config.recipe import Judge
+from thresher.engine.config.recipe import JudgeSection
 from thresher.engine.scoring import endpoint as endpoint_module
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
 from thresher.engine.scoring.verdicts import RESPONSE_CHARACTERS, Verdicts, load_verdicts, read_verdict
@@ -183,8 +183,8 @@ def test_what_is_under_way_when_one_fails_is_kept(
 
     monkeypatch.setattr(endpoint, "_ask", watched)
     server.script = [refuse, keep]
-    message = failure(endpoint, *"abcdef")
-    assert f"refuses a request with status 400 (no); mend what it names ({replies} keeps all replies)" in message
+    problem = failure(endpoint, *"abcdef")
+    assert f"refuses a request with status 400 (no); fix what it names ({replies} keeps all replies)" in problem
     assert len(server.asked) == 2  # the other four were not begun
     assert [json.loads(line)["reply"] for line in replies.read_text().splitlines()] == ["kept"]
     assert "kept" in Endpoint(server.url, "m", replies=replies).complete(said(*"abcdef"))
@@ -198,14 +198,12 @@ def test_what_is_under_way_when_one_fails_is_kept(
     "trouble", [(503, {}), (500, b"<html>"), (529, {}), (429, {}), (408, {}), "break", "half", "sleep"]
 )
 def test_what_passes_is_waited_for(server: ChatServer, pauses: list[float], trouble: Any) -> None:
-    reported: list[str] = []
+    lines: list[str] = []
     server.script = [trouble, trouble, "at last"]
-    endpoint = Endpoint(server.url, "m", timeout=0.1, say=reported.append)
+    endpoint = Endpoint(server.url, "m", timeout=0.1, say=lines.append)
     assert endpoint.complete(said("q")) == ["at last"]
     assert server.asked == [server.asked[0]] * 3 and endpoint.requests == 3
-    assert (
-        len(reported) == 2 and "asking again for up to 300 s" in reported[0] and reported[1].endswith("replies again")
-    )
+    assert len(lines) == 2 and "asking again for up to 300 s" in lines[0] and lines[1].endswith("replies again")
 
 
 def test_pauses_double_up_to_a_limit_and_begin_anew(server: ChatServer, pauses: list[float]) -> None:
@@ -249,8 +247,8 @@ def test_patience_ends(server: ChatServer, tmp_path: Path, monkeypatch: pytest.M
 def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    message = failure(Endpoint(url, "m", patience=0))
-    assert "no reply for 0 s (a connection that could not be made); see to the server" in message
+    problem = failure(Endpoint(url, "m", patience=0))
+    assert "no reply for 0 s (a connection that could not be made); see to the server" in problem
 
 
 @pytest.mark.parametrize(
@@ -269,8 +267,8 @@ def test_nobody_is_there() -> None:
 )
 def test_a_refusal_is_reported_at_once(server: ChatServer, status: int, body: Any, words: str) -> None:
     server.script = [(status, body)]
-    message = failure(Endpoint(server.url, "m", key="s3cret"))
-    assert "refuses a request with" in message and words in message and "s3cret" not in message
+    problem = failure(Endpoint(server.url, "m", key="s3cret"))
+    assert "refuses a request with" in problem and words in problem and "s3cret" not in problem
     assert len(server.asked) == 1
 
 
@@ -293,8 +291,8 @@ def test_an_answer_of_another_shape_is_asked_for_once_more(server: ChatServer, t
     server.script = [(200, body), "fine"]
     assert endpoint.complete(said("q")) == ["fine"]
     server.script = [(200, body), (200, body)]
-    message = failure(endpoint, "r")
-    assert "m gave, twice, no text at choices[0].message.content, as a chat completion has it, but" in message
+    problem = failure(endpoint, "r")
+    assert "m gave, twice, no text at choices[0].message.content, as a chat completion has it, but" in problem
     assert len(server.asked) == 4 and len((tmp_path / "r.jsonl").read_text().splitlines()) == 1
 
 
@@ -304,8 +302,8 @@ def test_an_unusable_reply_is_asked_for_once_more_and_not_kept(server: ChatServe
     server.script = ["dunno", "42"]
     assert endpoint.complete(said("q"), usable=str.isdigit) == ["42"]
     server.script = ["dunno", "well,\nperhaps"]
-    message = failure(endpoint, "How many?", usable=str.isdigit)
-    assert 'm gave, twice, a reply to "How many?" of no use, "well, perhaps"; name another model' in message
+    problem = failure(endpoint, "How many?", usable=str.isdigit)
+    assert 'm gave, twice, a reply to "How many?" of no use, "well, perhaps"; name another model' in problem
     assert [json.loads(line)["reply"] for line in replies.read_text().splitlines()] == ["42"]
     # Kept by one who could use it, asked for anew by one who cannot.
     assert endpoint.complete(said("word")) == ["re: word"]
@@ -317,7 +315,7 @@ def test_an_unusable_reply_is_asked_for_once_more_and_not_kept(server: ChatServe
 
 
 def test_an_endpoint_from_a_recipe(server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = Judge(url=server.url, model="m", key_env="CHAT_KEY", replies=str(tmp_path / "r.jsonl"))
+    section = JudgeSection(url=server.url, model="m", key_env="CHAT_KEY", replies=str(tmp_path / "r.jsonl"))
     monkeypatch.delenv("CHAT_KEY", raising=False)
     with pytest.raises(UserError, match=r"the environment variable CHAT_KEY, .* is not set; export it"):
         load_endpoint(section)
@@ -329,7 +327,7 @@ def test_an_endpoint_from_a_recipe(server: ChatServer, tmp_path: Path, monkeypat
     load_endpoint(section).complete(said("q"))
     assert server.keys == ["Bearer s3cret"] and "s3cret" not in (tmp_path / "r.jsonl").read_text()
     with pytest.raises(UserError, match=r"the recipe names none; add judge.url and judge.model"):
-        load_verdicts(Judge())
+        load_verdicts(JudgeSection())
 
 
 # verdicts

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from thresher.engine.config.recipe import Judge
+from thresher.engine.config.recipe import JudgeSection
 from thresher.engine.scoring.entailment import LexicalJudge, ModelJudge, RememberingJudge, load_judge
 from thresher.rewards.errors import UserError
 
@@ -174,14 +174,14 @@ def test_a_failure_is_not_remembered() -> None:
 
 
 def test_a_judge_from_a_recipe(folder: Path) -> None:
-    assert isinstance(load_judge(Judge()), LexicalJudge)
-    judge = load_judge(Judge(entailment=str(folder), max_tokens=30, batch_tokens=64))
+    assert isinstance(load_judge(JudgeSection()), LexicalJudge)
+    judge = load_judge(JudgeSection(entailment=str(folder), max_tokens=30, batch_tokens=64))
     assert isinstance(judge, RememberingJudge) and judge.name == "entailment by tiny-nli"
     assert judge.probabilities(NOTES) == judge.probabilities(NOTES) and judge.hits == 3
-    plain = load_judge(Judge(entailment=str(folder), remember=0, max_tokens=30))
+    plain = load_judge(JudgeSection(entailment=str(folder), remember=0, max_tokens=30))
     assert isinstance(plain, ModelJudge) and plain.probabilities(NOTES) == judge.probabilities(NOTES)
     with pytest.raises(UserError, match="no such file"):
-        load_judge(Judge(entailment=str(folder / "absent")))
+        load_judge(JudgeSection(entailment=str(folder / "absent")))
 
 
 @pytest.mark.parametrize(
@@ -197,5 +197,5 @@ def test_a_judge_from_a_recipe(folder: Path) -> None:
 )
 def test_a_section_that_does_not_do(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        Judge(**keys)
+        JudgeSection(**keys)
     assert str(caught.value).startswith(said) and "s3cret" not in str(caught.value)

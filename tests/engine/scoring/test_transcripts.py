@@ -8,13 +8,13 @@ import pytest
 
 from thresher.cli import main as cli
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.scoring.score import Judges, judge
+from thresher.engine.scoring.score import Judges, score
 from thresher.engine.scoring.transcripts import score_file
 from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import lot
+from thresher.rewards.attempt import hash_uniform
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
@@ -40,7 +40,7 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def score(
+def score_lines(
     tmp_path: Path, system: str, *records: Any, options: dict[str, Any] | None = None, tokenizer: Path | None = None
 ) -> list[dict[str, Any]]:
     source, out = write(tmp_path / "in.jsonl", *records), tmp_path / "out.jsonl"
@@ -78,7 +78,7 @@ def test_both_systems(
     tmp_path: Path, segments: list[dict[str, str]], eval_rar: float, search_r1: float, answer: str | None
 ) -> None:
     for system, expected in zip(SYSTEMS, (eval_rar, search_r1), strict=True):
-        (entry,) = score(tmp_path, system, transcript(*segments))
+        (entry,) = score_lines(tmp_path, system, transcript(*segments))
         assert list(entry) == ["id", "reward", "parts", "answer"]
         assert entry["reward"] == expected
         assert entry["answer"] == answer
@@ -88,9 +88,9 @@ def test_both_systems(
 def test_parts_of_each_system(tmp_path: Path) -> None:
     common = {"answer": 0.0, "em": False, "f1": 0.0, "answered": True, "searches": 1}
     searched = transcript(segment("policy", "<search>q</search>"), FAKED[1], CITED)
-    (entry,) = score(tmp_path, "search_r1", searched)
+    (entry,) = score_lines(tmp_path, "search_r1", searched)
     assert entry["parts"] == common
-    (entry,) = score(tmp_path, "eval_rar", searched)
+    (entry,) = score_lines(tmp_path, "eval_rar", searched)
     assert entry["parts"] == common | {"evaluation": 0.1, "evaluations": 1, "evaluate_contains": True}
 
 
@@ -98,19 +98,19 @@ def test_order_and_ids_are_kept_and_golds_are_alternatives(tmp_path: Path) -> No
     records = [
         transcript(RIGHT, golds=golds, id=id) for id, golds in (("b", ["Rome"]), (7, ["Rome", "PARIS."]), ("é", []))
     ]
-    rated = score(tmp_path, "search_r1", *records)
+    rated = score_lines(tmp_path, "search_r1", *records)
     assert [(entry["id"], entry["reward"]) for entry in rated] == [("b", 0.0), (7, 1.0), ("é", 0.0)]
 
 
 def test_the_trajectories_of_a_run_can_be_scored(tmp_path: Path) -> None:
     """What the run folder holds has more keys, and ids beside every text."""
     more = {"group": 0, "sample": 1, "reason": "answered", "searches": [], "reward": 1.0, "advantage": 0.5}
-    (entry,) = score(tmp_path, "eval_rar", transcript(RIGHT | {"ids": [1, 2]}, **more))
+    (entry,) = score_lines(tmp_path, "eval_rar", transcript(RIGHT | {"ids": [1, 2]}, **more))
     assert entry["reward"] == 1.0
 
 
 def test_text_that_is_no_unicode_is_rated_all_the_same(tmp_path: Path) -> None:
-    (entry,) = score(tmp_path, "search_r1", transcript(segment("policy", "\ud800<answer>Paris</answer>\udfff")))
+    (entry,) = score_lines(tmp_path, "search_r1", transcript(segment("policy", "\ud800<answer>Paris</answer>\udfff")))
     assert entry["reward"] == 1.0
 
 
@@ -118,7 +118,7 @@ def test_text_that_is_no_unicode_is_rated_all_the_same(tmp_path: Path) -> None:
     ("options", "expected"), [({}, 0.1), ({"evaluation_reward": False}, 0.0), ({"count_before_search": False}, 0.0)]
 )
 def test_switches_of_the_system(tmp_path: Path, options: dict[str, Any], expected: float) -> None:
-    assert score(tmp_path, "eval_rar", transcript(CITED), options=options)[0]["reward"] == expected
+    assert score_lines(tmp_path, "eval_rar", transcript(CITED), options=options)[0]["reward"] == expected
     flags = [part for key, value in options.items() for part in ("--set", f"{key}={str(value).lower()}")]
     out = tmp_path / "again.jsonl"
     command = ["score", "--system", "eval_rar", "--transcripts", str(tmp_path / "in.jsonl"), "--out", str(out), *flags]
@@ -137,7 +137,7 @@ EVIOMNI = transcript(
 
 
 def test_eviomnis_three_answers_and_lengths_in_words(tmp_path: Path) -> None:
-    (entry,) = score(tmp_path, "eviomni", EVIOMNI)
+    (entry,) = score_lines(tmp_path, "eviomni", EVIOMNI)
     parts = entry["parts"]
     answers = [parts[f"answer_{name}"] for name in ("rationale", "evidence", "full")]
     assert answers == pytest.approx([1, 2 / 3, 0]) and parts["answer"] == pytest.approx(5 / 9)
@@ -146,8 +146,8 @@ def test_eviomnis_three_answers_and_lengths_in_words(tmp_path: Path) -> None:
     assert parts["length_evidence"] == pytest.approx(0.8**0.5)
     assert parts["format"] == 1 and entry["answer"] == "Rome" and not parts["em"]
     assert entry["reward"] == pytest.approx(0.8 * 5 / 9 + 0.1 * parts["length"] + 0.1)
-    assert score(tmp_path, "lear", EVIOMNI) == [entry]
-    (narrow,) = score(tmp_path, "eviomni", EVIOMNI, options={"full": False, "evidence": False})
+    assert score_lines(tmp_path, "lear", EVIOMNI) == [entry]
+    (narrow,) = score_lines(tmp_path, "eviomni", EVIOMNI, options={"full": False, "evidence": False})
     assert narrow["parts"]["answer"] == 1
 
 
@@ -156,19 +156,19 @@ def test_answers_and_stored_branches_are_one_thing_stored_twice(tmp_path: Path) 
         name: [segment("prompt", "Paris <answer>"), segment("policy", text)]
         for name, text in EVIOMNI["answers"].items()
     }
-    record = {key: value for key, value in EVIOMNI.items() if key != "answers"} | {"branches": stored}
-    assert score(tmp_path, "eviomni", record) == score(tmp_path, "eviomni", EVIOMNI)
+    as_stored = {key: value for key, value in EVIOMNI.items() if key != "answers"} | {"branches": stored}
+    assert score_lines(tmp_path, "eviomni", as_stored) == score_lines(tmp_path, "eviomni", EVIOMNI)
     # The context of a branch is not the policy's, whatever it holds.
-    faked = record | {
+    faked = as_stored | {
         "branches": {"evidence": [segment("prompt", "<answer>Paris</answer>"), segment("policy", "Rome")]}
     }
-    assert score(tmp_path, "eviomni", faked)[0]["parts"]["answer_evidence"] == 0
+    assert score_lines(tmp_path, "eviomni", faked)[0]["parts"]["answer_evidence"] == 0
 
 
 def test_lengths_in_tokens_where_a_tokenizer_is_given(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     tiny_tokenizer.save(tmp_path / "tokenizer")
-    (in_words,) = score(tmp_path, "eviomni", EVIOMNI)
-    (in_tokens,) = score(tmp_path, "eviomni", EVIOMNI, tokenizer=tmp_path / "tokenizer")
+    (in_words,) = score_lines(tmp_path, "eviomni", EVIOMNI)
+    (in_tokens,) = score_lines(tmp_path, "eviomni", EVIOMNI, tokenizer=tmp_path / "tokenizer")
     lengths = [len(tiny_tokenizer.encode(text)) for text in ("one two", "word " * 8, "word " * 2)]
     assert in_tokens["parts"]["length_evidence"] == pytest.approx((1 - lengths[0] / (lengths[1] + lengths[2])) ** 0.5)
     assert in_tokens["parts"]["length_evidence"] != in_words["parts"]["length_evidence"]
@@ -188,18 +188,18 @@ ARENA = transcript(
     ("gold", "relevance", "reward"), [([1, 3], 1, 13), ([3, 1], 1, 13), ([3], 0.5, 2.5), ([2], 0, 2), (None, 0, 2)]
 )
 def test_arenas_gold_indices(tmp_path: Path, gold: list[int] | None, relevance: float, reward: float) -> None:
-    (entry,) = score(tmp_path, "arena", ARENA | {"gold_indices": gold})
+    (entry,) = score_lines(tmp_path, "arena", ARENA | {"gold_indices": gold})
     assert (entry["parts"]["relevance"], entry["reward"]) == (relevance, reward)
     assert entry["parts"]["bonus"] == (10 if reward == 13 else 0)
     without_passages = {key: value for key, value in ARENA.items() if key != "passages"} | {"gold_indices": gold}
-    assert score(tmp_path, "arena", without_passages) == [entry]
+    assert score_lines(tmp_path, "arena", without_passages) == [entry]
 
 
 def test_a_verdict_in_the_place_of_a_judge(tmp_path: Path) -> None:
     for verdict in (True, False):
-        (entry,) = score(tmp_path, "arena", ARENA | {"verdict": verdict}, options={"accuracy": "judge"})
+        (entry,) = score_lines(tmp_path, "arena", ARENA | {"verdict": verdict}, options={"accuracy": "judge"})
         assert entry["parts"]["accuracy"] == verdict
-    (entry,) = score(tmp_path, "arena", transcript(segment("policy", "no answer")), options={"accuracy": "judge"})
+    (entry,) = score_lines(tmp_path, "arena", transcript(segment("policy", "no answer")), options={"accuracy": "judge"})
     assert entry["reward"] == 0, "there is nothing to give a verdict on"
 
 
@@ -215,21 +215,21 @@ NOTED = transcript(
     [("SEN+EQR", 0.25, 1.25), ("SEN+EQR", 1, 2), ("SEN", 0.25, 1), ("SEN", None, 1)],
 )
 def test_evinotes_entailment(tmp_path: Path, variant: str, entailment: float | None, reward: float) -> None:
-    (entry,) = score(tmp_path, "evinote", NOTED | {"entailment": entailment}, options={"variant": variant})
+    (entry,) = score_lines(tmp_path, "evinote", NOTED | {"entailment": entailment}, options={"variant": variant})
     assert entry["reward"] == reward and entry["parts"]["entailment"] == entailment
 
 
 def test_without_a_note_there_is_nothing_to_entail(tmp_path: Path) -> None:
-    (entry,) = score(tmp_path, "evinote", transcript(segment("policy", "<answer>Paris</answer>")))
+    (entry,) = score_lines(tmp_path, "evinote", transcript(segment("policy", "<answer>Paris</answer>")))
     assert entry["reward"] == 0 and entry["parts"]["answer"] == 1
 
 
 def test_the_draw_depends_on_id_and_text(tmp_path: Path) -> None:
     """FS+SR gives .1 to one noted wrong answer in three, the same one whenever it is asked."""
     wrong = [NOTED | {"id": number, "golden_answers": ["Rome"]} for number in range(60)]
-    rewards = [entry["reward"] for entry in score(tmp_path, "evinote", *wrong, options={"variant": "FS+SR"})]
+    rewards = [entry["reward"] for entry in score_lines(tmp_path, "evinote", *wrong, options={"variant": "FS+SR"})]
     pieces = [Piece(Source(s["source"]), s["text"].encode()) for s in NOTED["segments"]]
-    assert rewards == [0.1 if lot(str(number), pieces) < 1 / 3 else 0 for number in range(60)]
+    assert rewards == [0.1 if hash_uniform(str(number), pieces) < 1 / 3 else 0 for number in range(60)]
     assert 10 < sum(map(bool, rewards)) < 30
 
 
@@ -272,6 +272,7 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
         "naive_grpo": ["<think>x</think><answer>Paris</answer>"],
     }
     written |= {"lear": written["eviomni"]}
+    worth = {*written, "evinote", "evinote_code", "eval_rar"}  # what is compared there is more than 0
     turns = written.get(name, ["<summary>*a* -b-</summary><evaluate>Paris \xff</evaluate><answer>Rome</answer>"])
     trajectory = Trajectory("q", 0, 0, [Segment(Source.PROMPT, tiny_tokenizer.encode("Where?"))], "answered")
     for text in turns:
@@ -281,12 +282,12 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
         said = tiny_tokenizer.encode("Paris</answer>")
         branch = [Segment(Source.PROMPT, tiny_tokenizer.encode("<answer>")), Segment(Source.POLICY, said)]
         trajectory.branches = {kind: Trajectory("q", 0, 0, branch) for kind in ("rationale", "evidence")}
-    (judged,) = judge([question], [trajectory], system, tiny_tokenizer, Judges(entailment=Half(), verdict=Yes()))
+    (judged,) = score([question], [trajectory], system, tiny_tokenizer, Judges(entailment=Half(), verdict=Yes()))
     tiny_tokenizer.save(tmp_path / "tokenizer")
     record = judged.to_dict(tiny_tokenizer)
-    (rated,) = score(tmp_path, name, record, options=options, tokenizer=tmp_path / "tokenizer")
+    (rated,) = score_lines(tmp_path, name, record, options=options, tokenizer=tmp_path / "tokenizer")
     assert (rated["reward"], rated["parts"]) == (judged.result.reward, judged.result.parts)
-    assert rated["answer"] == judged.result.answer and (rated["reward"] > 0 or name == "search_r1")
+    assert rated["answer"] == judged.result.answer and (rated["reward"] > 0 or name not in worth)
 
 
 BAD = [
@@ -331,22 +332,22 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "expected"), BAD)
+@pytest.mark.parametrize(("bad", "problem"), BAD)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, bad: Any, expected: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, bad: Any, problem: str
 ) -> None:
     line = bad if isinstance(bad, bytes) else (bad if isinstance(bad, str) else json.dumps(bad)).encode()
     (tmp_path / "in.jsonl").write_bytes(json.dumps(transcript(RIGHT)).encode() + b"\n" + line + b"\n")
     command = ["score", "--system", system, "--transcripts", str(tmp_path / "in.jsonl")]
     assert cli.run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("thresher: ") and message.count("\n") == 1 and expected in message
+    assert message.startswith("thresher: ") and message.count("\n") == 1 and problem in message
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(
-    ("system", "options", "record", "expected"),
+    ("system", "options", "record", "problem"),
     [
         ("evinote", {}, NOTED, "in.jsonl:1: evinote is rewarded for entailment, and no judge is asked here; add"),
         ("evinote", {"variant": "FS+EQR"}, NOTED, "in.jsonl:1: evinote is rewarded for entailment"),
@@ -354,10 +355,10 @@ def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
     ],
 )
 def test_a_judges_word_that_is_missing(
-    tmp_path: Path, system: str, options: dict[str, str], record: dict[str, Any], expected: str
+    tmp_path: Path, system: str, options: dict[str, str], record: dict[str, Any], problem: str
 ) -> None:
     write(tmp_path / "in.jsonl", record)
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=problem):
         score_file(system, options, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
@@ -368,7 +369,7 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, tiny_tokenizer: To
     with pytest.raises(UserError, match=r"in.jsonl:1: segment 0: its ids are not its text in this tokenizer; give the"):
         score_file("search_r1", {}, tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "tokenizer")
     exact = transcript(RIGHT | {"ids": tiny_tokenizer.encode(RIGHT["text"])})
-    assert score(tmp_path, "search_r1", exact, tokenizer=tmp_path / "tokenizer")[0]["reward"] == 1
+    assert score_lines(tmp_path, "search_r1", exact, tokenizer=tmp_path / "tokenizer")[0]["reward"] == 1
 
 
 def test_nothing_to_rate_leaves_an_older_file_as_it_was(tmp_path: Path) -> None:
@@ -381,7 +382,7 @@ def test_nothing_to_rate_leaves_an_older_file_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "options", "expected"),
+    ("system", "options", "problem"),
     [
         ("evalrar", {}, "system 'evalrar' is unknown; did you mean eval_rar?"),
         ("eval_rar", {"substrings": True}, r"\[system.options\]: substrings: unknown key; did you mean substring\?"),
@@ -390,10 +391,10 @@ def test_nothing_to_rate_leaves_an_older_file_as_it_was(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_system_or_switch_is_refused(
-    tmp_path: Path, system: str, options: dict[str, Any], expected: str
+    tmp_path: Path, system: str, options: dict[str, Any], problem: str
 ) -> None:
     write(tmp_path / "in.jsonl", transcript(RIGHT))
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=problem):
         score_file(system, options, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 

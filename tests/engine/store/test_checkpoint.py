@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, damage: s
     with pytest.warns(UserWarning, match="checkpoint passed over: .*step_000002"):
         newest = latest_checkpoint(tmp_path)
     assert newest is not None and newest.state == {"n": 1}
-    # Saving that step again mends it.
+    # Saving that step again fixes it.
     saved(tmp_path, 2, n=3)
     newest = latest_checkpoint(tmp_path)
     assert newest is not None and newest.state == {"n": 3}

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from thresher.engine.config.recipe import Grpo, Model, Optim, Recipe, Run, load_recipe
+from thresher.engine.config.recipe import GrpoSection, ModelSection, OptimSection, Recipe, RunSection, load_recipe
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_name, step_of
 from thresher.rewards.errors import UserError
 
-RECIPE = Recipe(model=Model(path="m"))
-OTHER = replace(RECIPE, grpo=Grpo(beta=0.5))
+RECIPE = Recipe(model=ModelSection(path="m"))
+OTHER = replace(RECIPE, grpo=GrpoSection(beta=0.5))
 
 
 def tree(folder: Path) -> list[str]:
@@ -67,15 +67,15 @@ def test_create_under_a_file_is_the_users_mistake(tmp_path: Path) -> None:
 def test_resume_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", RECIPE) as run:
         run.append_metrics({"step": 1, "reward": 0.5})
-    longer = replace(RECIPE, run=Run(steps=999), model=Model(path="m", device="cuda"))
+    longer = replace(RECIPE, run=RunSection(steps=999), model=ModelSection(path="m", device="cuda"))
     with RunFolder.resume(tmp_path / "run", longer) as run:
         assert load_recipe(run.recipe_file) == longer
         run.append_metrics({"step": 2, "reward": 0.6})
         assert read_metrics(run.path) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.6}]
 
 
-@pytest.mark.parametrize("optim", [Optim(schedule="cosine"), Optim(warmup_ratio=0.1)])
-def test_a_schedule_is_not_stretched_by_going_on_for_longer(tmp_path: Path, optim: Optim) -> None:
+@pytest.mark.parametrize("optim", [OptimSection(schedule="cosine"), OptimSection(warmup_ratio=0.1)])
+def test_a_schedule_is_not_stretched_by_going_on_for_longer(tmp_path: Path, optim: OptimSection) -> None:
     recipe = replace(RECIPE, optim=optim)
     RunFolder.create(tmp_path / "run", recipe).close()
     stored = (tmp_path / "run" / "recipe.toml").read_bytes()
@@ -94,7 +94,11 @@ def test_resume_refuses_another_recipe_and_changes_nothing(tmp_path: Path) -> No
         f"{path}: the run folder belongs to another recipe (grpo.beta is 0.001, not 0.5); resume with its own"
         " recipe.toml, or choose another folder"
     )
-    foreign = Recipe(model=Model(path="x", prompt="chat", dtype="bfloat16"), run=Run(seed=1), grpo=Grpo(beta=0.5))
+    foreign = Recipe(
+        model=ModelSection(path="x", prompt="chat", dtype="bfloat16"),
+        run=RunSection(seed=1),
+        grpo=GrpoSection(beta=0.5),
+    )
     assert "not 0.5 and 1 more)" not in refusal(RunFolder.resume, path, foreign)
     assert " and 2 more)" in refusal(RunFolder.resume, path, foreign)
     assert (path / "recipe.toml").read_bytes() == stored
@@ -127,7 +131,7 @@ def test_resume_restores_folders_that_a_copy_lost(tmp_path: Path) -> None:
 def test_only_one_writer_at_a_time(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", RECIPE)
     stored = run.recipe_file.read_bytes()
-    message = refusal(RunFolder.resume, tmp_path / "run", replace(RECIPE, run=Run(steps=5)))
+    message = refusal(RunFolder.resume, tmp_path / "run", replace(RECIPE, run=RunSection(steps=5)))
     assert message.startswith(f"{tmp_path / 'run'}: process ")
     assert message.endswith(" is writing to this folder; wait for it to end")
     assert run.recipe_file.read_bytes() == stored
@@ -138,9 +142,9 @@ def test_only_one_writer_at_a_time(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys
-from thresher.engine.config.recipe import Model, Recipe
+from thresher.engine.config.recipe import ModelSection, Recipe
 from thresher.engine.store.run_folder import RunFolder
-run = RunFolder.create(sys.argv[1], Recipe(model=Model(path="m")))
+run = RunFolder.create(sys.argv[1], Recipe(model=ModelSection(path="m")))
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -204,7 +208,7 @@ def test_any_other_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
     assert refusal(read_metrics, path) == (
-        f'{path}: line 2: expected a JSON object with a "step"; mend or delete the line'
+        f'{path}: line 2: expected a JSON object with a "step"; fix or delete the line'
     )
 
 

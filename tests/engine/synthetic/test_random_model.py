@@ -101,7 +101,7 @@ GIVEN = ["--tokenizer", "{here}/tokenizer"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "problem"),
     [
         ([], "init: give either --tokenizer FOLDER or --train-tokenizer FILES"),
         ([*GIVEN, "--train-tokenizer", "{here}/texts.jsonl"], "init: give either"),
@@ -128,11 +128,11 @@ GIVEN = ["--tokenizer", "{here}/tokenizer"]
         ([*GIVEN, "--out", "{here}/tokenizer"], "tokenizer: exists already"),
     ],
 )
-def test_what_is_refused(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+def test_what_is_refused(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str) -> None:
     before = sorted(here.rglob("*"))
     spelled = [part.format(here=here) for part in arguments]
     # Of a flag that is given twice, the last counts.
     assert cli.run(["init", "--config", str(here / "config.json"), "--out", str(here / "new"), *spelled]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("thresher: ") and message.count("\n") == 1 and expected in message
+    assert message.startswith("thresher: ") and message.count("\n") == 1 and problem in message
     assert sorted(here.rglob("*")) == before

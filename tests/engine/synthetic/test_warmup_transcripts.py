@@ -9,7 +9,7 @@ import pytest
 
 from thresher.engine.protocol.render import Renderer, passage_lines
 from thresher.engine.synthetic.invent import invent_files
-from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, form_transcripts, template
+from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, template, warmup_transcripts
 from thresher.engine.synthetic.world import Size, invent
 from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_transcript
@@ -127,7 +127,7 @@ def test_forms_repeat_and_blindness_is_what_aware_leaves() -> None:
     def shown(queries: list[str]) -> list[str]:
         return [f" {query}" for query in queries]
 
-    first, again = (form_transcripts(world, "search_r1", 200, SMALL, 3, shown) for _ in range(2))
+    first, again = (warmup_transcripts(world, "search_r1", 200, SMALL, 3, shown) for _ in range(2))
     assert first == again
     searches = [sum(segment["source"] == "policy" for segment in record["segments"]) - 1 for record in first]
     assert set(searches) == {1, 2, 3} and 0.1 < searches.count(2) / 200 < 0.5  # two only where the question is followed

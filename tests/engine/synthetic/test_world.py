@@ -11,9 +11,9 @@ from thresher.engine.synthetic.invent import K, invent_files
 from thresher.engine.synthetic.world import (
     BLIND_HOPS,
     RELATIONS,
+    InventedWorld,
+    InventedWorlds,
     Size,
-    World,
-    Worlds,
     ask,
     invent,
     passages,
@@ -43,7 +43,7 @@ NAME = r"[A-Z][a-z]+ [A-Z][a-z]+"
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
-def worlds(request: pytest.FixtureRequest) -> Worlds:
+def worlds(request: pytest.FixtureRequest) -> InventedWorlds:
     """The demo's own size and seeds."""
     return invent(Size(), request.param)
 
@@ -59,7 +59,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def walk(world: World, text: str) -> str:
+def walk(world: InventedWorld, text: str) -> str:
     """The answer to a question, found by its words alone."""
     match = re.fullmatch(rf"What is ((?:the \w+ of )+)({NAME})\?", text)
     assert match, text
@@ -69,7 +69,7 @@ def walk(world: World, text: str) -> str:
     return entity
 
 
-def test_training_and_held_out_entities_are_apart_and_no_fact_crosses(worlds: Worlds) -> None:
+def test_training_and_held_out_entities_are_apart_and_no_fact_crosses(worlds: InventedWorlds) -> None:
     assert not worlds.train.kinds.keys() & worlds.test.kinds.keys()
     for world in (worlds.train, worlds.test, *worlds.warmup):
         for (subject, relation), fact in world.facts.items():
@@ -81,8 +81,8 @@ def test_training_and_held_out_entities_are_apart_and_no_fact_crosses(worlds: Wo
         assert all((entity, relation) in world.facts for entity in world.kinds for relation in world.relations(entity))
 
 
-def test_sizes(worlds: Worlds) -> None:
-    def kinds(world: World) -> list[int]:
+def test_sizes(worlds: InventedWorlds) -> None:
+    def kinds(world: InventedWorld) -> list[int]:
         return [list(world.kinds.values()).count(kind) for kind in RELATIONS]
 
     assert kinds(worlds.test) == [60, 40, 60]
@@ -90,14 +90,14 @@ def test_sizes(worlds: Worlds) -> None:
     assert len(passages([worlds.train, worlds.test], 0)) == 3 * (240 + 160 + 240)
 
 
-def test_every_piece_of_a_held_out_name_has_been_seen(worlds: Worlds) -> None:
-    def pieces(*parts: World) -> set[tuple[int, str]]:
+def test_every_piece_of_a_held_out_name_has_been_seen(worlds: InventedWorlds) -> None:
+    def pieces(*parts: InventedWorld) -> set[tuple[int, str]]:
         return {(place, word) for world in parts for name in world.kinds for place, word in enumerate(name.split())}
 
     assert pieces(worlds.test) <= pieces(worlds.train, *worlds.warmup)
 
 
-def test_the_warm_up_never_uses_a_held_out_name(worlds: Worlds, files: Path) -> None:
+def test_the_warm_up_never_uses_a_held_out_name(worlds: InventedWorlds, files: Path) -> None:
     for world in worlds.warmup:
         assert not world.kinds.keys() & worlds.test.kinds.keys()
         named = {name for fact in world.facts.values() for name in (fact.subject, fact.object)}
@@ -110,8 +110,8 @@ def test_the_warm_up_never_uses_a_held_out_name(worlds: Worlds, files: Path) -> 
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
-def test_golds_follow_from_the_facts(worlds: Worlds, part: str) -> None:
-    world: World = getattr(worlds, part)
+def test_golds_follow_from_the_facts(worlds: InventedWorlds, part: str) -> None:
+    world: InventedWorld = getattr(worlds, part)
     asked = questions(world, 200, 0.67, 0, part)
     for question in asked:
         assert question.golds == (walk(world, question.question),)
@@ -173,7 +173,7 @@ def test_files_are_what_the_readers_read(files: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_order_of_passages_carries_no_information(worlds: Worlds) -> None:
+def test_the_order_of_passages_tells_nothing(worlds: InventedWorlds) -> None:
     order = passages([worlds.train, worlds.test], 0)
     assert [passage.id for passage in order] == [str(number) for number in range(len(order))]
     held_out = [passage.title.split(",")[0] in worlds.test.kinds for passage in order]

@@ -33,7 +33,7 @@ def found(*numbers: int) -> list[Hit]:
 
 
 def options_of(name: str, folder: Path, ids: Sequence[str] = ("q",)) -> dict[str, Any]:
-    """The least that a baseline must be told."""
+    """The least that a baseline must be given."""
     if name != "evidence":
         return {}
     file = folder / "evidence.jsonl"

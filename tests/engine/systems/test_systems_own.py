@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
-from thresher.engine.config.recipe import System as SystemSection
+from thresher.engine.config.recipe import SystemSection
 from thresher.engine.rollout.rollout import Job, Rollout
-from thresher.engine.scoring.score import judge
+from thresher.engine.scoring.score import score
 from thresher.engine.systems import NAMES, load_system
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
@@ -82,10 +82,10 @@ def test_the_worked_example_in_a_rollout(
     questions = [replace(q, passages=(Passage("p", "T", f"It is {q.golds[0]}."),)) for q in tiny_questions[:8]]
     run = tiny_rollout(system, template="{question}\n{passages}\n<answer>")
     trajectories = run.run([Job(q, i, 0, i) for i, q in enumerate(questions)], 1.0)
-    judged = judge(questions, trajectories, system, run.tokenizer)
-    assert len(judged) == 8 and all(entry.trajectory.reason for entry in judged)
-    assert all(entry.result.parts.keys() == {"answer", "quote", "em", "f1", "answered"} for entry in judged)
-    for entry in judged:
+    scored = score(questions, trajectories, system, run.tokenizer)
+    assert len(scored) == 8 and all(entry.trajectory.reason for entry in scored)
+    assert all(entry.result.parts.keys() == {"answer", "quote", "em", "f1", "answered"} for entry in scored)
+    for entry in scored:
         prompt, turn = entry.trajectory.segments
         assert (prompt.source, turn.source) == (Source.PROMPT, Source.POLICY)
         assert f"It is {entry.question.golds[0]}." in run.tokenizer.decode(prompt.ids)
@@ -117,7 +117,7 @@ GOOD = "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Op
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "problem"),
     [
         ("", "needs a dataclass Options and a function system(options); add what is missing"),
         ("class Options:\n    pass\n\n\ndef system(options):\n    pass\n", "needs a dataclass Options"),
@@ -126,17 +126,17 @@ GOOD = "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Op
         (GOOD + "def system(options):\n    return 3\n", "system(options) returned int; it should return a System"),
         (
             GOOD + "def system(options):\n    return options.sise\n",
-            "raised AttributeError ('Options' object has no attribute 'sise') at line 10; mend the file",
+            "raised AttributeError ('Options' object has no attribute 'sise') at line 10; fix the file",
         ),
         ("import nowhere_to_be_found\n", "importing it raised ModuleNotFoundError (No module named"),
-        ("\n\nx = 1 / 0\n", "importing it raised ZeroDivisionError (division by zero) at line 3; mend the file"),
-        ("def f(:\n", "importing it raised SyntaxError (invalid syntax) at line 1; mend the file"),
-        ("raise SystemExit(3)\n", "importing it raised SystemExit (3) at line 1; mend the file"),
+        ("\n\nx = 1 / 0\n", "importing it raised ZeroDivisionError (division by zero) at line 3; fix the file"),
+        ("def f(:\n", "importing it raised SyntaxError (invalid syntax) at line 1; fix the file"),
+        ("raise SystemExit(3)\n", "importing it raised SystemExit (3) at line 1; fix the file"),
         (None, "no such Python file; name a system, or the path of a file that ends in .py"),
     ],
 )
 def test_a_file_that_is_no_system_ends_in_a_sentence(
-    text: str | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.py"
     if text is not None:
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_system_ends_in_a_sentence(
     command = ["score", "--system", str(path), "--transcripts", "none.jsonl", "--out", str(tmp_path / "out.jsonl")]
     assert cli.run(command) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"thresher: {path}: ") and expected in message and message.count("\n") == 1
+    assert message.startswith(f"thresher: {path}: ") and problem in message and message.count("\n") == 1
 
 
 OWN = (
@@ -155,10 +155,10 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("body", "problem"),
     [
-        ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; mend the file"),
-        ("return 1.0", "returned float; it should return a RewardResult; mend the file"),
+        ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; fix the file"),
+        ("return 1.0", "returned float; it should return a RewardResult; fix the file"),
         ("return RewardResult(1.0, {'em': 1}, None)", "returned parts without f1 and answered, which answer_measures"),
         ("return RewardResult(1.0, None, None)", "returned parts of NoneType; they should be a dict"),
         (f"return RewardResult(1.0, {NONE_YET} | {{'x': 'y'}}, None)", "returned x = 'y', which is no finite number"),
@@ -171,7 +171,7 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
     ],
 )
 def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_made(
-    body: str, expected: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+    body: str, problem: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.py"
     made = (
@@ -187,13 +187,13 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
     ):
         assert cli.run([*command, *out]) == 2
         message = capsys.readouterr().err
-        assert message.startswith(f"thresher: {path}: reward(attempt) ") and expected in message
+        assert message.startswith(f"thresher: {path}: reward(attempt) ") and problem in message
         assert message.count("\n") == 1 and not (tmp_path / "out").exists()
     # What only what the policy wrote brings to light ends the same way, later.
     later = f"    if not attempt.pieces[-1].text:\n        return RewardResult(0, {NONE_YET}, None)\n    {body}\n"
     path.write_text(GOOD + OWN + later + made)
     attempt = Attempt(pieces=[Piece(Source.POLICY, b"x")], golds=("x",))
-    with pytest.raises(UserError, match=r"mine\.py: reward\(attempt\) r.*; mend the file"):
+    with pytest.raises(UserError, match=r"mine\.py: reward\(attempt\) r.*; fix the file"):
         load_system(str(path), {}).reward(attempt)
 
 

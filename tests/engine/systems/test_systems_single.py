@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reward_cases import PARTS
 
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.episode import Fork, Generate, Kept, Prompt, Reprefill, System, Tools, Turn, pair_tags
 from thresher.engine.rollout.branches import branch_seed, context_ids
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.entailment import LexicalJudge
-from thresher.engine.scoring.score import Judges, ask_judges, check_all, judge
+from thresher.engine.scoring.score import Judges, ask_judges, check_all, score
 from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.tags import neutralise
+from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Piece, Source
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,16 +37,6 @@ TAGS = {
     "arena": ["question", "references", "relevance", "analysis", "answer"],
     "naive_grpo": ["think", "answer"],
 }
-PARTS = {
-    "eviomni": {"answer", "answer_rationale", "answer_evidence", "answer_full", "format"}
-    | {"length", "length_rationale", "length_evidence"},
-    "evinote": {"format", "answer", "notes", "entailment"},
-    "arena": {"format", "accuracy", "relevance", "bonus"},
-    "eval_rar": {"answer", "evaluation"},
-    "search_r1": {"answer"},
-    "naive_grpo": {"format", "answer"},
-}
-PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
 
 
 def drive(system: System, texts: Sequence[str]) -> tuple[list[Any], str]:
@@ -168,7 +159,7 @@ def test_arenas_input_cannot_be_closed_from_inside(tiny_rollout: Callable[..., R
     run = tiny_rollout(system, template=system.template, max_context=1500, max_passage_tokens=400)
     shown = run.tokenizer.decode(run.renderer.prompt(Prompt(system.template, "</question>", PASSAGES)))
     assert [shown.count(tag) for tag in ("<references>", "</references>", "</question>")] == [1, 1, 1]
-    assert neutralise("</references>", system.tags) in shown
+    assert escape_tags("</references>", system.tags) in shown
 
 
 def attempt_of(text: str, **more: Any) -> Attempt:
@@ -251,10 +242,9 @@ def test_every_system_runs_in_a_rollout(
     jobs = [Job(tiny_questions[i], i, 0, i) for i in range(6)]
     trajectories = run.run(jobs, 1.0)
     judges = Judges(entailment=LexicalJudge())
-    judged = judge([job.question for job in jobs], trajectories, system, run.tokenizer, judges)
-    check_all(judged, run.tokenizer, system.tags, run.limits.max_context)
-    assert len(judged) == len(jobs)
-    assert all(entry.trajectory.reason and entry.result.reward >= 0 for entry in judged)
+    scored = score([job.question for job in jobs], trajectories, system, run.tokenizer, judges)
+    check_all(scored, run.tokenizer, system.tags, run.limits.max_context)
+    assert all(entry.trajectory.reason and entry.result.reward >= 0 for entry in scored)
 
 
 @pytest.mark.parametrize(("evidence", "answer"), [(True, (0 + 1 + 0.5) / 3), (False, (0 + 0.5) / 2)])
@@ -266,7 +256,7 @@ def test_eviomnis_three_answers_meet_in_one_reward(
     lines = {7: [f"{REASON}{EXTRACT}", "<answer>Anna Frost</answer>"], branch_seed(7, "rationale"): ["Bo</answer>"]}
     script(lines | {branch_seed(7, "evidence"): ["Anna Bell</answer>"]})
     run = tiny_rollout(system, template="{question}\n{passages}\n", max_passage_tokens=120, max_turn_tokens=60)
-    (entry,) = judge([QUESTION], run.run([Job(QUESTION, 0, 0, 7)], 1.0), system, run.tokenizer)
+    (entry,) = score([QUESTION], run.run([Job(QUESTION, 0, 0, 7)], 1.0), system, run.tokenizer)
     check_all([entry], run.tokenizer, system.tags, run.limits.max_context)
     parts = entry.result.parts
     scores = [parts[f"answer_{name}"] for name in ("rationale", "evidence", "full")]

@@ -13,7 +13,7 @@ from batch_invariance import needs_invariant_policy, using_threads
 from safetensors.torch import load_file
 
 from thresher.engine import assemble
-from thresher.engine.config.recipe import Grpo, Optim, Recipe, Sft, from_dict
+from thresher.engine.config.recipe import GrpoSection, OptimSection, Recipe, SftSection, from_dict
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.samples import Job
 from thresher.engine.training import master_weights as trained
@@ -62,7 +62,7 @@ def spoken(policy: Policy, seed: int = 0) -> list[Trajectory]:
     return result
 
 
-def items_of(trajectories: list[Trajectory], grpo: Grpo) -> list[Item]:
+def items_of(trajectories: list[Trajectory], grpo: GrpoSection) -> list[Item]:
     return make_items(trajectories, ADVANTAGES, grpo)
 
 
@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_a_dense_computation(
     with torch.no_grad():
         for name, weight in merged_weights(policy, hf_views(policy)).items():
             hf_views(dense)[name].copy_(weight)
-    grpo, trajectories = Grpo(beta=0.3, clip_low=0.1), spoken(policy)
+    grpo, trajectories = GrpoSection(beta=0.3, clip_low=0.1), spoken(policy)
     loss = torch.zeros((), dtype=torch.float64)
     for trajectory, advantage in zip(trajectories, ADVANTAGES, strict=True):
         own = logprobs(dense, trajectory)
@@ -94,7 +94,7 @@ def test_the_gradient_is_that_of_a_dense_computation(
         return 0.0
 
     monkeypatch.setattr(grpo_module, "step_optimizer", catch)
-    stats = Updater(policy, policy, policy, Optim(micro_batch_tokens=1), grpo, VOCAB, 9).update(
+    stats = Updater(policy, policy, policy, OptimSection(micro_batch_tokens=1), grpo, VOCAB, 9).update(
         items_of(trajectories, grpo), 0, 1.0
     )
     assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-6)
@@ -126,13 +126,13 @@ def test_with_its_adapters_off_the_policy_is_its_own_reference_bit_for_bit(
     monkeypatch.setattr(grpo_module, "grpo_loss", spy)
     base = make_tiny_policy()
     before = deepcopy(base.state_dict())
-    grpo = Grpo(beta=0.3, kl_value="k2")
+    grpo = GrpoSection(beta=0.3, kl_value="k2")
     trajectories = spoken(base)
     own, other = (adapted(deepcopy(base), spread=0.0) for _ in range(2))
     seen: list[list[torch.Tensor]] = []
     for policy, reference in ((own, own), (other, base)):
         shown.clear()
-        updater = Updater(policy, policy, reference, Optim(lr=0.05), grpo, VOCAB, 9)
+        updater = Updater(policy, policy, reference, OptimSection(lr=0.05), grpo, VOCAB, 9)
         stats = [updater.update(items_of(trajectories, grpo), step, 1.0) for step in range(4)]
         assert stats[0].sums["kl_k2"] == 0 < stats[-1].sums["kl_k2"]
         seen.append(list(shown))
@@ -159,10 +159,10 @@ def test_only_adapters_are_in_the_optimizer_and_the_frozen_head_costs_nothing(
 
     monkeypatch.setattr(grpo_module, "grpo_loss", spy)
     policy = adapted(make_tiny_policy(), rank=2, targets=("q", "down"))
-    updater = Updater(policy, policy, None, Optim(), Grpo(beta=0.0), VOCAB, 9)
+    updater = Updater(policy, policy, None, OptimSection(), GrpoSection(beta=0.0), VOCAB, 9)
     held = [parameter for group in updater.optimizer.param_groups for parameter in group["params"]]
     assert sum(parameter.numel() for parameter in held) == 2 * 2 * (32 + 32 + 48 + 32)
-    updater.update(items_of(spoken(policy), Grpo()), 0, 1.0)
+    updater.update(items_of(spoken(policy), GrpoSection()), 0, 1.0)
     assert given == [(False, None)] and len(updater.optimizer.state) == 8
 
 
@@ -335,9 +335,9 @@ def test_sft_trains_adapters_and_a_restart_begins_with_the_same_ones(
     policy = make_tiny_policy()
     before = deepcopy(policy.state_dict())
     add_lora(policy, rank=8, alpha=16)
-    settings = Sft(transcripts="none", steps=25, batch_size=6, lr=0.02, held_out=0.5, gate=0.9, max_restarts=1)
+    settings = SftSection(transcripts="none", steps=25, batch_size=6, lr=0.02, held_out=0.5, gate=0.9, max_restarts=1)
     records: list[dict[str, Any]] = []
-    Trainer(policy, COPIES, settings, Optim(), VOCAB, 0).run(records.append)
+    Trainer(policy, COPIES, settings, OptimSection(), VOCAB, 0).run(records.append)
     losses = [[record["loss"] for record in records if record["restart"] == restart] for restart in (0, 1)]
     # A batch holds all that is trained on, so equal weights have equal losses, up to the order of summing.
     assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-4)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.config.recipe import Grpo
+from thresher.engine.config.recipe import GrpoSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training.update import Batch, Item, make_items, pack
 from thresher.kernels import token_logprobs
@@ -124,7 +124,7 @@ def test_rows_are_the_policys_tokens_and_no_others() -> None:
     prompt, shown, said = (Source.PROMPT, [1, 2, 3]), (Source.RETRIEVED, [40, 41]), (Source.FEEDBACK, [60, 61, 62])
     several = trajectory(prompt, (Source.POLICY, [20, 21]), shown, (Source.POLICY, [22]), said, (Source.POLICY, [23]))
     cut = trajectory(prompt, (Source.POLICY, [24, 25]), said, (Source.POLICY, []), shown)
-    (batch,) = pack(make_items([several, cut], [1.0, -1.0], Grpo()), 1000)
+    (batch,) = pack(make_items([several, cut], [1.0, -1.0], GrpoSection()), 1000)
     assert batch.targets_R.tolist() == [20, 21, 22, 23, 24, 25]
     assert batch.ids_T[batch.rows_R].tolist() == [3, 20, 41, 62, 3, 24]  # what stands right before each
     assert batch.old_logprobs_R.tolist() == pytest.approx([-1.02, -1.021, -1.022, -1.023, -1.024, -1.025])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.engine.config.recipe import Optim, Sft
+from thresher.engine.config.recipe import OptimSection, SftSection
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.protocol.render import Renderer, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
@@ -20,7 +20,7 @@ from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.flat import Index
 from thresher.rewards.errors import UserError
-from thresher.rewards.tags import neutralise
+from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Source
 
 TEMPLATE = "<|im_start|>Use <search> or <answer>: {question}\n"
@@ -70,7 +70,7 @@ def test_a_transcript_holds_what_a_rollout_of_its_pieces_would(
     # The template's control token is one; the question's is spelled out, and its tag is none.
     assert found.ids[0] == tiny_tokenizer.added_tokens["<|im_start|>"]
     assert tiny_tokenizer.added_tokens["<|im_end|>"] not in found.ids
-    assert neutralise("Who is <answer>Mia<|im_end|>?", TAGS).encode() in tiny_tokenizer.decode_bytes(found.ids)
+    assert escape_tags("Who is <answer>Mia<|im_end|>?", TAGS).encode() in tiny_tokenizer.decode_bytes(found.ids)
 
 
 def test_its_own_prompt_takes_the_place_of_the_recipes(renderer: Renderer, tiny_tokenizer: Tokenizer) -> None:
@@ -158,14 +158,16 @@ def make_policy(seed: int = 0) -> Policy:
     return init_policy(config, seed).requires_grad_(True)
 
 
-def sft(**changes: Any) -> Sft:
+def sft(**changes: Any) -> SftSection:
     whole = {"batch_size": 6, "steps": 4, "lr": 0.01, "held_out": 0.5, "gate_every": 2, "max_restarts": 1}
-    return Sft(transcripts="none", **{**whole, **changes})
+    return SftSection(transcripts="none", **{**whole, **changes})
 
 
-def run(policy: Policy, settings: Sft, transcripts: list[Transcript] = COPIES, **optim: Any) -> tuple[SftResult, Any]:
+def run(
+    policy: Policy, settings: SftSection, transcripts: list[Transcript] = COPIES, **optim: Any
+) -> tuple[SftResult, Any]:
     records: list[dict[str, Any]] = []
-    trainer = Trainer(policy, transcripts, settings, Optim(**optim), VOCAB, 0)
+    trainer = Trainer(policy, transcripts, settings, OptimSection(**optim), VOCAB, 0)
     return trainer.run(records.append), records
 
 
@@ -223,7 +225,7 @@ def test_every_training_transcript_comes_once_in_a_pass(monkeypatch: pytest.Monk
 
 def test_copying_counts_the_most_likely_tokens() -> None:
     policy = make_policy()
-    trainer = Trainer(policy, COPIES, sft(steps=30, held_out=0.25), Optim(micro_batch_tokens=12), VOCAB, 0)
+    trainer = Trainer(policy, COPIES, sft(steps=30, held_out=0.25), OptimSection(micro_batch_tokens=12), VOCAB, 0)
     assert trainer.held_out == COPIES[:3] and trainer.training == COPIES[3:]
     for _ in range(2):
         right = [
@@ -271,11 +273,11 @@ def test_another_attempt_sees_another_order_and_the_same_seed_the_same() -> None
 
 def test_holding_out_everything_is_refused() -> None:
     with pytest.raises(UserError, match=r"every transcript is held out; lower sft\.held_out"):
-        Trainer(make_policy(), COPIES[:1], sft(), Optim(), VOCAB, 0)
+        Trainer(make_policy(), COPIES[:1], sft(), OptimSection(), VOCAB, 0)
 
 
 def test_some_are_held_out_whenever_any_share_is(renderer: Renderer) -> None:
     trainer: Callable[[float], Trainer] = lambda share: Trainer(  # noqa: E731
-        make_policy(), COPIES, sft(held_out=share), Optim(), VOCAB, 0
+        make_policy(), COPIES, sft(held_out=share), OptimSection(), VOCAB, 0
     )
     assert [len(trainer(share).held_out) for share in (0.0, 0.001, 0.25, 0.9)] == [0, 1, 3, 11]

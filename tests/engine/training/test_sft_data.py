@@ -11,7 +11,7 @@ import torch
 
 from thresher.cli import main as cli
 from thresher.cli.commands.sft import run_sft
-from thresher.engine.config.recipe import Recipe, Sft, from_dict
+from thresher.engine.config.recipe import Recipe, SftSection, from_dict
 from thresher.engine.episode import Prompt
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.rollout import rollout as rollout_module
@@ -189,7 +189,7 @@ def test_the_command_and_sft_data_give_the_same_transcripts(
     data_sft("--kind", kind, "--questions", str(questions), "--out", str(out))
     template = load_system("arena", {}).template
     written = read_transcripts(out, tiny_tokenizer, renderer, template, 5)
-    read, unused, total = read_data(Sft(data=str(questions), format=kind), tiny_tokenizer, renderer, template, 5)  # type: ignore[arg-type]
+    read, unused, total = read_data(SftSection(data=str(questions), format=kind), tiny_tokenizer, renderer, template, 5)  # type: ignore[arg-type]
     assert written == read and total == 3
     listed = tmp_path / "out.jsonl.unused.jsonl"
     assert listed.exists() == bool(unused) == (kind != "closed-book")
@@ -202,10 +202,10 @@ def test_the_command_and_sft_data_give_the_same_transcripts(
 
 def test_a_template_of_ones_own(questions: Path, tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer) -> None:
     (tmp_path / "mine.txt").write_text("{passages}|{question}|")
-    section = Sft(data=str(questions), format="qa", template=str(tmp_path / "mine.txt"))
+    section = SftSection(data=str(questions), format="qa", template=str(tmp_path / "mine.txt"))
     (first, _), _, _ = read_data(section, tiny_tokenizer, renderer, "unused", 5)
     assert first.ids[: first.rows[0]] == renderer.prompt(Prompt("{passages}|{question}|", GOOD.question, PASSAGES))
-    closed = Sft(data=str(questions), format="closed-book", template=str(tmp_path / "mine.txt"))
+    closed = SftSection(data=str(questions), format="closed-book", template=str(tmp_path / "mine.txt"))
     with pytest.raises(UserError, match=r"mine.txt: .*\{passages\}"):
         read_data(closed, tiny_tokenizer, renderer, "unused", 5)
 
@@ -318,16 +318,16 @@ def test_sft_of_adapters_on_questions(tiny_model_folder: Path, questions: Path, 
         ({"data": "d", "format": "chat"}, "expected"),
     ],
 )
-def test_a_section_that_contradicts_itself_is_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Sft(**keys)
+def test_a_section_that_contradicts_itself_is_refused(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        SftSection(**keys)
 
 
 def test_reasoning_needs_a_prompt_that_shows_passages(
     questions: Path, renderer: Renderer, tiny_tokenizer: Tokenizer
 ) -> None:
     with pytest.raises(UserError, match="use system arena"):
-        read_data(Sft(data=str(questions), format="reasoning"), tiny_tokenizer, renderer, "{question}", None)
+        read_data(SftSection(data=str(questions), format="reasoning"), tiny_tokenizer, renderer, "{question}", None)
 
 
 @pytest.mark.parametrize(

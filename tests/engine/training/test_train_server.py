@@ -21,9 +21,9 @@ from train_cases import (
     what_happened,
 )
 
-from thresher.engine.config.recipe import Judge, Recipe
+from thresher.engine.config.recipe import JudgeSection, Recipe
 from thresher.engine.evaluation.evaluate import evaluate
-from thresher.engine.scoring.score import judge
+from thresher.engine.scoring.score import score
 from thresher.engine.training.train import Progress, train
 from thresher.retrieval.retriever import Unanswered
 from thresher.retrieval.serving.client import RemoteRetriever
@@ -184,9 +184,9 @@ def test_a_judge_that_fails_costs_no_step_that_was_learned(
         calls += 1
         if calls == 2:
             raise UserError("http://judge: stayed away for 300 s")
-        return judge(*arguments)
+        return score(*arguments)
 
-    monkeypatch.setattr("thresher.engine.training.step.judge", failing_at_the_second)
+    monkeypatch.setattr("thresher.engine.training.step.score", failing_at_the_second)
     out = tmp_path / "run"
     with pytest.raises(UserError, match="stayed away"):
         train(make_recipe(), out)
@@ -209,7 +209,7 @@ def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
     out = tmp_path / "run"
     with ChatServer() as server:
         server.reply = lambda content: "yes"
-        train(replace(recipe, judge=Judge(url=server.url, model="m")), out)
+        train(replace(recipe, judge=JudgeSection(url=server.url, model="m")), out)
         assert bool(server.asked) == (out / "replies.jsonl").exists() == (accuracy == "judge")
     entries = [json.loads(line) for line in (out / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     assert any(entry["answer"] for entry in entries)

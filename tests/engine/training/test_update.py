@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.engine.config.recipe import Grpo, Optim
+from thresher.engine.config.recipe import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training import update as grpo_module
 from thresher.engine.training.update import (
@@ -70,7 +70,7 @@ def brute_force(
     reference: Policy | None,
     trajectories: list[Trajectory],
     advantage: list[float],
-    grpo: Grpo,
+    grpo: GrpoSection,
     temperature: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss, token by token, as it is written at the top of grpo.py, and autograd's gradient of it."""
@@ -111,7 +111,7 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Filled by an update with the gradient that it would have stepped on; the weights stay as they are."""
     found: dict[str, torch.Tensor] = {}
 
-    def catch(policy: Policy, optimizer: Any, optim: Optim, lr: float) -> float:
+    def catch(policy: Policy, optimizer: Any, optim: OptimSection, lr: float) -> float:
         for name, parameter in policy.named_parameters():
             assert parameter.grad is not None
             found[name], parameter.grad = parameter.grad, None
@@ -126,30 +126,30 @@ def update(
     reference: Policy | None,
     trajectories: list[Trajectory],
     advantage: list[float],
-    grpo: Grpo,
+    grpo: GrpoSection,
     temperature: float = 1.0,
     **optim: Any,
 ) -> UpdateStats:
-    updater = Updater(policy, policy, reference, Optim(**optim), grpo, VOCAB, 10)
+    updater = Updater(policy, policy, reference, OptimSection(**optim), grpo, VOCAB, 10)
     return updater.update(make_items(trajectories, advantage, grpo), 0, temperature)
 
 
 CASES = [
-    *[(Grpo(kl_value=kl, beta=0.3), 1.0, 0.3, False) for kl in ("k1", "k2", "k3")],
-    (Grpo(beta=0.0), 1.0, 0.3, False),
-    (Grpo(kl_value="k3", kl_gradient="k2", beta=0.5), 0.7, 0.3, False),
-    (Grpo(beta=0.1, clip_low=0.05, clip_high=0.4, entropy_coef=0.02), 1.3, 0.5, False),
-    (Grpo(beta=0.1, dual_clip=1.5), 1.0, 1.0, False),
-    (Grpo(beta=0.1, aggregation="token"), 1.0, 0.3, False),
-    (Grpo(beta=0.1, aggregation="constant", aggregation_constant=64.0), 1.0, 0.3, False),
-    (Grpo(beta=0.1), 1.0, 0.3, True),
+    *[(GrpoSection(kl_value=kl, beta=0.3), 1.0, 0.3, False) for kl in ("k1", "k2", "k3")],
+    (GrpoSection(beta=0.0), 1.0, 0.3, False),
+    (GrpoSection(kl_value="k3", kl_gradient="k2", beta=0.5), 0.7, 0.3, False),
+    (GrpoSection(beta=0.1, clip_low=0.05, clip_high=0.4, entropy_coef=0.02), 1.3, 0.5, False),
+    (GrpoSection(beta=0.1, dual_clip=1.5), 1.0, 1.0, False),
+    (GrpoSection(beta=0.1, aggregation="token"), 1.0, 0.3, False),
+    (GrpoSection(beta=0.1, aggregation="constant", aggregation_constant=64.0), 1.0, 0.3, False),
+    (GrpoSection(beta=0.1), 1.0, 0.3, True),
 ]
 
 
 @pytest.mark.parametrize(("grpo", "temperature", "spread", "tied"), CASES)
 def test_the_gradient_is_that_of_the_equation(
     gradients: dict[str, torch.Tensor],
-    grpo: Grpo,
+    grpo: GrpoSection,
     temperature: float,
     spread: float,
     tied: bool,
@@ -174,7 +174,7 @@ def test_the_gradient_is_that_of_the_equation(
 
 def test_the_gradient_in_float32(gradients: dict[str, torch.Tensor]) -> None:
     policy, reference = make_policy(0), make_policy(1).requires_grad_(False)
-    trajectories, grpo = spoken(policy, 0, 0.3), Grpo(beta=0.2)
+    trajectories, grpo = spoken(policy, 0, 0.3), GrpoSection(beta=0.2)
     _, expected = brute_force(policy, reference, trajectories, ADVANTAGES, grpo, 1.0)
     update(policy.float(), reference.float(), trajectories, ADVANTAGES, grpo)
     _, plain = brute_force(policy, reference, trajectories, ADVANTAGES, grpo, 1.0)
@@ -190,7 +190,7 @@ def test_the_gradient_in_float32(gradients: dict[str, torch.Tensor]) -> None:
 
 def test_on_policy_the_ratio_is_one_and_the_reference_is_at_no_distance() -> None:
     policy, same = make_policy(0), make_policy(0).requires_grad_(False)
-    stats = update(policy, same, spoken(policy, 0, 0.0), ADVANTAGES, Grpo(beta=0.1))
+    stats = update(policy, same, spoken(policy, 0, 0.0), ADVANTAGES, GrpoSection(beta=0.1))
     rows = stats.rows
     assert stats.largest["logprob_gap_max"] < 1e-6  # old log-probs are float32
     assert stats.sums["ratio"] / rows == pytest.approx(1, abs=1e-6)
@@ -208,7 +208,7 @@ def test_statistics_are_sums_over_the_rows() -> None:
     old = torch.tensor([value for trajectory in trajectories for value in trajectory.policy_logprobs()])
     d = own - torch.cat([logprobs(reference, trajectory, 1.0) for trajectory in trajectories]).detach()
     probs = torch.softmax(torch.cat([logits(policy, trajectory, 1.0) for trajectory in trajectories]), -1).detach()
-    stats = update(policy, reference, trajectories, [0.0] * 3, Grpo(beta=0.1), micro_batch_tokens=20)
+    stats = update(policy, reference, trajectories, [0.0] * 3, GrpoSection(beta=0.1), micro_batch_tokens=20)
     expected = {
         "entropy": -(probs * probs.log()).sum(),
         "clipped": torch.zeros(()),  # an advantage of 0 has nothing to clip
@@ -233,7 +233,7 @@ def test_the_largest_of_all_tokens_is_kept(gradients: dict[str, torch.Tensor]) -
     coefficients = {"k1": torch.ones(1), "k2": d, "k3": 1 - (-d).exp(), "k3_ratio": ratio * d, "none": torch.zeros(1)}
     choices = [*((name, None) for name in values), ("k3", "k2"), ("none", "k3"), ("k2", "none")]
     for value, gradient in choices:
-        grpo = Grpo(beta=0.1, kl_value=value, kl_gradient=gradient)
+        grpo = GrpoSection(beta=0.1, kl_value=value, kl_gradient=gradient)
         # Of all micro-batches, here one for each trajectory.
         stats = update(policy, reference, trajectories, [0.0] * 3, grpo, micro_batch_tokens=20)
         expected = {"kl_coefficient_largest": coefficients[gradient or value], "logprob_gap_max": ratio.log()}
@@ -241,7 +241,9 @@ def test_the_largest_of_all_tokens_is_kept(gradients: dict[str, torch.Tensor]) -
         assert stats.largest == {
             name: pytest.approx(float(numbers.abs().max()), rel=1e-6) for name, numbers in expected.items()
         }
-    assert update(policy, None, trajectories, [1.0, 0.0, 0.0], Grpo(beta=0.0)).largest.keys() == {"logprob_gap_max"}
+    assert update(policy, None, trajectories, [1.0, 0.0, 0.0], GrpoSection(beta=0.0)).largest.keys() == {
+        "logprob_gap_max"
+    }
 
 
 def test_gradient_enters_only_where_the_policy_spoke_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +258,7 @@ def test_gradient_enters_only_where_the_policy_spoke_next(monkeypatch: pytest.Mo
         return seen[-1]
 
     monkeypatch.setattr(policy, "hidden", watched)
-    update(policy, None, trajectories, ADVANTAGES, Grpo(beta=0, clip_low=0.9, clip_high=9))
+    update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0, clip_low=0.9, clip_high=9))
     grad_TH = seen[0].grad
     assert grad_TH is not None
     start = 0
@@ -271,25 +273,25 @@ def test_gradient_enters_only_where_the_policy_spoke_next(monkeypatch: pytest.Mo
 def test_what_follows_the_last_policy_token_changes_no_bit(gradients: dict[str, torch.Tensor]) -> None:
     policy = make_policy(0)
     trajectories = spoken(policy, 0, 0.3)
-    update(policy, None, trajectories, ADVANTAGES, Grpo(beta=0))
+    update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0))
     first = dict(gradients)
     last = trajectories[1].segments[-1]
     assert last.source is RETRIEVED
     last.ids = [(token + 7) % VOCAB for token in last.ids]
-    update(policy, None, trajectories, ADVANTAGES, Grpo(beta=0))
+    update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0))
     assert all(torch.equal(gradients[name], first[name]) for name in first)
     # The same ids said by the policy would be trained.
     last.source, last.logprobs = POLICY, [-3.0] * len(last.ids)
-    update(policy, None, trajectories, ADVANTAGES, Grpo(beta=0))
+    update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0))
     assert not torch.equal(gradients["norm"], first["norm"])
 
 
 def test_dropping_changes_no_gradient_where_there_is_no_kl(gradients: dict[str, torch.Tensor]) -> None:
     policy = make_policy(0)
     trajectories = spoken(policy, 0, 0.2)
-    all_of_them = update(policy, None, trajectories, [0.7, 0.0, -0.7], Grpo(beta=0))
+    all_of_them = update(policy, None, trajectories, [0.7, 0.0, -0.7], GrpoSection(beta=0))
     first = dict(gradients)
-    fewer = update(policy, None, trajectories, [0.7, 0.0, -0.7], Grpo(beta=0, drop_zero_advantage=True))
+    fewer = update(policy, None, trajectories, [0.7, 0.0, -0.7], GrpoSection(beta=0, drop_zero_advantage=True))
     assert (all_of_them.rows, fewer.rows) == (20, 17) and fewer.tokens < all_of_them.tokens
     for name in first:
         torch.testing.assert_close(gradients[name], first[name], rtol=1e-10, atol=1e-12)
@@ -300,15 +302,15 @@ def test_an_old_log_prob_that_is_no_number_is_refused() -> None:
     trajectories = spoken(policy, 0, 0.1)
     trajectories[2].segments[1].logprobs[4] = math.nan
     with pytest.raises(ValueError, match=r"old_logprobs_T\[4\] is nan, not a finite number"):
-        update(policy, None, trajectories, ADVANTAGES, Grpo(beta=0), micro_batch_tokens=1)
+        update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0), micro_batch_tokens=1)
 
 
 def test_an_update_moves_the_policy_towards_what_was_rewarded() -> None:
     policy = make_policy(0).float()
     trajectories = spoken(policy, 0, 0.0)
     before = [float(logprobs(policy, trajectory, 1.0).detach().sum()) for trajectory in trajectories]
-    grpo = Grpo(beta=0)
-    updater = Updater(policy, policy, None, Optim(lr=1e-3, warmup_ratio=0.5), grpo, VOCAB, 10)
+    grpo = GrpoSection(beta=0)
+    updater = Updater(policy, policy, None, OptimSection(lr=1e-3, warmup_ratio=0.5), grpo, VOCAB, 10)
     stats = updater.update(make_items(trajectories, [1.0, -1.0, 0.0], grpo), 1, 1.0)
     assert stats.lr == pytest.approx(1e-3 * 2 / 5) and stats.grad_norm > 0 and stats.seconds > 0
     after = [float(logprobs(policy, trajectory, 1.0).detach().sum()) for trajectory in trajectories]
@@ -320,9 +322,9 @@ def test_bfloat16_is_a_copy_of_float32_weights_that_are_trained() -> None:
     policy = make_policy(0).bfloat16()
     trajectories = spoken(policy, 0, 0.0)
     before = {name: value.clone() for name, value in master.state_dict().items()}
-    grpo = Grpo(beta=0)
+    grpo = GrpoSection(beta=0)
     # A step of 1e-6 is lost on a bfloat16 weight of .3 and must not be lost on the float32 one.
-    updater = Updater(policy, master, None, Optim(lr=1e-6), grpo, VOCAB, 10)
+    updater = Updater(policy, master, None, OptimSection(lr=1e-6), grpo, VOCAB, 10)
     updater.update(make_items(trajectories, ADVANTAGES, grpo), 0, 1.0)
     for (name, trained), used in zip(master.named_parameters(), policy.parameters(), strict=True):
         assert trained.dtype == torch.float32 and used.dtype == torch.bfloat16

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.config.recipe import Grpo, Optim
+from thresher.engine.config.recipe import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training.update import advantages, make_items, make_optimizer, scheduled_lr, step_optimizer
 from thresher.policy.model import Policy
@@ -26,12 +26,12 @@ def bare(rows: int, sample: int = 0) -> Trajectory:
 @pytest.mark.parametrize(
     ("grpo", "expected"),
     [
-        (Grpo(), [1 / 9, 1 / 3, 1 / 24]),
-        (Grpo(aggregation="token"), [1 / 12, 1 / 12, 1 / 12]),
-        (Grpo(aggregation="constant", aggregation_constant=50.0), [1 / 150, 1 / 150, 1 / 150]),
+        (GrpoSection(), [1 / 9, 1 / 3, 1 / 24]),
+        (GrpoSection(aggregation="token"), [1 / 12, 1 / 12, 1 / 12]),
+        (GrpoSection(aggregation="constant", aggregation_constant=50.0), [1 / 150, 1 / 150, 1 / 150]),
     ],
 )
-def test_weights_of_the_aggregations(grpo: Grpo, expected: list[float]) -> None:
+def test_weights_of_the_aggregations(grpo: GrpoSection, expected: list[float]) -> None:
     items = make_items([bare(3), bare(1), bare(8)], [1.0, 0.0, -1.0], grpo)
     assert [item.weight for item in items] == pytest.approx(expected)
 
@@ -41,35 +41,35 @@ def test_weights_of_the_aggregations(grpo: Grpo, expected: list[float]) -> None:
 def test_what_the_aggregations_average(values: list[list[float]]) -> None:
     trajectories = [bare(len(part)) for part in values]
 
-    def weighted(grpo: Grpo) -> float:
+    def weighted(grpo: GrpoSection) -> float:
         items = make_items(trajectories, [0.0] * len(values), grpo)
         return sum(item.weight * value for item, part in zip(items, values, strict=True) for value in part)
 
     flat = [value for part in values for value in part]
     means = [sum(part) / len(part) for part in values]
-    assert weighted(Grpo()) == pytest.approx(sum(means) / len(means), abs=1e-9)
-    assert weighted(Grpo(aggregation="token")) == pytest.approx(sum(flat) / len(flat), abs=1e-9)
-    constant = Grpo(aggregation="constant", aggregation_constant=5.0)
+    assert weighted(GrpoSection()) == pytest.approx(sum(means) / len(means), abs=1e-9)
+    assert weighted(GrpoSection(aggregation="token")) == pytest.approx(sum(flat) / len(flat), abs=1e-9)
+    constant = GrpoSection(aggregation="constant", aggregation_constant=5.0)
     assert weighted(constant) == pytest.approx(sum(flat) / 5 / len(values), abs=1e-9)
 
 
 def test_a_trajectory_without_a_token_counts_in_the_mean_and_trains_nothing() -> None:
-    items = make_items([bare(2), bare(0), bare(4)], [1.0, 1.0, -1.0], Grpo())
+    items = make_items([bare(2), bare(0), bare(4)], [1.0, 1.0, -1.0], GrpoSection())
     assert [(len(item.rows), item.weight) for item in items] == [(2, pytest.approx(1 / 6)), (4, pytest.approx(1 / 12))]
 
 
 def test_dropping_groups_without_a_signal_leaves_the_weights_of_the_others() -> None:
     trajectories = [bare(2), bare(3), bare(4)]
-    kept = make_items(trajectories, [0.0, 0.5, -0.5], Grpo(drop_zero_advantage=True))
-    assert kept == make_items(trajectories, [0.0, 0.5, -0.5], Grpo())[1:]
-    assert make_items(trajectories, [0.0] * 3, Grpo(drop_zero_advantage=True)) == []
+    kept = make_items(trajectories, [0.0, 0.5, -0.5], GrpoSection(drop_zero_advantage=True))
+    assert kept == make_items(trajectories, [0.0, 0.5, -0.5], GrpoSection())[1:]
+    assert make_items(trajectories, [0.0] * 3, GrpoSection(drop_zero_advantage=True)) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.5, 1.0])), min_size=1, max_size=20))
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_advantages_by_group_however_scattered(entries: list[tuple[int, float]]) -> None:
     groups, rewards = [group for group, _ in entries], [reward for _, reward in entries]
-    for grpo in (Grpo(), Grpo(std_floor=0.3, sample_std=True)):
+    for grpo in (GrpoSection(), GrpoSection(std_floor=0.3, sample_std=True)):
         found = advantages(rewards, groups, grpo)
         for group in set(groups):
             mine = [reward for number, reward in zip(groups, rewards, strict=True) if number == group]
@@ -78,17 +78,17 @@ def test_advantages_by_group_however_scattered(entries: list[tuple[int, float]])
 
 
 def test_advantages_by_hand() -> None:
-    assert advantages([1, 0, 0, 0, 1, 1], [7, 3, 7, 3, 3, 9], Grpo()) == pytest.approx(
+    assert advantages([1, 0, 0, 0, 1, 1], [7, 3, 7, 3, 3, 9], GrpoSection()) == pytest.approx(
         [1, -math.sqrt(0.5), -1, -math.sqrt(0.5), math.sqrt(2), 0]
     )
-    floored = advantages([0.51, 0.49], [0, 0], Grpo(std_floor=0.1))
+    floored = advantages([0.51, 0.49], [0, 0], GrpoSection(std_floor=0.1))
     assert floored == pytest.approx([0.1, -0.1])
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
     with pytest.raises(UserError, match="reward 1 of the group is"):
-        advantages([0.5, reward, 0.0], [0, 0, 1], Grpo())
+        advantages([0.5, reward, 0.0], [0, 0, 1], GrpoSection())
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_a_step_clips_by_the_norm_of_all_and_reports_it_unclipped() -> None:
         module.bias.fill_(3.0)
     module.weight.grad, module.bias.grad = torch.tensor([[0.0, 3.0]]), torch.tensor([4.0])
     optimizer = torch.optim.SGD(module.parameters(), lr=99.0)
-    assert step_optimizer(module, optimizer, Optim(max_grad_norm=1.0), 0.5) == pytest.approx(5)
+    assert step_optimizer(module, optimizer, OptimSection(max_grad_norm=1.0), 0.5) == pytest.approx(5)
     torch.testing.assert_close(module.weight.data, torch.tensor([[1.0, 1.7]]))
     torch.testing.assert_close(module.bias.data, torch.tensor([2.6]))
     assert module.weight.grad is None and optimizer.param_groups[0]["lr"] == 0.5
     module.weight.grad, module.bias.grad = torch.tensor([[0.0, 3.0]]), torch.tensor([4.0])
-    assert step_optimizer(module, optimizer, Optim(max_grad_norm=math.inf), 0.1) == pytest.approx(5)
+    assert step_optimizer(module, optimizer, OptimSection(max_grad_norm=math.inf), 0.1) == pytest.approx(5)
     torch.testing.assert_close(module.bias.data, torch.tensor([2.2]))
 
 
 def test_norms_and_biases_are_not_decayed(make_tiny_policy: Callable[..., Policy]) -> None:
     policy = make_tiny_policy(tie_word_embeddings=False).requires_grad_(True)
-    optim = Optim(weight_decay=0.1, betas=(0.8, 0.9), eps=1e-5)
+    optim = OptimSection(weight_decay=0.1, betas=(0.8, 0.9), eps=1e-5)
     decayed, other = make_optimizer(policy, optim, 0.01).param_groups
     assert (decayed["weight_decay"], other["weight_decay"]) == (0.1, 0.0)
     assert decayed["betas"] == (0.8, 0.9) and decayed["eps"] == 1e-5

@@ -190,7 +190,7 @@ def test_a_judge_decides_where_it_is_asked_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "options", "message"),
+    ("more", "options", "problem"),
     [
         ({"gold_indices": [0]}, {}, "gold_indices: 0 is out of range: the first passage is 1; count them from 1"),
         ({"gold_indices": [1, 3], "passages": [("", "x")] * 2}, {}, "3 is out of range: there are 2 passages"),
@@ -200,8 +200,8 @@ def test_a_judge_decides_where_it_is_asked_to() -> None:
         ({}, {"variant": "trivia"}, "squad, arena"),
     ],
 )
-def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
         arena_reward(attempt(sections("[1]"), **more), **options)
 
 

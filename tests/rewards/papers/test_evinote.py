@@ -291,7 +291,7 @@ def test_golds_that_fool(gold: str, answer: str, right: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "options", "message"),
+    ("more", "options", "problem"),
     [
         ({}, {"variant": "SENS"}, "variant 'SENS' is unknown; choose one of Base, NS"),
         ({}, {"marks": "none"}, "marks 'none' is unknown; choose both or either"),
@@ -300,8 +300,8 @@ def test_golds_that_fool(gold: str, answer: str, right: float) -> None:
         ({"entailment": float("nan")}, {}, "is no probability"),
     ],
 )
-def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
         evinote_reward(attempt(*episode(), **more), **options)
 
 

@@ -272,7 +272,7 @@ def test_golds_that_fool(gold: str, answer: str, f1: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "problem"),
     [
         ({"rationale": False, "evidence": False, "full": False}, "all switched off"),
         ({"tau": 0}, "expected tau > 0"),
@@ -283,8 +283,8 @@ def test_golds_that_fool(gold: str, answer: str, f1: float) -> None:
         ({"weights": (0.8, 0.1, -0.1)}, "expected three numbers of at least 0"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_what_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
         eviomni_reward(attempt(*WHOLE), **options)
 
 

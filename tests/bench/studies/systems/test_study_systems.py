@@ -20,7 +20,7 @@ from thresher.bench.studies.systems.run import (
     world_stages,
 )
 from thresher.cli.main import build_parser, run
-from thresher.engine.config.recipe import Data, Retrieval, System
+from thresher.engine.config.recipe import DataSection, RetrievalSection, SystemSection
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
 from thresher.engine.systems import load_system
 from thresher.rewards.errors import UserError
@@ -41,12 +41,12 @@ def test_every_system_gets_its_runs_and_its_own_world(cases: list[SystemRun]) ->
     assert len(cases) == 3 * len(SYSTEMS) and len({case.folder for case in cases}) == len(cases)
     for case in cases:
         recipe, given = case.recipe, case.system in GIVEN
-        section = recipe.need(System)
+        section = recipe.need(SystemSection)
         assert section.name == case.system and recipe.run.steps == 3 and recipe.run.seed == case.seed
         assert recipe.grpo.shuffle_rewards == case.control
-        assert (recipe.need(Retrieval).index is None) == given == load_system(case.system, {}).given_passages
-        assert Path(recipe.need(Data).train).name == ("given_train.jsonl" if given else "train.jsonl")
-        assert recipe.need(Retrieval).passage_format == (GIVEN_FORMAT if given else " {text}")
+        assert (recipe.need(RetrievalSection).index is None) == given == load_system(case.system, {}).given_passages
+        assert Path(recipe.need(DataSection).train).name == ("given_train.jsonl" if given else "train.jsonl")
+        assert recipe.need(RetrievalSection).passage_format == (GIVEN_FORMAT if given else " {text}")
         template = Path(section.template or "").read_text()
         assert template.startswith(f"{case.system}\n") and ("{passages}" in template) == given
     # Two runs of a system differ in seed or shuffling, and in nothing else.

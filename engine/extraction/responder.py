@@ -1,6 +1,6 @@
-"""Whoever answers or searches beside the extractor: a model folder of ours, or a chat model behind a URL.
+"""The model beside the extractor, a generator or an agent: a model folder of ours, or a chat model behind a URL.
 
-Both are given a System and hand back the same Outcome, so that nothing else needs to know which it was. Greedy.
+Both are given a System and hand back the same Response, so that nothing else needs to know which it was. Greedy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from thresher.engine.assemble import Parts
 from thresher.engine.episode import System, Tools
 from thresher.engine.extraction.converse import Converser
 from thresher.engine.rollout.samples import Job
-from thresher.engine.scoring.score import check_all, judge
+from thresher.engine.scoring.score import check_all, score
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.attempt import Attempt
@@ -19,7 +19,7 @@ from thresher.rewards.result import RewardResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Response:
     """An answer: `result` by the system's reward, `reason` why it ended, `searches` as a trajectory has them."""
 
     question: Question
@@ -28,12 +28,12 @@ class Outcome:
     searches: list[dict[str, Any]]
 
 
-class Speaker(Protocol):
-    def outcomes(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+class Responder(Protocol):
+    def responses(self, questions: Sequence[Question]) -> Iterator[Response]:
         """One for each question, in no particular order, as soon as it is known."""
 
 
-class LocalSpeaker:
+class LocalResponder:
     """A policy of ours under `system`, with everything else as in `parts`."""
 
     def __init__(self, parts: Parts, system: System, tools: Tools, retriever: Retriever | None) -> None:
@@ -42,26 +42,26 @@ class LocalSpeaker:
         self._parts = replace(parts, system=system, tools=tools, renderer=renderer)
         self._rollout = self._parts.rollout(retriever)
 
-    def outcomes(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+    def responses(self, questions: Sequence[Question]) -> Iterator[Response]:
         parts = self._parts
         jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
-        judged = judge(questions, self._rollout.run(jobs, 0.0), parts.system, parts.tokenizer)
-        check_all(judged, parts.tokenizer, parts.system.tags, parts.limits.max_context)
-        for entry in judged:
+        scored = score(questions, self._rollout.run(jobs, 0.0), parts.system, parts.tokenizer)
+        check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
+        for entry in scored:
             trajectory = entry.trajectory
-            yield Outcome(
+            yield Response(
                 question=entry.question, result=entry.result, reason=trajectory.reason, searches=trajectory.searches
             )
 
 
-class ChatSpeaker:
+class ChatResponder:
     """A chat model. What is known by the time it stops to reply, with its endpoint's UserError, has been handed out."""
 
     def __init__(self, converser: Converser) -> None:
         self._converser = converser
 
-    def outcomes(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+    def responses(self, questions: Sequence[Question]) -> Iterator[Response]:
         for talk in self._converser.converse(questions):
             attempt = Attempt(pieces=talk.pieces, golds=talk.question.golds, question=talk.question.question)
             result = self._converser.system.reward(attempt)
-            yield Outcome(question=talk.question, result=result, reason=talk.reason, searches=talk.searches)
+            yield Response(question=talk.question, result=result, reason=talk.reason, searches=talk.searches)
