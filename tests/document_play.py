@@ -44,7 +44,7 @@ TRAIN = (
     *sets(run__steps=1, run__eval_every=1, run__eval_questions=1, run__save_every=1, data__limit=4),
     *sets(rollout__questions_per_step=2, rollout__group_size=2, rollout__max_turns=2, rollout__max_turn_tokens=12),
 )
-STUDIED = sets(run__steps=1, rollout__questions_per_step=1, rollout__group_size=2, rollout__max_turn_tokens=4)
+STUDIED = sets(run__steps=1, rollout__questions_per_step=2, rollout__group_size=2, rollout__max_turn_tokens=4)
 GRPO_OF_DEMO = sets(run__steps=1, run__eval_questions=2, rollout__questions_per_step=1, rollout__max_turn_tokens=8)
 
 
@@ -103,7 +103,7 @@ REDUCED = {
     ),
     "bench retrieval": Row(
         (
-            *("--sizes", "300", "--dim", "16", "--kinds", "ivf", "--batches", "1", "--server", "0", "--budget", "30"),
+            *("--sizes", "300", "--dim", "16", "--kinds", "ivf", "--batches", "1", "--server", "0", "--budget", "8"),
             *("--out", "rows.jsonl"),
         ),
         once=True,

@@ -15,13 +15,8 @@ from typing import Any
 from documents import ROOT
 
 from thresher.cli.main import run
-from thresher.engine.config.recipe import Optim, Sft
-from thresher.engine.protocol.render import Renderer
 from thresher.engine.synthetic.invent import invent_files
 from thresher.engine.synthetic.world import Size
-from thresher.engine.training.sft import Trainer, encode_transcript
-from thresher.policy.config import ModelConfig
-from thresher.policy.model import init_policy
 from thresher.policy.tokenizer import Tokenizer
 
 CHATML = (
@@ -30,6 +25,26 @@ CHATML = (
 )
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-0.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "eviomni", "M", "G")
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 32_768,
+    "initializer_range": 0.1,
+    "rope_theta": 10_000.0,
+}
+TEACHING = """
+[model]
+path = "untaught/model"
+[system]
+name = "naive_grpo"
+[sft]
+transcripts = "untaught/transcripts.jsonl"
+steps = 100
+batch_size = 8
+lr = 1e-2
+held_out = 0.0
+"""
 SFT = """
 [model]
 path = "models/Qwen2.5-0.5B"
@@ -68,7 +83,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "recipes").symlink_to(ROOT / "recipes")
     (folder / "models").mkdir()
     model = folder / "models" / MODELS[0]
-    _closing_model(model, tokenizer)
+    _model(model, tokenizer)
     for name in MODELS[1:]:
         shutil.copytree(model, folder / "models" / name)
     for name in ("M", "G"):  # as docs/systems.md calls them
@@ -81,37 +96,24 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     _invented(folder / "runs" / "study-systems" / "world", model, 4, "init", "recite", "base")
 
 
-def _closing_model(folder: Path, tokenizer: Tokenizer) -> None:
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        eos_token_ids=(tokenizer.added_tokens["<|endoftext|>"],),
+def _model(folder: Path, tokenizer: Tokenizer) -> None:
+    """A small Qwen2, made and taught by the project's own commands, in the current folder."""
+    raw = Path("untaught")
+    tokenizer.save(raw / "tokenizer")
+    changes = {**CONFIG, "vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.added_tokens["<|endoftext|>"]}
+    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    config = ["--config", str(ROOT / "recipes" / "demo" / "config.json"), "--tokenizer", str(raw / "tokenizer")]
+    assert run(["init", *config, *sets, "--out", str(raw / "model")]) == 0
+    said = [{"source": "policy", "text": "<analysis>by [1]</analysis><answer>Anna</answer>"}]
+    templates = ("{question}\n", "{question}\n" * 9, "{question}<|im_end|>\n<|im_start|>assistant\n")
+    write_lines(
+        raw / "transcripts.jsonl",
+        [{"question": name, "template": text, "segments": said} for name in NAMES for text in templates],
     )
-    policy = init_policy(config, 0)
-    renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=9, passage_format="{text}")
-    text = "<analysis>by [1]</analysis><answer>Anna</answer>"
-    transcripts = [
-        encode_transcript(
-            {"question": name, "segments": [{"source": "policy", "text": text}]}, tokenizer, renderer, asked
-        )
-        for name in NAMES
-        for asked in ("{question}\n", "{question}\n" * 9, "{question}<|im_end|>\n<|im_start|>assistant\n")
-    ]
-    sft = Sft(transcripts="none", steps=100, batch_size=8, lr=1e-2, held_out=0.0)
-    Trainer(policy.requires_grad_(True), transcripts, sft, Optim(), tokenizer.vocab_size, 0).run(lambda record: None)
-    policy.save(folder)
-    tokenizer.save(folder)
+    (raw / "sft.toml").write_text(TEACHING)
+    assert run(["sft", str(raw / "sft.toml"), "--out", str(folder)]) == 0
     (folder / "chat_template.jinja").write_text(CHATML)
+    shutil.rmtree(raw)
 
 
 def _encoder(folder: Path) -> None:
