@@ -29,6 +29,7 @@ from retrieval_server_cases import ask
 from thresher.cli.main import build_parser, run
 
 CUDA_HERE = torch.cuda.is_available()
+NOBODY = "http://127.0.0.1:9"  # where no server answers
 HISTORY = ("docs/log.md",)  # says what was typed at the time
 
 
@@ -121,7 +122,7 @@ class Play:
     steps: Sequence[Command | Block]
     ended: dict[int, BaseException | None] = field(default_factory=dict)
     server: subprocess.Popen[str] | None = None
-    url: str = "http://127.0.0.1:9"  # nobody answers there
+    url: str = NOBODY
 
     def until(self, number: int) -> None:
         """Run what has not been run up to this step, and raise what this one ended with."""
@@ -155,8 +156,8 @@ class Play:
         prepare(step.words)
         if wants_cuda(step.words) and not CUDA_HERE:
             refused(step, list(step.words))
-        if kind == "train --url" and self.server is None:
-            refused(step, [*step.words, *ON_CPU, *sets(retrieval__patience=0.1)])
+        if kind == "train --url":
+            refused(step, [*step.words, *ON_CPU, *sets(retrieval__url=NOBODY, retrieval__patience=0.1)])
         parsed = build_parser().parse_args([*step.words, *append])
         ended = in_a_process if row.process else status
         assert ended([*step.words, *append]) == 0, f"{step.place}: thresher {' '.join([*step.words, *append])}"
