@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from documents import Block, Command, blocks, commands, documents, mentions
+from documents import Block, Command, blocks, commands, documents, mentions, to_be_added
 from retrieval_server_cases import ask
 
 from thresher.cli.main import build_parser, run
@@ -149,6 +149,9 @@ class Play:
         kind = entry_of(step.words)
         assert kind in REDUCED, f"{step.place}: thresher {name} has no row in REDUCED of tests/{Path(__file__).name}"
         row = REDUCED[kind]
+        if to_be_added(step.document, " ".join(step.words)):
+            build_parser().parse_args(step.words)
+            return
         append = [word.format(url=self.url) for word in row.append]
         if name == "serve-retriever":
             self.serve([*step.words, *append])

@@ -3,7 +3,7 @@
 A block is indented by four columns (in a list: by more) or fenced. In a block
 
     thresher ..      is a command; a backslash joins lines, and " # .." is a comment
-    from .., import  in its first line of code make it Python (a fence may say `python` instead)
+    from .., import  in its first line of code make it Python, and so does a docstring; or a fence says `python`
     [section]        in its first line makes it a piece of a recipe
 
 and where the paragraph above says "the whole file, `NAME`" or "one line of `NAME`", the block is that file. In prose,
@@ -21,6 +21,14 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parent.parent
+# What a worked example has its reader add, and is therefore not there: commands that name it are parsed and not run.
+TO_BE_ADDED = {
+    "docs/add/paper.md": ("quote",),
+    "docs/add/kernel.md": ("NAME",),
+    "docs/add/model.md": ("NAME",),
+    "docs/add/index.md": ("lsh", "LSH256"),
+    "docs/add/command.md": ("count-words", "count_words"),
+}
 _FENCE = re.compile(r"^\s*```(\w*)\s*$")
 _INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
@@ -50,7 +58,7 @@ class Block:
 
     @property
     def is_python(self) -> bool:
-        return self.language == "python" or (not self.language and bool(re.match(r"(from|import) \w", self.first)))
+        return self.language == "python" or (not self.language and bool(re.match(r'(from|import) \w|"""', self.first)))
 
     @property
     def is_toml(self) -> bool:
@@ -77,6 +85,12 @@ class Command:
     @property
     def place(self) -> str:
         return f"{self.document}:{self.line}"
+
+
+def to_be_added(document: str, text: str) -> bool:
+    """Whether the text names what a worked example adds, or, in one, has a word in capitals for what the reader has."""
+    examples = TO_BE_ADDED.get(document, ())
+    return any(name in text for name in examples) or (bool(examples) and bool(re.search(r"(^|\s)[A-Z]+(\s|$)", text)))
 
 
 def documents() -> list[str]:
