@@ -1,0 +1,80 @@
+"""What `make` runs is run: the recipes' own shell with stand-ins for Python, and the commands that it came to.
+
+Deliberately absent: making an environment, which takes minutes and a network.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from document_play import Play
+from documents import ROOT, Block, Command
+
+# Writes down the arguments of every `thresher`, one a line, and answers what a recipe asks of Python.
+THRESHER = """#!/bin/bash
+printf '%s\\n' "$@" >"$RECORD.$$"
+"""
+PYTHON = """#!/bin/bash
+case "$*" in
+    "-m thresher.cli "*) shift 2; printf '%s\\n' "$@" >"$RECORD.$$" ;;
+    "-m pytest "*) printf '%s\\n' "${@:3}" >"$RECORD.pytest" ;;
+    *get_device_name*) echo some-gpu ;;
+esac
+"""
+
+
+def recorded(target: str, folder: Path) -> tuple[Path, list[Command]]:
+    """The folder in which the target ran, and the commands that it came to."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("make is not installed")
+    here = folder / "checkout"
+    for name, text in (("bin/thresher", THRESHER), ("bin/python", PYTHON)):
+        path = here / "stand-in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    for name in ("Makefile", "setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, here)
+    (here / "stand-in" / ".finished").write_text(f"{here}\n")
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("MAKE")}
+    python = f"PYTHON={here / 'stand-in' / 'bin' / 'python'}"
+    stand_ins = [python, "VENV=stand-in", "BENCH=stand-in"] if target != "gpu-check" else [python]
+    done = subprocess.run(
+        [make, "--no-print-directory", target, *stand_ins],
+        cwd=here,
+        env=environment | {"RECORD": str(here / "record")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [Command("Makefile", 0, tuple(path.read_text().splitlines())) for path in here.glob("record.[0-9]*")]
+    return here, found
+
+
+@pytest.mark.parametrize("target", ["demo", "bench", "gpu-check"])
+def test_what_a_target_runs_runs(
+    target: str,
+    tmp_path: Path,
+    plays: Callable[[str, Sequence[Command | Block]], Play],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, commands = recorded(target, tmp_path)
+    assert len(commands) == 1
+    for tests in here.glob("record.pytest"):
+        assert [word for word in tests.read_text().splitlines() if (ROOT / word).exists()], "no tests are there"
+    play = plays(f"make {target}", commands)
+    monkeypatch.chdir(play.folder)
+    shutil.rmtree("runs/demo")  # the demo makes it
+    play.until(0)
+
+
+def test_a_second_demo_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "checkout" / "runs" / "demo").mkdir(parents=True)
+    _, [command] = recorded("demo", tmp_path)
+    assert command.words == ("demo", "--out", "runs/demo-2", "--seed", "0")

@@ -1,0 +1,301 @@
+"""How a document is played: what makes each command small and what it must leave behind, and the running itself.
+
+The words are those of the text. What makes a command small is appended, from REDUCED and from nowhere else. A command
+that names CUDA is first run as it stands and must refuse where there is none; so must one that asks a server where none
+answers. A new command fails until it has a row in REDUCED; a file that a document names and nobody has made gets its
+stand-in in document_world.py.
+
+Deliberately absent: commands of prose in docs/log.md, which were typed then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from documents import Block, Command, blocks, commands, documents, mentions, to_be_added
+from retrieval_server_cases import ask
+
+from thresher.cli.main import build_parser, run
+
+CUDA_HERE = torch.cuda.is_available()
+NOBODY = "http://127.0.0.1:9"  # where no server answers
+HISTORY = ("docs/log.md",)  # says what was typed at the time
+
+
+def sets(**keys: object) -> tuple[str, ...]:
+    """section__key=value -> --set section.key=value"""
+    return tuple(part for key, value in keys.items() for part in ("--set", f"{key.replace('__', '.')}={value}"))
+
+
+ON_CPU = sets(model__device="cpu", model__dtype="float32")
+BRIEF = sets(rollout__max_turn_tokens=12)
+TRAIN = (
+    *ON_CPU,
+    *sets(run__steps=1, run__eval_every=1, run__eval_questions=1, run__save_every=1, data__limit=4),
+    *sets(rollout__questions_per_step=2, rollout__group_size=2, rollout__max_turns=2, rollout__max_turn_tokens=12),
+)
+STUDIED = sets(run__steps=1, rollout__questions_per_step=2, rollout__group_size=2, rollout__max_turn_tokens=4)
+GRPO_OF_DEMO = sets(run__steps=1, run__eval_questions=2, rollout__questions_per_step=1, rollout__max_turn_tokens=8)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What makes a command small, and what it leaves below its --out (or, without one, below the run it names)."""
+
+    append: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    process: bool = False  # in one of its own: tests run Triton in its interpreter, and what is compiled must not be
+    once: bool = False  # needs nothing of its document: run at the first place that shows it, and there alone
+
+
+REDUCED = {
+    "init": Row(writes=("config.json", "model.safetensors", "tokenizer.json")),
+    "sft": Row(writes=("model.safetensors", "sft.json", "metrics.jsonl")),
+    "train": Row(TRAIN, ("recipe.toml", "metrics.jsonl", "summary.json", "checkpoints", "trajectories")),
+    "train --resume": Row(sets(run__steps=2), ("checkpoints/step_000002", "summary.json")),
+    "train --url": Row((*TRAIN, "--set", "retrieval.url={url}"), ("summary.json",)),
+    "eval": Row(BRIEF, ("table.md", "metrics.json", "trajectories.jsonl")),
+    "compare": Row(writes=("compare.md", "compare.json")),
+    "extract": Row(BRIEF, ("../evidence.json",)),
+    "score": Row(),
+    "index plan": Row(("--sample", "2000", "--dim", "32"), once=True),
+    "index build": Row(writes=("manifest.json",)),
+    "index hybrid": Row(writes=("manifest.json",)),
+    "index search": Row(),
+    "index check": Row(),
+    "serve-retriever": Row(("--port", "0")),
+    "data convert": Row(),
+    "data check": Row(),
+    "data sft": Row(),
+    "data sft --model": Row(("--max-tokens", "48")),
+    "report": Row(writes=("report.html",)),
+    "demo": Row(
+        (
+            *sets(sft__steps=2, sft__min_steps=1, sft__gate_every=1, sft__max_restarts=0, sft__batch_size=2),
+            *GRPO_OF_DEMO,
+        ),
+        ("report.html", "summary.json", "grpo/summary.json", "warmup/sft.json"),
+    ),
+    "study kl": Row(("--start", "runs/demo", "--steps", "1", "--seeds", "0"), ("kl.json", "training.png"), once=True),
+    "study mask": Row(("--limit", "2", "--repeats", "1"), ("mask.json", "mask.png"), once=True),
+    "study systems": Row(
+        ("--system", "search_r1", "--system", "arena", "--seeds", "0", "--controls", "0", *STUDIED),
+        ("table.md", "curves.png", "systems.json"),
+        once=True,
+    ),
+    "bench step": Row(("--steps", "1"), once=True),
+    "bench loss": Row(
+        (
+            *("--device", "cpu", "--hidden", "8", "--vocab", "40", "--tokens", "32", "--density", "50"),
+            *("--peers", "none", "--budget", "30"),
+        ),
+        once=True,
+    ),
+    "bench retrieval": Row(
+        (
+            *("--sizes", "300", "--dim", "16", "--kinds", "ivf", "--batches", "1", "--server", "0", "--budget", "8"),
+            *("--out", "rows.jsonl"),
+        ),
+        once=True,
+    ),
+    "bench compile": Row(("--target", "sm_80"), once=True, process=True),
+}
+FLAGS_OF_THEIR_OWN = ("--resume", "--model")
+
+
+@dataclass
+class Play:
+    """One document, played in `folder` from its top; a step is run once, and before it all that stand above it."""
+
+    folder: Path
+    steps: Sequence[Command | Block]
+    ended: dict[int, BaseException | None] = field(default_factory=dict)
+    server: subprocess.Popen[str] | None = None
+    url: str = NOBODY
+
+    def until(self, number: int) -> None:
+        """Run what has not been run up to this step, and raise what this one ended with."""
+        for step in range(number + 1):
+            if step not in self.ended:
+                try:
+                    self.run(self.steps[step])
+                    self.ended[step] = None
+                except BaseException as error:
+                    self.ended[step] = error
+                    if isinstance(error, KeyboardInterrupt):
+                        raise
+        error = self.ended[number]
+        if error is not None:
+            raise error
+
+    def run(self, step: Command | Block) -> None:
+        if isinstance(step, Block):
+            path = self.folder / f"block_{step.line}.py"
+            path.write_text(step.text, encoding="utf-8")
+            runpy.run_path(str(path))
+            return
+        name = command_name(step.words)
+        kind = entry_of(step.words)
+        assert kind in REDUCED, f"{step.place}: thresher {name} has no row in REDUCED of tests/{Path(__file__).name}"
+        row = REDUCED[kind]
+        if to_be_added(step.document, " ".join(step.words)):
+            build_parser().parse_args(step.words)
+            return
+        append = [word.format(url=self.url) for word in row.append]
+        if name == "serve-retriever":
+            self.serve([*step.words, *append])
+            return
+        prepare(step.words)
+        if wants_cuda(step.words) and not CUDA_HERE:
+            refused(step, list(step.words))
+        if kind == "train --url":
+            refused(step, [*step.words, *ON_CPU, *sets(retrieval__url=NOBODY, retrieval__patience=0.1)])
+        parsed = build_parser().parse_args([*step.words, *append])
+        ended = in_a_process if row.process else status
+        assert ended([*step.words, *append]) == 0, f"{step.place}: thresher {' '.join([*step.words, *append])}"
+        for path in expected(vars(parsed), row):
+            assert (path.is_file() and path.stat().st_size) or (path.is_dir() and any(path.iterdir())), (
+                f"{step.place}: {path} was not written"
+            )
+
+    def serve(self, words: list[str]) -> None:
+        """A server in a process of its own, for the commands that follow."""
+        command = [sys.executable, "-P", "-m", "thresher.cli", *words]
+        self.server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.server.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+", self.server.stdout.readline())
+        assert found
+        self.url = found[0]
+        assert ask(self.url, "/health")[1]["passages"] > 0
+
+    def end(self) -> None:
+        if self.server is not None:
+            self.server.send_signal(signal.SIGTERM)
+            assert self.server.wait(30) == 0
+
+
+def command_name(words: tuple[str, ...]) -> str:
+    """The words that choose a command: `index build`, `train`."""
+    known = sorted(REDUCED, key=len, reverse=True)
+    said = " ".join(words) + " "
+    return next((name for name in known if "--" not in name and said.startswith(f"{name} ")), " ".join(words[:2]))
+
+
+def entry_of(words: tuple[str, ...]) -> str:
+    """The row of REDUCED: some flags have one of their own, and so has a recipe that asks a server."""
+    name = command_name(words)
+    for flag in FLAGS_OF_THEIR_OWN:
+        if flag in words and f"{name} {flag}" in REDUCED:
+            return f"{name} {flag}"
+    return (
+        "train --url" if name == "train" and any(re.search(r"^url = ", text, re.M) for text in tomls(words)) else name
+    )
+
+
+def tomls(words: tuple[str, ...]) -> list[str]:
+    return [Path(word).read_text("utf-8") for word in words if word.endswith(".toml") and Path(word).is_file()]
+
+
+def wants_cuda(words: tuple[str, ...]) -> bool:
+    return "cuda" in words or any('device = "cuda"' in text for text in tomls(words))
+
+
+def prepare(words: tuple[str, ...]) -> None:
+    """A run of one step has no checkpoint of step 200: it gets one under that name."""
+    for word in words:
+        if found := re.search(r"=(\S+/checkpoints)/(step_\d+)$", word):
+            checkpoints = Path(found[1])
+            if not (checkpoints / found[2]).exists():
+                shutil.copytree(max(path for path in checkpoints.iterdir() if path.is_dir()), checkpoints / found[2])
+
+
+def status(words: list[str]) -> object:
+    """The exit status, also where argparse or a check of our own work leaves."""
+    try:
+        return run(words)
+    except SystemExit as left:
+        return left.code
+
+
+def in_a_process(words: list[str]) -> int:
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, "-P", "-m", "thresher.cli", *words], env=environment).returncode
+
+
+def refused(step: Command, words: list[str]) -> None:
+    """Status 2, one sentence, and nothing written."""
+    parsed = vars(build_parser().parse_args(words))
+    read, write = os.pipe()
+    kept = sys.stderr
+    with os.fdopen(write, "w") as pipe:
+        sys.stderr = pipe
+        try:
+            code = status(words)
+        finally:
+            sys.stderr = kept
+    with os.fdopen(read) as said:
+        told = said.read()
+    assert code == 2, f"{step.place}: expected a refusal, got {code}"
+    assert told.startswith("thresher: ") and told.count("\n") == 1, f"{step.place}: {told}"
+    if parsed.get("out"):
+        assert not Path(parsed["out"]).exists()
+
+
+def expected(parsed: dict[str, object], row: Row) -> list[Path]:
+    """What the command has to leave behind."""
+    named = [Path(str(parsed[key])) for key in ("out", "corpus", "plot") if parsed.get(key)]
+    out = Path(str(parsed.get("out") or parsed.get("run")))
+    return [
+        *named,
+        *(Path(os.path.normpath(out / name)) for name in row.writes if parsed.get("out") or parsed.get("run")),
+    ]
+
+
+@lru_cache(maxsize=1)
+def shown() -> dict[str, list[Command | Block]]:
+    """The steps of every document; what needs nothing of its document is taken once."""
+    found: dict[str, list[Command | Block]] = {}
+    seen: set[tuple[str, ...]] = set()
+    for document in documents():
+        found[document] = []
+        for step in steps_of(document):
+            if isinstance(step, Command) and (row := REDUCED.get(command_name(step.words))) and row.once:
+                if step.words in seen:
+                    continue
+                seen.add(step.words)
+            found[document].append(step)
+    return found
+
+
+def steps_of(document: str) -> list[Command | Block]:
+    """Commands, Python blocks that are no file, and complete commands of the prose, from the top down."""
+    found: list[Command | Block] = [
+        *commands(document),
+        *filter(lambda b: b.is_python and not b.file, blocks(document)),
+    ]
+    if document not in HISTORY:
+        found += [command for command in mentions(document) if complete(command.words)]
+    return sorted(found, key=lambda step: step.line)
+
+
+def complete(words: tuple[str, ...]) -> bool:
+    """Whether the prose shows a whole command and not its name alone: nothing is missing, and nothing in capitals
+    stands for something."""
+    if " ".join(words) in REDUCED or "--help" in words or any(re.fullmatch(r"[A-Z]+", word) for word in words):
+        return False
+    try:
+        build_parser().parse_args(words)
+    except SystemExit:
+        return False
+    return True

@@ -1,0 +1,197 @@
+"""Tiny stand-ins for what the documents name: models, encoders, questions, corpora, runs, at the paths of the text.
+
+The models know nothing but to end soon: an analysis, an answer, whatever is asked. Recipes are the
+project's own; what makes them small is appended to the commands (tests/docs/test_documentation.py).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from documents import ROOT
+
+from thresher.cli.main import run
+from thresher.engine.synthetic.invent import invent_files
+from thresher.engine.synthetic.world import Size
+from thresher.policy.tokenizer import Tokenizer
+
+CHATML = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+MODELS = ("Qwen2.5-0.5B", "Qwen2.5-0.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "eviomni", "M", "G")
+NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 32_768,
+    "initializer_range": 0.1,
+    "rope_theta": 10_000.0,
+}
+TEACHING = """
+[model]
+path = "untaught/model"
+[system]
+name = "naive_grpo"
+[sft]
+transcripts = "untaught/transcripts.jsonl"
+steps = 100
+batch_size = 8
+lr = 1e-2
+held_out = 0.0
+"""
+SFT = """
+[model]
+path = "models/Qwen2.5-0.5B"
+[system]
+name = "arena"
+[sft]
+data = "train.jsonl"
+format = "reasoning"
+steps = 2
+batch_size = 2
+"""
+TRANSCRIPT = {
+    "id": "1",
+    "question": "Who is the mayor?",
+    "golden_answers": ["Anna Bell"],
+    "segments": [
+        {"source": "policy", "text": "<think>Look.</think> <search>mayor</search>"},
+        {"source": "retrieved", "text": "<information>Anna Bell is the mayor.</information>"},
+        {"source": "policy", "text": "<evaluate>Anna Bell.</evaluate> <answer>Anna Bell</answer>"},
+    ],
+}
+SMALL_WORLD = Size(
+    people=12,
+    places=9,
+    works=12,
+    pieces=12,
+    train_questions=40,
+    test_questions=4,
+    warmup_worlds=2,
+    transcripts=32,
+)
+
+
+def make_world(folder: Path, tokenizer: Tokenizer) -> None:
+    """Everything that a document may name, into the empty folder, which is the current one."""
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    (folder / "models").mkdir()
+    model = folder / "models" / MODELS[0]
+    _model(model, tokenizer)
+    for name in MODELS[1:]:
+        shutil.copytree(model, folder / "models" / name)
+    for name in ("M", "G"):  # as docs/systems.md calls them
+        (folder / "models" / name).rename(folder / name)
+    _encoder(folder / "models" / "e5-base-v2")
+    _data(folder)
+    for name in ("wiki18", "hotpotqa"):
+        assert run(["index", "build", "--corpus", "corpus.jsonl", "--dim", "64", "--out", f"indexes/{name}"]) == 0
+    _invented(folder / "runs" / "demo", model, 0, "init", "warmup")
+    _invented(folder / "runs" / "study-systems" / "world", model, 4, "init", "recite", "base")
+
+
+def _model(folder: Path, tokenizer: Tokenizer) -> None:
+    """A small Qwen2, made and taught by the project's own commands, in the current folder."""
+    raw = Path("untaught")
+    tokenizer.save(raw / "tokenizer")
+    changes = {**CONFIG, "vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.added_tokens["<|endoftext|>"]}
+    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    config = ["--config", str(ROOT / "recipes" / "demo" / "config.json"), "--tokenizer", str(raw / "tokenizer")]
+    assert run(["init", *config, *sets, "--out", str(raw / "model")]) == 0
+    said = [{"source": "policy", "text": "<analysis>by [1]</analysis><answer>Anna</answer>"}]
+    templates = ("{question}\n", "{question}\n" * 9, "{question}<|im_end|>\n<|im_start|>assistant\n")
+    write_lines(
+        raw / "transcripts.jsonl",
+        [{"question": name, "template": text, "segments": said} for name in NAMES for text in templates],
+    )
+    (raw / "sft.toml").write_text(TEACHING)
+    assert run(["sft", str(raw / "sft.toml"), "--out", str(folder)]) == 0
+    (folder / "chat_template.jinja").write_text(CHATML)
+    shutil.rmtree(raw)
+
+
+def _encoder(folder: Path) -> None:
+    from encoder_folders import save_model
+
+    save_model(folder)
+
+
+def _data(folder: Path) -> None:
+    passages = [
+        {"id": f"p{n}", "title": name, "text": f"{name} is the mayor of town {n}."} for n, name in enumerate(NAMES)
+    ]
+    asked: list[dict[str, Any]] = [
+        {
+            "id": f"q{n}",
+            "question": f"Who is the mayor of town {n}?",
+            "golden_answers": [name],
+            "gold_titles": [name],
+            "passages": [passages[n], passages[n - 1]],
+            "gold_indices": [1],
+        }
+        for n, name in enumerate(NAMES)
+    ]
+    write_lines(folder / "corpus.jsonl", passages)
+    with gzip.open(folder / "wiki.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(passage) + "\n" for passage in passages)
+    (folder / "data").mkdir()
+    for name in (
+        "train",
+        "dev",
+        "questions",
+        "data/hotpotqa_train",
+        "data/hotpotqa_dev",
+        "data/nq_hotpotqa_train",
+        "data/dev",
+    ):
+        write_lines(folder / f"{name}.jsonl", asked)
+    write_lines(folder / "in.jsonl", [TRANSCRIPT])
+    (folder / "recipe.toml").write_text(SFT)
+    hotpot = [
+        {
+            "_id": question["id"],
+            "question": question["question"],
+            "answer": question["golden_answers"][0],
+            "supporting_facts": [[question["gold_titles"][0], 0]],
+            "context": [[passage["title"], [passage["text"]]] for passage in question["passages"]],
+        }
+        for question in asked
+    ]
+    for name in ("hotpot_train", "2wiki_train"):
+        (folder / f"{name}.json").write_text(json.dumps([{**one, "_id": f"{name}-{one['_id']}"} for one in hotpot]))
+    musique = [
+        {
+            "id": f"musique-{question['id']}",
+            "question": question["question"],
+            "answer": question["golden_answers"][0],
+            "answerable": True,
+            "paragraphs": [
+                {"idx": n, "title": passage["title"], "paragraph_text": passage["text"], "is_supporting": n == 0}
+                for n, passage in enumerate(question["passages"])
+            ],
+        }
+        for question in asked
+    ]
+    write_lines(folder / "musique_train.jsonl", musique)
+
+
+def _invented(folder: Path, model: Path, forms: int, *stages: str) -> None:
+    """What `thresher demo` and `thresher study systems` make before they train: a world, an index of it, models."""
+    data = folder / "data"
+    folder.mkdir(parents=True)
+    invent_files(data, 0, SMALL_WORLD, " {text}", forms)
+    corpus = str(data / "corpus.jsonl")
+    index = ["index", "build", "--corpus", corpus, "--dim", "64", "--embed", "title+text"]
+    assert run([*index, "--out", str(folder / "index")]) == 0
+    for name in stages:
+        shutil.copytree(model, folder / name)
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
