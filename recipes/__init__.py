@@ -1,3 +1,3 @@
 """Recipes and the files they name: data, no code.
-Comes in: nothing.
+Imports: nothing.
 """

@@ -51,7 +51,7 @@ def drilled(tokenizer: Tokenizer, template: str) -> Policy:
         transcripts.append(encode_transcript(record, tokenizer, renderer, template))
     policy = init_policy(config, 0).requires_grad_(True)
     sft = SftSection(transcripts="none", steps=70, batch_size=16, lr=2e-2, schedule="linear", held_out=0.0)
-    drill = sft_module.Trainer(policy, transcripts, sft, OptimSection(), tokenizer.vocab_size, 0)
+    drill = sft_module.SftTrainer(policy, transcripts, sft, OptimSection(), tokenizer.vocab_size, 0)
     assert drill.run(lambda record: None).loss < 1
     return policy
 

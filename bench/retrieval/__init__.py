@@ -1,4 +1,5 @@
 """`thresher bench retrieval`: indexes beside torch, numpy and FAISS, and a server under load.
-Comes in: bench/machine.py, bench/measure.py, bench/rows.py, engine/console.py, engine/reporting, policy,
-retrieval/building, retrieval/data, retrieval/encoders, retrieval/indexes, retrieval/questions.py, rewards.
+Imports: bench/machine.py, bench/measure.py, bench/rows.py, engine/console.py, engine/reporting, policy,
+retrieval/building, retrieval/data, retrieval/encoders, retrieval/indexes, retrieval/questions.py, retrieval/vectors,
+rewards.
 """

@@ -1,5 +1,5 @@
 """The commands of `thresher`: a file each for its flags, its handler and its printing; a folder is a group.
-Comes in: cli/flags.py, engine/baselines, engine/config, engine/console.py, engine/evaluation, engine/extraction,
+Imports: cli/flags.py, engine/baselines, engine/config, engine/console.py, engine/evaluation, engine/extraction,
 engine/reporting, engine/scoring, engine/store, engine/synthetic, engine/systems, engine/training, policy,
 retrieval/serving, rewards.
 

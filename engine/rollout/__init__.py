@@ -1,3 +1,3 @@
 """Sampling: episodes run side by side, with the scheduler, the KV cache and its blocks, and stop tags.
-Comes in: engine/episode.py, engine/protocol, kernels, policy, retrieval/questions.py, retrieval/retriever.py, rewards.
+Imports: engine/episode.py, engine/protocol, kernels, policy, retrieval/questions.py, retrieval/retriever.py, rewards.
 """

@@ -1,4 +1,6 @@
 """Invented data: a world of facts, warm-up transcripts in every protocol, random models, the demo.
+Imports: engine/assemble.py, engine/protocol, engine/systems, policy, retrieval/building, retrieval/data,
+retrieval/encoders, retrieval/indexes, retrieval/questions.py, rewards.
 
 Another generator may come in, as long as everything is a function of its seed.
 """

@@ -167,7 +167,7 @@ class SftResult:
     passed: bool
 
 
-class Trainer:
+class SftTrainer:
     """Trains a policy in place on transcripts, until the gate opens or the steps are used up."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Supervised fine-tuning from a recipe to a model folder; sft.py trains, here its parts are put together and kept.
 
-    recipe -> transcripts or questions -> Trainer -> model folder with metrics.jsonl, sft.json and unused.jsonl
+    recipe -> transcripts or questions -> SftTrainer -> model folder with metrics.jsonl, sft.json and unused.jsonl
 
 Deliberately absent: printing, and a resume; a run is short, and leaves its folder whole or not at all.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from thresher.engine.assemble import Parts, load_parts
 from thresher.engine.config.recipe import Recipe, SftSection
 from thresher.engine.training.master_weights import put_adapters
-from thresher.engine.training.sft import Trainer, read_data, read_transcripts
+from thresher.engine.training.sft import SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
 from thresher.policy.files import atomic_write_text, staged_folder
 from thresher.policy.model import Policy
@@ -29,7 +29,7 @@ class FineTuning:
     parts: Parts
     policy: Policy
     sft: SftSection
-    trainer: Trainer
+    trainer: SftTrainer
     unused: list[Unused]
     questions: int
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -86,5 +86,5 @@ def load_fine_tuning(recipe: Recipe) -> FineTuning:
         policy = policy.float()
     else:
         put_adapters(recipe, policy)
-    trainer = Trainer(policy, transcripts, sft, recipe.optim, parts.vocab_size, recipe.run.seed)
+    trainer = SftTrainer(policy, transcripts, sft, recipe.optim, parts.vocab_size, recipe.run.seed)
     return FineTuning(parts, policy, sft, trainer, unused, questions)

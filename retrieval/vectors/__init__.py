@@ -1,3 +1,5 @@
 """Rows of numbers: files of them, exact and approximate search over them, with FAISS underneath.
+Imports: policy, retrieval/encoders, rewards.
 
-May come in: policy, rewards; of retrieval, encoders for the type of a vector."""
+May come in: policy, rewards; of retrieval, encoders for the type of a vector.
+"""

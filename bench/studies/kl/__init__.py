@@ -1,4 +1,4 @@
 """`thresher study kl`: KL estimators from one token to a training run.
-Comes in: engine/assemble.py, engine/config, engine/console.py, engine/reporting, engine/store, engine/synthetic,
+Imports: engine/assemble.py, engine/config, engine/console.py, engine/reporting, engine/store, engine/synthetic,
 engine/training, kernels, policy, retrieval/data, rewards.
 """

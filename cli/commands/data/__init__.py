@@ -1,5 +1,5 @@
 """`thresher data ..`: one file an action that makes questions and transcripts, or looks at them.
-Comes in: cli/flags.py, engine/console.py, engine/episode.py, engine/synthetic, engine/training, retrieval/data,
+Imports: cli/flags.py, engine/console.py, engine/episode.py, engine/synthetic, engine/training, retrieval/data,
 retrieval/datasets, retrieval/questions.py, rewards.
 """
 

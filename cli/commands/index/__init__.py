@@ -1,5 +1,5 @@
 """`thresher index ..`: one file an action on index folders.
-Comes in: cli/flags.py, engine/config, engine/console.py, policy, retrieval/building, retrieval/encoders,
+Imports: cli/flags.py, engine/config, engine/console.py, policy, retrieval/building, retrieval/encoders,
 retrieval/indexes.
 """
 

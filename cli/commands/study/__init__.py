@@ -1,5 +1,5 @@
 """`thresher study ..`: one file a claim; the studies themselves are in bench/studies.
-Comes in: bench/studies/kl, bench/studies/mask, bench/studies/systems, cli/flags.py.
+Imports: bench/studies/kl, bench/studies/mask, bench/studies/systems, cli/flags.py.
 """
 
 HELP = "put a claim of the method to the test"

@@ -18,7 +18,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.samples import Job
 from thresher.engine.training import master_weights as trained
 from thresher.engine.training import update as grpo_module
-from thresher.engine.training.sft import Trainer, Transcript
+from thresher.engine.training.sft import SftTrainer, Transcript
 from thresher.engine.training.train import Progress, train
 from thresher.engine.training.update import Item, Updater, make_items
 from thresher.policy.lora import FOLDER, MODULES, adapters, add_lora, load_adapters, merged_weights
@@ -331,13 +331,13 @@ COPIES = [Transcript([1, name, other, 2, name, other], [3, 4, 5], [4, 5]) for na
 def test_sft_trains_adapters_and_a_restart_begins_with_the_same_ones(
     make_tiny_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trainer, "copying", lambda self: 0.0)
+    monkeypatch.setattr(SftTrainer, "copying", lambda self: 0.0)
     policy = make_tiny_policy()
     before = deepcopy(policy.state_dict())
     add_lora(policy, rank=8, alpha=16)
     settings = SftSection(transcripts="none", steps=25, batch_size=6, lr=0.02, held_out=0.5, gate=0.9, max_restarts=1)
     records: list[dict[str, Any]] = []
-    Trainer(policy, COPIES, settings, OptimSection(), VOCAB, 0).run(records.append)
+    SftTrainer(policy, COPIES, settings, OptimSection(), VOCAB, 0).run(records.append)
     losses = [[record["loss"] for record in records if record["restart"] == restart] for restart in (0, 1)]
     # A batch holds all that is trained on, so equal weights have equal losses, up to the order of summing.
     assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-4)

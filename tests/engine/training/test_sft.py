@@ -15,7 +15,7 @@ from thresher.engine.config.recipe import OptimSection, SftSection
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.protocol.render import Renderer, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
-from thresher.engine.training.sft import SftResult, Trainer, Transcript, encode_transcript, read_transcripts
+from thresher.engine.training.sft import SftResult, SftTrainer, Transcript, encode_transcript, read_transcripts
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.flat import Index
@@ -167,7 +167,7 @@ def run(
     policy: Policy, settings: SftSection, transcripts: list[Transcript] = COPIES, **optim: Any
 ) -> tuple[SftResult, Any]:
     records: list[dict[str, Any]] = []
-    trainer = Trainer(policy, transcripts, settings, OptimSection(**optim), VOCAB, 0)
+    trainer = SftTrainer(policy, transcripts, settings, OptimSection(**optim), VOCAB, 0)
     return trainer.run(records.append), records
 
 
@@ -210,13 +210,13 @@ def test_the_loss_falls() -> None:
 def test_every_training_transcript_comes_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def remember(self: Trainer, batch: list[Transcript]) -> tuple[float, int]:
+    def remember(self: SftTrainer, batch: list[Transcript]) -> tuple[float, int]:
         seen.extend(id(transcript) for transcript in batch)
         for parameter in self.policy.parameters():
             parameter.grad = torch.zeros_like(parameter)
         return 0.0, 0
 
-    monkeypatch.setattr(Trainer, "_backward", remember)
+    monkeypatch.setattr(SftTrainer, "_backward", remember)
     run(make_policy(), sft(steps=4, batch_size=4, held_out=0.34))  # 4 of 12 are held out
     training = sorted(id(transcript) for transcript in COPIES[4:])
     assert sorted(seen[:8]) == sorted(seen[8:]) == training
@@ -225,7 +225,7 @@ def test_every_training_transcript_comes_once_in_a_pass(monkeypatch: pytest.Monk
 
 def test_copying_counts_the_most_likely_tokens() -> None:
     policy = make_policy()
-    trainer = Trainer(policy, COPIES, sft(steps=30, held_out=0.25), OptimSection(micro_batch_tokens=12), VOCAB, 0)
+    trainer = SftTrainer(policy, COPIES, sft(steps=30, held_out=0.25), OptimSection(micro_batch_tokens=12), VOCAB, 0)
     assert trainer.held_out == COPIES[:3] and trainer.training == COPIES[3:]
     for _ in range(2):
         right = [
@@ -248,7 +248,7 @@ def test_a_gate_that_opens_ends_the_training() -> None:
 
 def test_a_gate_that_stays_shut_starts_over_from_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = iter([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
-    monkeypatch.setattr(Trainer, "copying", lambda self: next(measured))
+    monkeypatch.setattr(SftTrainer, "copying", lambda self: next(measured))
     policy = make_policy()
     settings = sft(steps=3, batch_size=6, gate=0.9, gate_every=2, max_restarts=2)
     result, records = run(policy, settings)
@@ -273,11 +273,11 @@ def test_another_attempt_sees_another_order_and_the_same_seed_the_same() -> None
 
 def test_holding_out_everything_is_refused() -> None:
     with pytest.raises(UserError, match=r"every transcript is held out; lower sft\.held_out"):
-        Trainer(make_policy(), COPIES[:1], sft(), OptimSection(), VOCAB, 0)
+        SftTrainer(make_policy(), COPIES[:1], sft(), OptimSection(), VOCAB, 0)
 
 
 def test_some_are_held_out_whenever_any_share_is(renderer: Renderer) -> None:
-    trainer: Callable[[float], Trainer] = lambda share: Trainer(  # noqa: E731
+    trainer: Callable[[float], SftTrainer] = lambda share: SftTrainer(  # noqa: E731
         make_policy(), COPIES, sft(held_out=share), OptimSection(), VOCAB, 0
     )
     assert [len(trainer(share).held_out) for share in (0.0, 0.001, 0.25, 0.9)] == [0, 1, 3, 11]
