@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thresher.kernels.matmul import compute_dtype
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -26,11 +28,6 @@ class RowCheck(NamedTuple):
     bad_T: Tensor
     values_T: Tensor | None
     expected: str
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of logits, sums and log-probs: float64 for float64 inputs (tests), float32 for all others."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def resolve_backend(backend: str, hidden_TH: Tensor) -> str:

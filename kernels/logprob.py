@@ -19,17 +19,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thresher.kernels.checks import (
-    any_bad,
-    check_head,
-    check_scalar,
-    compute_dtype,
-    head_checks,
-    raise_first,
-    resolve_backend,
-)
+from thresher.kernels.checks import any_bad, check_head, check_scalar, head_checks, raise_first, resolve_backend
 from thresher.kernels.head_tiling import even_rows
-from thresher.kernels.matmul import MIB, ROW_MULTIPLE, blas_ready, fill_rows, logits_product, mixed_matmul, on_device
+from thresher.kernels.matmul import (
+    MIB,
+    ROW_MULTIPLE,
+    blas_ready,
+    compute_dtype,
+    fill_rows,
+    logits_product,
+    mixed_matmul,
+    on_device,
+)
 
 # A chunk's buffers. CPU: what a laptop can spare; CUDA: 600 MiB is the limit, of which cuBLAS takes 32 for itself.
 WORKSPACE_BYTES = {"cpu": 256 * MIB, "cuda": 560 * MIB}

@@ -31,18 +31,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.checks import (
-    RowCheck,
-    any_bad,
-    check_head,
-    check_rows,
-    compute_dtype,
-    head_checks,
-    raise_first,
-    resolve_backend,
-)
+from thresher.kernels.checks import RowCheck, any_bad, check_head, check_rows, head_checks, raise_first, resolve_backend
 from thresher.kernels.logprob import TorchHead, chunk_size, reference_token_logprobs
-from thresher.kernels.matmul import add_head_product, blas_ready, fill_rows, hidden_product, on_device, scale_rows
+from thresher.kernels.matmul import (
+    add_head_product,
+    blas_ready,
+    compute_dtype,
+    fill_rows,
+    hidden_product,
+    on_device,
+    scale_rows,
+)
 from thresher.kernels.objective import (
     LogitGradient,
     LossBackend,

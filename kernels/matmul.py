@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.kernels.checks import compute_dtype
-
 MIB = 2**20
 # A CPU's float32 matmul takes another kernel for odd rows, and for fewer than 16. Filled up to a multiple of 16 rows it
 # is batch-invariant (a row's bits depend neither on its place nor on its neighbours) with MKL on AVX-512 and with MKL's
@@ -27,6 +25,11 @@ MIB = 2**20
 ROW_MULTIPLE = 16
 # What a part of a low-precision head, or of its gradient, may take in float32.
 SLAB_BYTES = 64 * MIB
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of logits, sums and log-probs: float64 for float64 inputs (tests), float32 for all others."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

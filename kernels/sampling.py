@@ -10,8 +10,7 @@ Axes: B sequences that draw a token, M the same filled up, H hidden, V vocabular
 
 import torch
 
-from thresher.kernels.checks import compute_dtype
-from thresher.kernels.matmul import fill_rows, logits_product
+from thresher.kernels.matmul import compute_dtype, fill_rows, logits_product
 
 _MASK = 0xFFFFFFFF
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from thresher.bench.loss.cases import BETA, CLIP_HIGH, CLIP_LOW, LossCase, LossOutcome, objective
 from thresher.bench.machine import package_version
 from thresher.kernels import grpo_loss
-from thresher.kernels.checks import compute_dtype
+from thresher.kernels.matmul import compute_dtype
 
 Run = Callable[[], LossOutcome]
 Prepare = Callable[[LossCase, int | None], Run]

@@ -18,7 +18,9 @@ Deliberately absent: latency, which belongs to a batch and not to a trajectory (
 (rewards/statistics.py).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from thresher.engine.scoring.score import Scored
 from thresher.rewards.attempt import Attempt
@@ -167,3 +169,14 @@ _RECALLS: dict[str, tuple[str, Callable[[Attempt], list[str]]]] = {
     "evaluate": ("recall_evaluation", _all_spans("evaluate")),
     "analysis": ("recall_analysis", _all_spans("analysis")),
 }
+
+
+def summarise(scored: Sequence[Scored], tags: Sequence[str] = ()) -> dict[str, Any]:
+    """Means over trajectories: the shared metrics, the parts of the system's own reward, and how many
+    trajectories ended for which reason. tags: the system's, for the metrics of what it writes between them."""
+    return {
+        "questions": len(scored),
+        **means([measures_of(entry, tags) for entry in scored]),
+        "parts": means([parts_of(entry) for entry in scored]),
+        "reasons": dict(sorted(Counter(entry.trajectory.reason for entry in scored).items())),
+    }

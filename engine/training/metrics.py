@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.evaluation.evaluate import summarise
+from thresher.engine.evaluation.metrics import summarise
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.training.step import StepResult
 from thresher.engine.training.update import UpdateStats

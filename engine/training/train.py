@@ -14,7 +14,8 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
 from thresher.engine.config.recipe import Recipe, SystemSection
-from thresher.engine.evaluation.evaluate import evaluate, summarise
+from thresher.engine.evaluation.evaluate import evaluate
+from thresher.engine.evaluation.metrics import summarise
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges

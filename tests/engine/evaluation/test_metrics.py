@@ -5,8 +5,16 @@ from typing import Any
 import pytest
 from reward_cases import PARTS
 
-from thresher.engine.evaluation.evaluate import summarise
-from thresher.engine.evaluation.metrics import NAMES, mean, means, measures_of, parts_of, ranking_measures, shown
+from thresher.engine.evaluation.metrics import (
+    NAMES,
+    mean,
+    means,
+    measures_of,
+    parts_of,
+    ranking_measures,
+    shown,
+    summarise,
+)
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.scoring.score import Scored
 from thresher.engine.systems import NAMES as SYSTEMS

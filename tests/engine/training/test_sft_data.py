@@ -318,8 +318,8 @@ def test_sft_of_adapters_on_questions(tiny_model_folder: Path, questions: Path, 
         ({"data": "d", "format": "chat"}, "expected"),
     ],
 )
-def test_a_section_that_contradicts_itself_is_refused(keys: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_section_that_contradicts_itself_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         SftSection(**keys)
 
 

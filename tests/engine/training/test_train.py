@@ -21,7 +21,8 @@ from train_cases import (
 
 from thresher.engine.assemble import load_parts, load_questions, load_retrieval
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.evaluation.evaluate import evaluate, summarise
+from thresher.engine.evaluation.evaluate import evaluate
+from thresher.engine.evaluation.metrics import summarise
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError

@@ -26,7 +26,7 @@ from train_cases import (
 )
 
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.evaluation.evaluate import summarise
+from thresher.engine.evaluation.metrics import summarise
 from thresher.engine.store.best_checkpoint import best_checkpoint
 from thresher.engine.training.train import train
 from thresher.rewards.errors import UserError
