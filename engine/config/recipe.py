@@ -91,7 +91,7 @@ class RetrievalSection(Section):
 class SystemSection(Section):
     """[system] the paper's protocol: prompt, tags, episode, reward."""
 
-    name: str  # of engine/systems/, or the path of a file of one's own, my_system.py
+    name: str  # of engine/systems/, or the path of a file of one's own
     template: str | None = None  # file that replaces the built-in prompt template
     options: dict[str, Any] = field(default_factory=dict)  # the system's own switches, checked by it
 

@@ -4,7 +4,7 @@ A transcript is a line of JSON: {"id", "question", "segments": [{"source": "poli
 "prompt", "text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the
 same tokens. A transcript without a prompt segment gets the recipe's own prompt for its question, or that of its own
 "template", with the "passages" [{"title", "text"}, ..] that the template has a place for. After a policy segment with
-"end": true comes the model's end of text. Questions with answers become transcripts in sftdata.py.
+"end": true comes the model's end of text. Questions with answers become transcripts in sft_data.py.
 
 A policy segment may list `copied`: character ranges of names that stand in the question or in a passage. How many
 of their tokens come out right on held-out transcripts is the gate: copying a name arrives suddenly, late on some

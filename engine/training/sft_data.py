@@ -7,8 +7,8 @@
     closed-book   question                        the answer
 
 The answer is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
-closed-book, every plain answer), the end of text follows and is trained. An analysis comes from a model that was told
-the gold references and the answer (analyses.py), as in the paper, or, without one, from a sentence that names the
+closed-book, every plain answer), the end of text follows and is trained. An analysis comes from a model that was given
+the gold references and the answer (sft_analyses.py), as in the paper, or, without one, from a sentence that names the
 references; the record's metadata say which.
 
 A record is a transcript as sft.py reads it: passages and question stay data, so that nothing in them can become a tag.

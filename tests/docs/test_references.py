@@ -1,8 +1,13 @@
 """What the documents point at is there: links, pictures, paths, names of the README's tables, targets of `make`."""
 
+import ast
 import importlib
 import inspect
+import io
 import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
 from glob import glob
 from pathlib import Path
 
@@ -10,7 +15,11 @@ import pytest
 from documents import ROOT, documents, inline, links, read, table_rows, to_be_added
 
 FOLDERS = ("bench", "cli", "docs", "engine", "kernels", "policy", "recipes", "retrieval", "rewards", "tests")
+SHOWN = ("quote.py", "path/to/file.py", "path/to/mine.py", "thresher.x")  # a reader's own files; any package
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]+")
+_FILE = re.compile(r"(?<![\w./<*-])(?:[\w-]+/)*\w+\.py\b")
+_ROOM = re.compile(rf"(?<![\w./<-])(?:{'|'.join(FOLDERS)})(?:/[\w-]+(?:\.\w[\w-]*)*)+(?![\w/{{(<*-])")
+_MODULE = re.compile(r"\bthresher(?:\.\w+)+")
 _CALL = re.compile(r"(\w+)(?:\(([^)]*)\))?$")
 
 
@@ -43,6 +52,86 @@ def test_paths_lead_somewhere(document: str) -> None:
         and not glob(str(ROOT / code.partition(":")[0]))
         and not to_be_added(document, code)
         and not glob(str((ROOT / document).parent / code.partition(":")[0]))
+    ]
+    assert missing == []
+
+
+@cache
+def paths() -> frozenset[str]:
+    """Every file and folder of the checkout's own, by each of its endings; a module also without ".py"."""
+    found = [path for path in ROOT.glob("*") if path.is_file()]
+    found += [path for folder in FOLDERS for path in (ROOT / folder, *(ROOT / folder).rglob("*"))]
+    parts = [path.relative_to(ROOT).parts for path in found]
+    endings = {"/".join(one[start:]) for one in parts for start in range(len(one))}
+    return frozenset(endings | {ending.removesuffix(".py") for ending in endings})
+
+
+def remarks(source: str) -> Iterator[tuple[int, str]]:
+    """(line number, text) of the docstrings and comments of a module."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and (text := ast.get_docstring(node, clean=False)):
+            yield node.body[0].lineno, text
+
+
+def unknown(text: str) -> list[str]:
+    """The files, rooms and modules that a text names and that are not there.
+
+    A name that begins with an underscore may be the end of a file's ("_triton.py").
+    """
+    named = dict.fromkeys(found[0] for pattern in (_FILE, _ROOM) for found in pattern.finditer(text))
+    wrong = [name for name in named if name not in paths() and not _is_suffix(name)]
+    for found in _MODULE.finditer(text):
+        path = "/".join(found[0].split(".")[1:])
+        if path not in paths() and path.rpartition("/")[0] not in paths():  # the last part may be a name in a module
+            wrong.append(found[0])
+    return wrong
+
+
+def _is_suffix(name: str) -> bool:
+    return name.startswith("_") and any(path.endswith(name) for path in paths())
+
+
+def test_a_wrong_name_in_a_text_is_noticed() -> None:
+    good = "engine/training/train.py, training/train.py, train.py, *_triton.py, _triton.py, retrieval/indexes, a/b"
+    assert unknown(f"{good}, thresher.engine.episode, thresher.engine.episode.System, `policy/model`") == []
+    wrong = ["engine/train.py", "grain.py", "retrieval/index", "thresher.engine.nowhere.System"]
+    assert unknown(", ".join(wrong)) == wrong
+    assert [text for _, text in remarks('"""One."""\nx = "a.py"  # two\ndef f():\n    """Three."""')] == [
+        "# two",
+        "One.",
+        "Three.",
+    ]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_and_comments_name_what_is_there(folder: str) -> None:
+    missing = [
+        f"{path.relative_to(ROOT)}:{number}: {name} is not there"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, text in remarks(path.read_text("utf-8"))
+        for name in unknown(text)
+    ]
+    assert missing == []
+
+
+def test_settings_name_what_is_there() -> None:
+    files = [*(ROOT / name for name in ("setup.py", "pyproject.toml", "Makefile")), *ROOT.glob("recipes/**/*.toml")]
+    missing = [f"{path.relative_to(ROOT)}: {name}" for path in files for name in unknown(path.read_text("utf-8"))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", [document for document in documents() if document != "docs/log.md"])
+def test_documents_name_what_is_there(document: str) -> None:
+    """Paths that begin in a room (`training/step.py: f`), and those of blocks. docs/log.md names what was there."""
+    missing = [
+        f"{document}:{number}: {name} is not there"
+        for number, line in enumerate(read(document), start=1)
+        for name in unknown(line)
+        if name not in SHOWN and not to_be_added(document, name)
     ]
     assert missing == []
 

@@ -1,4 +1,4 @@
-"""The update against a float64 brute force of the equation at the top of grpo.py, and the parts it is made of."""
+"""The update against a float64 brute force of the equation at the top of update.py, and the parts it is made of."""
 
 import math
 from typing import Any
@@ -73,7 +73,7 @@ def brute_force(
     grpo: GrpoSection,
     temperature: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss, token by token, as it is written at the top of grpo.py, and autograd's gradient of it."""
+    """The loss, token by token, as it is written at the top of update.py, and autograd's gradient of it."""
 
     def kl(name: str, d: torch.Tensor) -> torch.Tensor:
         return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1}[name]

@@ -1,6 +1,6 @@
 """The BERT family against `transformers` with random weights, what padding and neighbours may change, and refusals.
 
-The folders are tiny, but made to tell: three layers, wide weights, no bias at 0 and no norm at 1.
+The folders are tiny, but made to discriminate: three layers, wide weights, no bias at 0 and no norm at 1.
 """
 
 from __future__ import annotations

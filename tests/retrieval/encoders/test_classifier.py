@@ -1,6 +1,6 @@
 """Classifiers of pairs against `transformers` with random weights: logits, truncation, padding, labels and refusals.
 
-As in test_retrieval_bert.py the folders are tiny, but made to tell: wide weights, no bias at 0 and no norm at 1.
+As in test_bert.py the folders are tiny, but made to discriminate: wide weights, no bias at 0 and no norm at 1.
 """
 
 from __future__ import annotations
