@@ -2,21 +2,23 @@
 Imports: engine/config, engine/episode.py, engine/systems, retrieval/data, retrieval/questions.py, rewards.
 
 A new one may come in as a file like those of `thresher.engine.systems`, with `Options` (a frozen dataclass of its
-switches) and `system(options) -> System`, and a place in NAMES. They share a reward, the exact match of
-the final answer, and an option `examples`, a file of worked examples to be put before the prompt.
+switches) and `system(options) -> System`; every file here but common.py is a baseline, under the file's name. They
+share a reward, the exact match of the final answer, and an option `examples`, a file of worked examples to be put
+before the prompt.
 
 R1 of the papers' tables (GRPO with nothing retrieved) is trained, and so a switch of naive_grpo, not one of these.
 """
 
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
 from thresher.rewards.errors import UserError
 
-NAMES = ("direct", "cot", "naive_rag", "full_passages", "evidence", "ircot", "self_ask", "search_loop")
+NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py") if path.stem != "common"))
 
 
 def load_baseline(name: str, options: Mapping[str, Any]) -> System:
