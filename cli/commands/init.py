@@ -10,7 +10,7 @@ PLACE = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, help="a Qwen2 config.json")
+    parser.add_argument("--config", required=True, help="config.json of a supported family")
     parser.add_argument("--tokenizer", help="folder with a tokenizer.json, or the file")
     parser.add_argument(
         "--train-tokenizer", nargs="+", default=[], metavar="FILE", help="train one on the strings of JSONL files"

@@ -33,6 +33,7 @@ from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
 from thresher.policy.config import read_config
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.policy.model import Policy
+from thresher.policy.models.registry import find_family
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
@@ -298,7 +299,8 @@ def _model(run: RunFolder, recipe: Recipe) -> str:
         with torch.device("meta"):
             count = Policy(config).parameter_count()
         return (
-            f"Qwen2, {count:,} parameters: {config.num_hidden_layers} layers of width {config.hidden_size},"
+            f"{find_family(config.model_type).models}, {count:,} parameters:"
+            f" {config.num_hidden_layers} layers of width {config.hidden_size},"
             f" {config.num_attention_heads} heads over {config.num_key_value_heads} of keys and values, MLP"
             f" {config.intermediate_size:,}, vocabulary {config.vocab_size:,},"
             f" {'tied' if config.tie_word_embeddings else 'untied'} head"

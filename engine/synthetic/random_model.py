@@ -1,7 +1,7 @@
 """`thresher init`: a model folder with random weights, from a config and a tokenizer.
 
-The config is any Qwen2 config.json, with keys overridden at will; the tokenizer is read from a folder, or trained on
-the strings of JSONL files.
+The config is any config.json of a supported family, with keys overridden at will; the tokenizer is read from a folder,
+or trained on the strings of JSONL files.
 """
 
 import tomllib
