@@ -10,8 +10,8 @@ A and B are float32 whatever the base computes in, since a step of 1e-6 would no
 
 Deliberately absent: dropout, which would set rollout and update apart; adapters on the embedding, the head and the
 norms; several adapters at once; scales other than alpha / r.
-Axes: T packed tokens, R rank; I inputs and O outputs of a linear map, whichever it is (stored optimiser states know
-A and B as `a_RI` and `b_OR`).
+Axes: T packed tokens; here R rank, I inputs and O outputs of a linear map, whichever it is (stored optimiser states
+know A and B as `a_RI` and `b_OR`).
 """
 
 import json

@@ -161,7 +161,7 @@ class PagedStep:
 
     def __init__(self, cache: PagedKV, items: Sequence[NewRows]) -> None:
         self.cache = cache
-        page, device = cache.page_size, cache.k_LKPSD.device
+        size, device = cache.page_size, cache.k_LKPSD.device
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -171,7 +171,7 @@ class PagedStep:
             count, first = len(item.ids), len(ids)
             ids.extend(item.ids)
             positions.extend(range(item.start, item.start + count))
-            slots.extend(item.blocks[at // page] * page + at % page for at in range(item.start, item.start + count))
+            slots.extend(item.blocks[at // size] * size + at % size for at in range(item.start, item.start + count))
             self.last_rows.append(len(ids) - 1)
             rows = 1 if count == 1 else -(-count // ROW_STEP) * ROW_STEP
             keys = -(-(item.start + count) // KEY_STEP) * KEY_STEP
@@ -179,13 +179,13 @@ class PagedStep:
         padding = -len(ids) % ROW_MULTIPLE
         self.ids_T = torch.tensor(ids + [0] * padding, device=device)
         self.positions_T = torch.tensor(positions + [0] * padding, device=device)
-        self.slots_T = torch.tensor(slots + [at % page for at in range(padding)], device=device)
+        self.slots_T = torch.tensor(slots + [at % size for at in range(padding)], device=device)
         self.groups = [self._group(shape, members, device) for shape, members in shapes.items()]
 
     def _group(self, shape: tuple[int, int], members: list[tuple[int, NewRows]], device: torch.device) -> PagedGroup:
         rows, keys = shape
-        pages = keys // self.cache.page_size
-        index: list[list[int]] = []
+        blocks = keys // self.cache.page_size
+        row: list[list[int]] = []
         position: list[list[int]] = []
         table: list[list[int]] = []
         out: list[int] = []
@@ -193,16 +193,16 @@ class PagedStep:
         for number, (first, item) in enumerate(members):
             count = len(item.ids)
             padding = rows - count
-            index.append([*range(first, first + count), *[first + count - 1] * padding])
+            row.append([*range(first, first + count), *[first + count - 1] * padding])
             position.append([*range(item.start, item.start + count), *[item.start + count - 1] * padding])
-            table.append(item.blocks[:pages] + [0] * (pages - len(item.blocks)))
+            table.append(item.blocks[:blocks] + [0] * (blocks - len(item.blocks)))
             out.extend(range(first, first + count))
             take.extend(range(number * rows, number * rows + count))
-        tensors = (torch.tensor(x, dtype=torch.int64, device=device) for x in (index, position, table, out, take))
+        tensors = (torch.tensor(x, dtype=torch.int64, device=device) for x in (row, position, table, out, take))
         return PagedGroup(*tensors)
 
-    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         k_KPSD, v_KPSD = self.cache.k_LKPSD[layer], self.cache.v_LKPSD[layer]
         k_KPSD.flatten(1, 2).index_copy_(1, self.slots_T, k_TKD.transpose(0, 1))
         v_KPSD.flatten(1, 2).index_copy_(1, self.slots_T, v_TKD.transpose(0, 1))
-        return paged_attention(q_THD, k_KPSD, v_KPSD, self.groups)
+        return paged_attention(q_TND, k_KPSD, v_KPSD, self.groups)

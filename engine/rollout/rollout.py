@@ -253,8 +253,8 @@ class _Run:
             self.rollout.cache.copy(batch.block_copies)
             step = PagedStep(self.rollout.cache, batch.items)
             hidden_TH = self.rollout.policy.hidden(step.ids_T, step.positions_T, step)
-            last_SH = hidden_TH[step.last_rows]  # a copy: rows of hidden_TH itself would keep all of it alive
-            for owner, hidden_H in zip(batch.owners, last_SH, strict=True):
+            last_BH = hidden_TH[step.last_rows]  # a copy: rows of hidden_TH itself would keep all of it alive
+            for owner, hidden_H in zip(batch.owners, last_BH, strict=True):
                 complete = not owner.pending if isinstance(owner, Sample) else owner.table.length == len(owner.ids)
                 owner.hidden_H = hidden_H if complete else None
             self.clock.forwards += 1

@@ -6,14 +6,14 @@ whose states are the heads of tags, and the automaton is tabulated over whole to
 (state, hit). A step is two look-ups.
 
 Almost every token leads back to the root from everywhere and hits nothing. Those share column 0, so the
-tables are [S, C] with a column number per token instead of [S, V]: with Qwen2.5's 151,665 tokens and 12 tags
-C is 561, .4 MiB where [S, V] takes 29. The build runs a token only from the root and from the states that
+tables are [A, C] with a column number per token instead of [A, V]: with Qwen2.5's 151,665 tokens and 12 tags
+C is 561, .4 MiB where [A, V] takes 29. The build runs a token only from the root and from the states that
 its first byte leads elsewhere, which takes about .05 s.
 
 Deliberately absent: text, and torch. Which hit ends a turn, and what becomes of the bytes behind it, is the
 episode's to say.
 
-S states, V token ids, C columns, N streams.
+Axes: A states, V token ids, C columns, Y byte values, Z (state, token) pairs, B sequences (docs/notation.md).
 """
 
 from collections import deque
@@ -62,10 +62,10 @@ class TagMatcher:
         self.tags = _checked(tags)
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer = tokenizer
-        delta_SB, ends_S = _automaton([tag.encode() for tag in self.tags])
-        self.states = len(delta_SB)
+        delta_AY, ends_A = _automaton([tag.encode() for tag in self.tags])
+        self.states = len(delta_AY)
         tokens = _Tokens([tokenizer.token_bytes(i) for i in range(self.vocab_size)])
-        self._tabulate(tokens, delta_SB, ends_S)
+        self._tabulate(tokens, delta_AY, ends_A)
 
     def start(self) -> int:
         """The state before the first token of a stream."""
@@ -75,20 +75,20 @@ class TagMatcher:
         """Reads one token. Raises ValueError for an id or a state out of range."""
         self._check(state, state, token_id, token_id)
         column = self._column_V[token_id]
-        return int(self._next_SC[state, column]), self.hit(int(self._code_SC[state, column]), token_id)
+        return int(self._next_AC[state, column]), self.hit(int(self._code_AC[state, column]), token_id)
 
-    def step_many(self, states_N: Ints, ids_N: Ints) -> tuple[Ints, Ints]:
-        """`step` for N streams at once: (states [N], hit codes [N]); 0 is no hit, `hit` reads other codes.
+    def step_many(self, states_B: Ints, ids_B: Ints) -> tuple[Ints, Ints]:
+        """`step` for B sequences at once: (states [B], hit codes [B]); 0 is no hit, `hit` reads other codes.
 
         Raises ValueError as `step` does.
         """
-        states_N, ids_N = np.asarray(states_N), np.asarray(ids_N)
-        if states_N.shape != ids_N.shape:
-            raise ValueError(f"{states_N.shape} states for {ids_N.shape} token ids: give one state per id")
-        if ids_N.size:
-            self._check(states_N.min(), states_N.max(), ids_N.min(), ids_N.max())
-        columns_N = self._column_V[ids_N]
-        return self._next_SC[states_N, columns_N], self._code_SC[states_N, columns_N]
+        states_B, ids_B = np.asarray(states_B), np.asarray(ids_B)
+        if states_B.shape != ids_B.shape:
+            raise ValueError(f"{states_B.shape} states for {ids_B.shape} token ids: give one state per id")
+        if ids_B.size:
+            self._check(states_B.min(), states_B.max(), ids_B.min(), ids_B.max())
+        columns_B = self._column_V[ids_B]
+        return self._next_AC[states_B, columns_B], self._code_AC[states_B, columns_B]
 
     def hit(self, code: int, token_id: int) -> Hit | None:
         """The hit that a code of `step_many` stands for, given the token it came with."""
@@ -100,7 +100,7 @@ class TagMatcher:
     @property
     def nbytes(self) -> int:
         """Memory of the tables, in bytes."""
-        return self._column_V.nbytes + self._next_SC.nbytes + self._code_SC.nbytes
+        return self._column_V.nbytes + self._next_AC.nbytes + self._code_AC.nbytes
 
     def _check(self, lowest_state: int, highest_state: int, lowest_id: int, highest_id: int) -> None:
         if lowest_id < 0 or highest_id >= self.vocab_size:
@@ -113,38 +113,38 @@ class TagMatcher:
             wrong = lowest_state if lowest_state < 0 else highest_state
             raise ValueError(f"state {wrong} is outside this matcher's 0..{self.states - 1}")
 
-    def _tabulate(self, tokens: "_Tokens", delta_SB: Ints, ends_S: Ints) -> None:
+    def _tabulate(self, tokens: "_Tokens", delta_AY: Ints, ends_A: Ints) -> None:
         """Fills the tables: all tokens from the root, then each state's exceptions to that."""
         all_V = np.arange(self.vocab_size)
-        root_next_V, root_tag_V, root_end_V = tokens.run(np.full(self.vocab_size, ROOT), all_V, delta_SB, ends_S)
-        states_P, tokens_P = tokens.unlike_root(delta_SB)
-        next_P, tag_P, end_P = tokens.run(states_P, tokens_P, delta_SB, ends_S)
-        differs_P = (
-            (next_P != root_next_V[tokens_P]) | (tag_P != root_tag_V[tokens_P]) | (end_P != root_end_V[tokens_P])
+        root_next_V, root_tag_V, root_end_V = tokens.run(np.full(self.vocab_size, ROOT), all_V, delta_AY, ends_A)
+        states_Z, tokens_Z = tokens.unlike_root(delta_AY)
+        next_Z, tag_Z, end_Z = tokens.run(states_Z, tokens_Z, delta_AY, ends_A)
+        differs_Z = (
+            (next_Z != root_next_V[tokens_Z]) | (tag_Z != root_tag_V[tokens_Z]) | (end_Z != root_end_V[tokens_Z])
         )
-        states_P, tokens_P, next_P, tag_P, end_P = (x[differs_P] for x in (states_P, tokens_P, next_P, tag_P, end_P))
+        states_Z, tokens_Z, next_Z, tag_Z, end_Z = (x[differs_Z] for x in (states_Z, tokens_Z, next_Z, tag_Z, end_Z))
 
         own_column_V = (root_next_V != ROOT) | (root_tag_V >= 0)
-        own_column_V[tokens_P] = True
+        own_column_V[tokens_Z] = True
         chosen_C = np.flatnonzero(own_column_V)
         self._column_V = np.zeros(self.vocab_size, _narrow(len(chosen_C)))
         self._column_V[chosen_C] = np.arange(1, len(chosen_C) + 1)
 
         # A code stands for (tag, end within the token); the list of those that occur is short.
-        stride = int(max(root_end_V.max(initial=0), end_P.max(initial=0))) + 1
+        stride = int(max(root_end_V.max(initial=0), end_Z.max(initial=0))) + 1
         keys_V = np.where(root_tag_V >= 0, root_tag_V * stride + root_end_V, -1)
-        keys_P = np.where(tag_P >= 0, tag_P * stride + end_P, -1)
-        keys = np.unique(np.concatenate([[-1], keys_V, keys_P]))
+        keys_Z = np.where(tag_Z >= 0, tag_Z * stride + end_Z, -1)
+        keys = np.unique(np.concatenate([[-1], keys_V, keys_Z]))
         self._hits = [divmod(int(key), stride) for key in keys[1:]]
 
         shape = (self.states, len(chosen_C) + 1)
-        self._next_SC = np.full(shape, ROOT, _narrow(self.states))
-        self._code_SC = np.zeros(shape, _narrow(len(keys)))
-        self._next_SC[:, 1:] = root_next_V[chosen_C]
-        self._code_SC[:, 1:] = np.searchsorted(keys, keys_V[chosen_C])
-        columns_P = self._column_V[tokens_P]
-        self._next_SC[states_P, columns_P] = next_P
-        self._code_SC[states_P, columns_P] = np.searchsorted(keys, keys_P)
+        self._next_AC = np.full(shape, ROOT, _narrow(self.states))
+        self._code_AC = np.zeros(shape, _narrow(len(keys)))
+        self._next_AC[:, 1:] = root_next_V[chosen_C]
+        self._code_AC[:, 1:] = np.searchsorted(keys, keys_V[chosen_C])
+        columns_Z = self._column_V[tokens_Z]
+        self._next_AC[states_Z, columns_Z] = next_Z
+        self._code_AC[states_Z, columns_Z] = np.searchsorted(keys, keys_Z)
 
 
 class _Tokens:
@@ -155,24 +155,24 @@ class _Tokens:
         self.lengths_V = np.fromiter(map(len, texts), np.int64, len(texts))
         self.begins_V = np.cumsum(self.lengths_V) - self.lengths_V
 
-    def run(self, states_P: Ints, tokens_P: Ints, delta_SB: Ints, ends_S: Ints) -> tuple[Ints, Ints, Ints]:
+    def run(self, states_Z: Ints, tokens_Z: Ints, delta_AY: Ints, ends_A: Ints) -> tuple[Ints, Ints, Ints]:
         """Reads each token from the state beside it: (state after it, first tag or -1, that tag's end)."""
         # Longest first, so that the tokens which still have a byte number j are always a prefix.
-        order_P = np.argsort(-self.lengths_V[tokens_P], kind="stable")
-        lengths_P = self.lengths_V[tokens_P][order_P]
-        begins_P = self.begins_V[tokens_P][order_P]
-        now_P = np.asarray(states_P, np.int32)[order_P]
-        tag_P, end_P = np.full(len(order_P), -1), np.zeros(len(order_P), np.int64)
-        for j in range(int(lengths_P.max(initial=0))):
-            live = int(np.searchsorted(-lengths_P, -j))
-            now_P[:live] = delta_SB[now_P[:live], self.bytes[begins_P[:live] + j]]
-            first = np.flatnonzero((ends_S[now_P[:live]] >= 0) & (tag_P[:live] < 0))
-            tag_P[first], end_P[first] = ends_S[now_P[first]], j + 1
-        back_P = np.empty_like(order_P)
-        back_P[order_P] = np.arange(len(order_P))
-        return now_P[back_P], tag_P[back_P], end_P[back_P]
+        order_Z = np.argsort(-self.lengths_V[tokens_Z], kind="stable")
+        lengths_Z = self.lengths_V[tokens_Z][order_Z]
+        begins_Z = self.begins_V[tokens_Z][order_Z]
+        now_Z = np.asarray(states_Z, np.int32)[order_Z]
+        tag_Z, end_Z = np.full(len(order_Z), -1), np.zeros(len(order_Z), np.int64)
+        for j in range(int(lengths_Z.max(initial=0))):
+            live = int(np.searchsorted(-lengths_Z, -j))
+            now_Z[:live] = delta_AY[now_Z[:live], self.bytes[begins_Z[:live] + j]]
+            first = np.flatnonzero((ends_A[now_Z[:live]] >= 0) & (tag_Z[:live] < 0))
+            tag_Z[first], end_Z[first] = ends_A[now_Z[first]], j + 1
+        back_Z = np.empty_like(order_Z)
+        back_Z[order_Z] = np.arange(len(order_Z))
+        return now_Z[back_Z], tag_Z[back_Z], end_Z[back_Z]
 
-    def unlike_root(self, delta_SB: Ints) -> tuple[Ints, Ints]:
+    def unlike_root(self, delta_AY: Ints) -> tuple[Ints, Ints]:
         """All (state, token) where the token's first byte leads elsewhere than it does from the root.
 
         Only there can results differ. An empty token stays where it is, which differs in every state.
@@ -182,8 +182,8 @@ class _Tokens:
         by_byte = [filled[first == byte] for byte in range(256)]
         empty = np.flatnonzero(self.lengths_V == 0)
         states, tokens = [], []
-        for state in range(1, len(delta_SB)):
-            unlike = [by_byte[byte] for byte in np.flatnonzero(delta_SB[state] != delta_SB[ROOT])]
+        for state in range(1, len(delta_AY)):
+            unlike = [by_byte[byte] for byte in np.flatnonzero(delta_AY[state] != delta_AY[ROOT])]
             here = np.concatenate([empty, *unlike])
             states.append(np.full(len(here), state))
             tokens.append(here)
@@ -191,7 +191,7 @@ class _Tokens:
 
 
 def _automaton(tags: list[bytes]) -> tuple[Ints, Ints]:
-    """Aho-Corasick over bytes: next state [S, 256] and the longest tag that ends in a state, or -1 [S]."""
+    """Aho-Corasick over bytes: next state [A, Y] and the longest tag that ends in a state, or -1 [A]."""
     children: list[dict[int, int]] = [{}]
     ends = [-1]
     for number, tag in enumerate(tags):
@@ -203,19 +203,19 @@ def _automaton(tags: list[bytes]) -> tuple[Ints, Ints]:
                 ends.append(-1)
             node = children[node][byte]
         ends[node] = number
-    delta_SB = np.zeros((len(children), 256), np.int32)
+    delta_AY = np.zeros((len(children), 256), np.int32)
     # Breadth first: the suffix that a state falls back on is shallower, so its row is complete.
     queue = deque([(ROOT, ROOT)])
     while queue:
         node, suffix = queue.popleft()
         if node != ROOT:
-            delta_SB[node] = delta_SB[suffix]
+            delta_AY[node] = delta_AY[suffix]
             if ends[node] < 0:
                 ends[node] = ends[suffix]
         for byte, child in children[node].items():
-            queue.append((child, int(delta_SB[suffix, byte]) if node != ROOT else ROOT))
-            delta_SB[node, byte] = child
-    return delta_SB, np.array(ends)
+            queue.append((child, int(delta_AY[suffix, byte]) if node != ROOT else ROOT))
+            delta_AY[node, byte] = child
+    return delta_AY, np.array(ends)
 
 
 def _checked(tags: Sequence[str]) -> tuple[str, ...]:

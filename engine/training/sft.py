@@ -262,8 +262,8 @@ class SftTrainer:
         for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
             head_VH = self.policy.head_VH[: self.vocab_size]
-            for rows_N, targets_N in zip(packed.rows_R.split(256), packed.targets_R.split(256), strict=True):
-                best_N = F.linear(hidden_TH.index_select(0, rows_N), head_VH).argmax(-1)
-                right += int((best_N == targets_N).sum())
+            for rows_R, targets_R in zip(packed.rows_R.split(256), packed.targets_R.split(256), strict=True):
+                best_R = F.linear(hidden_TH.index_select(0, rows_R), head_VH).argmax(-1)
+                right += int((best_R == targets_R).sum())
             total += len(packed.rows_R)
         return right / max(total, 1)

@@ -14,7 +14,8 @@ BLAS is batch-invariant (docs/design.md, "Rollout").
 Deliberately absent: dropout, pooler and task heads (their tensors are passed over; whoever needs a head puts it on top
 of `Bert.forward`), relative positions, cross attention, and pytorch_model.bin, which can run code when it is opened.
 
-Axes: B texts, T padded length, H hidden, N heads, D head dimension, I intermediate.
+Axes: B texts, T padded length, H hidden, N heads, D head dimension, I intermediate, W rows of a table
+(docs/notation.md).
 """
 
 import math
@@ -234,8 +235,8 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.words_VH = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.positions_PH = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
-        self.types_SH = nn.Parameter(torch.empty(config.types, config.hidden_size)) if config.types else None
+        self.positions_WH = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+        self.types_WH = nn.Parameter(torch.empty(config.types, config.hidden_size)) if config.types else None
         self.norm = _Norm(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.layers))
 
@@ -253,9 +254,9 @@ class Bert(nn.Module):
         length = ids_BT.shape[1]
         # Padding to a fixed step may reach past the last position; what it reads there is masked.
         position_T = torch.arange(length, device=self.device).clamp_(max=self.config.max_positions - 1)
-        sum_BTH = F.embedding(ids_BT, self.words_VH) + self.positions_PH[position_T]
-        if self.types_SH is not None:
-            sum_BTH = sum_BTH + (self.types_SH[0] if types_BT is None else F.embedding(types_BT, self.types_SH))
+        sum_BTH = F.embedding(ids_BT, self.words_VH) + self.positions_WH[position_T]
+        if self.types_WH is not None:
+            sum_BTH = sum_BTH + (self.types_WH[0] if types_BT is None else F.embedding(types_BT, self.types_WH))
         x_BTH: Tensor = self.norm(sum_BTH)
         mask_B11T = mask_BT[:, None, None, :]
         for layer in self.layers:
@@ -292,12 +293,12 @@ def _views(bert: Bert) -> dict[str, Tensor]:
     """Hugging Face's names, without a prefix -> tensors that share the model's memory."""
     views = {
         _FIRST: bert.words_VH.data,
-        "embeddings.position_embeddings.weight": bert.positions_PH.data,
+        "embeddings.position_embeddings.weight": bert.positions_WH.data,
         "embeddings.LayerNorm.weight": bert.norm.weight.data,
         "embeddings.LayerNorm.bias": bert.norm.bias.data,
     }
-    if bert.types_SH is not None:
-        views["embeddings.token_type_embeddings.weight"] = bert.types_SH.data
+    if bert.types_WH is not None:
+        views["embeddings.token_type_embeddings.weight"] = bert.types_WH.data
     names = _DISTILBERT_LAYER if bert.config.model_type == "distilbert" else _BERT_LAYER
     for number, layer in enumerate(bert.layers):
         views |= _layer_views(layer, names[0].format(number), names[1:])

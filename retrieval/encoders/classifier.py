@@ -12,7 +12,7 @@ encoder computes in bfloat16.
 
 Deliberately absent: training, regression and several labels at once, and RoBERTa, whose input has another form.
 
-Axes: B pairs of a batch, T padded length, H hidden, K labels, N pairs of a call.
+Axes: B pairs of a batch or a call, T padded length, H hidden, O outputs (docs/notation.md).
 """
 
 import json
@@ -82,20 +82,20 @@ class Classifier:
 
     @torch.inference_mode()
     def logits(self, pairs: Sequence[tuple[str, str]]) -> Tensor:
-        """float32 [N, K] on the CPU, for (premise, hypothesis) pairs. UserError for a hypothesis that leaves no room
+        """float32 [B, O] on the CPU, for (premise, hypothesis) pairs. UserError for a hypothesis that leaves no room
         for a premise, and when the weights make numbers that are not finite."""
         inputs, cut = self._tokenizer.encode(pairs)
         self.cut += cut
-        logits_NK = torch.empty(len(pairs), len(self.labels))
+        logits_BO = torch.empty(len(pairs), len(self.labels))
         # A CPU in float32 keeps its promise of equal bits by batches of one padded length.
         mixed = self._encoder.device.type != "cpu"
         for rows, length in batches([len(ids) for ids, _ in inputs], self._batch_tokens, mixed=mixed):
-            logits_NK[rows] = self._forward([inputs[row] for row in rows], length).cpu()
-        if not logits_NK.isfinite().all():
+            logits_BO[rows] = self._forward([inputs[row] for row in rows], length).cpu()
+        if not logits_BO.isfinite().all():
             raise UserError(
                 f"{self.folder}: makes logits that are not finite; its weights are damaged, fetch them again"
             )
-        return logits_NK
+        return logits_BO
 
     def _forward(self, inputs: list[tuple[list[int], list[int]]], length: int) -> Tensor:
         device = self._encoder.device
@@ -114,14 +114,14 @@ class Head:
     """Two layers on the first token's state, in float32; tensors: weight and bias of the first, then of the second."""
 
     def __init__(self, tensors: Sequence[Tensor], activation: Callable[[Tensor], Tensor]) -> None:
-        self.dense_HH, self.dense_H, self.output_KH, self.output_K = tensors
+        self.dense_HH, self.dense_H, self.output_OH, self.output_O = tensors
         self._activation = activation
 
     def __call__(self, x_BH: Tensor) -> Tensor:
-        """float32 [B, H] -> [B, K]. Rows are padded to a multiple, for batch invariance."""
+        """float32 [B, H] -> [B, O]. Rows are padded to a multiple, for batch invariance."""
         padded_BH = F.pad(x_BH, (0, 0, 0, -len(x_BH) % LENGTH_STEP))
         inner_BH = self._activation(F.linear(padded_BH, self.dense_HH, self.dense_H))
-        return F.linear(inner_BH, self.output_KH, self.output_K)[: len(x_BH)]
+        return F.linear(inner_BH, self.output_OH, self.output_O)[: len(x_BH)]
 
 
 def load_classifier(
@@ -164,7 +164,7 @@ def load_classifier(
         raise UserError(f"batch_tokens is {batch_tokens}; expected at least 1")
     tokenizer = load_pair_tokenizer(folder, encoder.config.vocab_size, max_tokens or longest)
     default = CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS
-    names = _labels(record, path, len(head.output_K), labels)
+    names = _labels(record, path, len(head.output_O), labels)
     return Classifier(folder, encoder, head, tokenizer, names, batch_tokens or default)
 
 

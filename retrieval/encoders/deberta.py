@@ -14,7 +14,8 @@ Padding takes part in nothing: keys are masked, and the convolution reads zeros 
 Deliberately absent: dropout, heads, embeddings narrower than the stream, attention without relative positions, and the
 first DeBERTa, whose projections are laid out in another way.
 
-Axes: B texts, T padded length, H hidden, N heads, D head dimension, I intermediate, S span of relative positions.
+Axes: B texts, T padded length, H hidden, N heads, D head dimension, I intermediate, W rows of a table
+(docs/notation.md).
 """
 
 import math
@@ -173,15 +174,15 @@ class DebertaLayer(nn.Module):
         self.down = nn.Linear(inner, hidden)
         self.mlp_norm = nn.LayerNorm(hidden, config.epsilon)
 
-    def forward(self, x_BTH: Tensor, mask_B11T: Tensor, table_RH: Tensor, row_TT: Tensor) -> Tensor:
-        """x_BTH -> the same shape. mask_B11T: bool, false where nobody may look. table_RH: R = 2S positions.
+    def forward(self, x_BTH: Tensor, mask_B11T: Tensor, table_WH: Tensor, row_TT: Tensor) -> Tensor:
+        """x_BTH -> the same shape. mask_B11T: bool, false where nobody may look. table_WH: W = 2S relative positions.
         row_TT: int64, row of the table for a query's and a key's place."""
         q_BNTD, k_BNTD, v_BNTD = (self._split(part(x_BTH)) for part in (self.query, self.key, self.value))
-        table_k_NRD, table_q_NRD = self._split(self.table_key(table_RH)), self._split(self.table_query(table_RH))
+        table_k_NWD, table_q_NWD = self._split(self.table_key(table_WH)), self._split(self.table_query(table_WH))
         index_BNTT = row_TT.expand(*q_BNTD.shape[:2], -1, -1)
         # A key's row of r^Q k_j is gathered as [j, i] and turned.
-        content_BNTT = (q_BNTD @ table_k_NRD.transpose(-1, -2)).gather(-1, index_BNTT)
-        position_BNTT = (k_BNTD @ table_q_NRD.transpose(-1, -2)).gather(-1, index_BNTT.transpose(-1, -2))
+        content_BNTT = (q_BNTD @ table_k_NWD.transpose(-1, -2)).gather(-1, index_BNTT)
+        position_BNTT = (k_BNTD @ table_q_NWD.transpose(-1, -2)).gather(-1, index_BNTT.transpose(-1, -2))
         scale = 1 / math.sqrt(3 * q_BNTD.shape[-1])
         bias_BNTT = (content_BNTT + position_BNTT.transpose(-1, -2)) * scale
         bias_BNTT = bias_BNTT.masked_fill(~mask_B11T, -math.inf)
@@ -204,10 +205,10 @@ class Deberta(nn.Module):
         self.config = config
         hidden = config.hidden_size
         self.words_VH = nn.Parameter(torch.empty(config.vocab_size, hidden))
-        self.positions_PH = nn.Parameter(torch.empty(config.max_positions, hidden)) if config.positions else None
-        self.types_SH = nn.Parameter(torch.empty(config.types, hidden)) if config.types else None
+        self.positions_WH = nn.Parameter(torch.empty(config.max_positions, hidden)) if config.positions else None
+        self.types_WH = nn.Parameter(torch.empty(config.types, hidden)) if config.types else None
         self.norm = nn.LayerNorm(hidden, config.epsilon)
-        self.table_RH = nn.Parameter(torch.empty(2 * config.span, hidden))
+        self.table_WH = nn.Parameter(torch.empty(2 * config.span, hidden))
         self.table_norm = nn.LayerNorm(hidden, config.epsilon) if config.norm_table else None
         self.layers = nn.ModuleList(DebertaLayer(config) for _ in range(config.layers))
         self.convolution: nn.Conv1d | None = None
@@ -226,16 +227,16 @@ class Deberta(nn.Module):
         length = ids_BT.shape[1]
         place_T = torch.arange(length, device=self.device)
         sum_BTH = F.embedding(ids_BT, self.words_VH)
-        if self.positions_PH is not None:
-            sum_BTH = sum_BTH + self.positions_PH[place_T.clamp(max=self.config.max_positions - 1)]
-        if self.types_SH is not None:
-            sum_BTH = sum_BTH + (self.types_SH[0] if types_BT is None else F.embedding(types_BT, self.types_SH))
+        if self.positions_WH is not None:
+            sum_BTH = sum_BTH + self.positions_WH[place_T.clamp(max=self.config.max_positions - 1)]
+        if self.types_WH is not None:
+            sum_BTH = sum_BTH + (self.types_WH[0] if types_BT is None else F.embedding(types_BT, self.types_WH))
         embedded_BTH = self.norm(sum_BTH) * mask_BT[:, :, None]
-        table_RH = self.table_RH if self.table_norm is None else self.table_norm(self.table_RH)
+        table_WH = self.table_WH if self.table_norm is None else self.table_norm(self.table_WH)
         row_TT = buckets(place_T[:, None] - place_T, self.config.span, self.config.farthest)
         x_BTH: Tensor = embedded_BTH
         for number, layer in enumerate(self.layers):
-            x_BTH = layer(x_BTH, mask_BT[:, None, None, :], table_RH, row_TT)
+            x_BTH = layer(x_BTH, mask_BT[:, None, None, :], table_WH, row_TT)
             if number == 0 and self.convolution is not None:
                 near_BTH = self.convolution(embedded_BTH.transpose(1, 2)).transpose(1, 2)
                 x_BTH = self.convolution_norm(x_BTH + self.convolution_activation(near_BTH))
@@ -303,9 +304,9 @@ def _views(deberta: Deberta) -> dict[str, Tensor]:
         }
     tensors = {
         "embeddings.word_embeddings.weight": deberta.words_VH,
-        "embeddings.position_embeddings.weight": deberta.positions_PH,
-        "embeddings.token_type_embeddings.weight": deberta.types_SH,
-        "encoder.rel_embeddings.weight": deberta.table_RH,
+        "embeddings.position_embeddings.weight": deberta.positions_WH,
+        "embeddings.token_type_embeddings.weight": deberta.types_WH,
+        "encoder.rel_embeddings.weight": deberta.table_WH,
     }
     views = {name: tensor.data for name, tensor in tensors.items() if tensor is not None}
     for name, module in modules.items():

@@ -11,7 +11,7 @@ pi_old(y), so that the loss is an expectation over samples of pi_old and its gra
 A token's logits are hidden @ head.T; with a hidden state of one 1, the head's only column is z. Advantages are 0 and
 beta is 1: what is left of the loss is the KL. Deliberately absent: formulas of an estimator, which are the kernel's.
 
-Axes: V outcomes, N points of a curve.
+Axes: V outcomes, X points of a curve (docs/notation.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,21 +35,21 @@ EXACT = 1e-10
 
 @dataclass(frozen=True, slots=True)
 class EstimatorCurve:
-    """One estimator over d: all [N] float64, in nats (d, value) or without unit (coefficient)."""
+    """One estimator over d: all [X] float64, in nats (d, value) or without unit (coefficient)."""
 
     name: str
     ratio: float  # pi / pi_old, which only k3_ratio looks at
-    d_N: Tensor
-    value_N: Tensor
-    coefficient_N: Tensor
+    d_X: Tensor
+    value_X: Tensor
+    coefficient_X: Tensor
 
 
 def curve(name: str, ratio: float = 1.0, points: Sequence[float] | None = None) -> EstimatorCurve:
     """An estimator's curve at the given values of d, by default from -REACH to REACH."""
-    grid_N = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
-    d_N = grid_N if points is None else torch.tensor(points, dtype=torch.float64)
-    ratio_N = torch.full_like(d_N, ratio)
-    return EstimatorCurve(name, ratio, d_N, kl_values(d_N, ratio_N)[name], kl_coefficient(name, d_N, ratio_N))
+    grid_X = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
+    d_X = grid_X if points is None else torch.tensor(points, dtype=torch.float64)
+    ratio_X = torch.full_like(d_X, ratio)
+    return EstimatorCurve(name, ratio, d_X, kl_values(d_X, ratio_X)[name], kl_coefficient(name, d_X, ratio_X))
 
 
 def curves() -> list[EstimatorCurve]:

@@ -38,22 +38,22 @@ def draw_curves(curves: Sequence[EstimatorCurve], path: Path) -> None:
     with matplotlib.rc_context(STYLE | {"axes.titlepad": 12}):
         figure = _figure(10.6, 4.4)
         left, right = figure.subplots(1, 2)
-        for axes, what in ((left, "value_N"), (right, "coefficient_N")):
+        for axes, what in ((left, "value_X"), (right, "coefficient_X")):
             for curve in curves:
                 if curve.ratio == 1.0:
                     # On policy k3_ratio has k3's value and k2's coefficient: dashed, so that both are seen.
                     dashed = curve.name == "k3_ratio"
                     style = {"ls": (0, (4, 3)), "lw": 1.5, "zorder": 3} if dashed else {"lw": 2.0}
-                    axes.plot(curve.d_N, getattr(curve, what), color=COLORS[curve.name], label=curve.name, **style)
+                    axes.plot(curve.d_X, getattr(curve, what), color=COLORS[curve.name], label=curve.name, **style)
                 else:
-                    axes.plot(curve.d_N, getattr(curve, what), color=COLORS[curve.name], lw=0.8, alpha=0.6)
+                    axes.plot(curve.d_X, getattr(curve, what), color=COLORS[curve.name], lw=0.8, alpha=0.6)
             axes.set_yscale("symlog", linthresh=1.0)
             axes.axhline(0, color="#9aa1ab", lw=0.8, zorder=0)
             axes.axvline(0, color="#9aa1ab", lw=0.8, zorder=0)
             axes.yaxis.set_major_formatter(FuncFormatter(_plain))
             axes.yaxis.set_minor_locator(NullLocator())
             axes.set_xlabel(r"$d = \log \pi - \log \pi_{\mathrm{ref}}$ of a sampled token (nats)")
-            axes.set_xlim(float(curves[0].d_N[0]), float(curves[0].d_N[-1]))
+            axes.set_xlim(float(curves[0].d_X[0]), float(curves[0].d_X[-1]))
         left.set_ylabel("linear up to 1, logarithmic beyond", color=GREY_TEXT, fontsize=8.5)
         left.set_title("Value (nats)")
         right.set_title("Coefficient of its gradient, dKL / d log π")
@@ -67,8 +67,8 @@ def draw_curves(curves: Sequence[EstimatorCurve], path: Path) -> None:
 
 def _mark(axes: Axes, curve: EstimatorCurve, offset: tuple[float, float]) -> None:
     """A dot on a coefficient's curve at d = -10, with its number beside it."""
-    at = int((curve.d_N + 10).abs().argmin())
-    point = float(curve.d_N[at]), float(curve.coefficient_N[at])
+    at = int((curve.d_X + 10).abs().argmin())
+    point = float(curve.d_X[at]), float(curve.coefficient_X[at])
     axes.plot(*point, "o", ms=5, color=COLORS[curve.name], zorder=4)
     axes.annotate(
         f"{curve.name} at −10: {point[1]:,.0f}".replace(": -", ": −"),

@@ -23,18 +23,18 @@ class Memory:
         self.written = 0
 
     def blocks_needed(self, number: int, tokens: int) -> int:
-        table, page = self.tables[number], self.pool.page_size
-        copies = tokens > 0 and table.length % page and self.pool.owners(table.blocks[-1]) > 1
+        table, size = self.tables[number], self.pool.page_size
+        copies = tokens > 0 and table.length % size and self.pool.owners(table.blocks[-1]) > 1
         return self.pool.blocks_for(table.length + tokens) - len(table.blocks) + bool(copies)
 
     def extend(self, number: int, tokens: int) -> None:
-        table, page = self.tables[number], self.pool.page_size
+        table, size = self.tables[number], self.pool.page_size
         start = table.length
         for source, target in self.pool.extend(table, tokens):
             self.slots[target] = list(self.slots[source])
         for at in range(start, start + tokens):
             self.written += 1
-            self.slots[table.blocks[at // page]][at % page] = self.written
+            self.slots[table.blocks[at // size]][at % size] = self.written
             self.expected[number].append(self.written)
 
     def check(self) -> None:
@@ -125,10 +125,10 @@ def test_an_empty_pool_says_so() -> None:
         pool.extend(BlockTable(), 1)
 
 
-@pytest.mark.parametrize(("blocks", "page"), [(1, 4), (0, 4), (5, 0)])
-def test_a_pool_of_nothing_is_refused(blocks: int, page: int) -> None:
+@pytest.mark.parametrize(("blocks", "size"), [(1, 4), (0, 4), (5, 0)])
+def test_a_pool_of_nothing_is_refused(blocks: int, size: int) -> None:
     with pytest.raises(ValueError, match="at least 2 blocks"):
-        BlockPool(blocks, page)
+        BlockPool(blocks, size)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def started(scheduler: Scheduler) -> list[tuple[int, int]]:
 
 
 def test_siblings_share_their_prompt() -> None:
-    """Context 32, pages of 8, a prompt of 20: 2 full pages and 4 slots. The prompt takes 3 pages; each sample, which
+    """Context 32, blocks of 8, a prompt of 20: 2 full blocks and 4 slots. The prompt takes 3 blocks; each sample, which
     shares the 2 full ones, may come to need 2 more."""
     pool = BlockPool(1 + 3 + 2 * 2, 8)
     scheduler = Scheduler(make_groups([20], [4]), pool, 10, 32)
@@ -137,6 +137,6 @@ def test_no_groups_are_idle() -> None:
 
 
 def test_a_pool_that_could_never_hold_a_sample_is_refused_at_once() -> None:
-    with pytest.raises(UserError, match=r"KV cache of 4 pages is too small for one sample of 32 tokens"):
+    with pytest.raises(UserError, match=r"KV cache of 4 blocks is too small for one sample of 32 tokens"):
         Scheduler(make_groups([5], [1]), BlockPool(1 + 4, 8), 1, 32)
     Scheduler(make_groups([5], [1]), BlockPool(1 + 5, 8), 1, 32)

@@ -84,16 +84,16 @@ def test_the_table_says_so_too() -> None:
 
 def test_curves() -> None:
     k3, k2 = curve("k3", points=[-10.0, 0.0, 10.0]), curve("k2", points=[-10.0, 0.0, 10.0])
-    assert k3.value_N.tolist() == pytest.approx([math.exp(10) - 11, 0, math.exp(-10) + 9])
-    assert k3.value_N[0].item() == pytest.approx(22_015.5, abs=0.05) and k2.value_N[0] == 50
-    assert k3.coefficient_N.tolist() == pytest.approx([1 - math.exp(10), 0, 1 - math.exp(-10)])
-    assert k2.coefficient_N.tolist() == [-10, 0, 10]
-    assert curve("k3_ratio", 2.0, [-10.0]).coefficient_N.tolist() == [-20]
+    assert k3.value_X.tolist() == pytest.approx([math.exp(10) - 11, 0, math.exp(-10) + 9])
+    assert k3.value_X[0].item() == pytest.approx(22_015.5, abs=0.05) and k2.value_X[0] == 50
+    assert k3.coefficient_X.tolist() == pytest.approx([1 - math.exp(10), 0, 1 - math.exp(-10)])
+    assert k2.coefficient_X.tolist() == [-10, 0, 10]
+    assert curve("k3_ratio", 2.0, [-10.0]).coefficient_X.tolist() == [-20]
     drawn = curves()
     assert [(line.name, line.ratio) for line in drawn[:4]] == [("k1", 1), ("k2", 1), ("k3", 1), ("k3_ratio", 1)]
     for line in drawn:
-        assert line.d_N[0] == -12 and line.d_N[-1] == 12 and -10 in line.d_N
-        assert torch.isfinite(line.value_N).all() and torch.isfinite(line.coefficient_N).all()
+        assert line.d_X[0] == -12 and line.d_X[-1] == 12 and -10 in line.d_X
+        assert torch.isfinite(line.value_X).all() and torch.isfinite(line.coefficient_X).all()
 
 
 STEPS = 3
