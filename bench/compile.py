@@ -1,4 +1,4 @@
-"""`thresher bench compile`: every Triton kernel there is, compiled for GPUs that need not be there, and judged.
+"""`thresher bench compile`: every Triton kernel there is, compiled for GPUs that need not be there, and checked.
 
 Triton brings NVIDIA's assembler, which writes down what it did: registers, stack frame, spills, shared memory, and
 whether it had to serialise Hopper's matrix instructions. Everything in the table is read from that log and from
@@ -112,7 +112,7 @@ class Result:
 
 
 def compile_one(specialisation: Specialisation, target: Target) -> Result:
-    """Compile, read the log, judge. Raises what Triton raises for a kernel that is no valid Triton."""
+    """Compile, read the log, check. Raises what Triton raises for a kernel that is no valid Triton."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

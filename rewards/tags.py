@@ -46,7 +46,7 @@ class TagSpan:
 
 @dataclass(frozen=True, slots=True)
 class TagEvent:
-    """One opening or closing tag that the policy wrote; offsets as in `Block`, over the tag itself."""
+    """One opening or closing tag that the policy wrote; offsets as in `TagSpan`, over the tag itself."""
 
     tag: str
     closing: bool
@@ -116,7 +116,7 @@ def final_answer(pieces: Sequence[Piece], *, after: int = 0) -> str | None:
 def up_to_answer(pieces: Sequence[Piece]) -> list[Piece]:
     """The transcript up to and including the span of the final answer; all of it where there is none.
 
-    Transcripts from elsewhere may run on after the answer; what follows must count for nothing.
+    Transcripts from elsewhere may run on after the answer; what follows must not count.
     """
     for span in blocks(pieces, "answer"):
         if span.text:

@@ -93,7 +93,7 @@ def _batched(heads: int, kv_heads: int, dim: int, threads: int) -> bool:
 
 
 def attention_is_batch_invariant(heads: int, kv_heads: int, dim: int, threads: int | None = None) -> bool:
-    """The same of the batched matmuls of `paged_attention`: whether a matrix's product hangs on how many others there
+    """The same of the batched matmuls of `paged_attention`: whether a matrix's product depends on how many others there
     are. A lone one, which the kernel gives a twin, is not asked about."""
     return _batched(heads, kv_heads, dim, torch.get_num_threads() if threads is None else threads)
 

@@ -245,9 +245,9 @@ def refused(step: Command, words: list[str]) -> None:
         finally:
             sys.stderr = kept
     with os.fdopen(read) as said:
-        told = said.read()
+        message = said.read()
     assert code == 2, f"{step.place}: expected a refusal, got {code}"
-    assert told.startswith("thresher: ") and told.count("\n") == 1, f"{step.place}: {told}"
+    assert message.startswith("thresher: ") and message.count("\n") == 1, f"{step.place}: {message}"
     if parsed.get("out"):
         assert not Path(parsed["out"]).exists()
 

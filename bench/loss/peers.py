@@ -273,7 +273,7 @@ OURS = (
     Contender(name="ours", computes=HEAD_TO_LOSS, prepare=_ours("auto"), ours=True),
     Contender(name="ours, in place", computes=HEAD_TO_LOSS, prepare=_ours_into_buffer, ours=True),
 )
-OURS_IN_TORCH = Contender(name="ours, torch face", computes=HEAD_TO_LOSS, prepare=_ours("torch"), ours=True)
+OURS_IN_TORCH = Contender(name="ours, torch backend", computes=HEAD_TO_LOSS, prepare=_ours("torch"), ours=True)
 PEERS = {
     "naive": Contender(name="naive", computes=LOGPROBS, prepare=_naive),
     "chunked": Contender(name="naive, chunked", computes=HEAD_TO_LOSS, prepare=_chunked),

@@ -1,7 +1,7 @@
 """Text into token ids: the only place where the engine encodes anything, and never what the policy wrote.
 
 Templates may emit control tokens and tags. Questions, passages and feedback may emit neither: they are encoded as plain
-text, and every tag of the system's grammar that they hold is neutralised after rendering, so that no two pieces can
+text, and every tag of the system's grammar that they hold is escaped after rendering, so that no two pieces can
 join into one. What a search brings is cut to a budget of tokens, the tags around it never; a prompt's passages come cut
 (engine/protocol/passages.py), so that what is stored and rated is what was shown.
 """
@@ -96,7 +96,7 @@ def check_passage_format(passage_format: str) -> None:
 
 
 def passage_lines(passages: Sequence[Passage], passage_format: str) -> str:
-    """Passages as the policy sees them, one a line, before any neutralising."""
+    """Passages as the policy sees them, one a line, before tags are escaped."""
     return "\n".join(passage_line(number, passage, passage_format) for number, passage in enumerate(passages, start=1))
 
 

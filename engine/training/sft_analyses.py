@@ -40,8 +40,8 @@ Write it between <analysis> and </analysis>, and nothing else.
 """
 
 
-def told(question: Question) -> Question:
-    """The question with what the writer is told in its text: data, like the question itself, and no template."""
+def with_answer(question: Question) -> Question:
+    """The question with its gold references and answer in its text: data, like the question itself, and no template."""
     indices = ", ".join(f"[{index}]" for index in sorted(question.gold_indices or ()))
     text = f"Question: {question.question}\nReferences that matter: {indices}\nAnswer: {question.golds[0]}"
     return replace(question, question=text)
@@ -78,7 +78,7 @@ def write_analyses(
         max_passage_tokens=sys.maxsize,  # nothing is cut: what exceeds the context is left out below
         passage_format=arena.preset["retrieval"]["passage_format"],
     )
-    asked = {question.id: told(question) for question in questions}
+    asked = {question.id: with_answer(question) for question in questions}
     lengths = {id_: len(renderer.prompt(Prompt(TEMPLATE, q.question, q.passages))) for id_, q in asked.items()}
     fitting = [question for question in asked.values() if lengths[question.id] + max_tokens <= room]
     found: dict[str, str | None] = dict.fromkeys(asked)

@@ -1,6 +1,6 @@
 """One GRPO step, top to bottom: draw questions, roll out, score, advantage, update.
 
-What each line of `GrpoStep.__call__` does is told by one file:
+What each line of `GrpoStep.__call__` does is in one file:
 
     rollout.run(..)     engine/rollout/rollout.py      G trajectories a question, retrieved text among sampled tokens
     score(..)           engine/scoring/score.py        trajectory -> attempt -> entailment, verdicts -> reward

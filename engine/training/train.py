@@ -33,7 +33,7 @@ from thresher.rewards.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the loop tells whoever watches it: a finished step's metrics, or an evaluation (`record["eval"]`)."""
+    """What the loop reports to its watcher: a finished step's metrics, or an evaluation (`record["eval"]`)."""
 
     step: int
     steps: int
@@ -185,9 +185,9 @@ class Trainer:
         if parts.system.given_passages:
             questions = with_passages(questions, self.rollout.retriever, parts.renderer.k)
         fitted = fit_passages(questions, parts.system, parts.tools, parts.renderer)
-        if (told := fitted.warning()) and not self.warned_truncation:
+        if (warning := fitted.warning()) and not self.warned_truncation:
             console.console.print(
-                f"train: {told} (told once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
+                f"train: {warning} (reported once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
             )
             self.warned_truncation = True
         return fitted
@@ -197,11 +197,11 @@ class Trainer:
             return
         started = time.perf_counter()
         shown = self._shown(self.dev_questions)
-        judged = evaluate(self.rollout, shown.questions, judges=self.judges)
-        check_trajectories(judged, self.parts, step)
-        measures = summarise(judged, self.parts.system.tags)
+        scored = evaluate(self.rollout, shown.questions, judges=self.judges)
+        check_trajectories(scored, self.parts, step)
+        measures = summarise(scored, self.parts.system.tags)
         measures |= {"cut_passages": shown.cut_passages, "seconds": time.perf_counter() - started}
-        self.run_folder.write_evaluation(step, (entry.to_dict(self.parts.tokenizer) for entry in judged))
+        self.run_folder.write_evaluation(step, (entry.to_dict(self.parts.tokenizer) for entry in scored))
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)
         watch(Progress(step, self.recipe.run.steps, record))

@@ -61,8 +61,8 @@ COLUMNS = ("kind", "fits", "RAM", "to build", "disk", "GPU", "build", "1 query",
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexPlan:
     """One kind's needs: bytes (`gpu_bytes` 0 where it has no form for GPUs), seconds to build once the passages are
-    encoded, seconds a search takes alone and in a batch of 64 (of the whole batch), and `effort`, as
-    the written plan calls it: the search parameter assumed (nprobe of lists, efSearch of a graph)."""
+    encoded, seconds a search takes alone and in a batch of 64 (of the whole batch), and the search
+    parameter that is assumed (nprobe of lists, efSearch of a graph), which the written plan calls `effort`."""
 
     kind: str
     fits: bool

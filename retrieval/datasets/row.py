@@ -1,7 +1,7 @@
 """What a reader sees of one record: its fields, where it stands, and what every question set needs done to them.
 
 A reader ends in a `Question`, in `Skipped` (the record is well formed, but no question can be made of it: it is counted
-under its reason), or in a UserError (the record is malformed, and the file should be mended).
+under its reason), or in a UserError (the record is malformed, and the file should be fixed).
 """
 
 import hashlib

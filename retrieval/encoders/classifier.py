@@ -74,7 +74,7 @@ class Classifier:
         places = [place for place, label in enumerate(self.labels) if label.strip().lower() == ENTAILMENT]
         if len(places) != 1:
             raise UserError(
-                f"{self.folder}: which output is entailment cannot be told from the labels {json.dumps(self.labels)}; "
+                f"{self.folder}: which output is entailment cannot be read from the labels {json.dumps(self.labels)}; "
                 f"give labels, the names of its {len(self.labels)} outputs in the model's order, one of them "
                 f'"{ENTAILMENT}"'
             )

@@ -1,4 +1,4 @@
-"""The tests of the documents can tell: what is read out of a text, and that a text that does not run is noticed."""
+"""The tests of the documents work: what is read out of a text, and that a text that does not run is noticed."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ GOOD = {"id": "first", "question": "q?", "answer": "a"}
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         ({"question": "q?"}, "no gold answer"),
         ({"question": "q?", "golden_answers": []}, '"golden_answers" is an empty list'),
@@ -139,11 +139,11 @@ GOOD = {"id": "first", "question": "q?", "answer": "a"}
         ({"question": "q?", "answer": "a", "gold_indices": 1}, '"gold_indices" should be a list of whole numbers'),
     ],
 )
-def test_a_bad_question_is_named_by_file_and_line(tmp_path, record, told):
+def test_a_bad_question_is_named_by_file_and_line(tmp_path, record, message):
     path = write(tmp_path / "q.jsonl", GOOD, record)
     with pytest.raises(UserError) as caught:
         read_questions(path)
-    assert str(caught.value).startswith(f"{path}:2: ") and told in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
 
 
 HOTPOT = {"question": "q?", "answer": "a", "supporting_facts": [["T", 0]], "context": [["T", ["One."]]]}

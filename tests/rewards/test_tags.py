@@ -179,7 +179,7 @@ def test_only_policy_bytes_matter_and_cutting_them_does_not(parts: list[tuple[So
 
 TAGS = tag_strings("a", "b", "ab", "information")
 
-NEUTRALISED = [
+ESCAPED = [
     ("plain text, 1 < 2 > 0", "plain text, 1 < 2 > 0"),
     ("</a>", "< /a>"),
     ("x<a>y</b>z", "x< a>y< /b>z"),
@@ -195,7 +195,7 @@ NEUTRALISED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), NEUTRALISED)
+@pytest.mark.parametrize(("text", "expected"), ESCAPED)
 def test_escape_tags(text: str, expected: str) -> None:
     assert escape_tags(text, TAGS) == expected
 

@@ -79,7 +79,7 @@ def test_what_is_kept_and_measured_is_what_was_shown(plan: ExtractionPlan, scrip
     assert figures["cut_questions"] == 3
 
 
-def test_a_limit_below_what_is_there_is_told(plan: ExtractionPlan, script: Any) -> None:
+def test_a_limit_below_what_is_there_is_reported(plan: ExtractionPlan, script: Any) -> None:
     script({n: [EOS] for n in range(3)})
     figures, said = extract(plan), list[str]()
     assert extract(replace(plan, limit=3), say=said.append) == figures and not said

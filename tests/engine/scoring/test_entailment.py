@@ -111,7 +111,7 @@ def test_probabilities_are_the_softmax_at_entailment(folder: Path) -> None:
 def test_labels_given_take_the_place_of_the_folders(folder: Path) -> None:
     turned = ModelJudge(folder, labels=["entailment", "neutral", "contradiction"]).probabilities(NOTES)
     assert turned != pytest.approx(ModelJudge(folder).probabilities(NOTES), abs=0.01)
-    with pytest.raises(UserError, match=r'cannot be told from the labels \["a", "b", "c"\]; give labels'):
+    with pytest.raises(UserError, match=r'cannot be read from the labels \["a", "b", "c"\]; give labels'):
         ModelJudge(folder, labels=["a", "b", "c"])
 
 

@@ -146,16 +146,18 @@ def begun(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"corpus": Corpus(numbered(COUNT + 1)[1:])}, r"unfinished index over another corpus \(\w{12}, now \w{12}\)"),
         ({"encoder": Clustered(COUNT, seed=1)}, "unfinished index over another encoder"),
         ({"embed": "title+text"}, r"another embed \(text, now title\+text\)"),
     ],
 )
-def test_other_vectors_are_refused_while_a_build_is_unfinished(begun, changes, told):
+def test_other_vectors_are_refused_while_a_build_is_unfinished(begun, changes, message):
     before = {path: path.read_bytes() for path in work_folder(begun).iterdir()}
-    with pytest.raises(UserError, match=told + ".*finish it with the command it was begun with, or remove the folder"):
+    with pytest.raises(
+        UserError, match=message + ".*finish it with the command it was begun with, or remove the folder"
+    ):
         run(begun, "IVF8,Flat", **changes)
     assert {path: path.read_bytes() for path in work_folder(begun).iterdir()} == before
 
@@ -217,7 +219,7 @@ class Wide(index_cases.Clustered):
     def encode_queries(self, texts):
         return self.encode_passages(texts)
 settings = BuildSettings(kind=parse_kind(kind, count, 512), recall=.01)
-build_folder(index_cases.numbered(count), Wide(), folder, settings, lambda *told: None)
+build_folder(index_cases.numbered(count), Wide(), folder, settings, lambda *stage: None)
 # Not getrusage: its peak is inherited from the process that started this one.
 print(1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]))
 """

@@ -49,7 +49,7 @@ def test_build_says_what_it_built(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"encoder_name": "e5"}, "encoder is 'e5'; expected lexical, bm25 or the folder of a model"),
         ({"encoder_name": "bm25", "kind": "flat"}, "are for vectors, and bm25 makes none; leave"),
@@ -69,9 +69,9 @@ def test_build_says_what_it_built(tmp_path):
         ({"corpus_path": "absent.jsonl"}, "absent.jsonl: no such file"),
     ],
 )
-def test_build_refuses(tmp_path, change, told):
+def test_build_refuses(tmp_path, change, message):
     write(tmp_path / "c.jsonl", *PASSAGES)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         build(**{"corpus_path": tmp_path / "c.jsonl", "out": tmp_path / "ix", **change})
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
 
@@ -80,7 +80,7 @@ def test_bm25_and_a_memory_from_the_same_command(tmp_path):
     write(tmp_path / "c.jsonl", *PASSAGES)
     queries = write(tmp_path / "q.jsonl", {"question": "the blue hen", "gold_titles": ["Blue"]})
     stages = []
-    words = build(tmp_path / "c.jsonl", tmp_path / "words", "bm25", on_stage=lambda *told: stages.append(told))
+    words = build(tmp_path / "c.jsonl", tmp_path / "words", "bm25", on_stage=lambda *stage: stages.append(stage))
     assert words["kind"] == "bm25" and "dim" not in words and stages[-1] == ("counting words", 4, 4)
     chosen = build(tmp_path / "c.jsonl", tmp_path / "chosen", dim=64, memory="2GB")
     assert chosen["kind"] == "flat" and chosen["reason"].startswith("4 x 64 and 2.0 GB of memory: flat needs")
@@ -143,7 +143,7 @@ def test_search_writes_the_hits_in_order(folder):
 
 
 @pytest.mark.parametrize(
-    ("record", "k", "told"),
+    ("record", "k", "message"),
     [
         ({"question": ""}, 2, r'q\.jsonl:1: "question" is empty'),
         ({"id": "a"}, 2, r'q\.jsonl:1: no "question"'),
@@ -151,9 +151,9 @@ def test_search_writes_the_hits_in_order(folder):
         ({"question": "owl"}, 0, "at least 1"),
     ],
 )
-def test_search_refuses_and_writes_nothing(folder, record, k, told):
+def test_search_refuses_and_writes_nothing(folder, record, k, message):
     queries = write(folder / "q.jsonl", record)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         search_file(folder / "ix", queries, k, folder / "out.jsonl")
     assert not (folder / "out.jsonl").exists()
 

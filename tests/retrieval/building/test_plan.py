@@ -60,7 +60,7 @@ class Given(Calibration):
         self.asked.add(f"pq{pq}")
         return CodeRates(train=1e-4, code=1e-5, scan=Speed(one=40 * NS, batch=20 * NS), rotation=2.0 if opq else 0.0)
 
-    def graph(self, factory: str, construction: int, effort: int) -> GraphRates:
+    def graph(self, factory: str, construction: int, search: int) -> GraphRates:
         self.asked.add(factory)
         return GraphRates(vectors=2**14, add=4e-4, search=Speed(one=1e-3, batch=5e-4))
 
@@ -81,7 +81,7 @@ def one(kind: str, passages: int = 2**20, memory: int = 10**12, disk: float = 1e
 
 
 def measured(passages: int, batch: float, searches: int) -> float:
-    """Seconds of the measurement at the end: 200 exact queries, and the searches that set the effort."""
+    """Seconds of the measurement at the end: 200 exact queries, and the searches that set nprobe or efSearch."""
     return 200 * (passages * 100 * NS + searches * batch)
 
 
@@ -230,7 +230,7 @@ def test_a_kind_is_planned_once_and_all_of_them_are_offered_to_few():
 
 
 @pytest.mark.parametrize(
-    ("passages", "dim", "kind", "told"),
+    ("passages", "dim", "kind", "message"),
     [
         (0, 768, "flat", "0 passages of 768 dimensions; expected at least 1 of each"),
         (5, 0, "flat", "5 passages of 0 dimensions"),
@@ -238,8 +238,8 @@ def test_a_kind_is_planned_once_and_all_of_them_are_offered_to_few():
         (1000, 768, "IVF4096,Flat", "4096 lists for 1000 passages"),
     ],
 )
-def test_what_cannot_be_planned(passages, dim, kind, told):
-    with pytest.raises(UserError, match=told):
+def test_what_cannot_be_planned(passages, dim, kind, message):
+    with pytest.raises(UserError, match=message):
         plan(passages, dim, [kind], 10**9, Given(), 1e9)
 
 
@@ -306,9 +306,11 @@ def test_vectors_are_of_norm_1_the_same_every_time_and_fall_off():
     assert (vectors[:, :8] ** 2).sum() > 4 * (vectors[:, -8:] ** 2).sum()
 
 
-@pytest.mark.parametrize(("dim", "sample", "told"), [(0, 5000, "dim is 0"), (8, 1999, "sample is 1999; expected at")])
-def test_a_calibration_that_would_mean_nothing(dim, sample, told):
-    with pytest.raises(UserError, match=told):
+@pytest.mark.parametrize(
+    ("dim", "sample", "message"), [(0, 5000, "dim is 0"), (8, 1999, "sample is 1999; expected at")]
+)
+def test_a_calibration_that_would_mean_nothing(dim, sample, message):
+    with pytest.raises(UserError, match=message):
         Calibration(dim, sample)
 
 

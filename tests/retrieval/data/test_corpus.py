@@ -48,7 +48,7 @@ def test_records_become_passages(tmp_path, record, passage):
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         ({"title": "T"}, 'no "text"'),
         ({"text": "x"}, 'no "title"'),
@@ -66,12 +66,12 @@ def test_records_become_passages(tmp_path, record, passage):
         ({"title": "T", "text": "half \ud800"}, "half of a surrogate pair"),
     ],
 )
-def test_a_bad_record_is_named_by_file_and_line(tmp_path, record, told):
+def test_a_bad_record_is_named_by_file_and_line(tmp_path, record, message):
     path = write(tmp_path / "c.jsonl", {"id": "first", "title": "T", "text": "x"}, record)
     for attempt in (read_corpus, lambda path: open_corpus(path, tmp_path / "cache")):
         with pytest.raises(UserError) as caught:
             attempt(path)
-        assert str(caught.value).startswith(f"{path}:2: ") and told in str(caught.value)
+        assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -77,7 +77,7 @@ def test_titles_with_their_sentences(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("c.json", '{"A": ["x"], "B": [["x"]]}', "title 'B': expected a list of sentences"),
         ("c.json", '{"data": {"A": ["x"]}}', "title 'data': expected a list of sentences"),
@@ -103,14 +103,14 @@ def test_titles_with_their_sentences(tmp_path: Path, name: str) -> None:
         ("c.tsv", "id\ttext\ttitle\n1\tx\tA\n1\ty\tA\n", ":3: the id '1' was used before, at "),
     ],
 )
-def test_what_is_no_corpus_is_reported_in_one_sentence(tmp_path: Path, name: str, content: str, told: str) -> None:
+def test_what_is_no_corpus_is_reported_in_one_sentence(tmp_path: Path, name: str, content: str, message: str) -> None:
     path = tmp_path / name
     path.write_text(content, newline="")
     for attempt in (read_corpus, lambda path: open_corpus(path, tmp_path / "cache")):
         with pytest.raises(UserError) as caught:
             attempt(path)
         sentence = str(caught.value)
-        assert sentence.startswith(f"{path}:") and told in sentence and "\n" not in sentence
+        assert sentence.startswith(f"{path}:") and message in sentence and "\n" not in sentence
 
 
 def test_bad_utf_8_in_a_table_is_named_by_its_line(tmp_path: Path) -> None:

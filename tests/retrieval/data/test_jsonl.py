@@ -16,7 +16,7 @@ def test_lines_are_numbered_as_an_editor_does_and_blank_ones_passed_over(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         (b'{"a": 1', "column 8"),
         (b"{'a': 1}", "column 2"),
@@ -31,14 +31,14 @@ def test_lines_are_numbered_as_an_editor_does_and_blank_ones_passed_over(tmp_pat
         (b'{"a": ' + b"9" * 5_000 + b"}", "not valid JSON"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, line, told):
+def test_a_malformed_line_is_named(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
     records = iter_jsonl(path)
     assert next(records) == (1, {"a": 1})
     with pytest.raises(UserError) as caught:
         next(records)
-    assert str(caught.value).startswith(f"{path}:2: ") and told in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -49,19 +49,19 @@ def test_a_list_in_json_is_read_item_by_item(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ('{"Title": ["Sentence."]}', "expected a JSON list of objects, found an object"),
         ('[{"a": 1}, 2]', "item 2: expected a JSON object, found a number"),
         ('[{"a": 1},\n {"a": }]', "line 2 column 8"),
     ],
 )
-def test_a_malformed_list_is_named(tmp_path, content, told):
+def test_a_malformed_list_is_named(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_text(content)
     with pytest.raises(UserError) as caught:
         list(iter_records(path))
-    assert str(path) in str(caught.value) and told in str(caught.value)
+    assert str(path) in str(caught.value) and message in str(caught.value)
 
 
 def test_gzip_of_both_kinds(tmp_path):

@@ -53,9 +53,9 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
     out, skipped = tmp_path / "out.jsonl", tmp_path / "skipped.jsonl"
     figures = convert([Source(paths=(first, second))], out, skipped=skipped)
     assert ids(out) == ["x", "3"]  # the row number counts on from file to file
-    told = {NO_ANSWER: 1, "the id was used before": 1, "no question": 1}
+    reasons = {NO_ANSWER: 1, "the id was used before": 1, "no question": 1}
     [source] = figures["sources"]
-    assert (source["records"], source["kept"], source["skipped"]) == (5, 2, told)
+    assert (source["records"], source["kept"], source["skipped"]) == (5, 2, reasons)
     assert [json.loads(line) for line in skipped.read_text().splitlines()] == [
         {"source": "questions", "where": f"{first}:2", "id": "y", "reason": NO_ANSWER},
         {"source": "questions", "where": f"{first}:3", "id": "x", "reason": "the id was used before"},
@@ -173,7 +173,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
     source = Source(paths=(path,))
     empty = Source(paths=(write(tmp_path / "e.jsonl", {"question": "q?", "answer": ""}),))
     before = sorted(tmp_path.iterdir())
-    for sources, out, options, told in (
+    for sources, out, options, message in (
         ([source], path, {}, "is read or written under another name too"),
         ([source], tmp_path / "o.jsonl", {"skipped": tmp_path / "o.jsonl"}, "is read or written under another name"),
         ([source], tmp_path / "o.json", {}, r"name it \.jsonl"),
@@ -183,7 +183,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
         ([empty], tmp_path / "o.jsonl", {}, r"no question is left: no gold answer \(1\)"),
         ([Source(name="a", paths=(path,))] * 2, tmp_path / "o.jsonl", {}, "--mix names 'a' twice"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             convert(sources, out, **options)
         assert sorted(tmp_path.iterdir()) == before
 

@@ -183,7 +183,7 @@ def test_what_no_question_can_be_made_of_is_skipped_with_a_reason(name: str, rec
 
 
 @pytest.mark.parametrize(
-    ("name", "record", "told"),
+    ("name", "record", "message"),
     [
         ("hotpotqa", {**HOTPOT, "context": [["Alpha"]]}, '"context" should be a list of pairs'),
         ("hotpotqa", {**HOTPOT, "context": [["Alpha", [1]]]}, "the sentences of 'Alpha' should be strings"),
@@ -201,10 +201,10 @@ def test_what_no_question_can_be_made_of_is_skipped_with_a_reason(name: str, rec
         ("native", {**NATIVE, "gold_indices": [2]}, "names passage 2 of 1"),
     ],
 )
-def test_a_malformed_record_is_named(name: str, record: dict[str, Any], told: str) -> None:
+def test_a_malformed_record_is_named(name: str, record: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         find_flavour(name).read(row(record))
-    assert str(error.value).startswith("f:1: ") and told in str(error.value)
+    assert str(error.value).startswith("f:1: ") and message in str(error.value)
 
 
 def test_paragraphs_without_text_move_the_numbers_and_are_counted() -> None:
@@ -263,7 +263,7 @@ def test_a_json_list_is_read_in_pieces(
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b'[{"a": 1}, {"a"', "item 2: not valid JSON"),
         (b'[{"a": 1}', "breaks off after item 1"),
@@ -273,12 +273,12 @@ def test_a_json_list_is_read_in_pieces(
         (b'{"a": {"Data": []}}', 'no list "Data" in this object'),
     ],
 )
-def test_a_damaged_json_file_is_named(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_damaged_json_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "f.json"
     path.write_bytes(content)
     with pytest.raises(UserError) as error:
         list(iter_rows(path))
-    assert str(error.value).startswith(str(path)) and told in str(error.value)
+    assert str(error.value).startswith(str(path)) and message in str(error.value)
 
 
 def test_lines_under_the_name_of_json(tmp_path: Path) -> None:
@@ -368,8 +368,8 @@ def test_real_files(
 
 def test_gold_titles_of_real_questions_agree_with_those_derived_elsewhere(shared_data: Path) -> None:
     """The hub's first questions are among the pooled 500, whose gold titles were joined from the source."""
-    told = [json.loads(line) for line in (shared_data / "hotpotqa/questions_500.jsonl").open(encoding="utf-8")]
-    titles = {record["question"].strip(): set(record["gold_titles"]) for record in told}
+    records = [json.loads(line) for line in (shared_data / "hotpotqa/questions_500.jsonl").open(encoding="utf-8")]
+    titles = {record["question"].strip(): set(record["gold_titles"]) for record in records}
     flavour = find_flavour("hotpotqa-hub")
     for where, record in iter_rows(shared_data / "hotpotqa/hotpot_dev_distractor_first100.json"):
         question = flavour.read(Row(fields=record, where=where))

@@ -242,7 +242,7 @@ def test_labels_that_cannot_be_told_must_be_given(folder: Path, tmp_path: Path, 
     with pytest.raises(UserError) as caught:
         _ = load_classifier(copy).entailment
     said = str(caught.value)
-    assert said.startswith(f"{copy}: which output is entailment cannot be told from the labels [") and "\n" not in said
+    assert said.startswith(f"{copy}: which output is entailment cannot be read from the labels [") and "\n" not in said
     assert said.endswith('give labels, the names of its 3 outputs in the model\'s order, one of them "entailment"')
     assert load_classifier(copy, labels=["neutral", "contradiction", "entailment"]).entailment == 2
 

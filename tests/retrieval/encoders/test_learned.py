@@ -151,13 +151,13 @@ def test_a_vector_is_independent_of_batch_composition(encoder: LearnedEncoder, p
     """Not within a tolerance: the same bits, whatever the size of the batches."""
     needs_invariant_rows(weight_shapes(load_bert(plain)), most=2304)
     texts = [*folders.TEXTS, *("the river city " * n for n in range(30))]
-    crowd = encoder.encode_passages(texts)
+    batched = encoder.encode_passages(texts)
     for row, text in enumerate(texts):
-        assert np.array_equal(encoder.encode_passages([text])[0], crowd[row]), text
-    assert np.array_equal(encoder.encode_passages(texts[::-1])[::-1], crowd)
+        assert np.array_equal(encoder.encode_passages([text])[0], batched[row]), text
+    assert np.array_equal(encoder.encode_passages(texts[::-1])[::-1], batched)
     for batch_tokens in (1, 100, 100_000):
         other = load_encoder(plain, pooling="mean", normalize=True, batch_tokens=batch_tokens)
-        assert np.array_equal(other.encode_passages(texts), crowd), batch_tokens
+        assert np.array_equal(other.encode_passages(texts), batched), batch_tokens
 
 
 def test_more_texts_than_are_held_at_once(

@@ -99,11 +99,11 @@ def test_independent_of_batch_composition_to_the_last_bit():
     rng = random.Random(0)
     texts = [" ".join(f"w{rng.randrange(400)}" for _ in range(rng.randrange(40))) for _ in range(2 * CHUNK + 5)]
     encoder = LexicalEncoder.fit(texts, 512)
-    crowd = encoder.encode_passages(texts)
+    batched = encoder.encode_passages(texts)
     for row in (0, 1, 17, CHUNK - 1, CHUNK, 2 * CHUNK + 4):
-        assert (encoder.encode_queries([texts[row]])[0] == crowd[row]).all()
+        assert (encoder.encode_queries([texts[row]])[0] == batched[row]).all()
     # What was encoded before (and is cached) changes nothing either.
-    assert (LexicalEncoder.fit(texts, 512).encode_queries(texts[::-1])[::-1] == crowd).all()
+    assert (LexicalEncoder.fit(texts, 512).encode_queries(texts[::-1])[::-1] == batched).all()
 
 
 def test_the_hash_is_the_same_on_every_machine():
@@ -144,7 +144,7 @@ def test_saved_and_loaded(tmp_path, encoder):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, "no such file"),
         ("{", "not valid JSON"),
@@ -152,10 +152,10 @@ def test_saved_and_loaded(tmp_path, encoder):
         (json.dumps({"dim": 8, "passages": 3, "counts": {}}), "needs at least 16"),
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path, content, told):
+def test_a_damaged_file_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "lexical.json").write_text(content)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         LexicalEncoder.load(tmp_path)
 
 

@@ -62,7 +62,7 @@ def folders(tmp_path_factory, world):
         if key not in made:
             made[key] = root / f"ix{len(made)}"
             settings = BuildSettings(kind=parse_kind(kind, COUNT, DIM), keep=keep, recall=recall)
-            build_folder(*world, made[key], settings, lambda *told: None)
+            build_folder(*world, made[key], settings, lambda *stage: None)
         return made[key]
 
     return build
@@ -72,7 +72,7 @@ def folders(tmp_path_factory, world):
 def truth(tmp_path_factory, world):
     """The exact index of the same vectors."""
     folder = tmp_path_factory.mktemp("exact") / "ix"
-    build_folder(*world, folder, BuildSettings(kind=parse_kind("flat", COUNT, DIM)), lambda *told: None)
+    build_folder(*world, folder, BuildSettings(kind=parse_kind("flat", COUNT, DIM)), lambda *stage: None)
     return load_index(folder, *world)
 
 
@@ -109,22 +109,22 @@ def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_independent_of_batch_composition_to_the_last_bit(world, folders, kind):
-    crowd = load_retriever(folders(kind), world[0]).search(QUERIES, 5)
+    batched = load_retriever(folders(kind), world[0]).search(QUERIES, 5)
     other = load_retriever(folders(kind), world[0])
-    assert [other.search([query], 5)[0] for query in QUERIES] == crowd
+    assert [other.search([query], 5)[0] for query in QUERIES] == batched
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(2)
     again = load_retriever(folders(kind), world[0]).search(QUERIES[::-1], 5)[::-1]
     faiss.omp_set_num_threads(threads)
-    assert again == crowd
+    assert again == batched
 
 
 @pytest.mark.parametrize("kind", ["IVF64,Flat", "OPQ4,IVF64,PQ4", *GRAPHS])
 def test_the_highest_parameter_and_all_candidates_are_the_exact_answer(world, folders, truth, kind):
     folder = folders(kind)
-    effort = {"efSearch": COUNT} if "HNSW" in kind else {"nprobe": 64}
-    index = load_retriever(folder, world[0], {**effort, "candidates": COUNT // 5})
-    assert index.parameters == {**effort, "candidates": COUNT // 5}
+    parameter = {"efSearch": COUNT} if "HNSW" in kind else {"nprobe": 64}
+    index = load_retriever(folder, world[0], {**parameter, "candidates": COUNT // 5})
+    assert index.parameters == {**parameter, "candidates": COUNT // 5}
     assert index.search(QUERIES[:20], 5) == truth.search(QUERIES[:20], 5)
 
 
@@ -132,8 +132,8 @@ def test_a_higher_parameter_is_taken_where_the_first_finds_too_few(world, folder
     index = load_retriever(folders("IVF64,Flat"), world[0], {"nprobe": 1})
     (hits,) = index.search(["7"], COUNT)
     assert [hit.row for hit in hits] == [hit.row for hit in truth.search(["7"], COUNT)[0]]
-    for k, told in ((COUNT + 1, "holds 4000 passages; lower k"), (0, "at least 1")):
-        with pytest.raises(UserError, match=told):
+    for k, message in ((COUNT + 1, "holds 4000 passages; lower k"), (0, "at least 1")):
+        with pytest.raises(UserError, match=message):
             index.search(["7"], k)
 
 
@@ -173,7 +173,7 @@ def test_a_recall_that_cannot_be_reached_is_reported_as_it_is(world, folders):
 
 
 class Steps:
-    """A search whose recall at any k is a table of (factor, effort)."""
+    """A search whose recall at any k is a table of (factor, value of nprobe or efSearch)."""
 
     most = 6
 
@@ -197,7 +197,7 @@ class Steps:
     [
         # The first that is good enough.
         ({1: {1: 0.5, 2: 0.9, 3: 0.96}}, 0.95, (1, 3), 3),
-        # No gain from 2 to 3: on to more candidates, from little effort again.
+        # No gain from 2 to 3: on to more candidates, from the lowest value again.
         ({4: {1: 0.5, 2: 0.7, 3: 0.701}, 16: {1: 0.6, 2: 0.97}}, 0.95, (16, 2), 5),
         # The last number of candidates is tried to its end, and the best of all is kept.
         ({4: {1: 0.5, 2: 0.8, 3: 0.8}, 16: {1: 0.6, 2: 0.7, 3: 0.7, 4: 0.7, 6: 0.7}}, 0.95, (4, 2), 8),
@@ -205,7 +205,7 @@ class Steps:
 )
 def test_tuning_raises_the_parameter_until_it_pays_no_more(table, wanted, chosen, asked):
     search = Steps(table)
-    tune.tune(search, search, wanted, tuple(table), lambda *told: None)
+    tune.tune(search, search, wanted, tuple(table), lambda *stage: None)
     assert (search.factor, search.value) == chosen and len(search.asked) == asked
 
 
@@ -216,7 +216,7 @@ def test_values_grow_by_a_third_to_a_half_and_end_at_the_most():
 
 
 def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
-    """Below, every effort is the same search; up to its last vector, one over 10^6 took minutes."""
+    """Below, every efSearch is the same search; up to its last vector, one over 10^6 took minutes."""
     file = VectorFile(folders("HNSW16_SQ8") / "vectors.npy", COUNT, DIM)
     kind = parse_kind("HNSW16_SQ8", COUNT, DIM)
     graph = kind.candidates(read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
@@ -227,7 +227,7 @@ def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     search.factor = 1000
     assert search.span(10) == (COUNT, 4096)
     graph.most = COUNT
-    # An effort that no C integer holds is all there is.
+    # An efSearch that no C integer holds is all there is.
     assert len(search.top(file.open()[:1], COUNT)[0]) == COUNT
     search.value, search.factor = 10**11, 1
     assert [row for row, _ in search.top(file.open()[:1], 1)[0]] == [0]
@@ -245,7 +245,7 @@ def test_equal_vectors_count_for_each_other(tmp_path):
     encoder.matrix_ND[:] = np.repeat(encoder.matrix_ND[:10], 40, axis=0)
     encoder.turned_ND[:] = encoder.matrix_ND
     settings = BuildSettings(kind=parse_kind("IVF10,Flat", 400, DIM))
-    manifest = build_folder(numbered(400), encoder, tmp_path / "ix", settings, lambda *told: None)
+    manifest = build_folder(numbered(400), encoder, tmp_path / "ix", settings, lambda *stage: None)
     assert manifest.recall["recall_at_10"] == 1 and manifest.parameters["nprobe"] == 1
 
 
@@ -264,7 +264,7 @@ def swap_index(folder: Path, index) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda f: (f / "index.faiss").unlink(), r"index\.faiss: expected \d+ bytes, found 0"),
         (lambda f: scramble(f / "index.faiss"), r"index\.faiss: FAISS cannot read it"),
@@ -281,16 +281,16 @@ def swap_index(folder: Path, index) -> None:
         (lambda f: (f / "manifest.json").unlink(), "is no finished index"),
     ],
 )
-def test_a_damaged_or_foreign_folder_is_refused(tmp_path, world, folders, damage, told):
+def test_a_damaged_or_foreign_folder_is_refused(tmp_path, world, folders, damage, message):
     folder = shutil.copytree(folders("IVF64,Flat"), tmp_path / "ix")
     damage(folder)
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_retriever(folder, world[0])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "parameters", "told"),
+    ("kind", "parameters", "message"),
     [
         ("IVF64,Flat", {"efSearch": 9}, "no search parameter 'efSearch'; this index has nprobe, candidates"),
         ("IVF64,Flat", {"nprobe": "9"}, "nprobe is '9'; expected a whole number"),
@@ -298,8 +298,8 @@ def test_a_damaged_or_foreign_folder_is_refused(tmp_path, world, folders, damage
         ("flat16", {"nprobe": 9}, "has no search parameters; leave them out"),
     ],
 )
-def test_parameters_that_an_index_does_not_have(world, folders, kind, parameters, told):
-    with pytest.raises(UserError, match=told):
+def test_parameters_that_an_index_does_not_have(world, folders, kind, parameters, message):
+    with pytest.raises(UserError, match=message):
         load_retriever(folders(kind), world[0], parameters)
 
 

@@ -94,9 +94,9 @@ def test_the_best_k_of_all_scores_ties_by_row(seed, count, k):
 def test_a_query_is_answered_independently_of_its_batch(tmp_path):
     index = build_bm25(many(), tmp_path / "index")
     queries = [f"w{n} w{n * 7 % 60} w2" for n in range(40)]
-    crowd = index.search(queries, 7)
+    batched = index.search(queries, 7)
     again = load_bm25(tmp_path / "index", many())
-    assert crowd == [again.search([query], 7)[0] for query in queries]
+    assert batched == [again.search([query], 7)[0] for query in queries]
 
 
 def test_words_that_nobody_holds_find_nothing(tmp_path):
@@ -180,7 +180,7 @@ def other_kind(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (damage_settings, "not the settings that the index was built with"),
         (drop_settings, "expected tokens, variant, k1, b and files"),
@@ -191,9 +191,9 @@ def other_kind(folder: Path) -> None:
         (lambda folder: (folder / "manifest.json").unlink(), "no finished index"),
     ],
 )
-def test_damage_is_reported_in_a_sentence(folder, damage, told):
+def test_damage_is_reported_in_a_sentence(folder, damage, message):
     damage(folder)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         load_bm25(folder)
 
 
@@ -221,7 +221,7 @@ def test_settings_as_they_are_typed(spelled, meant):
 
 
 @pytest.mark.parametrize(
-    ("spelled", "told"),
+    ("spelled", "message"),
     [
         ("bm25:stem=yes", "no setting 'stem'; expected tokens, variant, k1, b"),
         ("bm25:k1=high", "k1 is 'high'; expected a number"),
@@ -232,8 +232,8 @@ def test_settings_as_they_are_typed(spelled, meant):
         ("bm25:variant=plus", "variant is 'plus'; expected one of lucene, okapi"),
     ],
 )
-def test_settings_that_cannot_be(spelled, told):
-    with pytest.raises(UserError, match=told):
+def test_settings_that_cannot_be(spelled, message):
+    with pytest.raises(UserError, match=message):
         parse_bm25(spelled)
 
 

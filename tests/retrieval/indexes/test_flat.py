@@ -85,18 +85,18 @@ def test_scores_and_order_by_hand():
     assert rows(index.search(["1 0"], 4)[0]) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("crowd", [1, 19, 20, 64])
+@pytest.mark.parametrize("batch", [1, 19, 20, 64])
 @pytest.mark.parametrize("k", [1, 3, 50])
-def test_ties_go_by_row_even_across_the_kth_place(crowd, k):
+def test_ties_go_by_row_even_across_the_kth_place(batch, k):
     # 400 equal rows behind one better: FAISS alone returns whichever of them its heap kept.
     vectors = np.ones((401, 8), np.float32)
     vectors[200] *= 2
     index = index_of(vectors)
-    queries = [spell(np.full(8, 1 + n)) for n in range(crowd)]
+    queries = [spell(np.full(8, 1 + n)) for n in range(batch)]
     for hits in index.search(queries, k):
         assert rows(hits) == [200, *range(k)][:k]
     # For k = 1 the margin itself proves the answer; else the tie is as long as the corpus.
-    assert index.stats.full_scans == (0 if k == 1 else crowd)
+    assert index.stats.full_scans == (0 if k == 1 else batch)
 
 
 def test_a_tie_that_ends_within_the_margin_needs_no_full_scan():
@@ -152,13 +152,13 @@ def test_independent_of_batch_composition_to_the_last_bit(tmp_path, faiss_thread
     corpus = lexical_corpus()
     index = build_lexical(corpus, tmp_path / "ix")
     queries = [" ".join(passage.text.split()[:3]) for passage in corpus][:64]
-    # FAISS takes its BLAS path from 20 queries up, so the crowd and the single query run different code.
-    crowd = index.search(queries, 5)
+    # FAISS takes its BLAS path from 20 queries up, so the batch and the single query run different code.
+    batched = index.search(queries, 5)
     for threads in (1, 2):
         faiss_threads(threads)
         alone = [load_index(tmp_path / "ix", corpus).search([query], 5)[0] for query in queries]
-        assert alone == crowd
-        assert load_index(tmp_path / "ix", corpus).search(queries[::-1], 5)[::-1] == crowd
+        assert alone == batched
+        assert load_index(tmp_path / "ix", corpus).search(queries[::-1], 5)[::-1] == batched
 
 
 def test_the_cache_changes_nothing_but_the_work():
@@ -207,11 +207,11 @@ def test_a_query_of_a_hundred_kilobytes(tmp_path):
     assert len(corpus[7].text) * 1500 > 50_000 and hits[0].row == 7
 
 
-@pytest.mark.parametrize(("k", "told"), [(0, "at least 1"), (-3, "k is -3"), (5, "holds 4 passages; lower k")])
-def test_k_out_of_range(k, told):
+@pytest.mark.parametrize(("k", "message"), [(0, "at least 1"), (-3, "k is -3"), (5, "holds 4 passages; lower k")])
+def test_k_out_of_range(k, message):
     index = index_of(np.eye(4))
     for call in (index.check_k, lambda k: index.search(["1 0 0 0"], k)):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             call(k)
     assert len(index.search(["1 0 0 0"], 4)[0]) == 4 == len(index)
 
@@ -313,7 +313,7 @@ def scramble(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda f: shutil.rmtree(f), "no such folder; build the index first"),
         (lambda f: (f / "manifest.json").unlink(), r"holds no manifest\.json, so it is no finished index"),
@@ -335,10 +335,10 @@ def scramble(path: Path) -> None:
         (lambda f: overwrite_vectors(f, np.zeros((300, 128), np.int32)), "holds 300 x 128 vectors in int32, expected"),
     ],
 )
-def test_a_damaged_or_foreign_folder_is_refused(tmp_path, finished, damage, told):
+def test_a_damaged_or_foreign_folder_is_refused(tmp_path, finished, damage, message):
     folder = shutil.copytree(finished, tmp_path / "ix")
     damage(folder)
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_index(folder, lexical_corpus())
     assert "\n" not in str(caught.value)
 

@@ -149,31 +149,31 @@ def test_another_corpus_is_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"depth": 7}, "was changed after the index was built"),
         ({"depth": "deep"}, '"members" should be a list and "depth" a whole number'),
         ({"members": [{"manifest_sha256": "0"}]}, 'a member lacks its "paths"'),
     ],
 )
-def test_damage_is_reported_in_a_sentence(folder, change, told):
+def test_damage_is_reported_in_a_sentence(folder, change, message):
     path = folder / "hybrid/hybrid.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         load_hybrid(folder / "hybrid", None, load_retriever)
 
 
 def test_what_cannot_be_joined_leaves_nothing(folder):
     build_bm25(letters(), folder / "other")
     before = sorted(folder.rglob("*"))
-    for members, told in (
+    for members, message in (
         (["bm25", "bm25"], "named twice"),
         (["bm25", "hybrid"], "is a hybrid index itself"),
         (["bm25"], "at least 2 indexes"),
         (["bm25", "nowhere"], "no such folder"),
         (["bm25", "other"], "another corpus"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             build_hybrid([folder / name for name in members], folder / "new", load_retriever)
     with pytest.raises(UserError, match="exists already"):
         build_hybrid([folder / "bm25", folder / "lexical"], folder / "hybrid", load_retriever)

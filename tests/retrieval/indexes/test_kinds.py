@@ -41,7 +41,7 @@ def test_a_kind_is_read_and_its_own_name_reads_the_same(text, name):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "expected one of flat, flat16"),
         ("IVF4096", "expected one of flat"),
@@ -63,8 +63,8 @@ def test_a_kind_is_read_and_its_own_name_reads_the_same(text, name):
         ("PCA64,LSH", "expected one of flat"),
     ],
 )
-def test_a_kind_that_does_not_fit_is_refused(text, told):
-    with pytest.raises(UserError, match=told):
+def test_a_kind_that_does_not_fit_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
         parse_kind(text, 1000, 768)
 
 

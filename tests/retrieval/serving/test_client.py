@@ -245,10 +245,10 @@ MALFORMED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "told"), MALFORMED)
-def test_an_answer_of_another_shape(stub: Stub, answer: Any, told: str) -> None:
+@pytest.mark.parametrize(("answer", "message"), MALFORMED)
+def test_an_answer_of_another_shape(stub: Stub, answer: Any, message: str) -> None:
     stub.script = [(200, answer)]
-    with pytest.raises(Unanswered, match=f"the answer is not Search-R1's: .*{told}"):
+    with pytest.raises(Unanswered, match=f"the answer is not Search-R1's: .*{message}"):
         RemoteRetriever(stub.url).search(["q"], 1)
 
 

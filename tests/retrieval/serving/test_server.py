@@ -380,14 +380,14 @@ def test_what_the_command_says(
     assert len(said) == 2 and said[0].startswith("40 passages (flat) of ") and "http://localhost:" in said[0]
     serve_folder(tiny_index_folder, Settings(), ("0.0.0.0", 0), said.append)
     assert said[2] == "0.0.0.0 can be reached from outside this machine, and the server asks nobody for a password"
-    for arguments, told in (
+    for arguments, message in (
         (["--index", "nowhere"], "thresher: nowhere: no such folder; build the index first"),
         (["--index", str(tiny_index_folder), "--k", "41"], "thresher: k is 41, but the corpus holds 40 passages"),
         (["--index", str(tiny_index_folder), "--host", "nowhere.invalid"], "cannot listen there"),
         (["--index", str(tiny_index_folder), "--set", "nprobe=4"], "has no search parameters"),
     ):
         assert cli.run(["serve-retriever", *arguments, *["--port", "0"]]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     for wrong in (["--port", "70000"], ["--k", "0"], ["--timeout", "0"], ["--timeout", "nan"], ["--max-body", "8MB"]):
         with pytest.raises(SystemExit) as ended:
             cli.run(["serve-retriever", "--index", str(tiny_index_folder), *wrong])

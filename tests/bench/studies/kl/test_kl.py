@@ -172,7 +172,7 @@ def test_a_study_that_is_interrupted_goes_on(
         if run["rate"] == "mild":
             assert run["steps"] == STEPS and run["stopped"] is None
             assert run["kl_largest"] > 0 and run["em_before"] is not None and run["em_after"] is not None
-        else:  # a rate that breaks the run is a result, told with its step
+        else:  # a rate that breaks the run is a result, reported with its step
             assert run["steps"] < STEPS and "not finite" in run["stopped"] and run["em_after"] is None
     k2, k3 = ([line for line in lines if (line["rate"], line["estimator"]) == ("mild", name)] for name in ("k2", "k3"))
     # The same start, questions and noise: the first step differs in nothing, for there the KL is 0.

@@ -1,4 +1,4 @@
-"""`thresher study systems`: the runs it makes, what it refuses, and what it tells of them. Training itself is tested
+"""`thresher study systems`: the runs it makes, what it refuses, and what it reports of them. Training itself is tested
 elsewhere; here runs are made up."""
 
 import json
