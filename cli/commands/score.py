@@ -1,11 +1,11 @@
-"""`thresher score`: anyone's transcripts, rated with a system's reward."""
+"""`thresher score`: anyone's transcripts, scored with a system's reward."""
 
 import argparse
 
 from thresher.cli import flags
 from thresher.engine import console
 
-HELP = "rate transcripts with a system's reward"
+HELP = "score transcripts with a system's reward"
 PLACE = 70
 
 

@@ -88,7 +88,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
         judges = load_judges(recipe, parts.system, out / "replies.jsonl")
         try:
             done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder)
-            scored = _rate(questions, done, parts, judges)
+            scored = _score(questions, done, parts, judges)
         except UserError as error:
             raise UserError(f"{error} ({out} keeps all so far: the same command goes on from there)") from error
         measures = [
@@ -218,8 +218,8 @@ def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout) -> l
     return [contains_answer(passage.text, question.golds) for passage in passages]
 
 
-def _rate(questions: Sequence[Question], done: Sequence[Generated], parts: Parts, judges: Judges) -> list[Scored]:
-    # A chat model that is there rates every system's answers, not those alone that are rewarded by it.
+def _score(questions: Sequence[Question], done: Sequence[Generated], parts: Parts, judges: Judges) -> list[Scored]:
+    # A chat model that is there judges every system's answers, not those alone that are rewarded by it.
     system = replace(parts.system, wants_verdict=judges.verdict is not None)
     scored = score(questions, [one.trajectory for one in done], system, parts.tokenizer, judges)
     check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)

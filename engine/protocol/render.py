@@ -3,7 +3,7 @@
 Templates may emit control tokens and tags. Questions, passages and feedback may emit neither: they are encoded as plain
 text, and every tag of the system's grammar that they hold is escaped after rendering, so that no two pieces can
 join into one. What a search brings is cut to a budget of tokens, the tags around it never; a prompt's passages come cut
-(engine/protocol/passages.py), so that what is stored and rated is what was shown.
+(engine/protocol/passages.py), so that what is stored and scored is what was shown.
 """
 
 import re

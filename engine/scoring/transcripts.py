@@ -41,7 +41,7 @@ def score_file(
     encoder = None if tokenizer is None else load_tokenizer(tokenizer)
     rewards: list[float] = []
 
-    def rated() -> Iterator[dict[str, Any]]:
+    def scored() -> Iterator[dict[str, Any]]:
         for number, record in iter_jsonl(transcripts):
             where = f"{transcripts}:{number}"
             attempt = read_attempt(record, where, encoder)
@@ -57,7 +57,7 @@ def score_file(
         if not rewards:  # raised here, before anything takes the name of `out`
             raise UserError(f"{transcripts}: holds no transcript; expected one JSON object a line")
 
-    write_jsonl(out, rated())
+    write_jsonl(out, scored())
     return {"transcripts": len(rewards), "reward": sum(rewards) / len(rewards)}
 
 

@@ -92,7 +92,7 @@ def _wrong(result: object) -> str | None:
 
 
 def _nothing_written(system: System) -> Attempt:
-    """What every reward must be able to rate, since a policy may end its text at once: no text, no branch. Judges have
+    """What every reward must be able to score, since a policy may end its text at once: no text, no branch. Judges have
     had their say, and a passage was shown where any is."""
     return Attempt(
         pieces=[Piece(Source.PROMPT, b"Who?"), Piece(Source.POLICY, b"")],

@@ -36,7 +36,7 @@ def scored(
     options: dict[str, Any] | None = None,
     **known: Any,
 ) -> Scored:
-    """What a system's policy said, rated; of ids only the number counts: one a piece."""
+    """What a system's policy said, scored; of ids only the number counts: one a piece."""
     made = load_system(system, options or {})
     pieces = [Piece(Source.PROMPT, b"Q"), *(Piece(Source.POLICY, text.encode()) for text in said)]
     attempt = Attempt(pieces=pieces, golds=golds, **known)

@@ -1,4 +1,4 @@
-"""`thresher score`: anyone's transcripts, rated by a system's own reward, or refused by file and line."""
+"""`thresher score`: anyone's transcripts, scored by a system's own reward, or refused by file and line."""
 
 import json
 from pathlib import Path
@@ -45,12 +45,12 @@ def score_lines(
 ) -> list[dict[str, Any]]:
     source, out = write(tmp_path / "in.jsonl", *records), tmp_path / "out.jsonl"
     figures = score_file(system, options or {}, source, out, tokenizer)
-    rated = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    scored = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert figures == {
         "transcripts": len(records),
-        "reward": pytest.approx(sum(entry["reward"] for entry in rated) / len(rated)),
+        "reward": pytest.approx(sum(entry["reward"] for entry in scored) / len(scored)),
     }
-    return rated
+    return scored
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_order_and_ids_are_kept_and_golds_are_alternatives(tmp_path: Path) -> No
     records = [
         transcript(RIGHT, golds=golds, id=id) for id, golds in (("b", ["Rome"]), (7, ["Rome", "PARIS."]), ("é", []))
     ]
-    rated = score_lines(tmp_path, "search_r1", *records)
-    assert [(entry["id"], entry["reward"]) for entry in rated] == [("b", 0.0), (7, 1.0), ("é", 0.0)]
+    scored = score_lines(tmp_path, "search_r1", *records)
+    assert [(entry["id"], entry["reward"]) for entry in scored] == [("b", 0.0), (7, 1.0), ("é", 0.0)]
 
 
 def test_the_trajectories_of_a_run_can_be_scored(tmp_path: Path) -> None:
@@ -282,12 +282,12 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
         said = tiny_tokenizer.encode("Paris</answer>")
         branch = [Segment(Source.PROMPT, tiny_tokenizer.encode("<answer>")), Segment(Source.POLICY, said)]
         trajectory.branches = {kind: Trajectory("q", 0, 0, branch) for kind in ("rationale", "evidence")}
-    (judged,) = score([question], [trajectory], system, tiny_tokenizer, Judges(entailment=Half(), verdict=Yes()))
+    (expected,) = score([question], [trajectory], system, tiny_tokenizer, Judges(entailment=Half(), verdict=Yes()))
     tiny_tokenizer.save(tmp_path / "tokenizer")
-    record = judged.to_dict(tiny_tokenizer)
-    (rated,) = score_lines(tmp_path, name, record, options=options, tokenizer=tmp_path / "tokenizer")
-    assert (rated["reward"], rated["parts"]) == (judged.result.reward, judged.result.parts)
-    assert rated["answer"] == judged.result.answer and (rated["reward"] > 0 or name not in worth)
+    record = expected.to_dict(tiny_tokenizer)
+    (scored,) = score_lines(tmp_path, name, record, options=options, tokenizer=tmp_path / "tokenizer")
+    assert (scored["reward"], scored["parts"]) == (expected.result.reward, expected.result.parts)
+    assert scored["answer"] == expected.result.answer and (scored["reward"] > 0 or name not in worth)
 
 
 BAD = [

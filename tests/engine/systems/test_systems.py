@@ -187,8 +187,8 @@ def test_evinotes_prompt_tags_and_claims_go_with_the_variant(
     assert ("*like this*" in system.template and "-like this-" in system.template) == marks
     assert (system.claims is not None) == judged
     noted = pieces("<search>a</search>", "<information>p</information>", "<summary>*A* -b-</summary>" + ANSWER)
-    rated = system.reward(Attempt(pieces=noted, golds=QUESTION.golds, entailment=0.5))
-    assert rated.reward == (1.5 if judged else 1)
+    scored = system.reward(Attempt(pieces=noted, golds=QUESTION.golds, entailment=0.5))
+    assert scored.reward == (1.5 if judged else 1)
 
 
 def test_evinotes_claims_are_about_its_last_note() -> None:
