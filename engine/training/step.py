@@ -4,9 +4,9 @@ What each line of `GrpoStep.__call__` does is told by one file:
 
     rollout.run(..)     engine/rollout/rollout.py      G trajectories a question, retrieved text among sampled tokens
     score(..)           engine/scoring/score.py        trajectory -> attempt -> entailment, verdicts -> reward
-    advantages(..)      rewards/advantages.py          (R - mean) / max(std, floor) within a question's group
+    advantages(..)      engine/training/update.py      by group; rewards/advantages.py has the formula
     updater.update(..)  engine/training/update.py      packed batches through the policy (policy/model.py) and the loss
-                                                       (kernels/loss.py, kernels/objective.py), one optimiser step
+                                                       (kernels/loss.py), one optimiser step
 
 How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.1):
 
