@@ -8,9 +8,8 @@ N counts all trajectories of the batch, those of groups without a signal include
 this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask to carry: rows
 come from the segments' sources (Trajectory.policy_positions).
 
-A row predicts the token after it: the token at position p is predicted by row p - 1. The rows that enter the loss are
-those whose next token was sampled by the policy; all others never reach the LM head. Sequences of like length are packed
-side by side.
+A row predicts the token after it: the token at position p is predicted by row p - 1. Only rows whose next token was
+sampled by the policy enter the loss; all others never reach the LM head. Sequences of like length are packed together.
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 

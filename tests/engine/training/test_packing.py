@@ -21,7 +21,7 @@ def item(rows: list[int], length: int, first: int = BEGIN) -> Item:
     """Ids that count up from `first`, so that a target betrays its place; the other numbers tell rows apart."""
     return Item(
         ids=list(range(first, first + length)),
-        rows=rows,
+        positions=rows,
         old_logprobs=[-first - row / 64 for row in rows],
         advantage=first / 16,
         weight=1 / first,
