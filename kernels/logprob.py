@@ -1,4 +1,4 @@
-"""LM head, log-prob and entropy of each token, without gradients: for old and reference policies.
+"""LM head, log-prob and entropy of each token, without gradients: for the reference policy.
 
     z = hidden @ lm_head.T / temperature, [T, V];  logp_t = z[t, target_t] - logsumexp(z[t])
     H_t = -sum_v p[t, v] log p[t, v],  p = softmax(z)

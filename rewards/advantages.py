@@ -30,9 +30,11 @@ def group_advantages(
     """Advantages of one group, in the order of its rewards; all exactly 0 where all rewards are equal, so
     for a group of one.
 
-    `std_floor` 0 switches the floor off. `sample_std=True, std_floor=0, eps=1e-4` is ARENA's code (TRL's
-    form). Sums are rounded once (fsum), so the order of a group does not change a member's advantage by a
-    bit. Raises UserError for an empty group, a reward that is not finite, or a negative floor or eps.
+    Training passes the recipe's grpo.std_floor and grpo.sample_std, whose defaults are the recipe's own; the ones
+    here, and `eps`, are for direct calls. `std_floor` 0 switches the floor off. `sample_std=True, std_floor=0,
+    eps=1e-4` is ARENA's code (TRL's form). Sums are rounded once (fsum), so the order of a group does not change a
+    member's advantage by a bit. Raises UserError for an empty group, a reward that is not finite, or a negative
+    floor or eps.
     """
     if std_floor < 0 or eps < 0:
         raise UserError(f"std_floor and eps must not be negative, got {std_floor} and {eps}")

@@ -34,7 +34,7 @@ def assert_logprobs_match(run: Rollout, trajectories: Sequence[Trajectory], temp
     """What was recorded at sampling equals a fresh forward over the finished ids."""
     vocab = run.tokenizer.vocab_size
     for trajectory in trajectories:
-        ids, rows = torch.tensor(trajectory.ids()), torch.tensor(trajectory.policy_rows())
+        ids, rows = torch.tensor(trajectory.ids()), torch.tensor(trajectory.policy_positions())
         if len(rows):
             logits_TV = run.policy.logits(ids)[:, :vocab].float() / temperature
             fresh = torch.log_softmax(logits_TV, -1)[rows - 1, ids[rows]]

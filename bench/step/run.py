@@ -138,7 +138,7 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
     trajectories = ours.sample()
     vocab = ours.setting.tokenizer.vocab_size
     items = [
-        Item(ids=t.ids(), rows=t.policy_rows(), old_logprobs=t.policy_logprobs(), advantage=0.0, weight=1.0)
+        Item(ids=t.ids(), positions=t.policy_positions(), old_logprobs=t.policy_logprobs(), advantage=0.0, weight=1.0)
         for t in trajectories
     ]
     policy, gaps = ours.rollout.policy, {"recomputed": 0.0}
@@ -151,7 +151,7 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
             gaps["peer"] = 0.0
             for item in items[:: ours.setting.shape.group]:
                 logp_TV = theirs(item.ids)[:, :vocab].log_softmax(-1)
-                for row, logprob in zip(item.rows, item.old_logprobs, strict=True):
+                for row, logprob in zip(item.positions, item.old_logprobs, strict=True):
                     gaps["peer"] = max(gaps["peer"], abs(float(logp_TV[row - 1, item.ids[row]]) - logprob))
     if max(gaps.values()) > LARGEST_GAP:
         raise RuntimeError(f"log-probs differ by {gaps} nats, more than {LARGEST_GAP}: nothing is timed that is wrong")

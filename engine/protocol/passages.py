@@ -41,6 +41,16 @@ class Fitted:
         )
 
 
+def show_passages(
+    questions: Sequence[Question], system: System, tools: Tools, renderer: Renderer, retriever: Retriever | None
+) -> Fitted:
+    """The questions with what their prompts show: where the system is given passages, those that came with a question
+    or that one search for it finds, as far as they fit."""
+    if system.given_passages:
+        questions = with_passages(questions, retriever, renderer.k)
+    return fit_passages(questions, system, tools, renderer)
+
+
 def fit_passages(questions: Sequence[Question], system: System, tools: Tools, renderer: Renderer) -> Fitted:
     """The questions, passages that their prompts show cut to what fits; those that none shows stay as they are.
 

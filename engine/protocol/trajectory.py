@@ -52,7 +52,7 @@ class Trajectory:
     def __len__(self) -> int:
         return sum(len(segment.ids) for segment in self.segments)
 
-    def policy_rows(self) -> list[int]:
+    def policy_positions(self) -> list[int]:
         """Positions of the tokens that the policy sampled: the loss mask, as a list of indices."""
         rows: list[int] = []
         at = 0

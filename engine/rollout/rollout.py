@@ -11,8 +11,9 @@ What makes a sample independent of the batch's composition: its noise is a funct
 forward is batch-invariant (CPU, float32; kernels/matmul.py says where); a long input is cut into chunks by its own
 length; a running sample is never evicted; searches join at the step in which they were asked.
 
-One sampled token, in the order in which its code runs: this file (`_forward`, `_sample`, `_take`), kv_cache.py, the
-policy's model, kernels/layers.py, kernels/attention.py, kernels/sampling.py, stop_tags.py.
+One sample from here: `_admit` begins its episode (scheduler.py says when), `_advance` opens a turn, and until the turn
+ends each step runs `_forward` (kv_cache.py, then the policy: its model, kernels/layers.py, kernels/attention.py),
+`_sample` (kernels/sampling.py) and `_take`, which records the id and its log-prob (stop_tags.py finds the turn's end).
 """
 
 import time

@@ -46,8 +46,8 @@ class Scheduler:
         for group in groups:
             if self._prompt_need(group) + self._member_need(group) > pool.num_blocks - 1:
                 raise UserError(
-                    f"the KV cache of {pool.num_blocks - 1} blocks is too small for one sample of {max_context} "
-                    "tokens; raise rollout.max_running or lower rollout.max_context"
+                    f"the KV cache of {pool.num_blocks - 1} blocks is too small for a sample of {max_context} tokens; "
+                    "raise rollout.max_running or lower rollout.max_context"
                 )
 
     def _prompt_need(self, group: Group) -> int:

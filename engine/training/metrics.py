@@ -18,7 +18,7 @@ def step_record(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> 
     return {
         "step": result.step,
         **summarise(result.scored, tags),
-        "cut_passages": result.cut_passages,
+        "cut_passages": result.shown.cut_passages,
         "zero_advantage_groups": len(groups - with_signal),
         **_update_metrics(result.updates),
         "reward_seconds": result.scoring_seconds,

@@ -43,7 +43,7 @@ class Transcript:
     whether passages of its prompt were cut."""
 
     ids: list[int]
-    rows: list[int]
+    positions: list[int]
     copied: list[int]
     cut: bool = False
 
@@ -228,9 +228,15 @@ class SftTrainer:
         return SftResult(sft.steps, restart, loss, copying, sft.gate is None)
 
     def _backward(self, batch: Sequence[Transcript]) -> tuple[float, int]:
-        rows = sum(len(transcript.rows) for transcript in batch)
+        rows = sum(len(transcript.positions) for transcript in batch)
         items = [
-            Item(ids=t.ids, rows=t.rows, old_logprobs=[0.0] * len(t.rows), advantage=1.0, weight=1.0 / rows)
+            Item(
+                ids=t.ids,
+                positions=t.positions,
+                old_logprobs=[0.0] * len(t.positions),
+                advantage=1.0,
+                weight=1.0 / rows,
+            )
             for t in batch
         ]
         loss, tokens = 0.0, 0
@@ -255,7 +261,7 @@ class SftTrainer:
     def copying(self) -> float:
         """Share of the held-out copied tokens that are the most likely token at their place."""
         items = [
-            Item(ids=t.ids, rows=t.copied, old_logprobs=[0.0] * len(t.copied), advantage=0.0, weight=1.0)
+            Item(ids=t.ids, positions=t.copied, old_logprobs=[0.0] * len(t.copied), advantage=0.0, weight=1.0)
             for t in self.held_out
         ]
         right = total = 0

@@ -4,9 +4,9 @@ What each line of `GrpoStep.__call__` does is in one file:
 
     rollout.run(..)     engine/rollout/rollout.py      G trajectories a question, retrieved text among sampled tokens
     score(..)           engine/scoring/score.py        trajectory -> attempt -> entailment, verdicts -> reward
-    advantages(..)      rewards/advantages.py          (R - mean) / max(std, floor) within a question's group
+    advantages(..)      engine/training/update.py      by group; rewards/advantages.py has the formula
     updater.update(..)  engine/training/update.py      packed batches through the policy (policy/model.py) and the loss
-                                                       (kernels/loss.py, kernels/objective.py), one optimiser step
+                                                       (kernels/loss.py), one optimiser step
 
 How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.1):
 
@@ -26,7 +26,7 @@ Nothing random is carried from step to step: questions, seeds and learning rate 
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -34,7 +34,7 @@ from random import Random
 from time import perf_counter
 
 from thresher.engine.assemble import Parts
-from thresher.engine.protocol.passages import Fitted
+from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
@@ -51,17 +51,16 @@ class StepResult:
     scored: list[Scored]
     advantages: list[float]
     updates: list[UpdateStats]
-    cut_passages: int
+    shown: Fitted
     scoring_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoStep:
-    """What every step of a run needs. `show` puts into questions the passages that their prompts show."""
+    """What every step of a run needs."""
 
     parts: Parts
     questions: Sequence[Question]
-    show: Callable[[Sequence[Question]], Fitted]
     rollout: Rollout
     judges: Judges
     updater: Updater
@@ -72,7 +71,7 @@ class GrpoStep:
         size, temperature = recipe.rollout.group_size, recipe.rollout.temperature
 
         questions = questions_of_step(self.questions, recipe.rollout.questions_per_step, recipe.run.seed, step)
-        shown = self.show(questions)
+        shown = show_passages(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
         jobs = [
             Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
             for group, question in enumerate(shown.questions)
@@ -102,7 +101,7 @@ class GrpoStep:
             scored=scored,
             advantages=advantage,
             updates=updates,
-            cut_passages=shown.cut_passages,
+            shown=shown,
             scoring_seconds=scoring_seconds,
         )
 

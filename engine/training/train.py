@@ -16,7 +16,7 @@ from thresher.engine.assemble import Parts, load_judges, load_parts, load_questi
 from thresher.engine.config.recipe import Recipe, SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import summarise
-from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
+from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges
 from thresher.engine.store.best_checkpoint import steps_by_dev
@@ -101,7 +101,6 @@ class Trainer:
         self.grpo_step = GrpoStep(
             parts=parts,
             questions=train_questions,
-            show=self._shown,
             rollout=rollout,
             judges=judges,
             updater=self.updater,
@@ -169,6 +168,7 @@ class Trainer:
     def step(self, step: int) -> dict[str, Any]:
         """One step, from questions to new weights; its trajectories are stored where due. Returns its metrics."""
         result = self.grpo_step(step)
+        self._warn_of_cuts(result.shown)
         keep = self.recipe.run.keep_trajectories
         if keep and step % keep == 0:
             scored = zip(result.scored, result.advantages, strict=True)
@@ -178,30 +178,26 @@ class Trainer:
             )
         return step_record(result, self.rollout, self.parts.system.tags)
 
-    def _shown(self, questions: Sequence[Question]) -> Fitted:
-        """What the prompts need: the passages to show, where the system does not search for itself, as far as they fit.
-        The first cut is reported; all are counted in the metrics."""
-        parts = self.parts
-        if parts.system.given_passages:
-            questions = with_passages(questions, self.rollout.retriever, parts.renderer.k)
-        fitted = fit_passages(questions, parts.system, parts.tools, parts.renderer)
-        if (warning := fitted.warning()) and not self.warned_truncation:
+    def _warn_of_cuts(self, shown: Fitted) -> None:
+        """The first time that passages were cut to fit; the metrics count them all."""
+        if (warning := shown.warning()) and not self.warned_truncation:
             console.console.print(
                 f"train: {warning} (reported once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
             )
             self.warned_truncation = True
-        return fitted
 
     def _evaluate(self, step: int, watch: Callable[[Progress], None]) -> None:
         if not self.dev_questions:
             return
         started = time.perf_counter()
-        shown = self._shown(self.dev_questions)
+        parts = self.parts
+        shown = show_passages(self.dev_questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+        self._warn_of_cuts(shown)
         scored = evaluate(self.rollout, shown.questions, judges=self.judges)
-        check_trajectories(scored, self.parts, step)
-        measures = summarise(scored, self.parts.system.tags)
+        check_trajectories(scored, parts, step)
+        measures = summarise(scored, parts.system.tags)
         measures |= {"cut_passages": shown.cut_passages, "seconds": time.perf_counter() - started}
-        self.run_folder.write_evaluation(step, (entry.to_dict(self.parts.tokenizer) for entry in scored))
+        self.run_folder.write_evaluation(step, (entry.to_dict(parts.tokenizer) for entry in scored))
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)
         watch(Progress(step, self.recipe.run.steps, record))

@@ -6,10 +6,10 @@
 
 N counts all trajectories of the batch, those of groups without a signal included. The loss itself is kernels/loss.py;
 this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask to carry: rows
-come from the segments' sources (Trajectory.policy_rows).
+come from the segments' sources (Trajectory.policy_positions).
 
-A row predicts the token after it. The rows that enter the loss are those whose next token was sampled by the policy;
-all others never reach the LM head. Sequences of like length are packed side by side.
+A row predicts the token after it: the token at position p is predicted by row p - 1. Only rows whose next token was
+sampled by the policy enter the loss; all others never reach the LM head. Sequences of like length are packed together.
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 
@@ -45,34 +45,34 @@ def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSectio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One sequence to train on: its ids, and for the trained ones (positions `rows`, each >= 1) what the loss needs."""
+    """One sequence to train on: its ids, and for the trained ones (at `positions`, each >= 1) what the loss needs."""
 
     ids: list[int]
-    rows: list[int]
+    positions: list[int]
     old_logprobs: list[float]
     advantage: float
-    weight: float  # of each of its rows in the loss
+    weight: float  # of each of its trained tokens in the loss
 
 
 def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection) -> list[Item]:
     """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it."""
-    rows = [trajectory.policy_rows() for trajectory in trajectories]
-    count, total = len(trajectories), sum(map(len, rows))
+    positions = [trajectory.policy_positions() for trajectory in trajectories]
+    count, total = len(trajectories), sum(map(len, positions))
     weights = {
-        "trajectory": lambda n: 1.0 / (count * len(rows[n])),
+        "trajectory": lambda n: 1.0 / (count * len(positions[n])),
         "token": lambda n: 1.0 / total,
         "constant": lambda n: 1.0 / (count * (grpo.aggregation_constant or 1.0)),
     }[grpo.aggregation]
     return [
         Item(
             ids=trajectory.ids(),
-            rows=rows[n],
+            positions=positions[n],
             old_logprobs=trajectory.policy_logprobs(),
             advantage=advantage[n],
             weight=weights(n),
         )
         for n, trajectory in enumerate(trajectories)
-        if rows[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
+        if positions[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
     ]
 
 
@@ -97,9 +97,9 @@ class Batch:
 def pack(items: Sequence[Item], micro_batch_tokens: int, device: torch.device | str = "cpu") -> list[Batch]:
     """Sort by length and cut into batches of at most `micro_batch_tokens` tokens, padding counted (always >= 1 item).
 
-    The last token of a sequence predicts nothing that is trained and is left out. Items without rows are dropped.
+    The last token of a sequence predicts nothing that is trained and is left out. Items that train nothing are dropped.
     """
-    order = sorted((n for n, item in enumerate(items) if item.rows), key=lambda n: (-len(items[n].ids), n))
+    order = sorted((n for n, item in enumerate(items) if item.positions), key=lambda n: (-len(items[n].ids), n))
     batches: list[list[int]] = []
     for n in order:
         if batches and len(items[batches[-1][0]].ids) * (len(batches[-1]) + 1) <= micro_batch_tokens:
@@ -115,8 +115,8 @@ def _batch(items: list[Item], members: list[int], device: torch.device | str) ->
     targets: list[int] = []
     for item in items:
         start = len(ids)
-        rows.extend(start + row - 1 for row in item.rows)
-        targets.extend(item.ids[row] for row in item.rows)
+        rows.extend(start + position - 1 for position in item.positions)
+        targets.extend(item.ids[position] for position in item.positions)
         ids.extend(item.ids[:-1])
 
     def per_row(values: list[float]) -> torch.Tensor:
@@ -128,8 +128,8 @@ def _batch(items: list[Item], members: list[int], device: torch.device | str) ->
         rows_R=torch.tensor(rows, device=device),
         targets_R=torch.tensor(targets, device=device),
         old_logprobs_R=per_row([value for item in items for value in item.old_logprobs]),
-        advantages_R=per_row([item.advantage for item in items for _ in item.rows]),
-        weights_R=per_row([item.weight for item in items for _ in item.rows]),
+        advantages_R=per_row([item.advantage for item in items for _ in item.positions]),
+        weights_R=per_row([item.weight for item in items for _ in item.positions]),
         items=members,
     )
 
@@ -234,6 +234,7 @@ class Updater:
         if head_VH.requires_grad and head_VH.grad is None:
             head_VH.grad = torch.zeros_like(head_VH)
         grpo = self.grpo
+        # The kernel calls these R rows its T tokens: whatever is masked was left out above, by `rows_R`.
         result = grpo_loss(
             hidden_RH,
             self.policy.head_VH,

@@ -158,7 +158,7 @@ def _read(file: Path, vocab_size: int) -> list[tuple[Trajectory, float]]:
                 f"an advantage, but {error!r}"
             ) from error
         outside = [token for token in trajectory.ids() if not 0 <= token < vocab_size]
-        rows = without_retrieved(trajectory).policy_rows()
+        rows = without_retrieved(trajectory).policy_positions()
         if outside or not rows or rows[0] == 0 or not math.isfinite(advantage):
             raise UserError(
                 f"{file}:{number}: expected ids below {vocab_size}, policy tokens behind a prompt, and a finite "

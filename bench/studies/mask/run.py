@@ -213,7 +213,7 @@ def _by_item(treated: Treated) -> Tensor:
     """All rows' log-probs in the order of the items, for every treatment packs them in an order of its own."""
     found: dict[int, Tensor] = {}
     for batch in treated.batches:
-        counts = [len(treated.items[n].rows) for n in batch.items]
+        counts = [len(treated.items[n].positions) for n in batch.items]
         found |= zip(batch.items, batch.old_logprobs_R.split(counts), strict=True)
     return torch.cat([found[n] for n in sorted(found)]).double()
 

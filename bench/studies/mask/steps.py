@@ -88,10 +88,10 @@ def treat(name: str, subject: Subject) -> Treated:
     if name == "removed":
         trajectories = [without_retrieved(trajectory) for trajectory in trajectories]
     items = make_items(trajectories, subject.advantages, subject.grpo)
-    sampled = [set(item.rows) for item in items]
+    sampled = [set(item.positions) for item in items]
     if name in ("in_loss", "zeroed"):
         items = [
-            replace(item, rows=sorted(item.rows + retrieved_rows(trajectory)))
+            replace(item, positions=sorted(item.positions + retrieved_rows(trajectory)))
             for item, trajectory in zip(items, trajectories, strict=True)
         ]
     device = subject.policy.device
@@ -106,7 +106,7 @@ def treat(name: str, subject: Subject) -> Treated:
                 vocab_size=subject.vocab_size,
             )
         batches.append(replace(batch, old_logprobs_R=old_R))
-    flags = [[row in sampled[n] for n in batch.items for row in items[n].rows] for batch in batches]
+    flags = [[row in sampled[n] for n in batch.items for row in items[n].positions] for batch in batches]
     treated = Treated(items, batches, [torch.tensor(flags_R, device=device) for flags_R in flags])
     return treated.weighted(retrieved=FAINT) if name == "zeroed" else treated
 

@@ -122,12 +122,12 @@ def test_rows_and_log_probs_follow_from_the_sources(sound: Trajectory, tiny_toke
     lengths = [len(segment.ids) for segment in sound.segments]
     assert len(sound) == sum(lengths) == len(sound.ids())
     expected = [sum(lengths[:number]) + at for number in (1, 3, 5) for at in range(lengths[number])]
-    assert sound.policy_rows() == expected
+    assert sound.policy_positions() == expected
     ids, written = sound.ids(), [token for segment in turns(sound) for token in segment.ids]
     assert [ids[row] for row in expected] == written
     assert sound.policy_logprobs() == [-0.5] * lengths[1] + [0.0, -0.25] + [-1.0] * lengths[5]
     assert sound.count(Source.POLICY) == len(expected) and sound.count(Source.FEEDBACK) == lengths[4]
-    assert Trajectory("q", 0, 0).policy_rows() == [] and len(Trajectory("q", 0, 0)) == 0
+    assert Trajectory("q", 0, 0).policy_positions() == [] and len(Trajectory("q", 0, 0)) == 0
 
 
 def test_pieces_are_the_bytes_of_the_ids(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:

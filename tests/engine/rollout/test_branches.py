@@ -82,7 +82,7 @@ def test_what_is_masked_is_absent(tiny_rollout: Make, tiny_tokenizer: Tokenizer,
     assert trajectory.reason == "answered" and run.clock.branches == 2
     # What the branches wrote is not trained: the update's rows are the trunk's tokens, each with its own log-prob.
     (item,) = make_items([trajectory], [1.0], GrpoSection())
-    assert isinstance(item, Item) and [item.ids[row] for row in item.rows] == [
+    assert isinstance(item, Item) and [item.ids[row] for row in item.positions] == [
         token for text in trunk for token in tiny_tokenizer.encode_template(text)
     ]
     (scored,) = score([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())
@@ -103,7 +103,7 @@ def test_a_branch_knows_only_its_context(
     run = tiny_rollout(SYSTEM, max_passage_tokens=200)
     (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
     for one in (trajectory, *trajectory.branches.values()):
-        ids, rows = torch.tensor(one.ids()), torch.tensor(one.policy_rows())
+        ids, rows = torch.tensor(one.ids()), torch.tensor(one.policy_positions())
         logits_TV = run.policy.logits(ids)[:, : tiny_tokenizer.vocab_size]
         fresh = torch.log_softmax(logits_TV, -1)[rows - 1, ids[rows]]
         torch.testing.assert_close(torch.tensor(one.policy_logprobs()), fresh, rtol=0, atol=1e-5)

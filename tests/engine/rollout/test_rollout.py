@@ -120,7 +120,7 @@ def test_noise_is_asked_for_by_seed_and_position(
     monkeypatch.setattr(rollout_module.sampling, "sample", spy)
     jobs = make_jobs(tiny_questions[:6], samples=2)
     for job, trajectory in zip(jobs, tiny_rollout().run(jobs, 1.0), strict=True):
-        assert asked[job.seed] == trajectory.policy_rows()
+        assert asked[job.seed] == trajectory.policy_positions()
 
 
 def test_greedy_ignores_the_seed(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
@@ -267,5 +267,5 @@ def test_every_end_of_text_ends_a_turn_and_is_trained(
     written = [s for s in trajectory.segments if s.source is Source.POLICY]
     assert [s.ids[-1] for s in written] == ends and trajectory.reason == "turns"
     assert all(len(s.logprobs) == len(s.ids) and s.stop is None for s in written)
-    rows = trajectory.policy_rows()
+    rows = trajectory.policy_positions()
     assert [trajectory.ids()[row] for row in rows] == written[0].ids + written[1].ids

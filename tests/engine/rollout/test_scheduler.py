@@ -137,6 +137,6 @@ def test_no_groups_are_idle() -> None:
 
 
 def test_a_pool_that_could_never_hold_a_sample_is_refused_at_once() -> None:
-    with pytest.raises(UserError, match=r"KV cache of 4 blocks is too small for one sample of 32 tokens"):
+    with pytest.raises(UserError, match=r"KV cache of 4 blocks is too small for a sample of 32 tokens"):
         Scheduler(make_groups([5], [1]), BlockPool(1 + 4, 8), 1, 32)
     Scheduler(make_groups([5], [1]), BlockPool(1 + 5, 8), 1, 32)

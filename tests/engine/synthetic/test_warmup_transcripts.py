@@ -112,7 +112,7 @@ def test_the_prompts_tokens_are_the_rollouts(files: Path) -> None:
             shown = [Passage(str(n), "", line.partition(" ")[2]) for n, line in enumerate(prompt[1].split("\n"))]
             assert passage_lines(shown, GIVEN_FORMAT) == prompt[1]
         ids = renderer.prompt(Prompt(template(name), record["question"], shown))
-        assert encoded.ids[: len(ids)] == ids and encoded.rows[0] == len(ids)
+        assert encoded.ids[: len(ids)] == ids and encoded.positions[0] == len(ids)
 
 
 def test_held_out_names_are_in_no_form(files: Path) -> None:

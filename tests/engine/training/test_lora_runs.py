@@ -43,7 +43,7 @@ def adapted(policy: Policy, rank: int = 3, spread: float = 0.2, **settings: Any)
 
 
 def logprobs(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
-    rows = torch.tensor(trajectory.policy_rows())
+    rows = torch.tensor(trajectory.policy_positions())
     logits = policy.logits(torch.tensor(trajectory.ids()))[rows - 1, :VOCAB]
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(trajectory.ids())[rows][:, None])[:, 0]
 
@@ -197,7 +197,7 @@ def test_samples_with_adapters_are_batch_invariant(
             assert record(single.run([job], 1.0)[0]) == record(together)
     vocab = single.tokenizer.vocab_size
     for trajectory in batch:  # what was recorded is what the update will compute
-        rows = torch.tensor(trajectory.policy_rows())
+        rows = torch.tensor(trajectory.policy_positions())
         logits = policy.logits(torch.tensor(trajectory.ids()))[rows - 1, :vocab]
         ids = torch.tensor(trajectory.ids())[rows]
         fresh = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0].detach()

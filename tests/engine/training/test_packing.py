@@ -21,7 +21,7 @@ def item(rows: list[int], length: int, first: int = BEGIN) -> Item:
     """Ids that count up from `first`, so that a target betrays its place; the other numbers tell rows apart."""
     return Item(
         ids=list(range(first, first + length)),
-        rows=rows,
+        positions=rows,
         old_logprobs=[-first - row / 64 for row in rows],
         advantage=first / 16,
         weight=1 / first,
@@ -97,7 +97,7 @@ def items(draw: st.DrawFn) -> list[Item]:
 def test_everything_is_covered_once_and_right(given_items: list[Item], budget: int) -> None:
     batches = pack(given_items, budget)
     covered = [number for batch in batches for number in batch.items]
-    assert sorted(covered) == [number for number, one in enumerate(given_items) if one.rows]
+    assert sorted(covered) == [number for number, one in enumerate(given_items) if one.positions]
     for batch in batches:
         sizes = [len(given_items[number].ids) for number in batch.items]
         assert len(sizes) == 1 or max(sizes) * len(sizes) <= budget
@@ -105,8 +105,8 @@ def test_everything_is_covered_once_and_right(given_items: list[Item], budget: i
         for number, (ids, rows, targets, old, advantages, weights) in zip(batch.items, unpacked(batch), strict=True):
             one = given_items[number]
             assert ids == one.ids[:-1]
-            assert [row + 1 for row in rows] == one.rows
-            assert targets == [one.ids[row] for row in one.rows]
+            assert [row + 1 for row in rows] == one.positions
+            assert targets == [one.ids[row] for row in one.positions]
             assert old == pytest.approx(one.old_logprobs)
             assert advantages == [one.advantage] * len(rows)
             assert weights == pytest.approx([one.weight] * len(rows))
@@ -137,7 +137,7 @@ def test_packed_rows_have_the_log_probs_of_their_sequence_unpacked(tiny_policy: 
     for length in (31, 2, 17, 17, 5):
         ids = torch.randint(0, tiny_policy.config.vocab_size, (length,), generator=generator).tolist()
         rows = sorted({1, length // 2 + 1, length - 1} & set(range(1, length)))
-        made.append(Item(ids=ids, rows=rows, old_logprobs=[0.0] * len(rows), advantage=0.0, weight=1.0))
+        made.append(Item(ids=ids, positions=rows, old_logprobs=[0.0] * len(rows), advantage=0.0, weight=1.0))
     policy = tiny_policy.double()
     for budget in (1, 40, 10**6):
         for batch in pack(made, budget):
@@ -146,6 +146,6 @@ def test_packed_rows_have_the_log_probs_of_their_sequence_unpacked(tiny_policy: 
             expected = [
                 torch.log_softmax(policy.logits(torch.tensor(made[number].ids)), -1)[row - 1, made[number].ids[row]]
                 for number in batch.items
-                for row in made[number].rows
+                for row in made[number].positions
             ]
             torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)

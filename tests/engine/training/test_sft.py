@@ -65,7 +65,7 @@ def test_a_transcript_holds_what_a_rollout_of_its_pieces_would(
     ]
     assert found.ids == [token for _, ids in pieces for token in ids]
     sources = [source for source, ids in pieces for _ in ids]
-    assert found.rows == [row for row, source in enumerate(sources) if source is Source.POLICY]
+    assert found.positions == [row for row, source in enumerate(sources) if source is Source.POLICY]
     assert found.copied == []
     # The template's control token is one; the question's is spelled out, and its tag is none.
     assert found.ids[0] == tiny_tokenizer.added_tokens["<|im_start|>"]
@@ -77,7 +77,7 @@ def test_its_own_prompt_takes_the_place_of_the_recipes(renderer: Renderer, tiny_
     segments = [segment("prompt", "<|im_start|>Go."), segment("policy", "Anna"), segment("prompt", "More?")]
     found = encode_transcript({"segments": segments}, tiny_tokenizer, renderer, TEMPLATE)
     assert found.ids == [token for part in segments for token in tiny_tokenizer.encode_template(part["text"])]
-    assert tiny_tokenizer.decode([found.ids[row] for row in found.rows]) == "Anna"
+    assert tiny_tokenizer.decode([found.ids[row] for row in found.positions]) == "Anna"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_copied_ranges_become_tokens(
     found = encode_transcript({"question": "?", "segments": segments}, tiny_tokenizer, renderer, TEMPLATE)
     copied = tiny_tokenizer.decode([found.ids[row] for row in found.copied])
     assert copied == expected
-    assert set(found.copied) <= set(found.rows)
+    assert set(found.copied) <= set(found.positions)
 
 
 def good_line() -> dict[str, Any]:
@@ -176,7 +176,7 @@ def nll(policy: Policy, transcripts: list[Transcript]) -> float:
     values = [
         -torch.log_softmax(policy.logits(torch.tensor(t.ids))[row - 1, :VOCAB], -1)[t.ids[row]]
         for t in transcripts
-        for row in t.rows
+        for row in t.positions
     ]
     return float(torch.stack(values).mean().detach())
 
@@ -190,7 +190,7 @@ def test_the_loss_is_the_mean_over_the_policys_tokens_and_so_is_its_gradient() -
     values = [
         -torch.log_softmax(other.logits(torch.tensor(t.ids))[row - 1, :VOCAB], -1)[t.ids[row]]
         for t in COPIES
-        for row in t.rows
+        for row in t.positions
     ]
     torch.stack(values).mean().backward()
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in other.parameters() if p.grad is not None))

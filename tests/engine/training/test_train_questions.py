@@ -71,7 +71,7 @@ def test_arena_is_not_trained_where_no_question_knows_its_gold_passages(
     (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
     arena = {"name": "arena", "template": str(tmp_path / "prompt.txt")}
     none, some = marked(tmp_path / "none.jsonl", None, None), marked(tmp_path / "some.jsonl", None, [1], [])
-    with pytest.raises(UserError, match=r"none.jsonl: no question tells .* arena .* give questions with passages and"):
+    with pytest.raises(UserError, match=r"none.jsonl: no question says .* arena .* give questions with passages and"):
         train(make_recipe(system=arena, data={"train": str(none), "dev": None}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     # The same reward on the same questions, but for a system that does not ask.
@@ -81,7 +81,7 @@ def test_arena_is_not_trained_where_no_question_knows_its_gold_passages(
     asked = load_questions(recipe, load_system("arena", {}))
     assert [len(questions) for questions in asked] == [3, 2]
     first, second = capsys.readouterr().out.splitlines()
-    assert f"{some}: 1 of 3 questions do not tell" in first and f"{none}: 2 of 2 questions do not tell" in second
+    assert f"{some}: 1 of 3 questions do not say" in first and f"{none}: 2 of 2 questions do not say" in second
 
 
 def test_cut_passages_are_reported_once_counted_and_stored_as_shown(

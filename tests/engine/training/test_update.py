@@ -56,12 +56,12 @@ def spoken(policy: Policy, seed: int, spread: float, temperature: float = 1.0) -
 
 def logits(policy: Policy, trajectory: Trajectory, temperature: float) -> torch.Tensor:
     """At the rows before the policy's tokens, over the tokenizer's columns."""
-    rows = torch.tensor(trajectory.policy_rows())
+    rows = torch.tensor(trajectory.policy_positions())
     return policy.logits(torch.tensor(trajectory.ids()))[rows - 1, :VOCAB] / temperature
 
 
 def logprobs(policy: Policy, trajectory: Trajectory, temperature: float) -> torch.Tensor:
-    ids = torch.tensor(trajectory.ids())[torch.tensor(trajectory.policy_rows())]
+    ids = torch.tensor(trajectory.ids())[torch.tensor(trajectory.policy_positions())]
     return torch.log_softmax(logits(policy, trajectory, temperature), -1).gather(1, ids[:, None])[:, 0]
 
 
@@ -78,7 +78,7 @@ def brute_force(
     def kl(name: str, d: torch.Tensor) -> torch.Tensor:
         return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1}[name]
 
-    total = sum(len(trajectory.policy_rows()) for trajectory in trajectories)
+    total = sum(len(trajectory.policy_positions()) for trajectory in trajectories)
     count = len(trajectories)
     loss = torch.zeros((), dtype=torch.float64)
     for trajectory, a in zip(trajectories, advantage, strict=True):
@@ -263,7 +263,7 @@ def test_gradient_enters_only_where_the_policy_spoke_next(monkeypatch: pytest.Mo
     assert grad_TH is not None
     start = 0
     for trajectory in sorted(trajectories, key=len, reverse=True):
-        touched = {start + row - 1 for row in trajectory.policy_rows()}
+        touched = {start + row - 1 for row in trajectory.policy_positions()}
         for row in range(start, start + len(trajectory) - 1):
             assert bool(grad_TH[row].any()) == (row in touched), row
         start += len(trajectory) - 1

@@ -55,7 +55,10 @@ def test_what_the_aggregations_average(values: list[list[float]]) -> None:
 
 def test_a_trajectory_without_a_token_counts_in_the_mean_and_trains_nothing() -> None:
     items = make_items([bare(2), bare(0), bare(4)], [1.0, 1.0, -1.0], GrpoSection())
-    assert [(len(item.rows), item.weight) for item in items] == [(2, pytest.approx(1 / 6)), (4, pytest.approx(1 / 12))]
+    assert [(len(item.positions), item.weight) for item in items] == [
+        (2, pytest.approx(1 / 6)),
+        (4, pytest.approx(1 / 12)),
+    ]
 
 
 def test_dropping_groups_without_a_signal_leaves_the_weights_of_the_others() -> None:

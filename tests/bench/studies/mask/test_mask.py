@@ -147,7 +147,7 @@ def test_removed_is_the_gradient_of_the_shortened_trajectories(subject: Subject)
     for trajectory, advantage in zip(subject.trajectories, subject.advantages, strict=True):
         short = without_retrieved(trajectory)
         logits_TV = policy.logits(torch.tensor(short.ids()))[:, :VOCABULARY] / subject.temperature
-        rows = short.policy_rows()
+        rows = short.policy_positions()
         logprobs = logits_TV.log_softmax(-1)[[row - 1 for row in rows], [short.ids()[row] for row in rows]]
         loss = loss - advantage * logprobs.mean() / len(subject.trajectories)
     policy.zero_grad(set_to_none=True)
