@@ -282,7 +282,9 @@ def rewarded_by(parts: Parts) -> str:
         return f"{section.name}, {parts.system_digest[:16]}, {dict(sorted(section.options.items()))}"
     given = parts.system.reward
     reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
-    return f"{reward.__module__}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
+    # As evaluations have it that were stored before the papers' rewards had a folder of their own.
+    module = reward.__module__.replace("thresher.rewards.papers.", "thresher.rewards.")
+    return f"{module}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
 
 
 def _retrieval(parts: Parts) -> str | None:

@@ -249,6 +249,7 @@ def test_the_reward_is_named_by_function_and_switches() -> None:
         return rewarded_by(SimpleNamespace(system=system, system_digest=None))  # type: ignore[arg-type]
 
     assert named("lear") == named("eviomni") != named("eviomni", tau=0.2)
+    assert named("eviomni").startswith("thresher.rewards.eviomni.eviomni_reward, {")  # as older evaluations store it
     assert named("arena") != named("arena", accuracy="f1") and named("evinote") == named("evinote_code")
     assert named("eval_rar") != named("eval_rar", substring=True)
     assert named("cot", baseline=True) == named("search_loop", baseline=True) != named("search_r1")
