@@ -42,7 +42,7 @@ def parse_kind(text: str, passages: int, dim: int) -> Kind:
     if text.lower() == "bm25":
         raise UserError("kind is 'bm25', which has no vectors; build it with --encoder bm25")
     examples = ", ".join(name for kind in CLASSES for name in kind.examples)
-    raise UserError(f"kind is {text!r}; expected one of {examples}, or PCA and a number before one, PCA192,HNSW32_SQ8")
+    raise UserError(f"kind is {text!r}; expected one of {examples}, or such behind a projection, PCA192,HNSW32_SQ8")
 
 
 def _with_directions(text: str, directions: int, rest: str, passages: int, dim: int) -> Kind:
