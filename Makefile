@@ -105,8 +105,8 @@ bench: .venv-bench
 	@$(BENCH)/bin/thresher bench step --out bench/results/step-cpu.jsonl
 
 # Installs nothing but links to this checkout: torch and the rest are what the machine has. Needs no data folder. All of
-# it within 8 minutes: tests are cut off after 5, and the bench gets what they leave of 450 seconds. A failing test does
-# not keep it from measuring.
+# it within 8 minutes: tests are cut off after 5, and the bench gets what they leave of 450 seconds (what
+# a CPU's instruction sets promise is left out). A failing test does not keep it from measuring.
 PEERS := liger_kernel trl cut_cross_entropy faiss xformers
 RESULTS ?= bench/results
 define NEEDS_CUDA
@@ -129,7 +129,7 @@ gpu-check:
 	"$(PYTHON)" -c "$$NEEDS_CUDA" $(PEERS)
 	"$(PYTHON)" -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 	tests=0
-	timeout --kill-after=10 300 "$(PYTHON)" -m pytest tests/kernels || tests=$$?
+	timeout --kill-after=10 300 "$(PYTHON)" -m pytest tests/kernels --ignore tests/kernels/test_bits_settings.py || tests=$$?
 	gpu="$$("$(PYTHON)" -c 'import re, torch; print(re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()))')"
 	"$(PYTHON)" -m thresher.cli bench loss --device cuda --budget $$((450 - (SECONDS - started))) \
 	    --out "$(RESULTS)/loss-$$gpu.jsonl" --plot "$(RESULTS)/loss-$$gpu.png" || tests=$$((tests ? tests : $$?))
