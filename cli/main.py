@@ -34,7 +34,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(
-            "thresher: interrupted; a training run goes on with --resume, an index or an evaluation when begun again",
+            "thresher: interrupted; a training run or a rollout goes on with --resume, an index or an evaluation when "
+            "begun again",
             file=sys.stderr,
         )
         return 130

@@ -1,10 +1,23 @@
 """The engine: from questions to trajectories to gradients, a room for each stage.
-Imports: engine/config, engine/protocol, engine/rollout, engine/scoring, engine/systems, policy, retrieval/data,
-retrieval/indexes, retrieval/questions.py, retrieval/retriever.py, retrieval/serving, rewards.
+Imports: engine/config, engine/decoding, engine/protocol, engine/rollout, engine/scoring, engine/systems, policy,
+retrieval/data, retrieval/indexes, retrieval/questions.py, retrieval/retriever.py, retrieval/serving, rewards.
 
-A new stage may come in as a room; two names that users import, and that need no torch, are here.
+A new stage may come in as a room; names that users import are here. Those that need torch are looked up when asked for.
 """
 
-from thresher.engine.rollout.stop_tags import Hit, TagMatcher
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Hit", "TagMatcher"]
+from thresher.engine.decoding.stop_tags import Hit, TagMatcher
+
+if TYPE_CHECKING:
+    from thresher.engine.decoding.generator import GenerateRequest, GenerateResult, Generator
+
+__all__ = ["GenerateRequest", "GenerateResult", "Generator", "Hit", "TagMatcher"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from thresher.engine.decoding import generator
+
+    return getattr(generator, name)

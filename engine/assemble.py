@@ -13,9 +13,9 @@ import torch
 
 from thresher.engine.config.recipe import DataSection, Recipe, RetrievalSection, SystemSection, load_recipe
 from thresher.engine.console import console
+from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.protocol.render import Renderer
-from thresher.engine.rollout.kv_cache import PagedKV
 from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.scoring.entailment import load_judge
 from thresher.engine.scoring.score import Judges
@@ -57,7 +57,8 @@ class Parts:
         if needed > available:
             raise UserError(
                 f"the KV cache for rollout.max_running = {limits.max_running} samples of {limits.max_context} tokens "
-                f"takes {needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them"
+                f"takes {needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them, or set "
+                "rollout.kv_tokens"
             )
         parts = (self.system, self.tools, self.renderer, limits)
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
@@ -111,6 +112,9 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             max_context=rollout.max_context,
             max_running=rollout.max_running,
             page_size=rollout.page_size,
+            kv_tokens=rollout.kv_tokens,
+            share_attention=rollout.attention != "separate",
+            speculate=rollout.speculate,
         ),
         system_digest=digest,
     )

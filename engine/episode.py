@@ -11,9 +11,9 @@ never sees a tensor, a batch or another episode.
     Feedback(text)  -> None         appends a line of the engine's own
     Fork(branches)  -> None         contexts of their own, in which the policy writes once more, for the reward alone
 
-A branch hides what its context leaves out: the context is put together anew and prefilled from scratch, since the
-hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in it goes to
-the reward (Attempt.branches) and never into the loss.
+A branch hides what its context leaves out: the context is put together anew and computed anew from where it differs,
+since the hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in
+it goes to the reward (Attempt.branches) and never into the loss.
 
 A generator returns the reason why the trajectory ended ("answered", "turns", ...). Limits of tokens and context are the
 engine's business: it closes the generator and records its own reason.
@@ -47,9 +47,11 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Generate:
     """Let the policy write one turn; `stop` lists the closing tags at which it ends (the end of text always ends
-    it)."""
+    it). After `max_tokens` it ends as well, without a tag, and the episode goes on; a limit of the engine's ends the
+    trajectory."""
 
     stop: tuple[str, ...]
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,12 @@ class Kept:
 class Reprefill:
     """A context of its own: a prompt, then text kept from the trajectory and template text (str), in this order. In it
     the policy writes one turn, up to a tag of `stop`. Kept tokens stay whole; of one that straddles a boundary the kept
-    part is encoded anew, byte by byte."""
+    part is encoded anew, byte by byte. max_tokens: as in Generate."""
 
     prompt: Prompt
     parts: tuple[Kept | str, ...]
     stop: tuple[str, ...]
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ Episode = Generator[Request, Any, str]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy wrote in one turn: its bytes, and the tag that stopped it (None: end of text).
+    """What the policy wrote in one turn: its bytes, and the tag that stopped it (None: end of text, or max_tokens).
 
     A token may hold a stop tag's end and bytes behind it. They stay in its turn, and where nothing is appended before
     the next they open that one's text too: after `</extract><`, a turn that goes on with `answer>` begins `<answer>`,

@@ -1,5 +1,5 @@
 """What is computed on tensors: loss, log-probs, attention, sampling, the parts of a layer. Maths on top of each file.
-Imports: nothing.
+Imports: kernels/drawing.
 
 What may come in: a function of tensors with a reference to be held to. No file here imports from another room.
 
@@ -7,8 +7,9 @@ What may come in: a function of tensors with a reference to be held to. No file 
     logprob.py     the head's forward alone; matmul.py: the three products with the head; checks.py: what is refused
     head_triton.py, coefficients_triton.py    the same two stages in Triton; head_tiling.py: how the head is cut up
     registry.py    finds every *_triton.py, and what each is compiled for (docs/add/kernel.md adds one)
-    attention.py   whole sequences for training, new tokens against the KV cache for generation
-    layers.py      norm, rotation, gate; sampling.py: logits to a token
+    attention/     whole sequences for training, new tokens against the KV cache for generation
+    layers.py      norm, rotation, gate
+    sampling.py    logits to a token; drawing/: by what rules, with what noise, and fast on a CPU
 """
 
 from thresher.kernels.logprob import token_logprobs

@@ -13,6 +13,8 @@ Deliberately absent: fused kernels of these.
 Axes: T tokens, H hidden, N heads (of queries or of keys), D head dimension, I intermediate (docs/notation.md).
 """
 
+from functools import lru_cache
+
 import torch
 
 UNCUT = 32_768  # elements; torch cuts a longer elementwise loop on a CPU among its threads, wherever that falls
@@ -31,9 +33,15 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Te
 def rope_table(positions_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> torch.Tensor:
     """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared
     by the layers."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
-    angle = positions_T.float()[:, None] / theta**exponent
+    angle = positions_T.float()[:, None] / _wavelengths(head_dim, theta, positions_T.device)
     return torch.stack([angle.cos(), angle.sin()])[:, :, None, :].to(dtype)
+
+
+@lru_cache
+def _wavelengths(head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """theta^(2i/D) of every pair, [D/2] float32."""
+    with torch.inference_mode(False):  # the tensor outlives whoever asks first
+        return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
 
 
 def rotate(x_TND: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

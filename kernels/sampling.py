@@ -1,51 +1,30 @@
 """Sampling by the Gumbel-max trick, with noise that is a function and not a stream.
 
-    token = argmax_v ( z[v] / temperature + g(seed, position, v) )        g = -log(-log u),  u uniform in (0, 1)
+    token = argmax_v ( z[v] + g(seed, position, v) )        z = logits / temperature, where the filters keep v
+    g = -log(-log u),  u uniform in (0, 1)
 
 `u` is a hash of (seed, position, token), so a sample depends on nothing else: not on the batch it was drawn in, nor on
-how often anything was drawn before it. Greedy decoding is temperature 0. The logits come from `head_logits`.
+how often anything was drawn before it; and a filter does not change the noise of what it keeps. Greedy decoding is
+temperature 0. The logits come from `head_logits`.
+
+Below, in kernels/drawing: rules.py (temperature and filters), noise.py (the hash), and blocks.py, which is how a CPU
+draws: the same tokens, bit for bit, from fewer passes than `draw_dense`.
 
 Axes: B sequences that draw a token, M the same filled up, H hidden, V vocabulary (docs/notation.md).
 """
 
 import torch
+from torch import Tensor
 
+from thresher.kernels.drawing.blocks import draw_in_blocks
+from thresher.kernels.drawing.noise import minus_gumbel_, uniform_noise
+from thresher.kernels.drawing.rules import DrawRules, cutoffs
 from thresher.kernels.matmul import compute_dtype, fill_rows, logits_product
 
-_MASK = 0xFFFFFFFF
+__all__ = ["DrawRules", "head_logits", "sample"]
 
 
-def _mix(x: int) -> int:
-    """A 64-bit finaliser (multiply and xor-shift), for folding (seed, position) into one key of 64 bits."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & (1 << 64) - 1
-    return x ^ (x >> 31)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 32) if x >= 1 << 31 else x
-
-
-def uniform_noise(seeds: list[int], positions: list[int], vocab_size: int, device: torch.device | str) -> torch.Tensor:
-    """u [B, V] float32 in (0, 1), 23 bits each (24 and the half would round to 1), from each row's seed and
-    position (Python ints) and the token id."""
-    keys = [
-        _mix(_mix(seed & (1 << 64) - 1) ^ (position + 1) * 0x9E3779B97F4A7C15)
-        for seed, position in zip(seeds, positions, strict=True)
-    ]
-    low = torch.tensor([_signed(key & _MASK) for key in keys], dtype=torch.int32, device=device)[:, None]
-    high = torch.tensor([_signed(key >> 32 & _MASK) for key in keys], dtype=torch.int32, device=device)[:, None]
-    token_V = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed(0x9E3779B1)
-    x = low ^ token_V
-    # 32-bit multiply and xor-shift rounds in wrapping int32; `>>` keeps the sign there, hence the masks.
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = x.bitwise_xor_(x.bitwise_right_shift(shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(_signed(factor))
-        x = x.add_(high)
-    x = x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF))
-    return x.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-
-
-def head_logits(hidden_BH: torch.Tensor, lm_head_VH: torch.Tensor) -> torch.Tensor:
+def head_logits(hidden_BH: Tensor, lm_head_VH: Tensor) -> Tensor:
     """Logits [B, V] of the rows that draw a token, float32 (float64 for float64): the very numbers that the log-prob's
     torch backend starts from, and up to the order of a float32 sum those of its Triton backend.
 
@@ -57,19 +36,51 @@ def head_logits(hidden_BH: torch.Tensor, lm_head_VH: torch.Tensor) -> torch.Tens
     return logits_MV[: len(hidden_BH)]
 
 
-def sample(
-    logits_BV: torch.Tensor, seeds: list[int], positions: list[int], temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row; logits [B, V] float32 (only columns that may be drawn). Temperature 0 takes the largest.
+def sample(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawRules) -> tuple[Tensor, Tensor]:
+    """Draw one token a row; logits [B, V] float32 (only columns that may be drawn), seeds and positions [B] int64.
 
-    Returns ids [B] int64 and their log-probabilities [B] float32 under the distribution drawn from, softmax of
-    logits / temperature (temperature 1 where greedy).
+    Returns ids [B] int64 and their log-probabilities [B] float32 under the distribution drawn from: softmax of
+    logits / temperature over what the row's filters keep. A greedy row takes its largest logit, which no filter would
+    remove, and its log-probability is that of all columns at temperature 1. Of equal scores the lowest id wins.
+    float64 logits, for tests, give float64 log-probabilities.
     """
-    if temperature == 0:
-        ids_B = logits_BV.argmax(-1)
+    _check(logits_BV, seeds_B, positions_B, rules)
+    logits_BV = logits_BV.detach()
+    if logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32:
+        drawn = draw_in_blocks(logits_BV, seeds_B, positions_B, rules)
+        if drawn is not None:
+            return drawn
+    return draw_dense(logits_BV, seeds_B, positions_B, rules)
+
+
+def draw_dense(z_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawRules) -> tuple[Tensor, Tensor]:
+    """As `sample`, with the noise of every column, and nothing that the host would have to wait for."""
+    divisor_B = rules.divisor_B
+    if divisor_B is not None:
+        z_BV = z_BV / divisor_B[:, None].to(z_BV.dtype)
+    if rules.temperature == 0:
+        ids_B = z_BV.argmax(1)
     else:
-        logits_BV = logits_BV / temperature
-        u_BV = uniform_noise(seeds, positions, logits_BV.shape[1], logits_BV.device)
-        ids_B = u_BV.log_().neg_().log_().neg_().add_(logits_BV).argmax(-1)
-    target_B = logits_BV.gather(1, ids_B[:, None])[:, 0]
-    return ids_B, target_B - logits_BV.logsumexp(-1)
+        if rules.filtered:
+            cut_B = torch.where(rules.filtered_B, cutoffs(z_BV, rules), -torch.inf)
+            z_BV = z_BV.masked_fill(z_BV < cut_B[:, None], -torch.inf)
+        minus_g_BV = minus_gumbel_(uniform_noise(seeds_B, positions_B, z_BV.shape[1]))
+        if rules.temperature is None:
+            minus_g_BV.mul_(rules.temperature_B[:, None] > 0)
+        ids_B = torch.sub(z_BV, minus_g_BV, out=minus_g_BV).argmax(1)
+    return ids_B, z_BV.gather(1, ids_B[:, None])[:, 0] - z_BV.logsumexp(1)
+
+
+def _check(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawRules) -> None:
+    shape, dtype, device = logits_BV.shape, logits_BV.dtype, logits_BV.device
+    if len(shape) != 2 or shape[1] == 0 or dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"logits are [B, V] of float32 or float64, with a column at least, not {tuple(shape)} of {dtype}"
+        )
+    for name, vector in (("seeds", seeds_B), ("positions", positions_B)):
+        if vector.shape != shape[:1] or vector.dtype != torch.int64 or vector.device != device:
+            found = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
+            raise ValueError(f"{name} are ({shape[0]},) of torch.int64 on {device}, as the logits, not {found}")
+    if len(rules) != shape[0] or rules.temperature_B.device != device:
+        found = f"{len(rules)} on {rules.temperature_B.device}"
+        raise ValueError(f"rules are for {shape[0]} rows on {device}, as the logits, not for {found}")

@@ -2,7 +2,7 @@
 
 One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
 is called once a layer with that layer's fresh q, k and v, and is either a `Varlen` layout (whole sequences, with
-gradients) or a paged cache (see engine/rollout/kv_cache.py). Low-rank adapters (lora.py), where there are some, add to
+gradients) or a paged cache (see engine/decoding/kv_cache.py). Low-rank adapters (lora.py), where there are some, add to
 a layer's linear maps, in both.
 
 Parameters may be fused (q, k and v are one matrix); the names and pieces that Hugging Face files use are views of them
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thresher.kernels.attention import Varlen
+from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.layers import rms_norm, rope_table
 from thresher.policy.config import ModelConfig, read_config, write_config
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters

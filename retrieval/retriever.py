@@ -10,6 +10,7 @@ decides nothing about the hits.
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import ClassVar
 
 from thresher.retrieval.data.corpus import Passage
 from thresher.rewards.errors import UserError
@@ -45,7 +46,10 @@ class SearchStats:
 
 
 class Retriever(ABC):
-    """Answers searches. Not thread-safe. identity: which index a server has, where there is one that says."""
+    """Answers searches. Not thread-safe. identity: which index a server has, where there is one that says. elsewhere:
+    whether somebody else does the work, so that the caller may do its own meanwhile."""
+
+    elsewhere: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.identity: str | None = None

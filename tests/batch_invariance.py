@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from thresher.kernels.attention.paged import PIECE, ROW_TILE, SHARED_ROWS
 from thresher.kernels.matmul import ROW_MULTIPLE
 
 # What test_bits_settings.py looks for among the reasons of skipped tests.
@@ -74,28 +75,33 @@ def rows_are_batch_invariant(
 
 
 @cache
-def _batched(heads: int, kv_heads: int, dim: int, threads: int) -> bool:
+def _batched(inner: int, outer: int, most: int, threads: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shared, most = heads // kv_heads, 24
+    matrices = 12
+    x = torch.randn(matrices, most, inner, generator=generator)
+    y = torch.randn(matrices, inner, outer, generator=generator)
+    counts = sorted({*range(ROW_TILE, min(most, 64) + 1, ROW_TILE), *range(128, most, 64), most})
     with using_threads(threads):
-        for rows in (1, 16, 32, 64):
-            for length in (64, 128, 192, 320):
-                q, k, v, p = (
-                    torch.randn(most, *size, generator=generator)
-                    for size in ((shared * rows, dim), (length, dim), (length, dim), (shared * rows, length))
-                )
-                for x, y in ((q, k.transpose(1, 2)), (p, v)):
-                    whole = torch.bmm(x, y)
-                    for count in (2, 3, 4, 5, 8, 9, 15):
-                        if not torch.equal(torch.bmm(x[3 : 3 + count], y[3 : 3 + count]), whole[3 : 3 + count]):
-                            return False
+        tiles = x.view(-1, ROW_TILE, inner)
+        alone = torch.bmm(tiles, y.repeat_interleave(most // ROW_TILE, 0)).view(matrices, most, outer)
+        for rows in counts:
+            for first, last in ((0, 2), (3, 6), (7, 12), (0, 12)):
+                for at in {0, most - rows}:
+                    product = torch.bmm(x[first:last, at : at + rows].contiguous(), y[first:last])
+                    if not torch.equal(product, alone[first:last, at : at + rows]):
+                        return False
     return True
 
 
 def attention_is_batch_invariant(heads: int, kv_heads: int, dim: int, threads: int | None = None) -> bool:
-    """The same of the batched matmuls of `paged_attention`: whether a matrix's product depends on how many others there
-    are. A lone one, which the kernel gives a twin, is not asked about."""
-    return _batched(heads, kv_heads, dim, torch.get_num_threads() if threads is None else threads)
+    """The same of the batched matmuls of `paged_attention`, rows times a block's keys [D, S] and weights times its
+    values [S, D]: whether a row depends on how many others there are, in multiples of ROW_TILE, or on how many
+    matrices. A lone one, which the kernel gives a twin, is not asked about."""
+    threads = torch.get_num_threads() if threads is None else threads
+    most = -(-max(PIECE * heads // kv_heads, SHARED_ROWS) // ROW_TILE) * ROW_TILE
+    return all(
+        _batched(inner, outer, most, threads) for slots in (16, 32, 64) for inner, outer in ((dim, slots), (slots, dim))
+    )
 
 
 def weight_shapes(*modules: nn.Module) -> set[Shape]:

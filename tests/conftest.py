@@ -88,7 +88,7 @@ def taught(tokenizer: Tokenizer, config: ModelConfig, seed: int) -> Policy:
     """A policy that has seen some transcripts: it writes tags, but not always, nor the right ones."""
     import torch
 
-    from thresher.kernels.attention import Varlen
+    from thresher.kernels.attention.varlen import Varlen
     from thresher.policy.model import init_policy
 
     policy = init_policy(config, seed)
@@ -235,17 +235,20 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
 
     import torch
 
+    from thresher.engine.decoding.drafts import Drafter
     from thresher.kernels import sampling
 
     def install(lines: dict[int, list[str]], tokenizer: Tokenizer | None = None) -> None:
         encode = (tokenizer or tiny_tokenizer).encode_template
         queues = {seed: [token for text in texts for token in encode(text)] for seed, texts in lines.items()}
 
-        def say(logits_BV: Any, seeds: list[int], positions: list[int], temperature: float) -> Any:
-            ids = torch.tensor([queues[seed].pop(0) for seed in seeds])
-            return ids, torch.log_softmax(logits_BV / (temperature or 1.0), -1).gather(1, ids[:, None])[:, 0]
+        def say(logits_BV: Any, seeds_B: Any, positions_B: Any, rules: sampling.DrawRules) -> Any:
+            ids = torch.tensor([queues[seed].pop(0) for seed in seeds_B.tolist()])
+            divisor_B = 1.0 if rules.divisor_B is None else rules.divisor_B[:, None]
+            return ids, torch.log_softmax(logits_BV / divisor_B, -1).gather(1, ids[:, None])[:, 0]
 
         monkeypatch.setattr(sampling, "sample", say)
+        monkeypatch.setattr(Drafter, "draft", lambda *_: None)  # a guess that fails would use up what is to be said
 
     return install
 

@@ -69,6 +69,8 @@ REDUCED = {
     "compare": Row(writes=("compare.md", "compare.json")),
     "extract": Row(BRIEF, ("../evidence.json",)),
     "score": Row(),
+    "rollout": Row(BRIEF),
+    "generate": Row(("--max-new-tokens", "8")),
     "index plan": Row(("--sample", "2000", "--dim", "32"), once=True),
     "index build": Row(writes=("manifest.json",)),
     "index hybrid": Row(writes=("manifest.json",)),
@@ -95,6 +97,7 @@ REDUCED = {
         once=True,
     ),
     "bench step": Row(("--steps", "1"), once=True),
+    "bench rollout": Row(("--shape", "demo", "--rounds", "1", "--peer", "none"), once=True),
     "bench loss": Row(
         (
             *("--device", "cpu", "--hidden", "8", "--vocab", "40", "--tokens", "32", "--density", "50"),

@@ -33,6 +33,7 @@ KEYS = {  # flag -> the recipe's key
     "entailment": "judge.entailment",
     "judge_url": "judge.url",
     "judge_model": "judge.model",
+    "max_running": "rollout.max_running",  # of `thresher rollout`
 }
 
 
@@ -92,19 +93,29 @@ def eval_recipe(options: argparse.Namespace) -> tuple[Recipe, Best | None]:
     """The recipe of an evaluation, and the checkpoint that --best chose. UserError where model or system is open."""
     best = best_checkpoint(options.best) if options.best else None
     file = options.recipe or (RunFolder(Path(options.best)).recipe_file if options.best else None)
+    no_model = "eval: no model; give --model FOLDER, or --best RUN, or a recipe"
+    no_system = "eval: no system; give --system NAME, or --baseline NAME, or a recipe"
+    return flagged_recipe(options, file, no_model, no_system, best), best
+
+
+def flagged_recipe(
+    options: argparse.Namespace, file: str | Path | None, no_model: str, no_system: str, best: Best | None = None
+) -> Recipe:
+    """The recipe that the flags of KEYS, --system and --baseline make with a file or without one. UserError with one of
+    the two sentences where model or system is open. A flag that a command does not have counts as not given."""
     tables = read_tables(file) if file else {}
     _put_flags(tables, options, best)
     if not file:
         given = {text.partition("=")[0].strip() for text in options.set}
         if options.model is None and "model.path" not in given:
-            raise UserError("eval: no model; give --model FOLDER, or --best RUN, or a recipe")
+            raise UserError(no_model)
         if "system" not in tables and "system.name" not in given:
-            raise UserError("eval: no system; give --system NAME, or --baseline NAME, or a recipe")
+            raise UserError(no_system)
 
     def preset(name: str) -> dict[str, dict[str, Any]]:
         return _preset(name, tables, options, bare=not file)
 
-    return make_recipe(tables, str(file or "the command line"), options.set, preset), best
+    return make_recipe(tables, str(file or "the command line"), options.set, preset)
 
 
 def _put_flags(tables: dict[str, Any], options: argparse.Namespace, best: Best | None) -> None:
@@ -118,12 +129,13 @@ def _put_flags(tables: dict[str, Any], options: argparse.Namespace, best: Best |
             key: value for key, value in (tables.get("retrieval") or {}).items() if key not in ("index", "url")
         }
     for flag, key in KEYS.items():
-        if getattr(options, flag) is not None:
+        if getattr(options, flag, None) is not None:
             put(key, getattr(options, flag))
     if best is not None:
         put("model.path", str(best.path))
-    name = options.baseline or options.system
-    if name is not None and (options.baseline or tables.get("system", {}).get("name") != name):
+    baseline = getattr(options, "baseline", None)
+    name = baseline or options.system
+    if name is not None and (baseline or tables.get("system", {}).get("name") != name):
         tables["system"] = {"name": name}  # template and options of the file's system are none of this one's
 
 
@@ -134,9 +146,10 @@ def _preset(name: str, tables: dict[str, Any], options: argparse.Namespace, bare
     from thresher.engine.systems import load_system
     from thresher.policy.config import read_config
 
+    baseline = getattr(options, "baseline", None)
     switches = tables["system"].get("options", {})
     layers: list[dict[str, dict[str, Any]]] = []
-    if options.baseline is None:
+    if baseline is None:
         layers.append(load_system(name, {}).preset)
     else:
         if options.system is not None:

@@ -109,7 +109,10 @@ class RolloutSection(Section):
     max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
     temperature: Positive = 1.0
     max_running: Count = 128  # sequences decoded at once
-    page_size: Count = 16  # positions in a block of the KV cache
+    kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
+    page_size: Count = 64  # positions in a block of the KV cache
+    speculate: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
+    attention: Literal["auto", "shared", "separate"] = "auto"  # keys that several samples share: read once, or by each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +262,7 @@ class LoraSection(Section):
 # though that only at a constant learning rate (OptimSection.depends_on_steps).
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
+    | {"rollout.attention", "rollout.kv_tokens", "rollout.speculate"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
     | {"judge.concurrency", "judge.replies"}

@@ -130,7 +130,8 @@ def section_in(hint: Any) -> type[Any] | None:
 def _inner(hint: Any) -> Any:
     """X of `X | None`, and any other hint as it is."""
     if get_origin(hint) in (Union, UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+        parts = [part for part in get_args(hint) if part is not NoneType]
+        return parts[0] if len(parts) == 1 else hint
     return hint
 
 
@@ -148,6 +149,13 @@ def _converted(hint: Any, value: Any) -> Any:
     origin, args = get_origin(inner), get_args(inner)
     if inner is not hint and value is None:
         return None
+    if origin in (Union, UnionType):
+        for choice in args:
+            try:
+                return _converted(choice, value)
+            except Unfit:
+                continue
+        raise Unfit
     if origin is Annotated:
         number = _converted(args[0], value)
         return _require(all(bound.admits(number) for bound in args[1:]), number)
@@ -207,6 +215,8 @@ def expected(hint: Any) -> str:
     """What a hint wants, in words."""
     inner = _inner(hint)
     origin, args = get_origin(inner), get_args(inner)
+    if origin in (Union, UnionType):
+        return " or ".join(map(expected, args))
     if origin is Annotated:
         return f"{expected(args[0])} {' and '.join(map(str, args[1:]))}"
     if origin is Literal:

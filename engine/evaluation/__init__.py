@@ -1,4 +1,4 @@
-"""From a policy and questions to a table of measures, and two such tables compared.
+"""From a policy and questions to trajectories and a table of measures, and two such tables compared.
 Imports: engine/assemble.py, engine/baselines, engine/config, engine/console.py, engine/episode.py, engine/protocol,
 engine/rollout, engine/scoring, engine/store, engine/systems, policy, retrieval/data, retrieval/questions.py,
 retrieval/retriever.py, rewards, rewards/papers.

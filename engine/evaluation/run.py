@@ -45,7 +45,16 @@ PART = 2  # times max_running: so much a kill may lose; the fewer, the more ofte
 _FREE = {
     "model": {"device"},
     "retrieval": {"timeout", "patience"},
-    "rollout": {"max_running", "page_size", "group_size", "questions_per_step", "temperature"},
+    "rollout": {
+        "max_running",
+        "page_size",
+        "kv_tokens",
+        "attention",
+        "speculate",
+        "group_size",
+        "questions_per_step",
+        "temperature",
+    },
 }
 
 
@@ -74,7 +83,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     )
     parts = _load(recipe, asked.baseline)
     check_gold_indices(questions, parts.system, path)
-    retriever = _retriever(recipe, parts.system)
+    retriever = retriever_of(recipe, parts.system)
     shown = prepare(questions, parts, retriever, asked.noise)
     questions = shown.questions
     if warning := shown.warning():
@@ -155,7 +164,7 @@ def _load(recipe: Recipe, baseline: str | None) -> Parts:
     return load_parts(recipe, system=load_baseline(baseline, section.options))
 
 
-def _retriever(recipe: Recipe, system: System) -> Retriever | None:
+def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
     """Where the system searches, or its passages are looked for; None for one that reads nothing."""
     reads = system.given_passages or "<information>" in system.tags
     return load_retrieval(recipe, system) if reads else None

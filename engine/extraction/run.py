@@ -37,7 +37,8 @@ from thresher.retrieval.retriever import Retriever
 from thresher.rewards.errors import UserError
 from thresher.rewards.measures import answer_recalled
 
-FREE = ("model.device", "rollout.max_running", "rollout.page_size")  # keys that decide no record
+_COMPUTING = ("max_running", "page_size", "kv_tokens", "attention", "speculate")
+FREE = ("model.device", *(f"rollout.{key}" for key in _COMPUTING))  # keys that decide no record
 MEASURES = ("em", "f1", "answered", "searches", "compression_ratio", "extract_seconds")
 
 

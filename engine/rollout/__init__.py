@@ -1,3 +1,4 @@
-"""Sampling: episodes run side by side, with the scheduler, the KV cache and its blocks, and stop tags.
-Imports: engine/episode.py, engine/protocol, kernels, policy, retrieval/questions.py, retrieval/retriever.py, rewards.
+"""Rollout: episodes run side by side, on the decoder. Branches of a trajectory, for the reward alone.
+Imports: engine/decoding, engine/episode.py, engine/protocol, policy, retrieval/questions.py, retrieval/retriever.py,
+rewards.
 """

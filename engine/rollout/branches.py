@@ -1,8 +1,9 @@
 """Branches of a trajectory: contexts put together anew, in which the policy writes once more, for the reward alone.
 
-A masked part is absent from a branch's input, which is prefilled from scratch; nothing of the trajectory's own cache is
-used. So a branch is an ordinary sample with a prompt of its own: the prompt's template, what was kept of the policy's
-text, and text of the engine's. All of it is PROMPT there, and only what the policy then writes is POLICY.
+A masked part is absent from a branch's input, and nothing that was computed from it is used: of the trajectory's own
+cache a branch may share the blocks up to the first token in which the two differ, and computes all that follows. So a
+branch is an ordinary sample with a prompt of its own: the prompt's template, what was kept of the policy's text, and
+text of the engine's. All of it is PROMPT there, and only what the policy then writes is POLICY.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def kept_ids(kept: Kept, written: Sequence[int], tokenizer: Tokenizer) -> list[i
 
 def branch_episode(branch: Reprefill, _: Job) -> Episode:
     yield branch.prompt  # rendered already, with what was kept
-    turn = yield Generate(branch.stop)
+    turn = yield Generate(branch.stop, branch.max_tokens)
     return "ended" if turn.stop is None else "answered"
 
 

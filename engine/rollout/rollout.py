@@ -1,30 +1,31 @@
-"""Rollout: many episodes at once, one forward at a time (continuous batching).
+"""Rollout: many episodes at once, each a sequence of the decoder (engine/decoding/decoder.py).
 
-Every step feeds each running sample what it has not yet seen: one sampled token, or a prompt, or a passage that came
-back. All of it goes through one forward of the policy, whose new keys and values land in the cache's blocks. Samples
-that are due then draw a token; a turn that ends hands its text to the episode, whose next request is served at once,
-except that searches are gathered, so that all waiting episodes share one call of the retriever.
+An episode asks for turns, searches and text of the engine's. A turn goes to the decoder, which writes all sequences
+side by side; when it has ended, its text goes to the episode, whose next request is served at once. Searches that are
+asked at one step are one call of the retriever; where a server answers it, the others go on writing meanwhile.
 
-The samples of one question share the blocks of their prompt, which is prefilled once.
+Branches of a trajectory are episodes of their own, begun when it has ended.
 
-What makes a sample independent of the batch's composition: its noise is a function of its own seed and position; the
-forward is batch-invariant (CPU, float32; kernels/matmul.py says where); a long input is cut into chunks by its own
-length; a running sample is never evicted; searches join at the step in which they were asked.
+What makes a sample independent of the others: its noise is a function of its own seed and position, and the decoder's
+sequences are independent of each other. When a server answers decides nothing but who shares a forward.
 
-One sample from here: `_admit` begins its episode (scheduler.py says when), `_advance` opens a turn, and until the turn
-ends each step runs `_forward` (kv_cache.py, then the policy: its model, kernels/layers.py, kernels/attention.py),
-`_sample` (kernels/sampling.py) and `_take`, which records the id and its log-prob (stop_tags.py finds the turn's end).
+One sample from here: `begin` makes its episode, `_advance` serves its requests, `_write` opens a turn, and `_take` puts
+what was written on the trajectory. What happens between the two is decoder.py's.
 """
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-import torch
+import numpy as np
 
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.drafts import Ints, Speculate
+from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.engine.episode import (
     Episode,
     Feedback,
@@ -43,44 +44,40 @@ from thresher.engine.protocol.passages import fit_passages
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids
-from thresher.engine.rollout.kv_cache import BlockPool, BlockTable, ForwardBatch, PagedKV, PagedStep
-from thresher.engine.rollout.samples import Job, PrefillGroup, Sample
-from thresher.engine.rollout.scheduler import Group, Scheduler
-from thresher.engine.rollout.stop_tags import TagMatcher
-from thresher.kernels import sampling
+from thresher.engine.rollout.samples import Job, Sample
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.retrieval.retriever import Retriever
+from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Source
 
+REMEMBERED = 20_000  # trajectories, of different questions, that drafts are looked up in
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: the whole trajectory."""
+    """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: the whole trajectory;
+    kv_tokens: keys and values held at once (None: `max_running` whole contexts). When they are full, the youngest
+    samples wait. share_attention, reuse, speculate: see Decoder; none changes a result."""
 
     max_turn_tokens: int
     max_policy_tokens: int
     max_context: int
     max_running: int
-    page_size: int = 16
+    page_size: int = 64
+    kv_tokens: int | None = None
+    share_attention: bool = True
+    reuse: bool = True
+    speculate: Speculate = 0
 
 
 @dataclass(slots=True)
-class RolloutClock:
-    """Where the time of a rollout went, in seconds, and how much was done."""
+class RolloutClock(DecodeClock):
+    """Where the time of a rollout went, in seconds, and how much was done. host: all that is Python around the rest."""
 
-    decode: float = 0.0
-    prefill: float = 0.0
     search: float = 0.0
-    host: float = 0.0
-    total: float = 0.0
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    shared_tokens: int = 0
-    forwards: int = 0
     search_queries: int = 0
     search_calls: int = 0
     branches: int = 0
@@ -104,18 +101,27 @@ class Rollout:
         self.policy, self.tokenizer, self.retriever = policy, tokenizer, retriever
         self.system, self.tools, self.renderer, self.limits = system, tools, renderer, limits
         self.shuffle = shuffle
-        self.num_blocks = self.blocks_for(limits)
-        self.cache = PagedKV(policy.config, self.num_blocks, limits.page_size, policy.dtype, policy.device)
-        self.eos_ids = frozenset(policy.config.eos_token_ids)
-        self._matchers: dict[tuple[str, ...], TagMatcher] = {}
+        self.decoder = Decoder(
+            policy,
+            tokenizer,
+            num_blocks=self.blocks_for(limits),
+            page_size=limits.page_size,
+            max_running=limits.max_running,
+            reuse=limits.reuse,
+            shared_attention=limits.share_attention,
+            speculate=limits.speculate,
+        )
         self.clock = RolloutClock()
+        self._written: OrderedDict[str, Ints] = OrderedDict()  # by question: the last trajectory, which may come again
 
     @staticmethod
     def blocks_for(limits: Limits) -> int:
-        """Blocks of the cache: `max_running` samples of the whole context, each with its own prompt, and block 0."""
-        return 1 + limits.max_running * (-(-limits.max_context // limits.page_size) + 1)
+        """Blocks of the cache: those of kv_tokens, or `max_running` samples of the whole context; and block 0."""
+        a_context = -(-limits.max_context // limits.page_size)
+        if limits.kv_tokens is None:
+            return 1 + limits.max_running * a_context
+        return 1 + max(limits.kv_tokens // limits.page_size, a_context)
 
-    @torch.no_grad()
     def run(
         self, jobs: Sequence[Job], temperature: float, on_progress: Callable[[int], None] | None = None
     ) -> list[Trajectory]:
@@ -125,39 +131,33 @@ class Rollout:
         """
         self.clock = RolloutClock()
         started = time.perf_counter()
-        prefills: dict[int, PrefillGroup] = {}
+        self.decoder.begin(self.limits.max_context, self.clock)
+        run = _Run(self, temperature, on_progress)
+        groups: dict[int, list[Job]] = {}
         for job in jobs:
-            if job.group not in prefills:
-                prefills[job.group] = PrefillGroup(self.prompt(job.question), [], self._begin)
-            prefills[job.group].jobs.append(job)
-        run = _Run(self, prefills, temperature)
-        done = run.finish(on_progress)
-        if run.forked:
-            self._branch(run.forked, temperature)
+            groups.setdefault(job.group, []).append(job)
+        samples = [
+            sample
+            for members in groups.values()
+            for sample in run.begin(members, SharedPrompt(self.prompt(members[0].question)), self._begin)
+        ]
+        run.finish(samples)
         self.clock.total = time.perf_counter() - started
         self.clock.host = self.clock.total - self.clock.decode - self.clock.prefill - self.clock.search
+        for sample in samples if self.limits.speculate else ():
+            self._written[sample.job.question.id] = np.array(sample.trajectory.ids(), np.int64)
+            self._written.move_to_end(sample.job.question.id)
+        while len(self._written) > REMEMBERED:
+            self._written.popitem(last=False)
+        done = {(sample.job.group, sample.job.sample): sample.trajectory for sample in samples}
         return [done[job.group, job.sample] for job in jobs]
+
+    def written_before(self, question: Question) -> Ints | None:
+        """The ids of the last trajectory of this question, if there was one: what its next may repeat."""
+        return self._written.get(question.id)
 
     def _begin(self, job: Job) -> Episode:
         return self.system.episode(job.question, self.tools)
-
-    def _branch(self, forked: Sequence[Sample], temperature: float) -> None:
-        """Write the branches of trajectories that have ended, all in one run of their own, and hang them on."""
-        prefills: dict[int, PrefillGroup] = {}
-        owners: list[tuple[Trajectory, str]] = []
-        for sample in forked:
-            for name, (branch, ids) in sample.forks.items():
-                if len(ids) + 1 > self.limits.max_context:
-                    self.clock.branches_without_room += 1
-                    continue
-                number = len(owners)
-                job = Job(sample.job.question, number, 0, branch_seed(sample.job.seed, name))
-                prefills[number] = PrefillGroup(ids, [job], partial(branch_episode, branch))
-                owners.append((sample.trajectory, name))
-        self.clock.branches += len(owners)
-        done = _Run(self, prefills, temperature).finish(None)
-        for number, (trajectory, name) in enumerate(owners):
-            trajectory.branches[name] = done[number, 0]
 
     def prompt(self, question: Question, room: int = 0) -> list[int]:
         """The ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the context."""
@@ -184,163 +184,113 @@ class Rollout:
                 (shown,) = fit_passages([question], self.system, self.tools, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)
 
-    def matcher(self, stop: tuple[str, ...]) -> TagMatcher:
-        if stop not in self._matchers:
-            self._matchers[stop] = TagMatcher(self.tokenizer, stop)
-        return self._matchers[stop]
-
 
 class _Run:
-    """One call of `Rollout.run`: who is waiting, who is running, and the blocks they own."""
+    """One call of `Rollout.run`: the samples that are under way."""
 
-    def __init__(self, rollout: Rollout, prefills: dict[int, PrefillGroup], temperature: float) -> None:
-        self.rollout, self.prefills, self.temperature, self.clock = rollout, prefills, temperature, rollout.clock
-        self.pool = BlockPool(rollout.num_blocks, rollout.limits.page_size)
-        self.forked: list[Sample] = []  # samples that have ended and asked for branches
-        groups = [
-            Group(number, len(prefill.ids), deque(range(len(prefill.jobs))))
-            for number, prefill in self.prefills.items()
-        ]
-        self.scheduler = Scheduler(groups, self.pool, rollout.limits.max_running, rollout.limits.max_context)
-        self.running: list[tuple[Group, int, Sample]] = []
+    def __init__(self, rollout: Rollout, temperature: float, on_progress: Callable[[int], None] | None) -> None:
+        self.rollout, self.decoder, self.clock = rollout, rollout.decoder, rollout.clock
+        self.draw, self.on_progress = Draw(temperature=temperature), on_progress
+        self.samples: dict[TokenSequence, Sample] = {}
+        self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
+        self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()
 
-    def finish(self, on_progress: Callable[[int], None] | None) -> dict[tuple[int, int], Trajectory]:
-        """Step until every job has ended; (group, sample) -> trajectory."""
-        done: dict[tuple[int, int], Trajectory] = {}
-        while not self.scheduler.idle:
-            self._admit()
-            self._forward()
-            self._sample()
-            ended = [entry for entry in self.running if entry[2].trajectory.reason]
-            for group, member, sample in ended:
-                self.pool.release(sample.table)
-                done[sample.job.group, sample.job.sample] = sample.trajectory
-                if sample.forks:
-                    self.forked.append(sample)
-                if self.scheduler.finish(group, member):
-                    self.pool.release(self.prefills[group.number].table)
-            if ended:
-                self.running = [entry for entry in self.running if not entry[2].trajectory.reason]
-                if on_progress is not None:
-                    on_progress(len(ended))
-        return done
+    def begin(self, jobs: Iterable[Job], prompt: SharedPrompt, begin: Callable[[Job], Episode]) -> list[Sample]:
+        """Samples of one prompt, each at its episode's start."""
+        samples = []
+        for job in jobs:
+            episode = begin(job)
+            next(episode)  # the prompt
+            trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, list(prompt.ids))])
+            sequence = TokenSequence(prompt, job.seed, self.draw)
+            sequence.reference = self.rollout.written_before(job.question)
+            samples.append(Sample(job, episode, trajectory, sequence))
+        return samples
 
-    def _admit(self) -> None:
-        admitted: list[Sample] = []
-        for group, member in self.scheduler.admit():
-            prefill = self.prefills[group.number]
-            job = prefill.jobs[member]
-            episode = prefill.begin(job)
-            next(episode)  # the prompt, which the prefill holds
-            trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, prefill.ids)])
-            sample = Sample(job, episode, trajectory, BlockTable(), length=len(prefill.ids))
-            self.running.append((group, member, sample))
-            admitted.append(sample)
-        self._serve([(sample, None) for sample in admitted])
+    def finish(self, samples: list[Sample]) -> None:
+        """Step until all of them, and the branches that they ask for, have ended."""
+        with ThreadPoolExecutor(max_workers=1) as self.searcher:
+            self._serve([(sample, None) for sample in samples])
+            while self.searches or not self.decoder.idle:
+                if self.searches and (self.decoder.idle or self.searches[0][0].done()):
+                    self._wait()
+                    continue
+                ended = [self.samples.pop(sequence) for sequence in self.decoder.step()]
+                self._serve([(sample, turn) for sample in ended if (turn := self._take(sample)) is not None])
+        for owner, name, branch in self.branches:
+            owner.branches[name] = branch
 
-    def _forward(self) -> None:
-        """Feed everything that is pending: new prompts, appended passages, the tokens sampled a step ago."""
-        started = time.perf_counter()
-        batch = ForwardBatch[Sample | PrefillGroup](self.pool)
-        for prefill in {group.number: self.prefills[group.number] for group, _, _ in self.running}.values():
-            if prefill.hidden_H is None:
-                batch.add(prefill, prefill.table, prefill.ids[prefill.table.length :])
-        for _, _, sample in self.running:
-            if sample.pending and sample.table.blocks:
-                sample.pending = batch.add(sample, sample.table, sample.pending)
-        decoded = sum(len(item.ids) == 1 for item in batch.items)
-        rows = sum(len(item.ids) for item in batch.items)
-        if batch.items:
-            self.rollout.cache.copy(batch.block_copies)
-            step = PagedStep(self.rollout.cache, batch.items)
-            hidden_TH = self.rollout.policy.hidden(step.ids_T, step.positions_T, step)
-            last_BH = hidden_TH[step.last_rows]  # a copy: rows of hidden_TH itself would keep all of it alive
-            for owner, hidden_H in zip(batch.owners, last_BH, strict=True):
-                complete = not owner.pending if isinstance(owner, Sample) else owner.table.length == len(owner.ids)
-                owner.hidden_H = hidden_H if complete else None
-            self.clock.forwards += 1
-        for group, _, sample in self.running:
-            prefill = self.prefills[group.number]
-            if not sample.table.blocks and prefill.table.length == len(prefill.ids):
-                sample.table = self.pool.fork(prefill.table)
-                sample.hidden_H = prefill.hidden_H
-                self.clock.shared_tokens += len(prefill.ids)
-        # A forward that decodes and prefills at once is shared out by rows.
-        seconds = time.perf_counter() - started
-        self.clock.decode += seconds * decoded / max(rows, 1)
-        self.clock.prefill += seconds * (rows - decoded) / max(rows, 1)
-        self.clock.prefilled_tokens += rows - decoded
-
-    def _sample(self) -> None:
-        """One token for every sequence that is writing and has nothing pending; then serve the turns that ended."""
-        due = [
-            sample
-            for _, _, sample in self.running
-            if sample.turn is not None and not sample.pending and sample.hidden_H is not None
-        ]
-        if not due:
-            return
-        started = time.perf_counter()
-        hidden_BH = torch.stack([one.hidden_H for one in due if one.hidden_H is not None])  # of all: for the type
-        logits_BV = sampling.head_logits(hidden_BH, self.rollout.policy.head_VH[: self.rollout.tokenizer.vocab_size])
-        ids_B, logprobs_B = sampling.sample(
-            logits_BV, [sample.job.seed for sample in due], [sample.length for sample in due], self.temperature
-        )
-        ids, logprobs = ids_B.tolist(), logprobs_B.tolist()
-        self.clock.decode += time.perf_counter() - started
-        self.clock.sampled_tokens += len(due)
-        ended: list[tuple[Sample, Turn | None]] = []
-        for sample, token, logprob in zip(due, ids, logprobs, strict=True):
-            turn = self._take(sample, token, logprob)
-            if turn is not None:
-                ended.append((sample, turn))
-        self._serve(ended)
-
-    def _take(self, sample: Sample, token: int, logprob: float) -> Turn | None:
-        """Put a sampled token on the trajectory; the finished turn if it ended one."""
-        segment = sample.turn
-        assert segment is not None
-        segment.ids.append(token)
-        segment.logprobs.append(logprob)
-        sample.pending = [token]
-        sample.length += 1
-        sample.policy_tokens += 1
-        matcher = self.rollout.matcher(sample.stop)
-        sample.matcher_state, hit = matcher.step(sample.matcher_state, token)
-        if hit is not None:
-            segment.stop, segment.trailing = hit.tag, len(hit.trailing)
-        elif token not in self.rollout.eos_ids:
-            if len(segment.ids) >= self.rollout.limits.max_turn_tokens:
-                sample.trajectory.reason = "turn_tokens"
-            elif sample.policy_tokens >= self.rollout.limits.max_policy_tokens:
-                sample.trajectory.reason = "tokens"
-            elif sample.length >= self.rollout.limits.max_context:
-                sample.trajectory.reason = "context"
-            if sample.trajectory.reason:
-                sample.episode.close()
+    def _take(self, sample: Sample) -> Turn | None:
+        """Put the turn that has ended on the trajectory; None if a limit ended it, and the trajectory with it."""
+        sequence, segment, limits = sample.sequence, sample.trajectory.segments[-1], self.rollout.limits
+        segment.ids.extend(sequence.turn_ids)
+        segment.logprobs.extend(sequence.logprobs)
+        sample.policy_tokens += len(segment.ids)
+        if sequence.finish == "length" and len(segment.ids) != sample.max_tokens:
+            if len(segment.ids) >= limits.max_turn_tokens:
+                self._end(sample, "turn_tokens")
+            else:
+                self._end(sample, "tokens" if sample.policy_tokens >= limits.max_policy_tokens else "context")
             return None
-        sample.turn = None
+        if sequence.hit is not None:
+            segment.stop, segment.trailing = sequence.hit.tag, len(sequence.hit.trailing)
         decode = self.rollout.tokenizer.decode_bytes
         before = sample.trajectory.segments[-2]  # the prompt at least; `segment` is the last
         lead = decode(before.ids[-1:])[-before.trailing :] if before.trailing else b""
         return Turn(lead + decode(segment.ids), segment.stop)
 
-    def _serve(self, ready: "Sequence[tuple[Sample, Turn | None]]") -> None:
-        """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once."""
-        waiting = [(sample, query) for sample, answer in ready for query in self._advance(sample, answer)]
-        while waiting:
-            started = time.perf_counter()
-            found = self._retriever().search([query for _, query in waiting], self.rollout.renderer.k)
-            self.clock.search += time.perf_counter() - started
+    def _end(self, sample: Sample, reason: str) -> None:
+        sample.trajectory.reason = reason
+        sample.episode.close()
+        self.decoder.release(sample.sequence, keep=bool(sample.forks))
+        if sample.forks:
+            self._branch(sample)
+        if self.on_progress is not None and sample.counts:
+            self.on_progress(1)
+
+    def _branch(self, sample: Sample) -> None:
+        """Begin the branches of a trajectory that has ended. What they share with it is still in the cache, mostly."""
+        for name, (branch, ids) in sample.forks.items():
+            if len(ids) + 1 > self.rollout.limits.max_context:
+                self.clock.branches_without_room += 1
+                continue
+            self.clock.branches += 1
+            job = Job(sample.job.question, len(self.branches), 0, branch_seed(sample.job.seed, name))
+            (begun,) = self.begin([job], SharedPrompt(ids), partial(branch_episode, branch))
+            begun.counts = False
+            self.branches.append((sample.trajectory, name, begun.trajectory))
+            self._serve([(begun, None)])
+
+    def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
+        """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
+        Where a server searches, the others go on writing meanwhile."""
+        while waiting := [(sample, query) for sample, answer in ready for query in self._advance(sample, answer)]:
             self.clock.search_queries += len(waiting)
             self.clock.search_calls += 1
-            again: list[tuple[Sample, str]] = []
-            for (sample, query), hits in zip(waiting, found, strict=True):
-                if self.rollout.shuffle:
-                    Random(f"{sample.job.seed} {len(sample.trajectory.searches)}").shuffle(hits)
-                sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
-                again.extend((sample, next_query) for next_query in self._advance(sample, hits))
-            waiting = again
+            retriever, queries = self._retriever(), [query for _, query in waiting]
+            if retriever.elsewhere:
+                search = self.searcher.submit(retriever.search, queries, self.rollout.renderer.k)
+                self.searches.append((search, waiting))
+                return
+            started = time.perf_counter()
+            found = retriever.search(queries, self.rollout.renderer.k)
+            self.clock.search += time.perf_counter() - started
+            ready = self._found(waiting, found)
+
+    def _wait(self) -> None:
+        """For the search that was asked first; then its episodes go on."""
+        started = time.perf_counter()
+        search, waiting = self.searches.popleft()
+        found = search.result()
+        self.clock.search += time.perf_counter() - started
+        self._serve(self._found(waiting, found))
+
+    def _found(self, waiting: "Sequence[tuple[Sample, str]]", found: list[list[Hit]]) -> list[tuple[Sample, object]]:
+        for (sample, query), hits in zip(waiting, found, strict=True):
+            if self.rollout.shuffle:
+                Random(f"{sample.job.seed} {len(sample.trajectory.searches)}").shuffle(hits)
+            sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
+        return [(sample, hits) for (sample, _), hits in zip(waiting, found, strict=True)]
 
     def _retriever(self) -> Retriever:
         if self.rollout.retriever is None:
@@ -351,28 +301,18 @@ class _Run:
 
     def _advance(self, sample: Sample, answer: object) -> list[str]:
         """Send `answer` to the episode and serve what it asks for; a list of the one query it waits for, or empty."""
-        trajectory = sample.trajectory
+        trajectory, sequence = sample.trajectory, sample.sequence
         while True:
             try:
                 request: Request = sample.episode.send(answer)
             except StopIteration as stop:
-                trajectory.reason = stop.value or "ended"
+                self._end(sample, stop.value or "ended")
                 return []
             answer = None
             if isinstance(request, Search):
                 return [request.query]
             if isinstance(request, Generate):
-                if sample.policy_tokens >= self.rollout.limits.max_policy_tokens:
-                    trajectory.reason = "tokens"
-                elif sample.length >= self.rollout.limits.max_context:
-                    trajectory.reason = "context"
-                if trajectory.reason:
-                    sample.episode.close()
-                    return []
-                sample.turn = Segment(Source.POLICY, [])
-                trajectory.segments.append(sample.turn)
-                sample.stop = request.stop
-                sample.matcher_state = self.rollout.matcher(request.stop).start()
+                self._write(sample, request)
                 return []
             if isinstance(request, Fork):
                 written = [token for turn in turns(trajectory) for token in turn.ids]
@@ -387,10 +327,22 @@ class _Run:
                 raise TypeError(
                     f"{self.rollout.system.name} yielded {request!r}, which is no request that may follow the prompt"
                 )
-            if sample.length + len(segment.ids) >= self.rollout.limits.max_context:
-                trajectory.reason = "context"
-                sample.episode.close()
+            if len(sequence.ids) + len(segment.ids) >= self.rollout.limits.max_context:
+                self._end(sample, "context")
                 return []
             trajectory.segments.append(segment)
-            sample.pending = sample.pending + segment.ids
-            sample.length += len(segment.ids)
+            self.decoder.append(sequence, segment.ids)
+
+    def _write(self, sample: Sample, request: Generate) -> None:
+        """Begin a turn of the policy, if the limits leave it a token."""
+        limits = self.rollout.limits
+        policy_room = limits.max_policy_tokens - sample.policy_tokens
+        context_room = limits.max_context - len(sample.sequence.ids)
+        if policy_room <= 0 or context_room <= 0:
+            self._end(sample, "tokens" if policy_room <= 0 else "context")
+            return
+        sample.trajectory.segments.append(Segment(Source.POLICY, []))
+        self.samples[sample.sequence] = sample
+        sample.max_tokens = request.max_tokens
+        room = min(limits.max_turn_tokens, policy_room, context_room, request.max_tokens or limits.max_turn_tokens)
+        self.decoder.begin_turn(sample.sequence, request.stop, room)

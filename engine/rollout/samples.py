@@ -1,13 +1,12 @@
-"""What a rollout keeps of each sample while it runs: records without decisions, which are rollout.py's."""
+"""What a rollout keeps of each sample while it runs: records without decisions, which are rollout.py's; and how a
+sample comes by its seed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
-import torch
-
+from thresher.engine.decoding.sequences import TokenSequence
 from thresher.engine.episode import Episode, Reprefill
-from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.rollout.kv_cache import BlockTable
+from thresher.engine.protocol.trajectory import Trajectory
 from thresher.retrieval.questions import Question
 
 
@@ -21,30 +20,20 @@ class Job:
     seed: int
 
 
+def seed_of(*parts: object) -> int:
+    """63 bits that depend on all parts, the same on every machine."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
 @dataclass(slots=True)
 class Sample:
-    """A running sample."""
+    """A sample that is under way. Its sequence is what the decoder knows of it."""
 
     job: Job
     episode: Episode
     trajectory: Trajectory
-    table: BlockTable
-    pending: list[int] = field(default_factory=list)  # known tokens that are not in the cache yet
-    turn: Segment | None = None  # the turn being written
-    stop: tuple[str, ...] = ()
-    matcher_state: int = 0
+    sequence: TokenSequence
     policy_tokens: int = 0
-    length: int = 0
-    hidden_H: torch.Tensor | None = None  # of the last token, once nothing is pending
+    max_tokens: int | None = None  # of the turn, where its episode says so
     forks: dict[str, tuple[Reprefill, list[int]]] = field(default_factory=dict)  # branches, with their contexts
-
-
-@dataclass(slots=True)
-class PrefillGroup:
-    """What the samples of one question share: the prompt, its blocks, and the hidden state of its last token."""
-
-    ids: list[int]
-    jobs: list[Job]
-    begin: Callable[[Job], Episode]  # a sample's episode, whose first request is the prompt
-    table: BlockTable = field(default_factory=BlockTable)
-    hidden_H: torch.Tensor | None = None
+    counts: bool = True  # as a trajectory, for whoever watches; a branch does not

@@ -46,21 +46,26 @@ class Scored:
         """All that `thresher score` needs to find the same reward again, and the exact ids."""
         record = {
             **self.trajectory.to_dict(tokenizer),
-            "question": self.question.question,
-            "golden_answers": list(self.question.golds),
+            **asked_record(self.question),
             "reward": self.result.reward,
             "parts": self.result.parts,
             "answer": self.result.answer,
         }
-        if self.question.passages:
-            record["passages"] = [{"title": passage.title, "text": passage.text} for passage in self.question.passages]
-        if self.question.gold_indices is not None:
-            record["gold_indices"] = list(self.question.gold_indices)
         if self.attempt.entailment is not None:
             record["entailment"] = self.attempt.entailment
         if self.attempt.verdict is not None:
             record["verdict"] = self.attempt.verdict
         return record
+
+
+def asked_record(question: Question) -> dict[str, Any]:
+    """What `thresher score` needs to know of a trajectory's question; its id is the trajectory's."""
+    record: dict[str, Any] = {"question": question.question, "golden_answers": list(question.golds)}
+    if question.passages:
+        record["passages"] = [{"title": passage.title, "text": passage.text} for passage in question.passages]
+    if question.gold_indices is not None:
+        record["gold_indices"] = list(question.gold_indices)
+    return record
 
 
 def score(
@@ -116,9 +121,14 @@ def ask_judges(attempts: Sequence[Attempt], system: System, judges: Judges) -> l
 
 
 def check_all(scored: Sequence[Scored], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
-    """Hold every trajectory and branch to its invariants: a violation is our fault, and going on would hide it."""
+    """`check_whole` of all of them."""
     for entry in scored:
-        for name, one in (("", entry.trajectory), *entry.trajectory.branches.items()):
-            if wrong := check_trajectory(one, tokenizer, tags, max_context):
-                what = f"branch {name} of the trajectory" if name else "trajectory"
-                raise RuntimeError(f"the {what} of question {entry.question.id} is broken: {'; '.join(wrong)}")
+        check_whole(entry.trajectory, tokenizer, tags, max_context)
+
+
+def check_whole(trajectory: Trajectory, tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
+    """Hold a trajectory and its branches to their invariants: a violation is our fault, and going on would hide it."""
+    for name, one in (("", trajectory), *trajectory.branches.items()):
+        if wrong := check_trajectory(one, tokenizer, tags, max_context):
+            what = f"branch {name} of the trajectory" if name else "trajectory"
+            raise RuntimeError(f"the {what} of question {trajectory.question_id} is broken: {'; '.join(wrong)}")

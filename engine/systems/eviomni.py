@@ -2,7 +2,7 @@
 
     prompt(q, P)  ->  <reason>r</reason> <extract>e</extract>  ->  <answer>o_f</answer>         (the trained trajectory)
 
-    o_r ~ M(q, P, r)     e hidden            each of these contexts is prefilled from scratch, without what is hidden,
+    o_r ~ M(q, P, r)     e hidden            each of these contexts is put together anew, without what is hidden,
     o_e ~ M(q, e)        P and r hidden      and ends in an <answer> of ours: after </reason> the model would go on to
                                              extract [assumed]; o_f writes its own. They are rewarded and not trained.
 

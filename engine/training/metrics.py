@@ -80,6 +80,7 @@ def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     return {
         "rollout_seconds": clock["total"],
         "search_share": clock["search"] / clock.pop("total"),  # of the rollout's time, in which decoding waited
+        "forward_host_seconds": clock["host"] / max(clock["forwards"], 1),  # of Python around one forward
         **{f"{name}_seconds": clock.pop(name) for name in ("decode", "prefill", "search", "host")},
         **clock,
     }

@@ -29,14 +29,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import blake2b
 from random import Random
 from time import perf_counter
 
 from thresher.engine.assemble import Parts
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.training.update import Updater, UpdateStats, advantages, make_items
 from thresher.retrieval.questions import Question
@@ -104,11 +103,6 @@ class GrpoStep:
             shown=shown,
             scoring_seconds=scoring_seconds,
         )
-
-
-def seed_of(*parts: object) -> int:
-    """63 bits that depend on all parts, the same on every machine."""
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:

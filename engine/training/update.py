@@ -24,7 +24,7 @@ from torch import nn
 from thresher.engine.config.recipe import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.attention import Varlen
+from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.objective import kl_coefficient
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages

@@ -41,6 +41,8 @@ class RemoteRetriever(Retriever):
     a sentence when the waiting begins and when it ends. UserError for a `url` that is none.
     """
 
+    elsewhere = True
+
     def __init__(
         self,
         url: str,

@@ -17,8 +17,9 @@ from batch_invariance import NOT_INVARIANT
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKED = [
-    "tests/kernels/test_attention.py",
+    "tests/kernels/test_paged_attention.py",
     "tests/kernels/test_logprob.py",
+    "tests/kernels/drawing/test_noise.py",
     "tests/policy/test_lora.py",
     "tests/engine/rollout/test_rollout.py",
 ]
@@ -71,8 +72,6 @@ def test_bits_under(settings: dict[str, str], threads: int) -> None:
             "--tb=short",
             "-m",
             "bits",
-            "-k",
-            "not split",
             *MARKED,
         ],
         env={**ours, **settings, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONSAFEPATH": "1"},

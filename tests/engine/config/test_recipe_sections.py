@@ -76,7 +76,14 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         NoneType: lambda value: None,
     }
     choices = {"dtype": "float32", "device": "cpu", "prompt": "raw", "kl_value": "k3", "schedule": "linear"}
-    choices |= {"format": "direct", "answer": "plain", "targets": ("q", "down"), "labels": ("no", "yes")}
+    choices |= {
+        "format": "direct",
+        "answer": "plain",
+        "attention": "separate",
+        "speculate": 4,
+        "targets": ("q", "down"),
+        "labels": ("no", "yes"),
+    }
     seen, skipped = {recipe.digest()}, []
     for name, hint in hints(Recipe).items():
         section = getattr(recipe, name)

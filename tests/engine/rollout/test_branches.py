@@ -10,6 +10,7 @@ import torch
 from batch_invariance import needs_invariant_policy
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_cases import record
 
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import GrpoSection
@@ -107,6 +108,32 @@ def test_a_branch_knows_only_its_context(
         logits_TV = run.policy.logits(ids)[:, : tiny_tokenizer.vocab_size]
         fresh = torch.log_softmax(logits_TV, -1)[rows - 1, ids[rows]]
         torch.testing.assert_close(torch.tensor(one.policy_logprobs()), fresh, rtol=0, atol=1e-5)
+
+
+def test_hidden_tokens_change_no_bit_of_a_branch(
+    tiny_rollout: Make, tiny_policy: Policy, script: Callable[..., None]
+) -> None:
+    """Every token that a branch hides is replaced; blocks that it shares with its trajectory and others stay in use."""
+    needs_invariant_policy(tiny_policy)
+    other = replace(QUESTION, passages=(Passage("c", "C", "Carl was it."), Passage("d", "D", "All of them.")))
+    long = "Bel it is, said all who were there and saw it"
+    cases = {
+        "rationale": (QUESTION, long, ("Bel did.", "Nobody and nothing else")),
+        "evidence": (other, "Somebody else thought of it", ("Bel did.", "Bel did.")),
+    }
+    for name, (question, reason, evidences) in cases.items():
+        found = []
+        for asked, thought, evidence in ((QUESTION, long, evidences[0]), (question, reason, evidences[1])):
+            trunk = [f"<reason>{thought}</reason><extract>{evidence}</extract>", f"<answer>{evidence}</answer>"]
+            script(
+                {seed: list(trunk) for seed in (7, 8)}
+                | {branch_seed(seed, x): ["Bel</answer>"] for x in cases for seed in (7, 8)}
+            )
+            run = tiny_rollout(SYSTEM, max_passage_tokens=200, page_size=16, max_turn_tokens=150, max_context=480)
+            trajectories = run.run([Job(asked, 0, sample, 7 + sample) for sample in range(2)], 1.0)
+            assert run.clock.shared_tokens > 0
+            found.append([record(t.branches[name])[3] for t in trajectories])
+        assert found[0] == found[1], name
 
 
 def test_branches_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy) -> None:

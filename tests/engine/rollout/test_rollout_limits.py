@@ -1,16 +1,16 @@
 """Rollouts of a tiny policy at their limits: what ends one, what is shared, cut, batched and given back, systems that
 break the rules. Where a test needs to know what the policy writes, `script` puts the words in its mouth."""
 
+import threading
 from typing import Any
 
 import pytest
 from batch_invariance import needs_invariant_policy
 from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, system_of
 
+from thresher.engine.decoding import decoder as decoder_module
+from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
-from thresher.engine.rollout import kv_cache as kv_cache_module
-from thresher.engine.rollout import rollout as rollout_module
-from thresher.engine.rollout.kv_cache import BlockPool
 from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.flat import Index
@@ -21,6 +21,8 @@ from thresher.rewards.transcript import Source
 
 class SpyIndex:
     """The index, and every call of it."""
+
+    elsewhere = False
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -97,26 +99,36 @@ def test_a_prompt_that_fills_the_context_is_refused(tiny_rollout: Make, tiny_que
 
 
 def test_siblings_recompute_nothing_of_their_prompt(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    """Nor the prompts of others, where they begin as theirs does."""
+    apart = [Question(f"q{n}", f"{name}'s rival? Who is it?", ("a",)) for n, name in enumerate(("Anna", "Carl", "Eva"))]
     for max_running in (64, 2):
-        run = tiny_rollout(max_turns=1, max_running=max_running)
+        run = tiny_rollout(template="{question}\n", max_turns=1, max_running=max_running)
+        prompts = [len(run.prompt(question)) for question in apart]
+        assert len({run.prompt(question)[0] for question in apart}) == 3
+        run.run(make_jobs(apart, samples=6), 1.0)
+        assert run.clock.prefilled_tokens == sum(prompts)
+        assert run.clock.shared_tokens == 5 * sum(prompts)
+        run = tiny_rollout(max_turns=1, max_running=max_running, page_size=16)
         prompts = [len(run.prompt(question)) for question in tiny_questions[:3]]
         run.run(make_jobs(tiny_questions[:3], samples=6), 1.0)
-        assert run.clock.prefilled_tokens == sum(prompts)
-        assert run.clock.shared_tokens == 6 * sum(prompts)
+        assert run.clock.prefilled_tokens < sum(prompts)
+        assert run.clock.prefilled_tokens + run.clock.shared_tokens == 6 * sum(prompts)
 
 
-@pytest.mark.parametrize("chunk", [3, 16])
+@pytest.mark.parametrize("rows", [3, 16])
 def test_long_inputs_enter_in_chunks(
-    chunk: int, tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
+    rows: int, tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = make_jobs(tiny_questions[:6], samples=2)
-    whole = tiny_rollout().run(jobs, 1.0)
-    monkeypatch.setattr(kv_cache_module, "CHUNK", chunk)
+    in_one = tiny_rollout()
+    whole = in_one.run(jobs, 1.0)
+    monkeypatch.setattr(decoder_module, "FORWARD_ROWS", rows)
     run, single = tiny_rollout(max_running=9), tiny_rollout(max_running=1)
     batch = run.run(jobs, 1.0)
+    assert run.clock.forwards > in_one.clock.forwards
     assert_logprobs_match(run, batch, 1.0, 1e-4)
-    assert [t.ids() for t in batch] == [t.ids() for t in whole]
     needs_invariant_policy(run.policy)
+    assert list(map(record, batch)) == list(map(record, whole))
     for job, together in list(zip(jobs, batch, strict=True))[::3]:
         assert record(single.run([job], 1.0)[0]) == record(together)
 
@@ -129,8 +141,7 @@ def test_all_searches_of_a_step_are_one_call(
     script({seed: list(late if seed % 3 == 0 else early) for seed in range(9)})
     spy = SpyIndex(tiny_index)
     run = tiny_rollout(index=spy)
-    question = tiny_questions[0]
-    trajectories = run.run([Job(question, seed // 3, seed % 3, seed) for seed in range(9)], 1.0)
+    trajectories = run.run([Job(tiny_questions[0], 0, seed, seed) for seed in range(9)], 1.0)
     # Whatever their turn: the first search of some falls on the same step as the second of others.
     assert spy.calls == [["rival"] * 6, ["mayor", "spouse", "spouse"] * 3]
     assert (run.clock.search_calls, run.clock.search_queries) == (2, 15)
@@ -162,23 +173,76 @@ def test_episodes_that_search_before_they_write_share_a_call(
     assert_logprobs_match(run, trajectories, 1.0, 1e-4)
 
 
-def test_pages_come_back_and_results_keep_the_order_of_the_jobs(
-    tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
+class SlowServer(SpyIndex):
+    """Answers only once the others have gone on writing, or not at all."""
+
+    elsewhere = True
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.went_on = threading.Event()
+
+    def search(self, queries: list[str], k: int) -> Any:
+        assert self.went_on.wait(timeout=60), "nobody wrote while the search was out"
+        return super().search(queries, k)
+
+
+def test_others_write_while_a_server_searches(
+    script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools: list[BlockPool] = []
+    def lines() -> dict[int, list[str]]:
+        searching = ["<search>mayor</search>", "<answer>a</answer>"]
+        return {
+            seed: list(searching) if seed < 3 else ["<think>nobody is asked</think><answer>b</answer>"]
+            for seed in range(6)
+        }
 
-    def remembered(*args: int) -> BlockPool:
-        pools.append(BlockPool(*args))
-        return pools[-1]
+    jobs = [Job(tiny_questions[0], 0, seed, seed) for seed in range(6)]
+    script(lines())
+    alone = tiny_rollout(index=SpyIndex(tiny_index)).run(jobs, 1.0)
+    server = SlowServer(tiny_index)
+    run = tiny_rollout(index=server)
+    step = run.decoder.step
 
-    monkeypatch.setattr(rollout_module, "BlockPool", remembered)
+    def counted() -> Any:
+        ended = step()
+        if run.clock.search_calls:
+            server.went_on.set()
+        return ended
+
+    monkeypatch.setattr(run.decoder, "step", counted)
+    script(lines())
+    together = run.run(jobs, 1.0)
+    assert server.calls == [["mayor"] * 3]
+    assert [t.ids() for t in together] == [t.ids() for t in alone]
+    assert [t.searches for t in together] == [t.searches for t in alone]
+    assert_logprobs_match(run, together, 1.0, 1e-4)
+
+
+def test_a_search_that_fails_elsewhere_ends_the_run(
+    script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question]
+) -> None:
+    class Away(SpyIndex):
+        elsewhere = True
+
+        def search(self, queries: list[str], k: int) -> Any:
+            raise UserError("the server is away")
+
+    script({0: ["<search>mayor</search>"]})
+    with pytest.raises(UserError, match="the server is away"):
+        tiny_rollout(index=Away(tiny_index)).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
+
+
+def test_pages_come_back_and_results_keep_the_order_of_the_jobs(
+    tiny_rollout: Make, tiny_questions: list[Question]
+) -> None:
     run, ended = tiny_rollout(max_running=5), []
     jobs = make_jobs(tiny_questions[:7], samples=3)[::-1]
     trajectories = run.run(jobs, 1.0, ended.append)
     assert [(t.question_id, t.sample) for t in trajectories] == [(job.question.id, job.sample) for job in jobs]
     assert sum(ended) == len(jobs) and min(ended) >= 1
-    (pool,) = pools
-    assert pool.free == pool.num_blocks - 1 == 5 * (23 + 1)
+    pool = run.decoder.pool
+    assert pool.free == pool.num_blocks - 1 == 5 * 6 and not pool.owners_P.any()
     assert run.clock.sampled_tokens == sum(t.count(Source.POLICY) for t in trajectories)
     assert run.run([], 1.0) == [] and run.clock.forwards == 0
 
@@ -235,9 +299,10 @@ def test_requests_out_of_place_are_our_fault(tiny_rollout: Make, tiny_questions:
 
 
 def test_limits_of_the_cache(tiny_rollout: Make) -> None:
-    with pytest.raises(UserError, match=r"rollout\.page_size is 24; expected a divisor of 64"):
+    with pytest.raises(UserError, match=r"rollout\.page_size is 24; expected a multiple of 16"):
         tiny_rollout(page_size=24)
     run = tiny_rollout(max_context=100, max_running=3, page_size=16)
-    needed = run.cache.bytes_needed(run.policy.config, run.num_blocks, 16, 4)
-    assert run.num_blocks == 1 + 3 * (7 + 1)
-    assert needed == run.cache.k_LKPSD.nbytes + run.cache.v_LKPSD.nbytes
+    blocks, cache = run.decoder.num_blocks, run.decoder.cache
+    assert blocks == run.blocks_for(run.limits) == 1 + 3 * 7
+    needed = PagedKV.bytes_needed(run.policy.config, blocks, 16, 4)
+    assert needed == cache.k_LPKDS.nbytes + cache.v_LPKSD.nbytes

@@ -14,8 +14,9 @@ from train_cases import (
 
 from thresher.engine.assemble import load_questions
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.rollout.samples import seed_of
 from thresher.engine.systems import load_system
-from thresher.engine.training.step import questions_of_step, seed_of
+from thresher.engine.training.step import questions_of_step
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError

@@ -97,6 +97,10 @@ class TagMatcher:
         tag, end = self._hits[code - 1]
         return Hit(self.tags[tag], self._tokenizer.token_bytes(int(token_id))[end:])
 
+    def tables(self) -> tuple[Ints, Ints, Ints]:
+        """(column of each token [V], next state [A, C], hit code [A, C]), for a caller that looks up many at once."""
+        return self._column_V, self._next_AC, self._code_AC
+
     @property
     def nbytes(self) -> int:
         """Memory of the tables, in bytes."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.rollout.stop_tags import Hit, TagMatcher
+from thresher.engine.decoding.stop_tags import Hit, TagMatcher
 from thresher.rewards import UserError, tag_strings
 
 

@@ -1,0 +1,88 @@
+"""What both sides of `thresher bench rollout` start from: one model, and texts of exactly the lengths of the shape.
+
+Texts are words of an invented world's facts, and full stops at the end that fill them up to their length. The
+vocabulary is trained on the same facts, so that it has exactly as many tokens as the model has columns: both sides
+then draw from the same distribution. Nothing here knows which side runs.
+
+Deliberately absent: an end of text in the model's config, so that every sample has its full length.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+
+from thresher.bench.rollout.shapes import RolloutShape
+from thresher.engine.synthetic.random_model import END_OF_TEXT
+from thresher.engine.synthetic.world import Size, invent, passages
+from thresher.policy.config import config_from_dict
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer, train_bpe
+
+CONTEXT, ROPE_THETA = 4096, 10_000.0
+WORLD = Size(warmup_worlds=0, people=800, places=600, works=800, pieces=400)  # enough words for every vocabulary
+FILL = "."
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSetting:
+    """The model, and for every question its text, that of its passages, and one to append behind each turn but the
+    last."""
+
+    shape: RolloutShape
+    tokenizer: Tokenizer
+    policy: Policy
+    questions: list[str]
+    passages: list[str]
+    appended: list[list[str]]
+
+    def question_ids(self) -> list[list[int]]:
+        return [self.tokenizer.encode(text) for text in self.questions]
+
+    def prompts(self) -> list[list[int]]:
+        """Question and passages, as ids."""
+        encode = self.tokenizer.encode
+        return [encode(text) + encode(given) for text, given in zip(self.questions, self.passages, strict=True)]
+
+
+def make_rollout_setting(shape: RolloutShape) -> RolloutSetting:
+    """A function of the shape, its seed included."""
+    world = invent(WORLD, shape.seed).train
+    facts = [passage.text for passage in passages([world], shape.seed)]
+    vocab = shape.sizes.vocab_size
+    tokenizer = train_bpe(facts, vocab, [END_OF_TEXT])
+    if tokenizer.vocab_size != vocab:
+        raise RuntimeError(f"the invented text gives {tokenizer.vocab_size} tokens, not {vocab}")
+    config = json.loads((files("thresher.recipes") / "demo" / "config.json").read_text(encoding="utf-8"))
+    config |= asdict(shape.sizes) | {"max_position_embeddings": CONTEXT, "rope_theta": ROPE_THETA}
+    policy = init_policy(config_from_dict(config, "the bench's config").replace(eos_token_ids=()), shape.seed)
+    rng = random.Random(shape.seed)
+
+    def text(tokens: int) -> str:
+        some = rng.sample(facts, 1 + tokens // 4)
+        return _text_of(tokens, " ".join(some).split(), tokenizer)
+
+    return RolloutSetting(
+        shape,
+        tokenizer,
+        policy.requires_grad_(False),
+        [text(shape.question) for _ in range(shape.questions)],
+        [text(shape.passages) for _ in range(shape.questions)],
+        [[text(shape.appended) for _ in shape.turns[1:]] for _ in range(shape.questions)],
+    )
+
+
+def _text_of(tokens: int, words: Sequence[str], tokenizer: Tokenizer) -> str:
+    """The first of the words, as many as fit, and what fills them up to exactly `tokens`."""
+    text, rest = "", tokens
+    for word in words:
+        longer = f"{text} {word}".strip()
+        left = tokens - len(tokenizer.encode(longer))
+        if left < 0:
+            break
+        text, rest = longer, left
+    text += FILL * rest
+    if len(tokenizer.encode(text)) != tokens:
+        raise RuntimeError(f"a text of {tokens} tokens could not be made")
+    return text

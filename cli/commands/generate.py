@@ -1,0 +1,156 @@
+"""`thresher generate`: one look at a model: a prompt, and what it writes. The work is engine/decoding's.
+
+    thresher generate --model FOLDER --prompt "Question: " --stop "</answer>"
+
+One sample is shown while it is drawn; several, or the JSON of any number, when all have ended.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thresher.cli import flags
+from thresher.rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from thresher.engine.decoding.generator import GenerateRequest, GenerateResult, Generator
+    from thresher.policy.tokenizer import Tokenizer
+
+HELP = "one look at a model: what it writes after a prompt"
+PLACE = 32
+
+ENDS = {"eos": "end of text", "length": "--max-new-tokens", "context": "the model's context is full"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="model folder")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="plain text: no control token can come of it")
+    what.add_argument("--prompt-file", metavar="F", help="the same from a file, every byte of it")
+    add("--chat", action="store_true", help="a user's message, through the model's chat template")
+    add("--max-new-tokens", type=flags.count, default=256, metavar="N", help="default 256")
+    add("--stop", type=stop, nargs="+", action="extend", default=[], metavar="S", help="strings that end a sample")
+    add("--temperature", type=flags.temperature, default=1.0, help="0 is greedy; default 1")
+    add("--top-k", type=flags.natural, default=0, metavar="K", help="the K likeliest tokens; default 0: all")
+    add("--top-p", type=top_p, default=1.0, metavar="P", help="the likeliest up to a mass of P; default 1: all")
+    add("--min-p", type=flags.share, default=0.0, metavar="P", help="those of P times the likeliest's, at least")
+    add("--n", type=flags.count, default=1, help="samples; default 1, shown while it is drawn")
+    add("--seed", type=flags.seed, default=0)
+    add("--json", action="store_true", help="one object, with token ids and log-probs, in the place of text")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+
+
+def stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a string that is not empty")
+    text.encode("utf-8")  # argparse says what a ValueError means
+    return text
+
+
+top_p = flags.checked(float, "a number above 0, up to 1", lambda value: 0 < value <= 1)
+
+
+def run(options: argparse.Namespace) -> None:
+    where, text = _prompt(options)
+    generator = _load(options)
+    request = _request(options, _prompt_ids(options, text, generator.tokenizer))
+    try:
+        if options.n == 1 and not options.json:
+            _show_stream(generator, request)
+            return
+        (samples,) = generator.generate([request])
+    except UserError as error:
+        raise UserError(str(error).replace("request 0: its prompt", f"{where}: the prompt")) from None
+    if options.json:
+        print(json.dumps({"prompt_ids": request.prompt_ids, "samples": [_record(sample) for sample in samples]}))
+        return
+    for number, sample in enumerate(samples, 1):
+        end = f"at {sample.stop}" if sample.stop is not None else ENDS[sample.finish]
+        print(f"--- {number} of {options.n}: {len(sample.token_ids)} tokens, ended: {end}")
+        print(sample.text)
+
+
+def _prompt(options: argparse.Namespace) -> tuple[str, str]:
+    """The flag that gave the text, and the text."""
+    where, text = "--prompt", options.prompt
+    if text is None:
+        from thresher.policy.files import read_bytes
+
+        where = f"--prompt-file {options.prompt_file}"
+        try:
+            text = read_bytes(Path(options.prompt_file)).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not valid UTF-8 at byte {error.start}; convert the file") from None
+    if not text:
+        raise UserError(f"{where}: the prompt is empty; give the text that the model is to go on from")
+    return where, text
+
+
+def _load(options: argparse.Namespace) -> "Generator":
+    import torch
+
+    from thresher.engine.assemble import DTYPES, check_fit
+    from thresher.engine.decoding.generator import Generator
+    from thresher.policy.model import load_policy
+    from thresher.policy.tokenizer import load_tokenizer
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda, but torch sees no CUDA device; leave it out")
+    tokenizer = load_tokenizer(options.model)
+    policy = load_policy(options.model, DTYPES[options.dtype], options.device)
+    check_fit(policy, tokenizer, options.model)
+    return Generator(policy, tokenizer, max_running=min(options.n, 256))
+
+
+def _prompt_ids(options: argparse.Namespace, text: str, tokenizer: "Tokenizer") -> list[int]:
+    if not options.chat:
+        return tokenizer.encode(text)
+    if tokenizer.chat_template is None:
+        raise UserError(f"{options.model}: the model has no chat template; leave out --chat")
+    from thresher.engine.episode import Prompt
+    from thresher.engine.protocol.render import Renderer
+
+    # As a chat prompt of a system: the template may emit control tokens, the message may not.
+    renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=True, max_passage_tokens=0, passage_format="{text}")
+    return renderer.prompt(Prompt("{question}", text))
+
+
+def _request(options: argparse.Namespace, prompt_ids: list[int]) -> "GenerateRequest":
+    from thresher.engine.decoding.generator import GenerateRequest
+
+    return GenerateRequest(
+        prompt_ids=prompt_ids,
+        max_new_tokens=options.max_new_tokens,
+        stop=tuple(dict.fromkeys(options.stop)),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        n=options.n,
+        seed=options.seed,
+    )
+
+
+def _show_stream(generator: "Generator", request: "GenerateRequest") -> None:
+    from thresher.engine.decoding.text_stream import stream_text
+
+    last = "\n"
+    for last in stream_text(generator, request):
+        print(last, end="", flush=True)
+    if not last.endswith("\n"):
+        print()
+
+
+def _record(sample: "GenerateResult") -> dict[str, object]:
+    return {
+        "token_ids": sample.token_ids,
+        "logprobs": sample.logprobs,
+        "text": sample.text,
+        "finish": sample.finish,
+        "stop": sample.stop,
+        "trailing": sample.trailing.decode("utf-8", "replace"),
+        "prefill_tokens_computed": sample.prefill_tokens_computed,
+    }

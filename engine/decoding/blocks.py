@@ -1,0 +1,196 @@
+"""Blocks of the KV cache: who owns which, and which tokens' keys and values lie in them. No tensors.
+
+A sequence owns a list of blocks, each of `page_size` slots; several may own the same one. What lies in a block is
+decided by the tokens from the sequence's start to the block's last slot, and it is remembered in a tree of token pages,
+so that a sequence that begins as another did takes that one's blocks instead of computing them: the samples of one
+prompt, a branch that starts as its trajectory did, the same template before another question, a sequence that had to
+give its blocks up and comes back. (SGLang's RadixAttention, Zheng et al. 2024, keeps such a tree.)
+
+A block is written only by the sequence that took it, and only behind what is remembered of it. A shared block is full;
+of one that agrees in its first slots alone the newcomer gets a copy, into a block of its own.
+
+Blocks without an owner keep their content until somebody needs the room: the one that was given up first goes first.
+
+Invariant, after every operation: free + idle + owned = num_blocks - 1, and no count of owners is negative. Block 0
+belongs to nobody: rows that pad a batch are written there.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """A node of the tree: the tokens of one block, which follow those of its parents. Only a full page has children.
+
+    ready: whether keys and values of all its tokens lie in the block, or are yet to be computed by who took it.
+    """
+
+    block: int
+    tokens: list[int]
+    parent: "Page | None"
+    ready: bool = True
+    children: dict[int, list["Page"]] = field(default_factory=dict)  # by their first token
+
+
+@dataclass(slots=True)
+class Prefix:
+    """What the tree has of a sequence's beginning.
+
+    blocks: full ones, to be shared. tail: a block of which the next `tail_tokens` slots fit, to be copied; or None.
+    last: the page of the last of `blocks`. wait: somebody is about to compute more of it.
+    """
+
+    blocks: list[int]
+    last: Page
+    tail: int | None = None
+    tail_tokens: int = 0
+    wait: bool = False
+
+
+class BlockPool:
+    """A fixed number of blocks, handed out and taken back. Which block is handed out changes no result."""
+
+    def __init__(self, num_blocks: int, page_size: int) -> None:
+        if num_blocks < 2 or page_size < 1:
+            raise ValueError(f"a pool needs at least 2 blocks of at least 1 slot, got {num_blocks} of {page_size}")
+        self.page_size = page_size
+        self.num_blocks = num_blocks
+        self.owners_P = np.zeros(num_blocks, np.int64)
+        self.root = Page(0, [], None)
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, owned by nobody; the next to go first
+        self._pages: dict[int, Page] = {}  # block -> its page
+
+    @property
+    def free(self) -> int:
+        """Blocks that `take` could hand out."""
+        return len(self._free) + len(self._idle)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def take(self, count: int) -> Ints:
+        """New blocks with one owner each. RuntimeError if there are not so many."""
+        if count > self.free:
+            raise RuntimeError(f"{count} blocks asked of a pool that has {self.free}: the scheduler should have waited")
+        while len(self._free) < count:
+            self._forget(self._pages[next(iter(self._idle))])
+        taken = np.array(self._free[len(self._free) - count :], np.int64)
+        del self._free[len(self._free) - count :]
+        self.owners_P[taken] = 1
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One owner more for each."""
+        for block in blocks:
+            self._idle.pop(block, None)
+        self.owners_P[blocks] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One owner less for each; the last of a sequence's blocks are the first to be taken by somebody else."""
+        for block in reversed(blocks):
+            self.owners_P[block] -= 1
+            if self.owners_P[block] == 0:
+                if block in self._pages:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def match(self, ids: Sequence[int], most: int) -> Prefix:
+        """The longest known beginning of `ids`, of at most `most` tokens. Owners are not counted; see `share`."""
+        found = Prefix([], self.root)
+        at = 0
+        while at < most:
+            want = list(ids[at : min(at + self.page_size, most)])
+            best, agreed = None, 0
+            for page in found.last.children.get(want[0], ()):
+                same = _agreement(page.tokens, want)
+                # Of two that agree equally long the one that is ready.
+                if same > agreed or (same == agreed and best is not None and page.ready and not best.ready):
+                    best, agreed = page, same
+            if best is None:
+                break
+            whole = agreed == len(want)
+            if not best.ready:
+                found.wait = whole
+                break
+            if agreed < self.page_size:
+                found.tail, found.tail_tokens = best.block, agreed
+                break
+            found.blocks.append(best.block)
+            found.last = best
+            at += agreed
+        return found
+
+    def remember(self, ids: Sequence[int], blocks: Sequence[int], after: Page, start: int, ready: bool) -> list[Page]:
+        """Put ids[start:] into the tree, behind `after`, the page of all before; blocks: the sequence's, all of them.
+
+        Returns the pages that the rest now lies on, in order. A page that is known from another block stays that one's.
+        """
+        path = []
+        for at in range(start, len(ids), self.page_size):
+            tokens, block = list(ids[at : at + self.page_size]), blocks[at // self.page_size]
+            page = self._child(after, tokens, block)
+            if page is None:
+                page = Page(block, tokens, after, ready)
+                after.children.setdefault(tokens[0], []).append(page)
+                self._pages[block] = page
+            elif page.block == block and len(tokens) > len(page.tokens):
+                page.tokens = tokens
+            path.append(page)
+            after = page
+        return path
+
+    def forget_unready(self, pages: Sequence[Page]) -> None:
+        """Who was to compute these will not."""
+        for page in pages:
+            if self._pages.get(page.block) is page and not page.ready:
+                self._forget(page)
+
+    def knows(self, page: Page) -> bool:
+        return page is self.root or self._pages.get(page.block) is page
+
+    def _child(self, after: Page, tokens: list[int], block: int) -> Page | None:
+        own = self._pages.get(block)
+        if own is not None and own.parent is after:
+            return own
+        if own is not None:
+            self._forget(own)
+        same = (page for page in after.children.get(tokens[0], ()) if page.tokens[: len(tokens)] == tokens)
+        return next(same, None)
+
+    def _forget(self, page: Page) -> None:
+        """Take a page and all behind it out of the tree; their blocks are free unless they are owned."""
+        siblings = page.parent.children[page.tokens[0]] if page.parent is not None else []
+        siblings.remove(page)
+        if not siblings and page.parent is not None:
+            del page.parent.children[page.tokens[0]]
+        for gone in _subtree(page):
+            del self._pages[gone.block]
+            if gone.block in self._idle:
+                del self._idle[gone.block]
+                self._free.append(gone.block)
+
+
+def _subtree(page: Page) -> Iterator[Page]:
+    stack = [page]
+    while stack:
+        page = stack.pop()
+        yield page
+        for children in page.children.values():
+            stack.extend(children)
+
+
+def _agreement(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for at, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return at
+    return min(len(a), len(b))

@@ -1,0 +1,407 @@
+"""Decoding: many sequences at once, one forward at a time (continuous batching). It knows tokens, no episodes.
+
+A step feeds every running sequence what it has not yet seen, the token that it drew a moment ago, or as much of a
+prompt or of appended text as the step has rows for, all in one forward. Then every sequence that is writing and has
+been fed whole draws a token. Who asked for a turn hears of it when it has ended.
+
+    begin_turn(sequence, stop, room)    a new sequence, or one between two turns
+    step() -> the sequences whose turn has ended
+    append(sequence, ids)               text that it did not write, between two turns
+    release(sequence)                   it is over
+
+All that a step reads and writes lies in arrays (lanes.py); between the ends of turns there is no loop over sequences,
+and one small tensor is read back: who has ended.
+
+What makes a sequence independent of the others: its noise is a function of its own seed and position; a row of the
+forward is batch-invariant, whether it was decoded or prefilled (CPU, float32; kernels/attention/paged.py); so neither
+chunks of prefill, nor shared or recomputed keys, nor who else runs can be told from its tokens and log-probs.
+
+Axes: T rows of a step, N sequences that draw, L tokens of a sequence, H hidden, V vocabulary.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from thresher.engine.decoding.blocks import BlockPool
+from thresher.engine.decoding.drafts import Drafter, Drafts, Speculate
+from thresher.engine.decoding.kv_cache import PagedKV, PagedStep
+from thresher.engine.decoding.lanes import Lanes, StopBank
+from thresher.engine.decoding.scheduler import Scheduler
+from thresher.engine.decoding.sequences import TokenSequence
+from thresher.engine.decoding.verify import keep_drawn, rows_of
+from thresher.kernels import sampling
+from thresher.kernels.attention.paged import Ints, Pieces, places
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.rewards.errors import UserError
+
+FORWARD_ROWS = 2048  # of one forward: those that decode, and as many of prompts as fit beside them
+
+
+@dataclass(slots=True)
+class DecodeClock:
+    """Where the time of decoding went, in seconds, and how much was done.
+
+    host: in Python around the forwards and draws. prefilled_tokens: rows of prompts and of appended text, those
+    computed a second time included; shared_tokens: those that another sequence had computed.
+    """
+
+    decode: float = 0.0
+    prefill: float = 0.0
+    host: float = 0.0
+    total: float = 0.0
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    shared_tokens: int = 0
+    forwards: int = 0
+    forward_rows: int = 0
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Decoder:
+    """Reusable: the cache's memory is kept, its contents are not (`begin`).
+
+    max_running: sequences at once. num_blocks: of the cache, block 0 included. reuse: whether what one sequence
+    computed may serve another (off: the oracle, everything is computed afresh). shared_attention: whether rows of
+    several sequences share the products of keys that they share. Neither changes a result.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        *,
+        num_blocks: int,
+        page_size: int,
+        max_running: int,
+        reuse: bool = True,
+        shared_attention: bool = True,
+        speculate: Speculate = 0,
+    ) -> None:
+        self.policy, self.tokenizer = policy, tokenizer
+        self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
+        self.reuse, self.shared_attention = reuse, shared_attention
+        # Look-ups read the lanes' ids, which the host has only where it is the device.
+        self.speculate: Speculate = speculate if policy.device.type == "cpu" else 0
+        self.drafter: Drafter | None = None
+        self.cache = PagedKV(policy.config, num_blocks, page_size, policy.dtype, policy.device)
+        self.stops = StopBank(tokenizer, policy.config.eos_token_ids, policy.device)
+        self.begin(self.page_size, DecodeClock())
+
+    def begin(self, longest: int, clock: DecodeClock) -> None:
+        """Start over, with nothing cached, for sequences of at most `longest` tokens. UserError if one does not fit."""
+        pool = BlockPool(self.num_blocks, self.page_size)
+        if pool.blocks_for(longest) > pool.free:
+            raise UserError(
+                f"the KV cache of {pool.free * self.page_size} tokens is too small for a sequence of {longest}; raise "
+                "kv_tokens or lower the longest context"
+            )
+        self.clock, self.pool = clock, pool
+        self.scheduler = Scheduler(pool, self.max_running, self.reuse)
+        self.lanes = Lanes(self.max_running, longest, pool.blocks_for(longest), self.policy.device)
+        if self.speculate:
+            counts = None if self.drafter is None else self.drafter.counts
+            self.drafter = Drafter(self.speculate, self.max_running, longest, counts)
+        self._drafts: Drafts | None = None  # of this step
+        self._of_lane: dict[int, TokenSequence] = {}
+        self._lanes_N: Ints | None = None  # of the running sequences, by age; None: they changed
+        self._prefilling: list[TokenSequence] = []
+        self._born: list[TokenSequence] = []  # nothing is to be fed: they draw from their prompt's hidden state
+        self._busy = 0.0
+        self._drawn: tuple[Ints, Ints] | None = None  # by the last step: lanes, and how many tokens each
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is writing."""
+        return not self.scheduler.waiting and not self.lanes.room_B.any()
+
+    # --- What the caller asks
+
+    def begin_turn(self, sequence: TokenSequence, stop: tuple[str, ...], room: int) -> None:
+        """Let it write up to a stop, the end of text, or `room` tokens (at least one), as soon as it may run."""
+        sequence.stop, sequence.room, sequence.writing = stop, room, True
+        sequence.turn_start, sequence.logprobs = len(sequence.ids), []
+        sequence.stop_state = self.stops.start(stop)
+        if sequence.lane >= 0:
+            self.lanes.begin_turn(sequence)
+        else:
+            self.scheduler.submit(sequence)
+
+    def append(self, sequence: TokenSequence, ids: Sequence[int]) -> None:
+        """Text that it did not write, between two turns."""
+        sequence.ids.extend(ids)
+        if sequence.lane >= 0:
+            if sequence not in self._prefilling:
+                self._prefilling.append(sequence)
+                # The token that ended the turn is fed with the text, and was drawn.
+                sequence.prefilled -= int(self.lanes.known_B[sequence.lane] > self.lanes.cached_B[sequence.lane])
+            self.lanes.append(sequence.lane, ids)
+
+    def release(self, sequence: TokenSequence, keep: bool = False) -> None:
+        """It is over, and its blocks go back; keep: others will soon begin as it did, and shall find them."""
+        if sequence.lane >= 0:
+            self.scheduler.running.remove(sequence)
+            self._leave(sequence, keep)
+        elif sequence in self.scheduler.waiting:
+            self.scheduler.waiting.remove(sequence)
+
+    def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
+        """What the last step drew, before anything was released."""
+        if self._drawn is None:
+            return []
+        return [
+            (self._of_lane[lane], self.lanes.newest(lane, taken))
+            for lane, taken in zip(*(x.tolist() for x in self._drawn), strict=True)
+        ]
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenSequence]:
+        """One forward and one draw; the sequences whose turn has ended, the oldest first."""
+        started, self._busy = time.perf_counter(), 0.0
+        self._admit()
+        self._draft()
+        runs = self._make_room()
+        hidden_TH = self._forward(runs)
+        self._note_prefilled(runs, hidden_TH)
+        ended = self._draw(runs, hidden_TH)
+        self.clock.host += time.perf_counter() - started - self._busy
+        return ended
+
+    # --- Who runs
+
+    def _admit(self) -> None:
+        for sequence, prefix, count in self.scheduler.admit():
+            self.pool.share(prefix.blocks)
+            blocks = [*prefix.blocks, *self.pool.take(count).tolist()]
+            cached = len(prefix.blocks) * self.page_size + prefix.tail_tokens
+            if prefix.tail is not None:
+                self.cache.copy([(prefix.tail, blocks[len(prefix.blocks)])])
+            lane = self.lanes.open(sequence, cached, blocks)
+            if self.drafter is not None:
+                self.drafter.open(lane, sequence.reference)
+            self._of_lane[lane], self._lanes_N = sequence, None
+            if not sequence.begun:
+                sequence.begun = True
+                sequence.prompt.waiting -= 1
+                self.clock.shared_tokens += cached
+            if cached == len(sequence.ids):
+                self._born.append(sequence)
+            else:
+                self._prefilling.append(sequence)
+                sequence.prompt.filling = self.reuse and len(sequence.ids) == len(sequence.prompt.ids)
+            sequence.page, sequence.noted = prefix.last, len(prefix.blocks) * self.page_size
+            if self.reuse:
+                self._remember(sequence, sequence.ids, blocks, ready=False)
+
+    def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
+        """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
+        if sequence.page is None or not self.pool.knows(sequence.page):
+            sequence.page, sequence.noted = self.pool.root, 0
+        path = self.pool.remember(ids, blocks, sequence.page, sequence.noted, ready)
+        for number, page in enumerate(path):
+            end = min(sequence.noted + (number + 1) * self.page_size, len(ids))
+            if not page.ready and page.block == blocks[(end - 1) // self.page_size]:
+                sequence.unready.append((page, end))
+        full = len(ids) // self.page_size * self.page_size
+        if full > sequence.noted:
+            sequence.page = path[(full - sequence.noted) // self.page_size - 1]
+            sequence.noted = full
+
+    def _leave(self, sequence: TokenSequence, keep: bool) -> None:
+        lane, blocks = sequence.lane, self.lanes.blocks_of(sequence)
+        cached = int(self.lanes.cached_B[lane])
+        self.lanes.close(sequence)
+        if self.reuse:
+            if cached < len(sequence.prompt.ids):
+                sequence.prompt.filling = False
+            self.pool.forget_unready([page for page, _ in sequence.unready])
+            sequence.unready = []
+            if keep:
+                self._remember(sequence, sequence.ids[:cached], blocks, ready=True)
+        self.pool.release(blocks)
+        del self._of_lane[lane]
+        self._lanes_N = None
+        for listed in (self._prefilling, self._born):
+            if sequence in listed:
+                listed.remove(sequence)
+
+    def _make_room(self) -> Pieces:
+        """What each running sequence is fed in this step, with blocks for it; the youngest go while there are none."""
+        while True:
+            runs = self._runs()
+            wanted_N = -(-(runs.start_N + runs.count_N) // self.page_size) - self.lanes.blocks_B[runs.table_N]
+            wanted_N = np.maximum(wanted_N, 0)
+            count = int(wanted_N.sum())
+            if count <= self.pool.free:
+                break
+            if self.lanes.drafted_B.any():
+                self.lanes.drafted_B[:] = 0  # nobody goes for the sake of a guess
+                continue
+            self._leave(self.scheduler.preempt(), keep=True)
+            self.clock.preemptions += 1
+        if count:
+            self.lanes.extend(runs.table_N, wanted_N, self.pool.take(count))
+        return runs
+
+    def _runs(self) -> Pieces:
+        """New rows: first the token of everyone who has one, then prompts and appended text, the oldest first, as far
+        as the forward's rows go."""
+        lane_N = self._lane_order()
+        start_N = self.lanes.cached_B[lane_N]
+        # Who has no turn keeps the last token back: it is drawn from in the step that feeds it.
+        count_N = self.lanes.known_B[lane_N] - start_N - (self.lanes.room_B[lane_N] == 0)
+        order, long = np.argsort(count_N > 1, kind="stable"), int((count_N > 1).sum())
+        count_N += self.lanes.drafted_B[lane_N]
+        lane_N, start_N, count_N = lane_N[order], start_N[order], count_N[order]
+        decoding = int(count_N[: len(order) - long].sum())
+        left_N = max(FORWARD_ROWS, decoding + len(lane_N)) - (np.cumsum(count_N) - count_N)
+        count_N = np.clip(count_N, 0, np.maximum(left_N, 0))
+        some = count_N > 0
+        lane_N, start_N, count_N = lane_N[some], start_N[some], count_N[some]
+        return Pieces(lane_N, start_N, count_N, np.cumsum(count_N) - count_N)
+
+    def _lane_order(self) -> Ints:
+        """The lanes of the running sequences, by age."""
+        if self._lanes_N is None:
+            self._lanes_N = np.array([sequence.lane for sequence in self.scheduler.running], np.int64)
+        return self._lanes_N
+
+    # --- The forward and the draw
+
+    def _forward(self, runs: Pieces) -> torch.Tensor | None:
+        """Hidden states [T, H] of the rows; their keys and values are in the cache then."""
+        rows = int(runs.count_N.sum())
+        if not rows:
+            return None
+        shared_P = self.pool.owners_P > 1 if self.shared_attention else None
+        if shared_P is not None and not shared_P.any():
+            shared_P = None
+        step = PagedStep(self.cache, self.lanes.table_BP, runs, shared_P)
+        started = time.perf_counter()
+        ids_T = self.lanes.tokens_BL[step.lane_T, step.positions_T]
+        hidden_TH = self.policy.hidden(ids_T, step.positions_T, step)
+        self.lanes.cached_B[runs.table_N] += runs.count_N
+        seconds = time.perf_counter() - started
+        self._busy += seconds
+        prefilled = self._count_prefilled(runs)
+        # A forward that decodes and prefills at once is shared out by rows.
+        self.clock.prefill += seconds * prefilled / rows
+        self.clock.decode += seconds * (rows - prefilled) / rows
+        self.clock.prefilled_tokens += prefilled
+        self.clock.forward_rows += rows
+        self.clock.forwards += 1
+        return hidden_TH
+
+    def _count_prefilled(self, runs: Pieces) -> int:
+        if not self._prefilling:
+            return 0
+        count_of = dict(zip(runs.table_N.tolist(), runs.count_N.tolist(), strict=True))
+        for sequence in self._prefilling:
+            sequence.prefilled += count_of.get(sequence.lane, 0)
+        return sum(count_of.get(sequence.lane, 0) for sequence in self._prefilling)
+
+    def _note_prefilled(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> None:
+        """Pages that others waited for; and a prompt that is complete gives its last hidden state to all that share it,
+        who begin in this very step."""
+        complete = False
+        for sequence in self._prefilling:
+            cached = int(self.lanes.cached_B[sequence.lane])
+            while sequence.unready and sequence.unready[0][1] <= cached:
+                sequence.unready.pop(0)[0].ready = True
+            prompt = sequence.prompt
+            if cached >= len(prompt.ids):
+                prompt.filling = False
+            if self.reuse and prompt.waiting and cached == len(sequence.ids) == len(prompt.ids):
+                (run,) = np.flatnonzero(runs.table_N == sequence.lane)
+                assert hidden_TH is not None
+                # A copy: a row of hidden_TH itself would keep all of it alive.
+                prompt.hidden_H = hidden_TH[int(runs.row_N[run] + runs.count_N[run]) - 1].clone()
+                complete = True
+        still = self.lanes.cached_B < self.lanes.known_B
+        self._prefilling = [sequence for sequence in self._prefilling if still[sequence.lane]]
+        if complete:
+            self._admit()
+
+    def _draft(self) -> None:
+        """Guesses at what the lanes that decode write next, where they pay."""
+        self._drafts, lanes = None, self.lanes
+        lanes.drafted_B[:] = 0
+        if self.drafter is None:
+            return
+        lane_N = self._lane_order()
+        lane_N = lane_N[(lanes.known_B[lane_N] == lanes.cached_B[lane_N] + 1) & (lanes.room_B[lane_N] > 1)]
+        if len(lane_N):
+            self._drafts = self.drafter.draft(lanes.host_tokens(), lanes.known_B, lane_N, lanes.room_B[lane_N] - 1)
+            if self._drafts is not None:
+                lanes.put_drafts(lane_N, self._drafts)
+
+    def _draw(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
+        """A token for everyone who is writing and has been fed whole, and one more for every draft that comes true; the
+        sequences whose turn that ended."""
+        lanes = self.lanes
+        lane_N, last_N = runs.table_N, runs.row_N + runs.count_N - 1
+        drafted_N = lanes.drafted_B[lane_N]
+        due_N = (lanes.cached_B[lane_N] == lanes.known_B[lane_N] + drafted_N) & (lanes.room_B[lane_N] > 0)
+        lane_N, last_N, drafted_N = lane_N[due_N], last_N[due_N], drafted_N[due_N]
+        started = time.perf_counter()
+        hidden = []
+        if hidden_TH is not None:
+            row_F = np.repeat(last_N - drafted_N, 1 + drafted_N) + places(1 + drafted_N)
+            hidden.append(hidden_TH.index_select(0, torch.from_numpy(row_F).to(lanes.device)))
+        if self._born:
+            lane_N = np.concatenate([lane_N, [sequence.lane for sequence in self._born]])
+            drafted_N = np.concatenate([drafted_N, np.zeros(len(self._born), np.int64)])
+            hidden.append(torch.stack([one.prompt.hidden_H for one in self._born if one.prompt.hidden_H is not None]))
+            self._born = []
+        self._drawn = None
+        if not len(lane_N):
+            return []
+        code_N, taken_N = self._write(torch.cat(hidden), lane_N, drafted_N)
+        seconds = time.perf_counter() - started
+        self._busy += seconds
+        self.clock.decode += seconds
+        self._drawn = lane_N, taken_N
+        self._count_drawn(lane_N, drafted_N, taken_N)
+        over = (code_N > 0) | (lanes.room_B[lane_N] == 0)
+        ended = [self._end_turn(int(lane), int(code)) for lane, code in zip(lane_N[over], code_N[over], strict=True)]
+        return sorted(ended, key=attrgetter("number"))
+
+    def _write(self, hidden_FH: torch.Tensor, lane_N: Ints, drafted_N: Ints) -> tuple[Ints, Ints]:
+        """Draw at every row, and put what stands into the lanes: per sequence 0 or the code that says why its turn
+        ends, and how many tokens it got. F: rows, 1 + drafts of each sequence, one sequence after the other."""
+        lanes = self.lanes
+        lane_F, position_F = rows_of(lanes, lane_N, drafted_N)
+        logits_FV = sampling.head_logits(hidden_FH, self.policy.head_VH[: self.tokenizer.vocab_size])
+        ids_F, logprobs_F = sampling.sample(logits_FV, lanes.seeds_B[lane_F], position_F, lanes.rules.take(lane_F))
+        return keep_drawn(lanes, self.stops, lane_N, drafted_N, ids_F, logprobs_F)
+
+    def _count_drawn(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
+        lanes = self.lanes
+        lanes.known_B[lane_N] += taken_N
+        lanes.room_B[lane_N] -= taken_N
+        self.clock.sampled_tokens += int(taken_N.sum())
+        if self._drafts is None or self.drafter is None:
+            return
+        lanes.cached_B[lane_N] = lanes.known_B[lane_N] - 1  # rows of drafts that did not come true are written anew
+        lanes.taken_B[lane_N] += taken_N - 1
+        lanes.tried_B[lane_N] += drafted_N
+        self.clock.drafted_tokens += int(drafted_N.sum())
+        self.clock.accepted_tokens += int(taken_N.sum()) - len(taken_N)
+        some = drafted_N > 0
+        self.drafter.note(lane_N[some], drafted_N[some], taken_N[some] - 1)
+
+    def _end_turn(self, lane: int, code: int) -> TokenSequence:
+        sequence = self._of_lane[lane]
+        self.lanes.read_turn(sequence)
+        self.lanes.room_B[lane] = 0
+        sequence.writing = False
+        sequence.hit = self.stops.hit(sequence.stop, code, sequence.ids[-1])
+        sequence.finish = "stop" if sequence.hit else "eos" if code else "length"
+        return sequence

@@ -1,0 +1,154 @@
+"""Drafts: guesses at what a sequence writes next, looked up in what was written before, for all lanes at once.
+
+A token is argmax(z / T + noise(seed, position, token)) and the noise is a function, so a draft is verified by equality:
+one forward feeds the last token and k drafts behind it, a token is drawn at each of these rows, and those stand that
+the sequence would have drawn one by one. Nothing here can change a token or a log-prob; a wrong guess costs its row.
+
+A guess continues the latest place where the sequence's last tokens occurred before: in its reference, which is what was
+written for the same question earlier, or in its own context, since extracts copy passages.
+
+With "auto" a row is spent only where it is likely to be used. A forward of n sequences with drafts takes
+
+    1 + DRAFTING + c(n) x drafts / n        c(n) = ROW_COST + ROW_COST_EACH n
+
+times as long as one without, and with p the share of guesses of a kind that came true so far, the i-th draft of a lane
+is used with chance p^i. So a lane gets as many drafts as have p^i > c(n), and all go unused where together they would
+not make up for the first term. Where that has been so for a while, guesses are looked up only now and then. All from
+counts and stored costs, never from the clock.
+
+Axes: B lanes, L tokens of a sequence, N lanes that decode, K drafts of a lane.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Speculate = Literal["auto"] | int
+
+MOST = 8  # drafts of a lane
+WINDOW = 4096  # tokens of a context that are looked through
+DRAFTING, ROW_COST, ROW_COST_EACH = 0.25, 0.1, 0.0014  # as measured on a CPU (docs/log.md)
+PATIENCE, PAUSE = 4, 16  # after so many steps in which drafts did not pay, look only every so many steps
+# Kinds of a guess: after 4 or 2 equal tokens of the reference, after 3 of the own context.
+REFERENCE_4, REFERENCE_2, OWN_3 = range(3)
+BEGIN = ((9.0, 1.0), (3.0, 1.0), (1.0, 1.0))  # guesses that came true and that did not, to begin with
+
+
+@dataclass(slots=True)
+class Drafts:
+    """ids_NK: the guesses; count_N: how many of them each lane has."""
+
+    ids_NK: Ints
+    count_N: Ints
+
+
+class Drafter:
+    """`speculate`: "auto", or the number of drafts that every lane with a guess gets. counts: what an earlier one
+    learned of its guesses."""
+
+    def __init__(self, speculate: Speculate, lanes: int, length: int, counts: Floats | None) -> None:
+        self.speculate = speculate
+        self.reference_BL = np.full((lanes, length), -1, np.int64)
+        self.reference_B = np.zeros(lanes, np.int64)  # lengths
+        self.kind_B = np.zeros(lanes, np.int64)  # of the last guess
+        self.steps = self.refused = 0
+        self.counts = np.array(BEGIN) if counts is None else counts
+
+    def open(self, lane: int, reference: "Ints | None") -> None:
+        """A new sequence in the lane; reference: ids that it may repeat."""
+        self.reference_B[lane] = 0
+        if reference is not None:
+            ids = reference[: self.reference_BL.shape[1]]
+            self.reference_BL[lane, : len(ids)] = ids
+            self.reference_B[lane] = len(ids)
+
+    def draft(self, tokens_BL: Ints, known_B: Ints, lane_N: Ints, most_N: Ints) -> Drafts | None:
+        """Guesses for lanes that decode, at most `most_N` each; None where nobody has one that pays."""
+        wanted = [self._drafts_wanted(kind, len(lane_N)) for kind in range(3)]
+        self.steps += 1
+        if not max(wanted) or (self.refused > PATIENCE and self.steps % PAUSE):
+            return None
+        known_N = known_B[lane_N]
+        found_N, kind_N = np.full(len(lane_N), -1), np.zeros(len(lane_N), np.int64)
+        from_reference_N = np.zeros(len(lane_N), bool)
+        for kind, tokens in ((REFERENCE_4, 4), (REFERENCE_2, 2), (OWN_3, 3)):
+            left = np.flatnonzero(found_N < 0)
+            if not wanted[kind] or not len(left):
+                continue
+            own = kind == OWN_3
+            lanes = lane_N[left]
+            source, length = (tokens_BL, known_N[left]) if own else (self.reference_BL, self.reference_B[lanes])
+            place = _latest(source, lanes, length, tokens_BL, known_N[left], tokens)
+            found_N[left], kind_N[left] = place, kind
+            from_reference_N[left] = not own
+        return self._read(tokens_BL, known_N, lane_N, most_N, wanted, found_N, kind_N, from_reference_N)
+
+    def note(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
+        """How many of the lanes' guesses came true."""
+        np.add.at(self.counts[:, 0], self.kind_B[lane_N], taken_N)
+        np.add.at(self.counts[:, 1], self.kind_B[lane_N], taken_N < drafted_N)
+
+    def _drafts_wanted(self, kind: int, sequences: int) -> int:
+        if self.speculate != "auto":
+            return min(self.speculate, MOST)
+        return int((self._chances(kind) > ROW_COST + ROW_COST_EACH * sequences).sum())
+
+    def _chances(self, kind: int) -> Floats:
+        """That the 1st, 2nd .. draft is used."""
+        yes, no = self.counts[kind]
+        chances: Floats = (yes / (yes + no)) ** np.arange(1, MOST + 1)
+        return chances
+
+    def _pays(self, count_N: Ints, kind_N: Ints) -> bool:
+        """Whether these drafts are likely to write more than they cost."""
+        if self.speculate != "auto":
+            return True
+        used = np.concatenate([np.zeros((len(BEGIN), 1)), [np.cumsum(self._chances(x)) for x in range(len(BEGIN))]], 1)
+        sequences = len(count_N)
+        cost = DRAFTING + (ROW_COST / sequences + ROW_COST_EACH) * float(count_N.sum())
+        pays = float(used[kind_N, count_N].sum()) > cost * sequences
+        self.refused = 0 if pays else self.refused + 1
+        return pays
+
+    def _read(
+        self,
+        tokens_BL: Ints,
+        known_N: Ints,
+        lane_N: Ints,
+        most_N: Ints,
+        wanted: list[int],
+        found_N: Ints,
+        kind_N: Ints,
+        from_reference_N: npt.NDArray[np.bool_],
+    ) -> Drafts | None:
+        """What stands behind the places that were found."""
+        length_N = np.where(from_reference_N, self.reference_B[lane_N], known_N)
+        count_N = np.minimum(np.array(wanted)[kind_N], np.minimum(length_N - 1 - found_N, most_N))
+        count_N = np.where(found_N < 0, 0, np.maximum(count_N, 0))
+        most = int(count_N.max())
+        if not most or not self._pays(count_N, kind_N):
+            return None
+        at_NK = np.minimum(found_N[:, None] + 1 + np.arange(most), tokens_BL.shape[1] - 1)
+        own_NK, reference_NK = tokens_BL[lane_N[:, None], at_NK], self.reference_BL[lane_N[:, None], at_NK]
+        self.kind_B[lane_N] = kind_N
+        return Drafts(np.where(from_reference_N[:, None], reference_NK, own_NK), count_N)
+
+
+def _latest(source_BL: Ints, lane_N: Ints, length_N: Ints, tokens_BL: Ints, known_N: Ints, tokens: int) -> Ints:
+    """The latest place in each lane's source, one token before its end at most, at which the lane's last `tokens`
+    tokens end; -1 where there is none."""
+    longest = int(length_N.max(initial=0))
+    first = max(longest - WINDOW, 0)
+    if longest - first < tokens + 1 or int(known_N.min()) < tokens:
+        return np.full(len(lane_N), -1)
+    rows = source_BL[lane_N, first:longest]
+    same = np.arange(first + tokens - 1, longest) < length_N[:, None] - 1
+    for back in range(tokens):
+        last_N = tokens_BL[lane_N, known_N - 1 - back]
+        same &= rows[:, tokens - 1 - back : rows.shape[1] - back] == last_N[:, None]
+    place_N = same.shape[1] - 1 - same[:, ::-1].argmax(1)
+    return np.where(same.any(1), place_N + first + tokens - 1, -1)

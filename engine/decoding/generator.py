@@ -1,0 +1,270 @@
+"""The decoder for whoever has prompts and wants text: no recipe, no episode.
+
+    generator = Generator(load_policy(folder), load_tokenizer(folder))
+    (results,) = generator.generate([GenerateRequest(prompt_text="2 + 2 =", n=4)])
+
+Every request is checked before anything runs. A result does not depend on the other requests (decoder.py says where
+that holds to the bit). Keys and values live for one call, so the weights may change between two.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal
+
+import torch
+
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.drafts import MOST, Speculate
+from thresher.engine.decoding.kv_cache import PagedKV
+from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.rewards.errors import UserError
+
+Finish = Literal["stop", "eos", "length", "context"]
+Attention = Literal["auto", "shared", "separate"]
+
+BLOCK = 64  # slots
+CPU_SHARE = 0.5  # of the memory that there is, at most, for keys and values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt, and how `n` samples of it are drawn.
+
+    The prompt is given as ids, as plain text (control tokens in it are spelled out), or as messages for the model's
+    chat template. stop: strings at which a sample ends, found in its bytes however they are cut into tokens.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave nothing out. Sample j's noise is a function of (seed,
+    j).
+    """
+
+    prompt_ids: Sequence[int] | None = None
+    prompt_text: str | None = None
+    prompt_messages: Sequence[Mapping[str, Any]] | None = None
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """One sample.
+
+    token_ids: all that was drawn, the stop's or the end's token included; logprobs: of each, under the distribution
+    that it was drawn from (greedy: at temperature 1). text: what was written, up to the stop's last byte, without the
+    end of text. finish: "stop", "eos", "length" (max_new_tokens) or "context" (the model's, full). stop: the string
+    that ended it; trailing: the bytes that its last token holds behind that. prefill_tokens_computed: tokens that had
+    to be prefilled for it; one that several share counts once, at the first. drafted: guesses of its tokens that were
+    fed; accepted: those that came true.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish: Finish
+    stop: str | None
+    trailing: bytes
+    prefill_tokens_computed: int
+    drafted: int
+    accepted: int
+
+
+class Generator:
+    """Samples of prompts from one policy.
+
+    kv_tokens: keys and values that are held at once; None: as many as a call can use, up to half of the memory. When
+    they are full, the youngest sequences wait. max_running: samples that are decoded at once. attention: "shared"
+    computes what several samples share once, "separate" for each, "auto" chooses. speculate: guesses of a sample that
+    are verified in one forward, 0 to 8; "auto": where they pay (drafts.py). Neither changes a result.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        *,
+        kv_tokens: int | None = None,
+        max_running: int = 256,
+        attention: Attention = "auto",
+        speculate: Speculate = "auto",
+    ) -> None:
+        for name, value in (("kv_tokens", kv_tokens), ("max_running", max_running)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; expected at least 1")
+        if attention not in ("auto", "shared", "separate"):
+            raise UserError(f'attention is {attention!r}; expected "auto", "shared" or "separate"')
+        if speculate != "auto" and (not isinstance(speculate, int) or not 0 <= speculate <= MOST):
+            raise UserError(f'speculate is {speculate!r}; expected "auto" or 0 to {MOST}')
+        self.policy, self.tokenizer, self.speculate = policy, tokenizer, speculate
+        self.kv_tokens, self.max_running, self.attention = kv_tokens, max_running, attention
+        self.context = policy.config.max_position_embeddings
+        self.clock = DecodeClock()
+        self._decoder: Decoder | None = None
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GenerateResult]]:
+        """The samples of every request, in order. UserError, naming the request, before anything runs."""
+        started = time.perf_counter()
+        decoder, samples = self._begin(requests)
+        while not decoder.idle:
+            for sequence in decoder.step():
+                decoder.release(sequence)
+        self.clock.total = time.perf_counter() - started
+        return [
+            [self._result(request, sequence) for sequence in sequences]
+            for request, sequences in zip(requests, samples, strict=True)
+        ]
+
+    def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[tuple[int, int, list[int], bytes]]:
+        """(request, sample, new ids, their bytes), as they are drawn; the end of text has no bytes."""
+        decoder, samples = self._begin(requests)
+        names = {
+            sequence: (number, sample)
+            for number, sequences in enumerate(samples)
+            for sample, sequence in enumerate(sequences)
+        }
+        eos = frozenset(self.policy.config.eos_token_ids)
+        while not decoder.idle:
+            ended = decoder.step()
+            for sequence, ids in decoder.new_ids():
+                yield (*names[sequence], ids, self.tokenizer.decode_bytes(token for token in ids if token not in eos))
+            for sequence in ended:
+                decoder.release(sequence)
+
+    # --- From requests to sequences
+
+    def _begin(self, requests: Sequence[GenerateRequest]) -> tuple[Decoder, list[list[TokenSequence]]]:
+        prompts = [self._prompt(number, request) for number, request in enumerate(requests)]
+        lengths = [
+            min(len(ids) + request.max_new_tokens, self.context)
+            for ids, request in zip(prompts, requests, strict=True)
+            for _ in range(request.n)
+        ]
+        decoder = self._decoder_for(lengths)
+        for number, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
+            longest, held = min(len(ids) + request.max_new_tokens, self.context), (decoder.num_blocks - 1) * BLOCK
+            if longest > held:
+                raise UserError(
+                    f"request {number}: its prompt of {len(ids)} tokens and up to {request.max_new_tokens} new ones do "
+                    f"not fit into the {held} tokens of the KV cache; raise kv_tokens or lower max_new_tokens"
+                )
+        self.clock = DecodeClock()
+        decoder.begin(max(lengths, default=1), self.clock)
+        samples = []
+        for ids, request in zip(prompts, requests, strict=True):
+            draw = Draw(request.temperature, request.top_k, request.top_p, request.min_p)
+            prompt = SharedPrompt(ids)
+            most = min(len(ids) + request.max_new_tokens, self.context)
+            samples.append(
+                [TokenSequence(prompt, _seed(request.seed, number), draw, most=most) for number in range(request.n)]
+            )
+            for sequence in samples[-1]:
+                room = min(request.max_new_tokens, self.context - len(ids))
+                decoder.begin_turn(sequence, tuple(request.stop), room)
+        return decoder, samples
+
+    def _decoder_for(self, lengths: Sequence[int]) -> Decoder:
+        """The one of the last call, if its cache is large enough."""
+        if self.kv_tokens is not None:
+            blocks = self.kv_tokens // BLOCK
+        else:
+            blocks = sum(-(-length // BLOCK) for length in sorted(lengths)[-self.max_running :])
+            blocks = max(min(blocks, self._affordable()), 1)
+        if self._decoder is None or self._decoder.num_blocks < 1 + blocks:
+            self._decoder = Decoder(
+                self.policy,
+                self.tokenizer,
+                num_blocks=1 + max(blocks, 1),
+                page_size=BLOCK,
+                max_running=self.max_running,
+                shared_attention=self.attention != "separate",
+                speculate=self.speculate,
+            )
+        return self._decoder
+
+    def _affordable(self) -> int:
+        device = self.policy.device
+        if device.type == "cuda":
+            memory = int(torch.cuda.mem_get_info(device)[0])
+        else:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(CPU_SHARE * memory) // PagedKV.bytes_needed(self.policy.config, 1, BLOCK, self.policy.dtype.itemsize)
+
+    def _prompt(self, number: int, request: GenerateRequest) -> list[int]:
+        """The ids of a request's prompt, once everything about the request has been looked at."""
+        where = f"request {number}"
+        given = [x for x in (request.prompt_ids, request.prompt_text, request.prompt_messages) if x is not None]
+        if len(given) != 1:
+            raise UserError(f"{where}: expected one of prompt_ids, prompt_text and prompt_messages, got {len(given)}")
+        if request.prompt_ids is not None:
+            ids = list(request.prompt_ids)
+        elif request.prompt_text is not None:
+            ids = self.tokenizer.encode(request.prompt_text)
+        else:
+            messages = [dict(message) for message in request.prompt_messages or ()]
+            if not messages:
+                raise UserError(f"{where}: prompt_messages is empty; give at least one message")
+            ids = self.tokenizer.encode_template(self.tokenizer.render_chat(messages))
+        wrong = [token for token in ids if not 0 <= token < self.tokenizer.vocab_size]
+        if not ids or wrong:
+            found = f"token {wrong[0]} in its prompt" if wrong else "an empty prompt"
+            raise UserError(f"{where}: {found}; expected at least one id of 0 .. {self.tokenizer.vocab_size - 1}")
+        if len(ids) >= self.context:
+            raise UserError(
+                f"{where}: its prompt of {len(ids)} tokens leaves no room in the model's context of {self.context}; "
+                "shorten it"
+            )
+        _check_numbers(where, request)
+        return ids
+
+    def _result(self, request: GenerateRequest, sequence: TokenSequence) -> GenerateResult:
+        ids, hit = sequence.turn_ids, sequence.hit
+        finish: Finish = "stop" if hit is not None else "eos"
+        if sequence.finish == "length":
+            finish = "length" if len(ids) >= request.max_new_tokens else "context"
+        trailing = hit.trailing if hit is not None else b""
+        written = self.tokenizer.decode_bytes(ids[:-1] if finish == "eos" else ids)
+        return GenerateResult(
+            token_ids=ids,
+            logprobs=sequence.logprobs,
+            text=written[: len(written) - len(trailing)].decode("utf-8", "replace"),
+            finish=finish,
+            stop=hit.tag if hit is not None else None,
+            trailing=trailing,
+            prefill_tokens_computed=sequence.prefilled,
+            drafted=sequence.drafted,
+            accepted=sequence.accepted,
+        )
+
+
+def _check_numbers(where: str, request: GenerateRequest) -> None:
+    if isinstance(request.stop, str):
+        raise UserError(f"{where}: stop is the string {request.stop!r}; expected a tuple of strings")
+    for stop in request.stop:
+        if not isinstance(stop, str) or not stop:
+            raise UserError(f"{where}: stop holds {stop!r}; expected strings that are not empty")
+    if len(set(request.stop)) < len(request.stop):
+        raise UserError(f"{where}: stop holds a string twice; give each once")
+    expected = (
+        ("n", request.n >= 1, "at least 1"),
+        ("max_new_tokens", request.max_new_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= request.temperature < float("inf"), "a number of at least 0"),
+        ("top_k", request.top_k >= 0, "at least 0"),
+        ("top_p", 0 < request.top_p <= 1, "more than 0 and at most 1"),
+        ("min_p", 0 <= request.min_p <= 1, "0 to 1"),
+    )
+    for name, right, what in expected:
+        if not right:
+            raise UserError(f"{where}: {name} is {getattr(request, name)}; expected {what}")
+
+
+def _seed(seed: int, sample: int) -> int:
+    """63 bits that depend on both."""
+    return int.from_bytes(blake2b(f"{seed} {sample}".encode(), digest_size=8).digest()) >> 1

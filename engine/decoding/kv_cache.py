@@ -1,0 +1,83 @@
+"""The tensors of the KV cache, and one forward's view of them.
+
+A `PagedKV` holds, for each layer, keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head dimension,
+slots of a block; each lies as its product wants it (kernels/attention/paged.py). Everything in it was computed from one
+version of the weights (blocks.py has who owns what). `PagedStep` is the `attend` argument of
+one forward: it writes the new rows' keys and values to their slots and attends.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from thresher.kernels.attention.paged import SLOT_STEP, CacheShape, Pieces, paged_attention, paged_buckets, places
+from thresher.kernels.matmul import ROW_MULTIPLE
+from thresher.policy.config import ModelConfig
+from thresher.rewards.errors import UserError
+
+
+class PagedKV:
+    """Keys and values of all layers, in blocks."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        page_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if page_size < 1 or page_size % SLOT_STEP:
+            raise UserError(f"rollout.page_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
+        layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size)
+        # Zeros, not empty: masked slots are multiplied by an exact 0, which NaN would survive.
+        self.k_LPKDS = torch.zeros(layers, num_blocks, kv_heads, dim, page_size, dtype=dtype, device=device)
+        self.v_LPKSD = torch.zeros(layers, num_blocks, kv_heads, page_size, dim, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_needed(config: ModelConfig, num_blocks: int, page_size: int, item_size: int) -> int:
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return per_token * num_blocks * page_size * item_size
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to) each."""
+        if not copies:
+            return
+        source, target = (torch.tensor(side, device=self.k_LPKDS.device) for side in zip(*copies, strict=True))
+        self.k_LPKDS[:, target] = self.k_LPKDS[:, source]
+        self.v_LPKSD[:, target] = self.v_LPKSD[:, source]
+
+
+class PagedStep:
+    """One forward's new rows, laid out: where their ids lie, `positions_T`, and, as a callable, `attend`.
+
+    Rows lie sequence after sequence and are filled up to a multiple of ROW_MULTIPLE, in which a CPU's matmul is
+    batch-invariant (kernels/matmul.py), with rows that write to block 0, which nobody owns.
+    rows: how many are no filling. lane_T: the row of `table_BP` that each belongs to.
+    """
+
+    def __init__(
+        self, cache: PagedKV, table_BP: npt.NDArray[np.int64], runs: Pieces, shared_P: npt.NDArray[np.bool_] | None
+    ) -> None:
+        self.cache = cache
+        size, device = cache.shape.slots, cache.k_LPKDS.device
+        position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
+        lane_T = np.repeat(runs.table_N, runs.count_N)
+        self.rows = len(position_T)
+        filling = np.arange(-self.rows % ROW_MULTIPLE)
+        block_T = np.concatenate([table_BP[lane_T, position_T // size], np.zeros_like(filling)])
+        slot_T = np.concatenate([position_T % size, filling % size])
+        position_T = np.concatenate([position_T, np.zeros_like(filling)])
+        lane_T = np.concatenate([lane_T, np.zeros_like(filling)])
+        put = (torch.from_numpy(x).to(device) for x in (lane_T, position_T, block_T, slot_T))
+        self.lane_T, self.positions_T, self.block_T, self.slot_T = put
+        self.buckets = paged_buckets(table_BP, runs, cache.shape, device, shared_P)
+
+    def __call__(self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        k_PKDS, v_PKSD = self.cache.k_LPKDS[layer], self.cache.v_LPKSD[layer]
+        k_PKDS[self.block_T, :, :, self.slot_T] = k_TKD
+        v_PKSD[self.block_T, :, self.slot_T] = v_TKD
+        return paged_attention(q_TND, k_PKDS, v_PKSD, self.buckets)

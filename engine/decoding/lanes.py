@@ -1,0 +1,207 @@
+"""The step as data: all that a forward and a draw need of each running sequence, in arrays made once.
+
+A running sequence has a lane, a row of every array. A step reads the arrays and writes what changed into them; nothing
+is made from a list of sequences. The host changes a lane when its sequence begins, ends, or gets text that it did not
+write.
+
+    on the host (numpy), for they follow from what the host has done        on the policy's device
+    known_B    tokens of the sequence                                       tokens_BL    its ids
+    cached_B   those whose keys and values are in the cache                 logprobs_BL  of those that it sampled
+    table_BP   its blocks, blocks_B of them, 0 behind them                  seeds_B      its noise
+    room_B     tokens that the turn may still have; 0: no turn              state_B      of the stop automaton
+                                                                            temperature, top_k, top_p, min_p _B
+
+    known = cached        the last token's hidden state is there: a token can be drawn
+    known = cached + 1    the last token was drawn, or appended, and is fed next
+    known > cached + 1    a prompt, or text that was appended, to be prefilled
+
+    drafted_B counts the guesses that lie behind a lane's known tokens in this step (drafts.py); tried_B and taken_B all
+    of them since the lane was opened, and those that came true.
+
+Axes: B lanes, L tokens of a sequence, P blocks of a sequence, N the lanes that draw in this step, C columns of the stop
+tables, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from thresher.engine.decoding.drafts import Drafts
+from thresher.engine.decoding.sequences import Draw, TokenSequence
+from thresher.engine.decoding.stop_tags import Hit, TagMatcher
+from thresher.kernels.sampling import DrawRules
+from thresher.policy.tokenizer import Tokenizer
+
+Ints = npt.NDArray[np.int64]
+AnyInts = npt.NDArray[np.integer]
+
+
+class Lanes:
+    """Arrays for `lanes` sequences of at most `length` tokens in at most `blocks` blocks."""
+
+    def __init__(self, lanes: int, length: int, blocks: int, device: torch.device) -> None:
+        self.device = device
+        self.known_B, self.cached_B, self.room_B, self.blocks_B = (np.zeros(lanes, np.int64) for _ in range(4))
+        self.drafted_B, self.tried_B, self.taken_B = (np.zeros(lanes, np.int64) for _ in range(3))
+        self.table_BP = np.zeros((lanes, blocks), np.int64)
+        self.tokens_BL = torch.zeros(lanes, length, dtype=torch.int64, device=device)
+        self.logprobs_BL = torch.zeros(lanes, length, device=device)
+        self.seeds_B, self.state_B = (torch.zeros(lanes, dtype=torch.int64, device=device) for _ in range(2))
+        # How the host reaches them: on a CPU as its own arrays, for a call of torch costs more than one of numpy.
+        on_device = (self.tokens_BL, self.logprobs_BL, self.seeds_B, self.state_B)
+        self._tokens, self._logprobs, self._seeds, self._states = (
+            x.numpy() if device.type == "cpu" else x for x in on_device
+        )
+        self.draws: list[Draw] = [Draw()] * lanes
+        self.rules = DrawRules.uniform(1.0, lanes, device)
+        self._free = list(range(lanes - 1, -1, -1))
+
+    def open(self, sequence: TokenSequence, cached: int, blocks: Sequence[int]) -> int:
+        """A lane for a sequence of which `cached` tokens lie in the first of `blocks`."""
+        lane = sequence.lane = self._free.pop()
+        self.known_B[lane] = self.cached_B[lane] = 0
+        self.append(lane, sequence.ids)
+        self.cached_B[lane], self.blocks_B[lane] = cached, len(blocks)
+        self.table_BP[lane, : len(blocks)] = blocks
+        self._seeds[lane] = sequence.seed
+        if self.draws[lane] != sequence.draw:
+            # Lanes that are free take it over: rows that are all drawn alike cost less.
+            free = set(self._free)
+            self.draws = [sequence.draw if x in free or x == lane else draw for x, draw in enumerate(self.draws)]
+            self.rules = self._rules()
+        if sequence.writing:
+            done = len(sequence.ids) - sequence.turn_start
+            self.room_B[lane] = sequence.room - done
+            self._states[lane] = sequence.stop_state
+            if done:
+                self._logprobs[lane, sequence.turn_start : len(sequence.ids)] = self._values(sequence.logprobs)
+        return lane
+
+    def begin_turn(self, sequence: TokenSequence) -> None:
+        self.room_B[sequence.lane] = sequence.room
+        self._states[sequence.lane] = sequence.stop_state
+
+    def put_drafts(self, lane_N: Ints, drafts: Drafts) -> None:
+        """Guesses go behind what is known, to be fed with it."""
+        self.drafted_B[lane_N] = drafts.count_N
+        place_NK = np.arange(drafts.ids_NK.shape[1])
+        row, column = np.nonzero(place_NK < drafts.count_N[:, None])
+        self.host_tokens()[lane_N[row], self.known_B[lane_N[row]] + column] = drafts.ids_NK[row, column]
+
+    def host_tokens(self) -> Ints:
+        """tokens_BL as the host's own array; only where the device is the CPU."""
+        assert isinstance(self._tokens, np.ndarray)
+        return self._tokens
+
+    def close(self, sequence: TokenSequence) -> None:
+        """Take the lane back; what was written of a turn goes to the sequence first, which may come again."""
+        lane = sequence.lane
+        if sequence.writing:
+            self.read_turn(sequence)
+            sequence.stop_state = int(self._states[lane])
+        sequence.drafted += int(self.tried_B[lane])
+        sequence.accepted += int(self.taken_B[lane])
+        self.tried_B[lane] = self.taken_B[lane] = self.drafted_B[lane] = 0
+        self.table_BP[lane, : self.blocks_B[lane]] = 0
+        self.known_B[lane] = self.cached_B[lane] = self.room_B[lane] = self.blocks_B[lane] = 0
+        self._free.append(lane)
+        sequence.lane = -1
+
+    def append(self, lane: int, ids: Sequence[int]) -> None:
+        known = self.known_B[lane]
+        self._tokens[lane, known : known + len(ids)] = self._values(ids)
+        self.known_B[lane] = known + len(ids)
+
+    def newest(self, lane: int, count: int) -> list[int]:
+        """The lane's last ids."""
+        known = int(self.known_B[lane])
+        ids: list[int] = self._tokens[lane, known - count : known].tolist()
+        return ids
+
+    def read_turn(self, sequence: TokenSequence) -> None:
+        """The turn's ids and log-probs so far, to the host."""
+        turn = slice(sequence.turn_start, int(self.known_B[sequence.lane]))
+        sequence.ids[sequence.turn_start :] = self._tokens[sequence.lane, turn].tolist()
+        sequence.logprobs = self._logprobs[sequence.lane, turn].tolist()
+
+    def extend(self, lanes_N: Ints, blocks_N: Ints, pool_take: Ints) -> None:
+        """Give each of the lanes so many more blocks, out of those that were taken."""
+        lane_X = np.repeat(lanes_N, blocks_N)
+        place_X = np.arange(len(pool_take)) - np.repeat(np.cumsum(blocks_N) - blocks_N, blocks_N)
+        self.table_BP[lane_X, self.blocks_B[lane_X] + place_X] = pool_take
+        self.blocks_B[lanes_N] += blocks_N
+
+    def blocks_of(self, sequence: TokenSequence) -> list[int]:
+        lane = sequence.lane
+        blocks: list[int] = self.table_BP[lane, : self.blocks_B[lane]].tolist()
+        return blocks
+
+    def _values(self, values: Sequence[int] | Sequence[float]) -> Any:
+        return values if self.device.type == "cpu" else torch.tensor(values, device=self.device)
+
+    def _rules(self) -> DrawRules:
+        columns = zip(*((one.temperature, one.top_k, one.top_p, one.min_p) for one in self.draws), strict=True)
+        kinds = (np.float32, np.int64, np.float32, np.float32)
+        temperature, top_k, top_p, min_p = (np.array(column, kind) for column, kind in zip(columns, kinds, strict=True))
+        host = (temperature, top_k, top_p, min_p)
+        temperature_B, top_k_B, top_p_B, min_p_B = (torch.from_numpy(x).to(self.device) for x in host)
+        return DrawRules.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
+
+
+class StopBank:
+    """The tables of several TagMatchers, side by side, so that sequences with different stops advance in one look-up.
+
+    A state names its automaton too: states of one follow those of the one before. State 0 has no stops and never ends.
+    `advance` gives a code for every token: 0 goes on, 1 is the end of text, c + 1 a hit of the automaton's code c; a
+    token that is both is a hit.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], device: torch.device) -> None:
+        self.tokenizer, self.device = tokenizer, device
+        self._starts: dict[tuple[str, ...], int] = {(): 0}
+        self._matchers: dict[tuple[str, ...], TagMatcher] = {}
+        columns_V = np.zeros((1, tokenizer.vocab_size), np.int64)
+        none = np.zeros((1, 1), np.int64)
+        self._parts: list[tuple[AnyInts, AnyInts, AnyInts]] = [(columns_V, none, none)]
+        eos_V = np.zeros(tokenizer.vocab_size, np.int64)
+        eos_V[[token for token in eos_ids if token < tokenizer.vocab_size]] = 1
+        self._eos_V = torch.from_numpy(eos_V).to(device)
+        self._lay()
+
+    def start(self, stop: tuple[str, ...]) -> int:
+        """The state before a turn's first token."""
+        if stop not in self._starts:
+            matcher = self._matchers[stop] = TagMatcher(self.tokenizer, stop)
+            first = self._starts[stop] = sum(len(next_AC) for _, next_AC, _ in self._parts)
+            columns_V, next_AC, code_AC = matcher.tables()
+            self._parts.append((columns_V[None], next_AC + first, code_AC))
+            self._lay()
+        return self._starts[stop]
+
+    def advance(self, state_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and codes after one more token each; int64 [N]."""
+        at_N = self._base_A[state_N] + self._columns_XV[self._matcher_A[state_N], ids_N]
+        code_N = self._code[at_N]
+        return self._next[at_N], torch.where(code_N > 0, code_N + 1, self._eos_V[ids_N])
+
+    def hit(self, stop: tuple[str, ...], code: int, token: int) -> Hit | None:
+        """What a code of `advance` says; None for the end of text."""
+        return self._matchers[stop].hit(code - 1, token) if code > 1 else None
+
+    def _lay(self) -> None:
+        def put(parts: Sequence[AnyInts]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self.device)
+
+        columns, nexts, codes = zip(*self._parts, strict=True)
+        sizes = [table.shape for table in nexts]
+        self._columns_XV = torch.from_numpy(np.concatenate(columns).astype(np.int32)).to(self.device)
+        self._next, self._code = (
+            put([table.reshape(-1) for table in nexts]),
+            put([table.reshape(-1) for table in codes]),
+        )
+        self._matcher_A = put([np.full(states, number) for number, (states, _) in enumerate(sizes)])
+        width_A = np.repeat([width for _, width in sizes], [states for states, _ in sizes])
+        self._base_A = put([np.cumsum(width_A) - width_A])

@@ -1,0 +1,201 @@
+"""`thresher rollout`: questions in, trajectories out. Nothing is judged, rewarded or measured.
+
+A line a trajectory, sample after sample and question after question: what a run folder holds of one (`to_dict`), its
+question and golds, with which `thresher score` rewards it, and of its sampling the seed, the temperature and each drawn
+token's log-prob.
+
+    {"id", "group", "sample", "reason", "searches", "segments": [{"source", "text", "ids", "logprobs"}, ..],
+     "question", "golden_answers", .., "seed", "temperature"}
+
+A sample's seed is a function of (seed, question number, sample). The file grows part by part, and what a kill leaves is
+gone on with: whole lines are kept where they are the first of what was asked for, and half a line is dropped. On a CPU
+in float32 the file is then, byte for byte, that of a command which nothing interrupted.
+
+Deliberately absent: a record of the settings beside the file. Each line says what it answers and how it was drawn.
+"""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from thresher.engine import console
+from thresher.engine.assemble import Parts, load_parts
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.evaluation.run import PART, retriever_of
+from thresher.engine.protocol.passages import show_passages
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.rollout.samples import Job, seed_of
+from thresher.engine.scoring.score import asked_record, check_whole
+from thresher.retrieval.data.jsonl import Record, as_object, parse_json
+from thresher.retrieval.questions import read_questions
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """What decides the trajectories besides the recipe; samples: of each question; resume: `out` may be there."""
+
+    questions: str
+    out: Path
+    samples: int = 1
+    temperature: float = 1.0
+    limit: int | None = None
+    resume: bool = False
+
+
+def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
+    """Write what `plan.out` lacks of the trajectories, and show the figures."""
+    check_out(plan.out, plan.resume)
+    questions = read_questions(plan.questions, golds_needed=False)[: plan.limit]
+    running = min(recipe.rollout.max_running, len(questions) * plan.samples)
+    parts = load_parts(replace(recipe, rollout=replace(recipe.rollout, max_running=running)))
+    retriever = retriever_of(recipe, parts.system)
+    shown = show_passages(questions, parts.system, parts.tools, parts.renderer, retriever)
+    if warning := shown.warning():
+        console.console.print(f"rollout: {warning}", soft_wrap=True)
+    rollout = parts.rollout(retriever)
+    prompts = [rollout.prompt(question) for question in shown.questions]  # refused before anything is written
+    if recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
+        console.console.print(
+            "rollout: the prompt goes in as it is, though the model has a chat template (--set model.prompt=chat)"
+        )
+    seed = recipe.run.seed
+    jobs = [
+        Job(question, group, sample, seed_of("rollout", seed, group, sample))
+        for group, question in enumerate(shown.questions)
+        for sample in range(plan.samples)
+    ]
+    kept = keep_whole_lines(plan.out, jobs, prompts, plan.temperature)
+    try:
+        figures = _draw(rollout, parts, jobs, kept, plan)
+    except UserError as error:
+        if not plan.out.exists():
+            raise
+        raise UserError(f"{error} ({plan.out} keeps all so far: the same command with --resume goes on)") from error
+    console.figures(f"rollout: {plan.out}", figures)
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """UserError unless the file may be written, or gone on with."""
+    if out.suffix != ".jsonl":
+        raise UserError(f"{out}: expected a name that ends in .jsonl, since it grows line by line")
+    if not out.parent.is_dir():
+        raise UserError(f"{out}: the folder {out.parent} does not exist; make it first")
+    if os.path.lexists(out) and not resume:
+        raise UserError(f"{out}: exists already; choose another file, or go on with this one by --resume")
+
+
+def keep_whole_lines(out: Path, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float) -> int:
+    """How many of the jobs the file holds; half a line behind them is cut off. UserError, naming the line, for a file,
+    left as it was, that holds anything but the first of these jobs."""
+    if not out.exists():
+        return 0
+    kept = size = 0
+    with out.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            where = f"{out}:{kept + 1}"
+            if kept == len(jobs):
+                raise UserError(
+                    f"{where}: only {kept} trajectories were asked for; resume with the --n and --limit "
+                    "that the file was begun with, or choose another file"
+                )
+            _check_belongs(as_object(parse_json(line, where), where), where, jobs[kept], prompts, temperature)
+            kept, size = kept + 1, size + len(line)
+    os.truncate(out, size)
+    return kept
+
+
+def _check_belongs(record: Record, where: str, job: Job, prompts: Sequence[Sequence[int]], temperature: float) -> None:
+    expected: dict[str, object] = {"id": job.question.id, "group": job.group, "sample": job.sample}
+    expected |= {"seed": job.seed, "temperature": temperature}
+    wrong = next((key for key, value in expected.items() if record.get(key) != value), None)
+    if wrong is not None:
+        raise UserError(
+            f"{where}: its {wrong} is {json.dumps(record.get(wrong))}, not {json.dumps(expected[wrong])}; resume with "
+            "the questions, --n, --seed and --temperature that the file was begun with, or choose another file"
+        )
+    segments = record.get("segments")
+    prompt = segments[0] if isinstance(segments, list) and segments else None
+    if not isinstance(prompt, dict) or prompt.get("ids") != prompts[job.group]:
+        raise UserError(
+            f"{where}: it begins with another prompt; resume with the model, system and recipe that the file was begun "
+            "with, or choose another file"
+        )
+
+
+def _draw(rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: RolloutPlan) -> dict[str, Any]:
+    """The trajectories that are not in the file yet, appended part by part; figures of these alone."""
+    size = PART * rollout.limits.max_running
+    reasons: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    seconds = 0.0
+    with console.progress_line("rollout", len(jobs)) as line:
+        ended = kept
+
+        def progress(more: int) -> None:
+            nonlocal ended
+            ended += more
+            line.to(ended, "")
+
+        if kept:
+            line.to(kept, "from before")
+        for start in range(kept, len(jobs), size):
+            part = jobs[start : start + size]
+            trajectories = rollout.run(part, plan.temperature, progress)
+            _append(plan.out, _records(part, trajectories, parts, plan.temperature))
+            reasons.update(trajectory.reason for trajectory in trajectories)
+            clock = rollout.clock
+            seconds += clock.total
+            totals.update(sampled=clock.sampled_tokens, prefilled=clock.prefilled_tokens, searches=clock.search_queries)
+    return {
+        "trajectories": len(jobs),
+        **({"of them from before": kept} if kept else {}),
+        "sampled tokens": totals["sampled"],
+        "prefilled tokens": totals["prefilled"],
+        "searches": totals["searches"],
+        "seconds": seconds,
+        "tokens/s": totals["sampled"] / seconds if seconds else None,
+        "ended": ", ".join(f"{reason} {count:,}" for reason, count in sorted(reasons.items())) or None,
+    }
+
+
+def _records(jobs: Sequence[Job], trajectories: Sequence[Trajectory], parts: Parts, temperature: float) -> list[Record]:
+    records = []
+    for job, trajectory in zip(jobs, trajectories, strict=True):
+        if not all(math.isfinite(value) for value in trajectory.policy_logprobs()):
+            raise UserError(
+                f"{parts.recipe.model.path}: the log-prob of a token that it drew for question {job.question.id} is no "
+                "finite number; give a model whose weights are whole"
+            )
+        check_whole(trajectory, parts.tokenizer, parts.system.tags, parts.limits.max_context)
+        written = trajectory.to_dict(parts.tokenizer)
+        branches = [(written["branches"][name], branch) for name, branch in trajectory.branches.items()]
+        for segments, one in ((written["segments"], trajectory), *branches):
+            _add_logprobs(segments, one)
+        records.append(written | asked_record(job.question) | {"seed": job.seed, "temperature": temperature})
+    return records
+
+
+def _add_logprobs(written: Sequence[Record], trajectory: Trajectory) -> None:
+    for record, segment in zip(written, trajectory.segments, strict=True):
+        if segment.source is Source.POLICY:
+            record["logprobs"] = segment.logprobs
+
+
+def _append(out: Path, records: Sequence[Record]) -> None:
+    """At the file's end, handed to the operating system before this returns."""
+    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    try:
+        with out.open("ab", buffering=0) as file:
+            file.write(data.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); make room for it") from None

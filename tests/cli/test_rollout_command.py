@@ -1,0 +1,272 @@
+"""`thresher rollout`: exact tokens with their log-probs, in a file that survives a kill and that `score` reads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batch_invariance import needs_invariant_policy
+from evaluate_cases import SHORT, refusal, write_asked
+
+from thresher.cli import main as cli
+from thresher.engine.evaluation import trajectories
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.rollout.samples import seed_of
+from thresher.engine.systems import load_system
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+from thresher.rewards.transcript import Source
+
+PROMPT = "<search> or <answer>: {question}\n"  # which the tiny policy was taught to go on from
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def words(
+    tiny_model_folder: Path, tiny_index_folder: Path, tiny_questions: list[Question], tmp_path: Path
+) -> list[str]:
+    """A rollout of seven questions that only wants an --out."""
+    asked = write_asked(tmp_path, tiny_questions)
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    where = ["--model", str(tiny_model_folder), "--index", str(tiny_index_folder), "--questions", str(asked)]
+    sets = ["--set", f"system.template={tmp_path / 'prompt.txt'}", "--set", "rollout.max_policy_tokens=80"]
+    return ["rollout", *where, "--system", "search_r1", *SHORT, *sets]
+
+
+@pytest.fixture
+def run(words: list[str], tmp_path: Path) -> Run:
+    """run(name, *more words) -> the file."""
+
+    def once(name: str, *more: str) -> Path:
+        assert cli.run([*words, *more, "--out", str(tmp_path / name)]) == 0
+        return tmp_path / name
+
+    return once
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_a_line_is_a_trajectory_with_its_tokens_and_log_probs(
+    run: Run, tiny_questions: list[Question], tiny_policy: Policy, tiny_tokenizer: Tokenizer, capsys: Any
+) -> None:
+    found = lines(run("out.jsonl", "--n", "3", "--seed", "5", "--temperature", "0.8"))
+    places = [
+        (question.id, number, sample) for number, question in enumerate(tiny_questions[:7]) for sample in range(3)
+    ]
+    assert [(one["id"], one["group"], one["sample"]) for one in found] == places
+    for one, (_, number, sample) in zip(found, places, strict=True):
+        question = tiny_questions[number]
+        assert (one["question"], one["golden_answers"]) == (question.question, list(question.golds))
+        assert (one["seed"], one["temperature"]) == (seed_of("rollout", 5, number, sample), 0.8)
+        ids = [token for segment in one["segments"] for token in segment["ids"]]
+        logits_TV = tiny_policy.logits(torch.tensor(ids))[:, : tiny_tokenizer.vocab_size].float() / 0.8
+        fresh_TV, at = torch.log_softmax(logits_TV, -1), 0
+        for segment in one["segments"]:
+            assert segment["text"] == tiny_tokenizer.decode(segment["ids"])
+            assert ("logprobs" in segment) == (segment["source"] == Source.POLICY)
+            if "logprobs" in segment:
+                rows = torch.arange(at, at + len(segment["ids"]))
+                fresh = fresh_TV[rows - 1, torch.tensor(segment["ids"])]
+                torch.testing.assert_close(torch.tensor(segment["logprobs"]), fresh, rtol=0, atol=1e-4)
+            at += len(segment["ids"])
+    assert any(one["searches"] for one in found)
+    assert len({json.dumps(one["segments"]) for one in found}) > 7  # samples of a question differ
+    said = capsys.readouterr().out
+    assert "tokens/s" in said and "rollout 21/21" in said
+
+
+def test_what_a_sample_draws_depends_on_its_place_alone(run: Run, tiny_policy: Policy) -> None:
+    needs_invariant_policy(tiny_policy)
+    wide = lines(run("wide.jsonl", "--n", "3"))
+    assert [one for one in wide if one["sample"] < 2] == lines(run("narrow.jsonl", "--n", "2", "--max-running", "3"))
+    assert wide[:6] == lines(run("short.jsonl", "--n", "3", "--limit", "2"))
+
+
+def test_greedy_samples_are_equal(run: Run) -> None:
+    first, second = lines(run("greedy.jsonl", "--n", "2", "--temperature", "0", "--limit", "1"))
+    assert first["segments"] == second["segments"] and first["temperature"] == 0
+
+
+@pytest.mark.parametrize("half", [b"", b'{"id": "q', b"\xc3"], ids=["between lines", "in a line", "in a character"])
+def test_a_killed_rollout_goes_on_to_the_same_bytes(
+    run: Run,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_policy: Policy,
+    half: bytes,
+) -> None:
+    needs_invariant_policy(tiny_policy)
+    sampling = ("--n", "2", "--seed", "9")
+    whole = run("whole.jsonl", *sampling).read_bytes()
+    cut = tmp_path / "cut.jsonl"
+    append = trajectories._append
+
+    def killed(out: Path, records: Any) -> None:
+        append(out, records[:5])  # of six: sample 0 of a question, and not sample 1
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trajectories, "_append", killed)
+        assert cli.run([*words, *sampling, "--max-running", "3", "--out", str(cut)]) == 130
+    assert cut.read_bytes() == b"".join(whole.splitlines(keepends=True)[:5])
+    with cut.open("ab") as file:
+        file.write(half)
+    asked: list[int] = []
+    real = Rollout.run
+    monkeypatch.setattr(Rollout, "run", lambda self, jobs, *more: asked.append(len(jobs)) or real(self, jobs, *more))
+    assert run("cut.jsonl", *sampling, "--resume", "--max-running", "4").read_bytes() == whole
+    assert asked == [8, 1]  # the rest, and nothing twice
+    assert run("cut.jsonl", *sampling, "--resume").read_bytes() == whole and asked == [8, 1]
+    assert run("new.jsonl", *sampling, "--resume").read_bytes() == whole  # nothing to go on with
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "exists already; choose another file, or go on with this one by --resume"),
+        (("--resume", "--n", "3"), ':3: its id is "q1", not "q0"; resume with the questions, --n'),
+        (("--resume", "--n", "1"), ':2: its id is "q0", not "q1"; resume with the questions, --n'),
+        (("--resume", "--limit", "3"), ":7: only 6 trajectories were asked for; resume with the --n and --limit"),
+        (("--resume", "--seed", "1"), ":1: its seed is "),
+        (("--resume", "--temperature", "0.5"), ":1: its temperature is 1.0, not 0.5; resume with"),
+        (
+            ("--resume", "--set", "system.template=other.txt"),
+            ":1: it begins with another prompt; resume with the model",
+        ),
+    ],
+)
+def test_a_file_of_another_rollout_is_refused_and_left_as_it_was(
+    run: Run,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.txt").write_text("Another: {question}\n")
+    out = run("out.jsonl", "--n", "2", "--limit", "4")
+    with out.open("a") as file:
+        file.write('{"id')
+    before = out.read_bytes()
+    assert message in refusal(capsys, *words, "--n", "2", "--limit", "4", "--out", str(out), *more)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("line", [b"[1]\n", b"{}\n", b"not json\n", b"\xff\n", b"\n"])
+def test_a_line_that_is_no_trajectory_is_named(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(line)
+    assert f"{out}:1: " in refusal(capsys, *words, "--out", str(out), "--resume")
+    assert out.read_bytes() == line
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--model": None}, "rollout: no model; give --model FOLDER, or --recipe FILE"),
+        ({"--system": None}, "rollout: no system; give --system NAME, or --recipe FILE"),
+        ({"--model": "absent"}, "absent"),
+        ({"--system": "evalrar"}, "did you mean eval_rar?"),
+        ({"--questions": "absent.jsonl"}, "absent.jsonl: no such file; check the path"),
+        ({"--questions": "bad.jsonl"}, "bad.jsonl:1: not valid JSON"),
+        ({"--index": None}, "search_r1 searches; set retrieval.index to a folder or retrieval.url to a server"),
+        ({"--index": "absent"}, "absent"),
+        ({"--recipe": "absent.toml"}, "absent.toml: cannot be read"),
+        ({"--out": "out.json"}, "out.json: expected a name that ends in .jsonl"),
+        ({"--out": "nowhere/out.jsonl"}, "the folder nowhere does not exist; make it first"),
+        ({"--set": "rollout.max_context=4"}, "question q0: its prompt of "),
+        ({"--set": "rollout.max_contex=4"}, "unknown key; did you mean max_context?"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_leaves_no_file(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str | None],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text("{\n")
+    command = [*words, "--out", "out.jsonl"]
+    for flag, value in changes.items():
+        if value is None:
+            at = command.index(flag)
+            del command[at : at + 2]
+        else:
+            command += [flag, value]
+    there = sorted(tmp_path.iterdir())
+    assert message in refusal(capsys, *command)
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def test_a_log_prob_that_is_no_number_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Rollout.run
+
+    def broken(self: Rollout, *arguments: Any) -> Any:
+        found = real(self, *arguments)
+        found[0].segments[1].logprobs[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(Rollout, "run", broken)
+    assert "is no finite number" in refusal(capsys, *words, "--out", str(tmp_path / "out.jsonl"))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_recipe_says_what_the_flags_do_not(
+    tiny_model_folder: Path, tiny_index_folder: Path, tiny_questions: list[Question], tmp_path: Path
+) -> None:
+    asked = write_asked(tmp_path, tiny_questions)
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    (tmp_path / "r.toml").write_text(
+        f'[model]\npath = "{tiny_model_folder}"\n[system]\nname = "search_r1"\ntemplate = "{tmp_path}/prompt.txt"\n'
+        f'[retrieval]\nindex = "{tiny_index_folder}"\nk = 2\n[run]\nseed = 5\n'
+        "[rollout]\ntemperature = 0.7\nmax_turn_tokens = 20\nmax_context = 500\n"
+    )
+    command = ["rollout", "--recipe", str(tmp_path / "r.toml"), "--questions", str(asked), "--limit", "1"]
+    assert cli.run([*command, "--out", str(tmp_path / "a.jsonl")]) == 0
+    (one,) = lines(tmp_path / "a.jsonl")
+    assert (one["temperature"], one["seed"]) == (0.7, seed_of("rollout", 5, 0, 0))
+    assert cli.run([*command, "--seed", "6", "--temperature", "1", "--out", str(tmp_path / "b.jsonl")]) == 0
+    (one,) = lines(tmp_path / "b.jsonl")
+    assert (one["temperature"], one["seed"]) == (1.0, seed_of("rollout", 6, 0, 0))
+
+
+@pytest.mark.parametrize("system", ["search_r1", "eval_rar", "naive_grpo", "eviomni", "arena"])
+def test_score_reads_the_file(
+    words: list[str], system: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given passages, gold indices and branches included."""
+    asked = tmp_path / "questions.jsonl"
+    if load_system(system, {}).given_passages:
+        passages = [{"id": "a", "title": "T", "text": "Anna Bell."}, {"id": "b", "title": "U", "text": "Carl Dorn."}]
+        records = [{**json.loads(line), "passages": passages, "gold_indices": [2]} for line in asked.open()]
+        asked.write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / "prompt.txt").write_text("{passages}\n" + PROMPT)
+    out, rewards = tmp_path / "out.jsonl", tmp_path / "rewards.jsonl"
+    assert cli.run([*words, "--system", system, "--n", "2", "--out", str(out)]) == 0
+    for more in ([], ["--tokenizer", str(tiny_model_folder)]):
+        score = ["score", "--system", system, "--transcripts", str(out), "--out", str(rewards), *more]
+        assert cli.run(score) == 0, capsys.readouterr().err
+        assert [one["id"] for one in lines(rewards)] == [one["id"] for one in lines(out)]
+    if system in ("eviomni", "arena"):
+        assert lines(out)[0]["gold_indices"] == [2] and len(lines(out)[0]["passages"]) == 2
+
+
+def test_gold_answers_need_not_be_there(run: Run, tmp_path: Path) -> None:
+    asked = tmp_path / "questions.jsonl"
+    asked.write_text('{"question": "Who?"}\n')
+    (one,) = lines(run("out.jsonl"))
+    assert one["golden_answers"] == [] and one["id"] == "0"

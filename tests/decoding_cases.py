@@ -1,0 +1,154 @@
+"""What the tests of the decoder share: sequences with turns, played against any decoder, and all of them to compare by.
+
+Every sequence does what its plan says whatever the others do, so that results can be compared bit for bit.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+
+Record = list[tuple[list[int], list[str], str, str | None, bytes]]  # of a sequence, a turn each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPlan:
+    """appended: texts that come before the turn, one after the other; pause: steps until it begins, in which they
+    come."""
+
+    room: int
+    stop: tuple[str, ...] = ()
+    appended: tuple[tuple[int, ...], ...] = ()
+    pause: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """prompt: a number; sequences with one number share it. arrive: the step at which it is handed in."""
+
+    prompt: int
+    seed: int
+    turns: tuple[TurnPlan, ...]
+    draw: Draw = field(default_factory=Draw)
+    arrive: int = 0
+
+
+@dataclass(slots=True)
+class _Playing:
+    plan: Plan
+    sequence: TokenSequence
+    record: Record = field(default_factory=list)
+    pause: int = 0
+    left: list[tuple[int, ...]] = field(default_factory=list)  # texts of the next turn that have yet to come
+
+    @property
+    def turn(self) -> TurnPlan:
+        return self.plan.turns[len(self.record)]
+
+
+def make_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) -> Decoder:
+    sizes = {"num_blocks": 400, "page_size": 16, "max_running": 64, **changes}
+    return Decoder(policy, tokenizer, **sizes)
+
+
+def longest(prompts: Sequence[Sequence[int]], plans: Iterable[Plan]) -> int:
+    return max(
+        len(prompts[plan.prompt]) + sum(turn.room + sum(map(len, turn.appended)) for turn in plan.turns)
+        for plan in plans
+    )
+
+
+def play(decoder: Decoder, prompts: Sequence[Sequence[int]], plans: Sequence[Plan]) -> list[Record]:
+    """Every plan's turns, in the order of the plans."""
+    decoder.begin(longest(prompts, plans), DecodeClock())
+    shared = [SharedPrompt(list(ids)) for ids in prompts]
+    playing = [_Playing(plan, TokenSequence(shared[plan.prompt], plan.seed, plan.draw)) for plan in plans]
+    of = {one.sequence: one for one in playing}
+    coming = sorted(playing, key=lambda one: -one.plan.arrive)
+    pausing: list[_Playing] = []
+    tick, steps = 0, 0
+    while coming or pausing or not decoder.idle:
+        while coming and coming[-1].plan.arrive <= tick:
+            _begin(decoder, coming.pop())
+        pausing = [one for one in pausing if not _goes_on(decoder, one)]
+        for sequence in decoder.step():
+            one = of[sequence]
+            hit = sequence.hit
+            logprobs = [x.hex() for x in sequence.logprobs]
+            ended = (sequence.turn_ids, logprobs, sequence.finish, hit and hit.tag, hit.trailing if hit else b"")
+            one.record.append(ended)
+            if len(one.record) == len(one.plan.turns):
+                decoder.release(sequence, keep=one.plan.seed % 2 == 0)
+            else:
+                one.pause, one.left = one.turn.pause, list(one.turn.appended)
+                pausing.append(one)
+        tick += 1
+        steps += 1
+        assert steps < 500 + 200 * len(plans), "it goes on for ever"
+    return [one.record for one in playing]
+
+
+def _begin(decoder: Decoder, one: _Playing) -> None:
+    decoder.begin_turn(one.sequence, one.turn.stop, one.turn.room)
+
+
+def _goes_on(decoder: Decoder, one: _Playing) -> bool:
+    """Whether the next turn has begun; of the texts before it one comes a step."""
+    while one.left:
+        decoder.append(one.sequence, one.left.pop(0))
+        if one.pause > 0:
+            break
+    one.pause -= 1
+    if one.pause >= 0 or one.left:
+        return False
+    _begin(decoder, one)
+    return True
+
+
+def alone(
+    policy: Policy, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], plans: Sequence[Plan]
+) -> list[Record]:
+    """The oracle: one sequence at a time, nothing of another's used, no products shared, no drafts."""
+    decoder = make_decoder(
+        policy, tokenizer, max_running=1, reuse=False, shared_attention=False, num_blocks=blocks(prompts, plans)
+    )
+    return play(decoder, prompts, plans)
+
+
+def blocks(prompts: Sequence[Sequence[int]], plans: Sequence[Plan], spare: int = 0) -> int:
+    """The fewest that a decoder takes, and `spare` more."""
+    return 1 + -(-longest(prompts, plans) // 16) + spare
+
+
+def random_world(rng: Random, vocab: int, count: int) -> tuple[list[list[int]], list[Plan]]:
+    """Prompts, of which many begin alike, and `count` sequences of one to three turns."""
+    trunk = [rng.randrange(vocab) for _ in range(100)]
+    prompts = []
+    for _ in range(rng.randint(1, max(count // 2, 1))):
+        head = trunk[: rng.choice((0, rng.randrange(1, 100), 16, 32, 48))]
+        tail = [rng.randrange(vocab) for _ in range(rng.choice((0, 1, rng.randrange(1, 40))))]
+        prompts.append(head + tail or [rng.randrange(vocab)])
+    return prompts, [_random_plan(rng, vocab, len(prompts)) for _ in range(count)]
+
+
+def _random_plan(rng: Random, vocab: int, prompts: int) -> Plan:
+    def text() -> tuple[int, ...]:
+        return tuple(rng.randrange(vocab) for _ in range(rng.choice((1, 2, 15, 16, rng.randrange(1, 30)))))
+
+    turns = [
+        TurnPlan(
+            room=rng.choice((1, 2, 8, 30)),
+            stop=rng.choice(((), (), ("e",), ("is", "the", "in"), ("</search>", "ea"))),
+            appended=tuple(text() for _ in range(rng.choice((0, 1, 1, 2, 3)) if number else 0)),
+            pause=rng.choice((0, 0, 0, 1, 2, 5)) if number else 0,
+        )
+        for number in range(rng.choice((1, 1, 2, 3)))
+    ]
+    draw = rng.choice((Draw(), Draw(), Draw(0.0), Draw(0.7), Draw(1.0, 5), Draw(1.2, 0, 0.9, 0.05)))
+    arrive = rng.choice((0, 0, 0, rng.randrange(40)))
+    return Plan(prompt=rng.randrange(prompts), seed=rng.randrange(2**62), turns=tuple(turns), draw=draw, arrive=arrive)

@@ -1,0 +1,350 @@
+"""The block pool against a memory that remembers every write: nothing is lost or counted wrongly, and what is found of
+a sequence's beginning holds exactly that."""
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.engine.decoding.blocks import BlockPool, Page, Prefix
+
+Content = tuple[int, ...]  # of a slot: the tokens from the sequence's start, on all of which its key depends
+
+
+class Writer:
+    """A sequence: what the decoder keeps of it."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids, self.blocks, self.written = ids, list[int](), 0
+        self.page: Page | None = None
+        self.noted = 0
+        self.unready: list[tuple[Page, int]] = []
+
+
+class Memory:
+    """A pool, slots that hold what was written, and sequences that use them as the decoder does."""
+
+    def __init__(self, num_blocks: int, page_size: int) -> None:
+        self.pool, self.size = BlockPool(num_blocks, page_size), page_size
+        self.slots: list[list[Content | None]] = [[None] * page_size for _ in range(num_blocks)]
+        self.writers: list[Writer] = []
+
+    def find(self, ids: list[int], most: int) -> Prefix:
+        """`match`, held to what the blocks hold."""
+        found = self.pool.match(ids, most)
+        assert len(found.blocks) * self.size + found.tail_tokens <= most
+        assert (found.tail is None) == (found.tail_tokens == 0) and 0 <= found.tail_tokens < self.size
+        slots = [content for block in found.blocks for content in self.slots[block]]
+        if found.tail is not None:
+            slots += self.slots[found.tail][: found.tail_tokens]
+        assert slots == [tuple(ids[: at + 1]) for at in range(len(slots))]
+        assert self.pool.knows(found.last) and found.last.block == (found.blocks[-1] if found.blocks else 0)
+        return found
+
+    def begin(self, ids: list[int]) -> bool:
+        """A new sequence, unless it has to wait or there is no room."""
+        found = self.find(ids, len(ids) - 1)
+        count = self.pool.blocks_for(len(ids)) - len(found.blocks)
+        idle = sum(self.pool.owners_P[block] == 0 for block in found.blocks)
+        if found.wait or self.pool.free - idle < count:
+            return False
+        writer = Writer(list(ids))
+        self.pool.share(found.blocks)
+        writer.blocks = [*found.blocks, *self.pool.take(count).tolist()]
+        writer.written = len(found.blocks) * self.size + found.tail_tokens
+        if found.tail is not None:
+            self.slots[writer.blocks[len(found.blocks)]] = list(self.slots[found.tail])
+        writer.page, writer.noted = found.last, len(found.blocks) * self.size
+        self.writers.append(writer)
+        self.remember(writer, len(ids), ready=False)
+        return True
+
+    def remember(self, writer: Writer, tokens: int, ready: bool) -> None:
+        if not self.pool.knows(writer.page):
+            writer.page, writer.noted = self.pool.root, 0
+        assert writer.page is not None
+        path = self.pool.remember(writer.ids[:tokens], writer.blocks, writer.page, writer.noted, ready)
+        assert [page.tokens[: self.size] for page in path[:-1]] == [
+            writer.ids[at : at + self.size] for at in range(writer.noted, tokens - self.size, self.size)
+        ]
+        for number, page in enumerate(path):
+            end = min(writer.noted + (number + 1) * self.size, tokens)
+            if not page.ready and page.block == writer.blocks[(end - 1) // self.size]:
+                writer.unready.append((page, end))
+        full = tokens // self.size * self.size
+        if full > writer.noted:
+            writer.page, writer.noted = path[(full - writer.noted) // self.size - 1], full
+
+    def write(self, writer: Writer, tokens: int) -> None:
+        """The next tokens go to their slots."""
+        for at in range(writer.written, min(writer.written + tokens, len(writer.ids))):
+            block = writer.blocks[at // self.size]
+            assert self.pool.owners_P[block] == 1, "written to by one of several owners"
+            self.slots[block][at % self.size] = tuple(writer.ids[: at + 1])
+            writer.written = at + 1
+        while writer.unready and writer.unready[0][1] <= writer.written:
+            writer.unready.pop(0)[0].ready = True
+
+    def grow(self, writer: Writer, ids: list[int]) -> None:
+        """Tokens behind those that are all written, as far as there is room."""
+        self.write(writer, len(writer.ids))
+        needed = self.pool.blocks_for(len(writer.ids) + len(ids)) - len(writer.blocks)
+        if needed <= self.pool.free:
+            writer.blocks += self.pool.take(needed).tolist()
+            writer.ids += ids
+            self.write(writer, len(ids))
+
+    def leave(self, writer: Writer, keep: bool) -> None:
+        self.pool.forget_unready([page for page, _ in writer.unready])
+        writer.unready = []
+        if keep:
+            self.remember(writer, writer.written, ready=True)
+        self.pool.release(writer.blocks)
+        self.writers.remove(writer)
+
+    def check(self) -> None:
+        pool = self.pool
+        owners = Counter(block for writer in self.writers for block in writer.blocks)
+        assert all(pool.owners_P[block] == owners[block] >= 0 for block in range(pool.num_blocks))
+        assert pool.free + len(owners) == pool.num_blocks - 1, "a block is lost or handed out twice"
+        assert 0 not in owners, "block 0 belongs to nobody"
+        for writer in self.writers:
+            read = [content for block in writer.blocks for content in self.slots[block]][: writer.written]
+            assert read == [tuple(writer.ids[: at + 1]) for at in range(writer.written)], "somebody else wrote there"
+
+
+# What: begin, write, grow, leave with and without its tokens kept, look something up. Then random tokens' seed.
+OPERATION = st.tuples(st.sampled_from("bbbwggglkkf"), st.integers(0, 50), st.integers(0, 10**6))
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(st.integers(2, 24), st.integers(1, 5), st.integers(1, 3), st.lists(OPERATION, max_size=80))
+def test_what_is_found_is_right_and_nothing_is_lost(
+    num_blocks: int, page_size: int, letters: int, operations: list[tuple[str, int, int]]
+) -> None:
+    """Few letters, so that beginnings agree often, and break off within a block."""
+    memory = Memory(num_blocks, page_size)
+    for what, which, seed in operations:
+        rng = Random(seed)
+        ids = [rng.randrange(letters) for _ in range(rng.randint(1, 4 * page_size))]
+        if what == "f":
+            memory.find(ids, rng.randint(0, len(ids)))
+        elif what == "b" or not memory.writers:
+            memory.begin(ids)
+        else:
+            writer = memory.writers[which % len(memory.writers)]
+            if what == "w":
+                memory.write(writer, rng.randint(0, 2 * page_size))
+            elif what == "g":
+                memory.grow(writer, ids[: rng.randint(0, len(ids))])
+            else:
+                memory.leave(writer, keep=what == "k")
+        memory.check()
+    for writer in list(memory.writers):
+        memory.leave(writer, keep=True)
+        memory.check()
+    assert memory.pool.free == num_blocks - 1
+    assert len(memory.pool.take(num_blocks - 1)) == num_blocks - 1
+    assert memory.pool.match([0] * 9, 9) == Prefix([], memory.pool.root), "every block is somebody else's now"
+
+
+def kept(memory: Memory, ids: list[int]) -> Writer:
+    """A sequence that came, wrote and went."""
+    assert memory.begin(ids)
+    writer = memory.writers[-1]
+    memory.write(writer, len(ids))
+    memory.leave(writer, keep=True)
+    return writer
+
+
+def test_all_that_is_known_of_a_beginning_is_found() -> None:
+    memory = Memory(30, 4)
+    first = kept(memory, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    for ids, most, blocks, tail in (
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 10, 2, 2),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 9, 2, 1),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 8, 2, 0),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 7, 1, 3),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 11, 2, 2),
+        ([1, 2, 3, 4, 5, 6, 0, 8], 8, 1, 2),
+        ([1, 2], 2, 0, 2),
+        ([1, 0, 3, 4], 4, 0, 1),
+        ([2, 3, 4], 3, 0, 0),
+        ([5, 6, 7, 8], 4, 0, 0),  # known, but behind other tokens
+    ):
+        found = memory.find(ids, most)
+        assert (found.blocks, found.tail_tokens) == (first.blocks[:blocks], tail), ids
+        assert found.tail == (first.blocks[blocks] if tail else None) and not found.wait
+
+
+def test_of_several_the_longest_agreement_is_found() -> None:
+    memory = Memory(30, 4)
+    for ids in ([1, 2, 9], [1, 2, 3, 9], [1, 9], [1, 2, 3, 4, 5]):
+        writer = kept(memory, ids)
+    assert memory.find([1, 2, 3, 4, 5, 6], 6).blocks == writer.blocks[:1]
+    assert memory.find([1, 2, 3, 8], 4).tail_tokens == 3
+
+
+def test_of_two_that_agree_equally_long_the_one_that_is_there_is_found() -> None:
+    memory = Memory(30, 4)
+    assert memory.begin([1, 2, 3, 7])
+    ready = kept(memory, [1, 2, 5, 6])
+    found = memory.find([1, 2], 2)
+    assert (found.tail, found.tail_tokens, found.wait) == (ready.blocks[0], 2, False)
+
+
+def test_what_a_sequence_wrote_since_it_began_is_found_too() -> None:
+    memory = Memory(30, 4)
+    assert memory.begin([1, 2])
+    writer = memory.writers[0]
+    memory.grow(writer, [3, 4, 5])
+    memory.grow(writer, [6, 7, 8, 9, 10])
+    memory.leave(writer, keep=True)
+    found = memory.find(writer.ids, 10)
+    assert [*found.blocks, found.tail] == writer.blocks and found.tail_tokens == 2
+
+
+def test_a_page_belongs_to_one_block_and_a_block_to_one_page() -> None:
+    pool = BlockPool(1 + 4, 3)
+    a, b, c, d = pool.take(4).tolist()
+
+    def remember(ids: list[int], *blocks: int) -> list[int]:
+        return [page.block for page in pool.remember(ids, blocks, pool.root, 0, ready=True)]
+
+    assert remember([1, 2], a) == [a] and remember([1], b) == [a]
+    assert remember([1, 2, 3, 4], b, c) == [b, c]
+    # Now the same is known of a as of b, and who follows a's page has c behind it.
+    assert remember([1, 2, 3], a) == [a] and remember([1, 2, 3, 4, 5], d, c) == [a, c]
+    assert pool.match([1, 2, 3, 4, 5], 5).blocks == [a] and pool.match([1, 2, 3, 4, 5], 5).tail == c
+    pool.release([a, b, c, d])
+    assert sorted(pool.take(4).tolist()) == [1, 2, 3, 4] and pool.match([1, 2, 3], 3) == Prefix([], pool.root)
+
+
+def test_a_newcomer_shares_full_blocks_and_copies_the_broken_one() -> None:
+    memory = Memory(30, 4)
+    first = kept(memory, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    assert memory.begin([1, 2, 3, 4, 5, 6, 0])
+    second = memory.writers[-1]
+    assert second.blocks[:1] == first.blocks[:1] and second.blocks[1] not in first.blocks and second.written == 6
+    memory.write(second, 1)
+    memory.check()
+    assert memory.find([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 10).blocks == first.blocks[:2], "the first's is as it was"
+
+
+def test_who_would_compute_what_another_is_about_to_waits() -> None:
+    memory = Memory(30, 4)
+    assert memory.begin([1, 2, 3, 4, 5, 6])
+    first = memory.writers[0]
+    assert memory.find([1, 2, 3, 4, 9], 5).wait and memory.find([1, 2, 3], 3).wait
+    assert not memory.find([1, 2, 0, 4], 4).wait, "it has a block of its own there: nothing to wait for"
+    memory.write(first, 4)
+    found = memory.find([1, 2, 3, 4, 9], 5)
+    assert not found.wait and found.blocks == first.blocks[:1]
+    assert memory.find([1, 2, 3, 4, 5, 6], 6).wait, "its last block is not written yet"
+    memory.write(first, 2)
+    found = memory.find([1, 2, 3, 4, 5, 6], 6)
+    assert not found.wait and found.tail_tokens == 2
+
+
+def test_what_its_writer_left_unwritten_is_forgotten() -> None:
+    memory = Memory(30, 4)
+    ids = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert memory.begin(ids)
+    writer = memory.writers[0]
+    memory.write(writer, 5)
+    memory.leave(writer, keep=False)
+    found = memory.find(ids, 9)
+    assert not found.wait and found.blocks == writer.blocks[:1] and found.tail is None
+    assert memory.begin(ids)
+    writer = memory.writers[0]
+    memory.write(writer, 2)
+    memory.leave(writer, keep=True)
+    found = memory.find(ids, 9)
+    assert not found.wait and found.blocks == writer.blocks[:1] and found.tail_tokens == 2, "6 of 9 are written"
+    memory.pool.forget_unready([found.last])
+    assert memory.find(ids, 9) == found, "what is there is not forgotten with the rest"
+    memory.check()
+
+
+def test_of_two_that_computed_the_same_the_firsts_is_kept() -> None:
+    memory = Memory(30, 4)
+    for _ in range(2):
+        assert memory.begin([1, 2, 3])
+        memory.write(memory.writers[-1], 3)
+    first, second = memory.writers
+    for writer in (first, second):
+        memory.grow(writer, [4, 5])
+    assert not set(first.blocks) & set(second.blocks)
+    for writer in (first, second):
+        memory.leave(writer, keep=True)
+        found = memory.find([1, 2, 3, 4, 5], 5)
+        assert [*found.blocks, found.tail] == first.blocks
+    memory.check()
+    assert memory.pool.free == 29
+
+
+def test_who_gave_up_first_goes_first_and_of_each_the_end() -> None:
+    memory = Memory(1 + 5, 2)
+    first, second = kept(memory, [1, 2, 3, 4]), kept(memory, [5, 6, 7, 8])
+    assert memory.pool.free == 5
+    memory.pool.take(1)  # of which nothing was known
+    for left in ([2, 2], [1, 2], [0, 2], [0, 1], [0, 0]):
+        found = [memory.find(writer.ids, 4).blocks for writer in (first, second)]
+        assert found == [writer.blocks[:count] for writer, count in zip((first, second), left, strict=True)]
+        if any(left):
+            memory.pool.take(1)
+
+
+def test_who_is_asked_for_again_goes_last() -> None:
+    memory = Memory(1 + 4, 2)
+    first, second = kept(memory, [1, 2, 3, 4]), kept(memory, [5, 6, 7, 8])
+    memory.pool.share(first.blocks)
+    memory.pool.release(first.blocks)
+    assert sorted(memory.pool.take(2).tolist()) == sorted(second.blocks)
+    assert memory.find([1, 2, 3, 4], 4).blocks == first.blocks and not memory.find([5, 6], 2).blocks
+
+
+def test_what_lies_behind_a_block_that_went_is_forgotten_but_stays_its_owners() -> None:
+    pool = BlockPool(1 + 4, 2)
+    first, second = pool.take(2).tolist()
+    pages = pool.remember([1, 2, 3, 4], [first, second], pool.root, 0, ready=True)
+    assert pool.match([1, 2, 3, 4], 4).blocks == [first, second]
+    pool.release([first])
+    assert pool.match([1, 2, 3, 4], 4).blocks == [first, second], "nobody has needed it yet"
+    assert all(map(pool.knows, pages))
+    assert second not in pool.take(3) and pool.free == 0
+    assert pool.match([1, 2, 3, 4], 4) == Prefix([], pool.root) and pool.owners_P[second] == 1
+    assert not any(map(pool.knows, pages)) and pool.knows(pool.root)
+    pool.release([second])
+    assert pool.take(1).tolist() == [second]
+
+
+def test_an_owned_block_is_never_handed_out() -> None:
+    pool = BlockPool(6, 2)
+    mine = pool.take(3)
+    pool.share(mine[:1].tolist())
+    pool.release(mine.tolist())
+    assert pool.free == 4 and mine[0] not in pool.take(4) and pool.free == 0
+    with pytest.raises(RuntimeError, match="1 blocks asked of a pool that has 0"):
+        pool.take(1)
+    assert pool.take(0).tolist() == [] and pool.owners_P.tolist() == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (160, 10)])
+def test_blocks_for_tokens(tokens: int, blocks: int) -> None:
+    assert BlockPool(2, 16).blocks_for(tokens) == blocks
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(1, 4), (0, 4), (5, 0)])
+def test_a_pool_of_nothing_is_refused(blocks: int, size: int) -> None:
+    with pytest.raises(ValueError, match="at least 2 blocks"):
+        BlockPool(blocks, size)
+
+
+def test_blocks_are_handed_out_as_an_array() -> None:
+    """The lanes' tables are filled from it."""
+    taken = BlockPool(5, 4).take(3)
+    assert taken.dtype == np.int64 and taken.shape == (3,)

@@ -1,0 +1,181 @@
+"""The decoder: a sequence is the same, bit for bit, whoever else runs and however much of it was computed by others."""
+
+import os
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from batch_invariance import needs_invariant_policy
+from decoding_cases import Plan, Record, TurnPlan, alone, blocks, make_decoder, play, random_world
+
+from thresher.engine.decoding import decoder as decoder_module
+from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.sequences import Draw
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+
+FUZZED = int(os.environ.get("THRESHER_FUZZ", "300"))  # sequences
+AT_ONCE = 25  # of which so many share a decoder
+
+
+def nobody_owns_a_block(decoder: Decoder) -> bool:
+    return decoder.pool.free == decoder.pool.num_blocks - 1 and not decoder.pool.owners_P.any()
+
+
+@pytest.fixture
+def writer(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Policy:
+    """The tiny policy, whose end of text is a token that it writes now and then only."""
+    return lasting(tiny_policy, tiny_tokenizer)
+
+
+def lasting(policy: Policy, tokenizer: Tokenizer) -> Policy:
+    object.__setattr__(policy.config, "eos_token_ids", tuple(tokenizer.encode("Q")))
+    return policy
+
+
+@pytest.fixture(scope="module")
+def world(tiny_tokenizer: Tokenizer) -> tuple[list[list[int]], list[Plan]]:
+    """Sequences of all sorts, and some that begin short and grow long."""
+    prompts, plans = random_world(Random(3), tiny_tokenizer.vocab_size, 30)
+    return [*prompts, [5, 6, 7]], plans + [
+        Plan(prompt=len(prompts), seed=seed, turns=(TurnPlan(room=70), TurnPlan(room=9, appended=((5, 6, 7),))))
+        for seed in range(10)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    make_tiny_policy: Any, tiny_tokenizer: Tokenizer, world: tuple[list[list[int]], list[Plan]]
+) -> list[Record]:
+    return alone(lasting(make_tiny_policy(), tiny_tokenizer), tiny_tokenizer, *world)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"max_running": 3},
+        {"max_running": 1},
+        {"reuse": False},
+        {"shared_attention": False},
+        {"reuse": False, "shared_attention": False, "max_running": 7},
+        {"speculate": 4},
+        {"num_blocks": 0},
+        {"num_blocks": 0, "reuse": False},
+        {"num_blocks": 0, "speculate": 8, "max_running": 5},
+    ],
+    ids=str,
+)
+def test_a_sequence_is_the_same_whoever_runs_beside_it(
+    change: dict[str, Any],
+    writer: Policy,
+    tiny_tokenizer: Tokenizer,
+    world: tuple[list[list[int]], list[Plan]],
+    expected: list[Record],
+) -> None:
+    """num_blocks 0: as few as a decoder takes and two more, so that sequences are sent back again and again."""
+    needs_invariant_policy(writer)
+    small = change.get("num_blocks") == 0
+    if small:
+        change = {**change, "num_blocks": blocks(*world, spare=2)}
+    decoder = make_decoder(writer, tiny_tokenizer, **change)
+    assert play(decoder, *world) == expected
+    assert (decoder.clock.preemptions > 5) == small
+    shared = decoder.clock.shared_tokens
+    assert shared > 500 if change.get("reuse", True) else shared == 0
+    assert nobody_owns_a_block(decoder)
+    # Again, and in another order: nothing of the last time is left.
+    prompts, plans = world
+    assert play(decoder, prompts, plans[::-1]) == expected[::-1]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 24])
+@pytest.mark.parametrize("num_blocks", [400, 0], ids=["roomy", "small"])
+def test_a_sequence_is_the_same_in_whatever_pieces_it_is_prefilled(
+    rows: int,
+    num_blocks: int,
+    writer: Policy,
+    tiny_tokenizer: Tokenizer,
+    world: tuple[list[list[int]], list[Plan]],
+    expected: list[Record],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs_invariant_policy(writer)
+    monkeypatch.setattr(decoder_module, "FORWARD_ROWS", rows)
+    decoder = make_decoder(writer, tiny_tokenizer, num_blocks=num_blocks or blocks(*world, spare=2))
+    assert play(decoder, *world) == expected
+    assert decoder.clock.forward_rows / decoder.clock.forwards < max(rows, 2 * 64)
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_so_it_is_with_larger_pages(page_size: int, writer: Policy, tiny_tokenizer: Tokenizer) -> None:
+    """All of them come to need a second block at once, and there is one too few."""
+    needs_invariant_policy(writer)
+    rng = Random(page_size)
+    prompts = [[rng.randrange(tiny_tokenizer.vocab_size) for _ in range(page_size - 4)] for _ in range(5)]
+    prompts[1][: page_size // 2] = prompts[0][: page_size // 2]
+    plans = [Plan(prompt=n % 5, seed=n, turns=(TurnPlan(room=20), TurnPlan(room=9))) for n in range(8)]
+    one = make_decoder(writer, tiny_tokenizer, page_size=page_size, reuse=False, max_running=1)
+    many = make_decoder(writer, tiny_tokenizer, page_size=page_size, num_blocks=1 + 9)
+    assert play(many, prompts, plans) == play(one, prompts, plans) and many.clock.preemptions > 0
+
+
+def test_siblings_draw_from_one_prefill_what_each_would_alone(writer: Policy, tiny_tokenizer: Tokenizer) -> None:
+    needs_invariant_policy(writer)
+    prompt = [Random(n).randrange(tiny_tokenizer.vocab_size) for n in range(37)]
+    plans = [Plan(prompt=0, seed=n, turns=(TurnPlan(room=40),)) for n in range(20)]
+    decoder = make_decoder(writer, tiny_tokenizer)
+    together = play(decoder, [prompt], plans)
+    assert decoder.clock.prefilled_tokens == 37 and decoder.clock.shared_tokens == 19 * 37
+    assert together == [alone(writer, tiny_tokenizer, [prompt], [plan])[0] for plan in plans]
+    assert len({str(record) for record in together}) > 10
+
+
+def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: Tokenizer) -> None:
+    """Of sequences with turns and appended text, some of them sent back and computed again."""
+    rng = Random(5)
+    prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, 25)
+    temperatures = [rng.choice((0.0, 0.7, 1.0)) for _ in plans]
+    plans = [
+        Plan(prompt=plan.prompt, seed=plan.seed, turns=plan.turns, draw=Draw(temperature), arrive=plan.arrive)
+        for plan, temperature in zip(plans, temperatures, strict=True)
+    ]
+    decoder = make_decoder(writer, tiny_tokenizer, num_blocks=blocks(prompts, plans, spare=2))
+    records = play(decoder, prompts, plans)
+    assert decoder.clock.preemptions > 0
+    for plan, temperature, record in zip(plans, temperatures, records, strict=True):
+        ids, rows, recorded = list(prompts[plan.prompt]), list[int](), list[float]()
+        for turn, (written, logprobs, *_) in zip(plan.turns, record, strict=True):
+            ids += [token for text in turn.appended for token in text]
+            rows += range(len(ids), len(ids) + len(written))
+            ids += written
+            recorded += map(float.fromhex, logprobs)
+        with torch.inference_mode():
+            logits_TV = writer.logits(torch.tensor(ids))[:, : tiny_tokenizer.vocab_size] / (temperature or 1.0)
+        fresh = torch.log_softmax(logits_TV, -1)[torch.tensor(rows) - 1, torch.tensor(ids)[rows]]
+        torch.testing.assert_close(torch.tensor(recorded), fresh, rtol=0, atol=1e-5)
+
+
+def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer: Tokenizer) -> None:
+    """THRESHER_FUZZ says how many. Lengths, siblings, shared beginnings, turns, pauses, filters, drafts, few blocks."""
+    needs_invariant_policy(writer)
+    preempted = 0
+    for start in range(0, FUZZED, AT_ONCE):
+        rng = Random(start)
+        prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, min(AT_ONCE, FUZZED - start))
+        decoder = make_decoder(
+            writer,
+            tiny_tokenizer,
+            num_blocks=blocks(prompts, plans, spare=rng.choice((0, 1, 3, 10, 300))),
+            max_running=rng.choice((1, 2, 5, 30)),
+            reuse=rng.random() < 0.8,
+            shared_attention=rng.random() < 0.7,
+            speculate=rng.choice((0, 0, 3, "auto")),
+        )
+        expected = alone(writer, tiny_tokenizer, prompts, plans)
+        for number, (found, right) in enumerate(zip(play(decoder, prompts, plans), expected, strict=True)):
+            assert found == right, f"THRESHER_FUZZ={start + number + 1}: sequence {number} of the last {AT_ONCE}"
+        assert nobody_owns_a_block(decoder), f"THRESHER_FUZZ={start + len(plans)}: a block is lost"
+        preempted += decoder.clock.preemptions
+    assert preempted >= FUZZED // (4 * AT_ONCE)

@@ -1,0 +1,245 @@
+"""Turns of a decoder's sequences: what ends one, what comes between two, and who may go. Where a test needs to know
+what is written, `script` forces the ids."""
+
+from collections.abc import Callable
+
+import pytest
+from batch_invariance import needs_invariant_policy
+from decoding_cases import Plan, TurnPlan, alone, make_decoder, play
+
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.rewards.errors import UserError
+
+EOS = "<|endoftext|>"
+PROMPT = [30, 31, 32]
+
+
+@pytest.fixture
+def decoder(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Decoder:
+    decoder = make_decoder(tiny_policy, tiny_tokenizer)
+    decoder.begin(200, DecodeClock())
+    return decoder
+
+
+def start(decoder: Decoder, seed: int, room: int = 40, stop: tuple[str, ...] = ()) -> TokenSequence:
+    sequence = TokenSequence(SharedPrompt(list(PROMPT)), seed, Draw())
+    decoder.begin_turn(sequence, stop, room)
+    return sequence
+
+
+def until(decoder: Decoder, *sequences: TokenSequence) -> None:
+    """Step until the turns of all of these have ended."""
+    left = set(sequences)
+    for _ in range(300):
+        left -= set(decoder.step())
+        if not left:
+            return
+    raise AssertionError(f"{len(left)} turns never end")
+
+
+def test_a_turn_ends_at_its_stop_at_the_end_of_text_or_when_its_room_is_full(
+    decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    """Side by side, each with stops of its own; a text that is a stop to one is nothing to another."""
+    text = f"Anna <search>Bell</search> has{EOS}"
+    script({seed: [text] for seed in range(6)})
+    ids = tiny_tokenizer.encode_template(text)
+    stops: list[tuple[str, ...]] = [("</search>",), ("<search>", "</search>"), ("Bell", "Anna Q"), (), ("Eva",)]
+    sequences = [start(decoder, seed, stop=stop) for seed, stop in enumerate(stops)]
+    sequences.append(start(decoder, 5, room=3))
+    until(decoder, *sequences)
+    for sequence, end in zip(sequences, ("</search>", "<search>", "Bell", None, None, None), strict=True):
+        written = tiny_tokenizer.decode(sequence.turn_ids)
+        assert sequence.turn_ids == ids[: len(sequence.turn_ids)] and len(sequence.logprobs) == len(sequence.turn_ids)
+        if end is not None:
+            assert sequence.finish == "stop" and sequence.hit is not None and sequence.hit.tag == end
+            trailing = sequence.hit.trailing.decode()
+            assert written.endswith(end + trailing) and end not in tiny_tokenizer.decode(sequence.turn_ids[:-1])
+    assert [(one.finish, one.hit) for one in sequences[3:]] == [("eos", None), ("eos", None), ("length", None)]
+    assert sequences[4].turn_ids == ids and len(sequences[5].turn_ids) == 3
+
+
+def test_bytes_behind_a_stop_are_told(decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]) -> None:
+    (glued,) = tiny_tokenizer.encode("><")
+    script({0: ["<search>mayor</search><"]})
+    sequence = start(decoder, 0, stop=("</search>",))
+    until(decoder, sequence)
+    assert sequence.ids[-1] == glued and sequence.hit is not None and sequence.hit.trailing == b"<"
+
+
+def test_a_stop_that_is_the_last_token_there_is_room_for_is_a_stop(
+    decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    size = len(tiny_tokenizer.encode("abc</search>"))
+    script({seed: ["abc</search>"] for seed in range(2)})
+    fits, short = (start(decoder, seed, room=size - seed, stop=("</search>",)) for seed in range(2))
+    until(decoder, fits, short)
+    assert (fits.finish, short.finish) == ("stop", "length")
+
+
+def test_a_token_that_ends_the_text_and_is_a_stop_is_a_stop(
+    decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    script({0: [f"ab{EOS}"]})
+    sequence = start(decoder, 0, stop=(EOS,))
+    until(decoder, sequence)
+    assert sequence.finish == "stop" and sequence.hit is not None and sequence.hit.tag == EOS
+
+
+def test_a_stop_does_not_reach_from_one_turn_into_the_next(
+    decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    script({0: ["</sea", f"rch>{EOS}"], 1: ["</sea", "rch> and on"]})
+    size = len(tiny_tokenizer.encode("</sea"))
+    halved, whole = (start(decoder, seed, room, ("</search>",)) for seed, room in ((0, size), (1, 40)))
+    until(decoder, halved)
+    assert halved.finish == "length" and whole.writing
+    decoder.begin_turn(halved, ("</search>",), 20)
+    until(decoder, halved, whole)
+    assert halved.finish == "eos" and whole.finish == "stop"
+
+
+def send_back(decoder: Decoder) -> TokenSequence:
+    """The youngest gives its blocks up, as when there are none left."""
+    sequence = decoder.scheduler.preempt()
+    decoder._leave(sequence, keep=False)
+    return sequence
+
+
+def test_a_stop_is_found_by_one_that_was_sent_back_in_the_middle_of_it(
+    decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    text = "Eva</search>"
+    size = len(tiny_tokenizer.encode(text))
+    for steps in range(1, size):
+        decoder.begin(200, DecodeClock())
+        script({0: [text]})
+        sequence = start(decoder, 0, stop=("</search>",))
+        for _ in range(steps):
+            assert decoder.step() == []
+        assert send_back(decoder) is sequence and len(sequence.turn_ids) == len(sequence.logprobs) == steps
+        until(decoder, sequence)
+        assert sequence.finish == "stop" and len(sequence.turn_ids) == len(sequence.logprobs) == size
+        assert sequence.prefilled == len(PROMPT) + steps, "what it wrote; its prompt is still known"
+
+
+def test_text_in_several_pieces_is_the_text(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
+    """In one piece or several, at once or one a step, and however long its sequence has nothing to write."""
+    needs_invariant_policy(tiny_policy)
+    text = tuple(range(40, 75))
+    records = []
+    for pieces, pause in (
+        ((text,), 0),
+        ((text[:1], text[1:]), 0),
+        ((text[:20], text[20:30], text[30:]), 0),
+        ((text,), 3),
+        ((text[:20], text[20:30], text[30:]), 3),
+        ((text[:34], text[34:]), 1),
+    ):
+        turns = (TurnPlan(room=6), TurnPlan(room=6, appended=pieces, pause=pause), TurnPlan(room=6, pause=pause))
+        plan = Plan(prompt=0, seed=1, turns=turns)
+        beside = Plan(prompt=1, seed=2, turns=(TurnPlan(room=60),))
+        decoder = make_decoder(tiny_policy, tiny_tokenizer)
+        records.append(play(decoder, [PROMPT, [9]], [plan, beside])[0])
+        assert decoder.clock.prefilled_tokens == len(PROMPT) + 1 + len(text) + 1
+    assert all(record == records[0] for record in records) and len(records[0]) == 3
+    assert records[0] == alone(tiny_policy, tiny_tokenizer, [PROMPT], [plan])[0]
+
+
+def test_a_sequence_that_had_no_turn_during_a_step_writes_again(decoder: Decoder) -> None:
+    """Regression: its last token was fed meanwhile, and it was never due to draw again."""
+    first, other = start(decoder, 1, room=2), start(decoder, 2, room=100)
+    until(decoder, first)
+    for text in ([], [40, 41]):
+        decoder.step()
+        decoder.append(first, text)
+        decoder.step()
+        assert not first.writing and not decoder.idle
+        decoder.begin_turn(first, (), 2)
+        until(decoder, first)
+    assert other.writing
+
+
+def test_who_was_sent_back_between_two_turns_goes_on_later(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, decoder: Decoder
+) -> None:
+    needs_invariant_policy(tiny_policy)
+    sequence, text = start(decoder, 1, room=4), [40, 41, 42]
+    until(decoder, sequence)
+    first = sequence.turn_ids
+    assert send_back(decoder) is sequence and decoder.idle and sequence.lane < 0
+    decoder.append(sequence, text)
+    assert decoder.idle and decoder.step() == []
+    decoder.begin_turn(sequence, (), 4)
+    until(decoder, sequence)
+    turns = (TurnPlan(room=4), TurnPlan(room=4, appended=(tuple(text),)))
+    ((one, two),) = alone(tiny_policy, tiny_tokenizer, [PROMPT], [Plan(prompt=0, seed=1, turns=turns)])
+    assert (first, sequence.turn_ids) == (one[0], two[0]) and [x.hex() for x in sequence.logprobs] == two[1]
+
+
+def test_a_sequence_may_be_released_at_any_time(decoder: Decoder) -> None:
+    decoder.scheduler.max_running = 2
+    runs, stays, waits = (start(decoder, seed) for seed in range(3))
+    decoder.step()
+    assert waits.lane < 0
+    decoder.release(waits)
+    decoder.release(runs)
+    until(decoder, stays)
+    assert not waits.ids[len(PROMPT) :] and not waits.finish and not runs.finish
+    decoder.release(stays)
+    decoder.release(stays)
+    assert decoder.idle and decoder.step() == [] and not decoder.pool.owners_P.any()
+
+
+def test_what_is_kept_is_found_and_what_is_not_is_not(decoder: Decoder) -> None:
+    for keep in (True, False):
+        decoder.begin(200, DecodeClock())
+        first = start(decoder, 1, room=40)
+        until(decoder, first)
+        decoder.release(first, keep=keep)
+        again = TokenSequence(SharedPrompt(list(first.ids)), 2, Draw())
+        decoder.begin_turn(again, (), 1)
+        until(decoder, again)
+        assert again.prefilled == (1 if keep else len(first.ids) - len(PROMPT)), "the last that was drawn was never fed"
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_nothing_of_the_last_call_is_left(tiny_policy: Policy, tiny_tokenizer: Tokenizer, reuse: bool) -> None:
+    decoder = make_decoder(tiny_policy, tiny_tokenizer, reuse=reuse)
+    plans = [Plan(prompt=0, seed=seed, turns=(TurnPlan(room=5),)) for seed in range(3)]
+    first = play(decoder, [PROMPT], plans)
+    before = decoder.clock.prefilled_tokens
+    assert play(decoder, [PROMPT], plans) == first and decoder.clock.prefilled_tokens == before
+    assert before == (len(PROMPT) if reuse else 3 * len(PROMPT))
+
+
+def test_a_cache_that_could_never_hold_a_sequence_is_refused_at_once(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer
+) -> None:
+    decoder = make_decoder(tiny_policy, tiny_tokenizer, num_blocks=1 + 3)
+    decoder.begin(48, DecodeClock())
+    with pytest.raises(UserError, match="KV cache of 48 tokens is too small for a sequence of 49"):
+        decoder.begin(49, DecodeClock())
+
+
+def test_the_clock_counts_what_was_done(
+    decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    """Three siblings of one prompt, one of them with a second turn behind appended text."""
+    script({seed: ["abcdefgh" * 4] for seed in range(3)})
+    prompt = SharedPrompt(list(range(40, 60)))
+    sequences = [TokenSequence(prompt, seed, Draw()) for seed in range(3)]
+    for sequence in sequences:
+        decoder.begin_turn(sequence, (), 4)
+    until(decoder, *sequences)
+    decoder.append(sequences[0], [1, 2, 3, 4, 5])
+    decoder.begin_turn(sequences[0], (), 2)
+    until(decoder, sequences[0])
+    clock = decoder.clock
+    assert (clock.sampled_tokens, clock.prefilled_tokens, clock.shared_tokens) == (3 * 4 + 2, 20 + 6, 2 * 20)
+    assert clock.forwards == 1 + 3 + 1 + 1 and clock.forward_rows == 20 + 3 * 3 + 6 + 1 and clock.preemptions == 0
+    assert [one.prefilled for one in sequences] == [20 + 5, 0, 0], "of its own turn's tokens none was prefilled"
+    assert min(clock.decode, clock.prefill, clock.host) > 0

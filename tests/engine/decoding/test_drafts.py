@@ -1,0 +1,142 @@
+"""Drafts change nothing but the number of forwards: whatever is guessed, tokens, log-probs, stops and limits are those
+of one token a forward, to the bit."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from batch_invariance import needs_invariant_policy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rollout_cases import make_jobs, record
+
+from thresher.engine import GenerateRequest, Generator
+from thresher.engine.decoding import decoder as decoder_module
+from thresher.engine.decoding.drafts import BEGIN, MOST, Drafter, Drafts
+from thresher.engine.rollout.rollout import Rollout
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+
+Make = Callable[..., Rollout]
+
+
+class Adversary(Drafter):
+    """Guesses what will be written, what was written elsewhere, and anything, in any number."""
+
+    rng = Random(0)
+    written: list[list[int]] = []  # noqa: RUF012  set by the test
+
+    def draft(self, tokens_BL: Any, known_B: Any, lane_N: Any, most_N: Any) -> Drafts | None:
+        ids_NK, count_N = np.zeros((len(lane_N), MOST), np.int64), np.zeros(len(lane_N), np.int64)
+        for row, (lane, most) in enumerate(zip(lane_N.tolist(), most_N.tolist(), strict=True)):
+            own = tokens_BL[lane, : known_B[lane]].tolist()
+            true = next((ids[len(own) :] for ids in self.written if ids[: len(own)] == own), [])
+            guess = [*true[:MOST], *(self.rng.randrange(100) for _ in range(MOST))][:MOST]
+            if self.rng.random() < 0.4:
+                guess[self.rng.randrange(MOST)] = self.rng.randrange(100)
+            ids_NK[row], count_N[row] = guess, min(self.rng.randrange(MOST + 1), most)
+        return Drafts(ids_NK, count_N) if count_N.any() else None
+
+
+def requests_of(rng: Random, vocab: int) -> list[GenerateRequest]:
+    head = [rng.randrange(vocab) for _ in range(rng.randrange(1, 90))]
+    return [
+        GenerateRequest(
+            prompt_ids=head[: rng.randrange(1, len(head) + 1)]
+            + [rng.randrange(vocab) for _ in range(rng.randrange(9))],
+            max_new_tokens=rng.randrange(1, 40),
+            stop=rng.choice([(), ("e",), ("a", "the", "in")]),
+            temperature=rng.choice([0.0, 0.7, 1.0]),
+            top_k=rng.choice([0, 0, 5]),
+            n=rng.randrange(1, 4),
+            seed=rng.randrange(1000),
+        )
+        for _ in range(rng.randrange(1, 6))
+    ]
+
+
+def bits(results: Any) -> Any:
+    return [
+        [(r.token_ids, [x.hex() for x in r.logprobs], r.text, r.finish, r.stop, r.trailing) for r in group]
+        for group in results
+    ]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_no_guess_changes_a_result(seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
+    needs_invariant_policy(tiny_policy)
+    rng = Random(seed)
+    requests = requests_of(rng, tiny_tokenizer.vocab_size)
+    plain = Generator(tiny_policy, tiny_tokenizer, speculate=0).generate(requests)
+    Adversary.rng = rng
+    Adversary.written = [
+        [*(request.prompt_ids or ()), *result.token_ids]
+        for request, results in zip(requests, plain, strict=True)
+        for result in results
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_module, "Drafter", Adversary)
+        longest = max(len(ids) for ids in Adversary.written) + 40
+        generator = Generator(tiny_policy, tiny_tokenizer, speculate=4, kv_tokens=2 * (longest + 64), max_running=5)
+        guessed = generator.generate(requests)
+        streamed = list(generator.stream(requests))
+    assert bits(guessed) == bits(plain)
+    for number, results in enumerate(plain):
+        for sample, result in enumerate(results):
+            ids = [token for r, s, new, _ in streamed for token in new if (r, s) == (number, sample)]
+            assert ids == result.token_ids
+    assert sum(r.accepted for results in guessed for r in results) <= sum(r.drafted for rs in guessed for r in rs)
+    pool = generator._decoder.pool  # type: ignore[union-attr]
+    assert pool.free == pool.num_blocks - 1 and not pool.owners_P.any()
+
+
+@pytest.mark.parametrize("speculate", [1, 8, "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_episodes_repeat_what_they_wrote_in_fewer_forwards(
+    speculate: Any, temperature: float, tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
+) -> None:
+    needs_invariant_policy(tiny_policy)
+    jobs = make_jobs(tiny_questions[:6], samples=2)
+    plain = tiny_rollout()
+    expected = list(map(record, plain.run(jobs, temperature)))
+    run = tiny_rollout(speculate=speculate)
+    assert list(map(record, run.run(jobs, temperature))) == expected
+    first = run.clock.forwards
+    assert list(map(record, run.run(jobs, temperature))) == expected
+    assert run.clock.forwards < first <= plain.clock.forwards
+    assert 0 < run.clock.accepted_tokens <= run.clock.drafted_tokens
+    assert run.clock.sampled_tokens == plain.clock.sampled_tokens
+
+
+def test_a_guess_continues_the_latest_place_where_the_last_tokens_occurred() -> None:
+    drafter = Drafter(4, 2, 16, None)
+    tokens_BL = np.zeros((2, 16), np.int64)
+    tokens_BL[0, :9] = [7, 1, 2, 3, 8, 9, 1, 2, 3]
+    tokens_BL[1, :4] = [5, 6, 7, 8]
+    drafter.open(1, np.array([6, 7, 1, 5, 6, 7, 8, 40, 41]))
+    drafts = drafter.draft(tokens_BL, np.array([9, 4]), np.array([0, 1]), np.array([9, 1]))
+    assert drafts is not None and drafts.count_N.tolist() == [4, 1]
+    assert drafts.ids_NK[0, :4].tolist() == [8, 9, 1, 2], "own context"
+    assert drafts.ids_NK[1, 0] == 40, "reference, no more than there is room for"
+    drafter.open(1, None)
+    assert drafter.draft(tokens_BL, np.array([9, 4]), np.array([1]), np.array([9])) is None
+
+
+def test_auto_stops_where_guesses_fail_and_where_rows_are_dear() -> None:
+    drafter = Drafter("auto", 1, 16, None)
+    few, many = ([drafter._drafts_wanted(kind, n) for kind in range(len(BEGIN))] for n in (2, 500))
+    assert all(a >= b for a, b in zip(few, many, strict=True)) and few[0] > many[0]
+    for _ in range(50):
+        drafter.note(np.array([0]), np.array([4]), np.array([0]))
+    assert drafter._drafts_wanted(0, 64) == 0 < few[0]
+
+
+@pytest.mark.parametrize("speculate", [-1, 9, "often", 1.5])
+def test_what_speculate_may_be(speculate: Any, tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r'speculate is .*; expected "auto" or 0 to 8'):
+        Generator(tiny_policy, tiny_tokenizer, speculate=speculate)

@@ -1,0 +1,79 @@
+"""The tensors of the cache: a step writes its rows where they belong and nowhere else, and a copy of a block is one."""
+
+import numpy as np
+import pytest
+import torch
+from model_cases import make_config
+
+from thresher.engine.decoding.kv_cache import PagedKV, PagedStep
+from thresher.kernels.attention.paged import Pieces
+from thresher.kernels.matmul import ROW_MULTIPLE
+from thresher.rewards.errors import UserError
+
+TABLE_BP = np.array([[5, 2, 7], [3, 6, 0]])
+
+
+def step_of(cache: PagedKV, *runs: tuple[int, int, int]) -> PagedStep:
+    """Runs of (row of the table, first position, count)."""
+    table_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+    return PagedStep(cache, TABLE_BP, Pieces(table_N, start_N, count_N, np.cumsum(count_N) - count_N), None)
+
+
+def fed(cache: PagedKV, step: PagedStep, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random keys and values of every row, after they were written."""
+    rows, (_, _, kv_heads, dim, _) = len(step.positions_T), cache.k_LPKDS.shape
+    k, v = torch.randn(2, rows, kv_heads, dim, generator=torch.Generator().manual_seed(rows))
+    step(layer, torch.ones(rows, cache.shape.heads, dim), k, v)
+    return k, v
+
+
+def test_a_step_writes_nothing_but_its_own_slots() -> None:
+    cache = PagedKV(make_config(), 9, 16)
+    cache.k_LPKDS.fill_(7.0)
+    cache.v_LPKSD.fill_(-7.0)
+    step = step_of(cache, (0, 10, 30), (1, 16, 1), (1, 17, 2))
+    k, v = fed(cache, step, layer=1)
+    positions = [(TABLE_BP[0, at // 16], at % 16) for at in range(10, 40)]
+    positions += [(TABLE_BP[1, 1], slot) for slot in (0, 1, 2)]
+    assert step.rows == len(positions) and len(step.positions_T) % ROW_MULTIPLE == 0
+    mine = torch.zeros(9, 16, dtype=torch.bool)
+    for row, (block, slot) in enumerate(positions):
+        mine[block, slot] = True
+        assert torch.equal(cache.k_LPKDS[1, block, :, :, slot], k[row])
+        assert torch.equal(cache.v_LPKSD[1, block, :, slot], v[row])
+    others = ~mine
+    others[0] = False  # where rows that fill the step up go
+    assert (cache.k_LPKDS[1].permute(0, 3, 1, 2)[others] == 7).all()
+    assert (cache.v_LPKSD[1].transpose(1, 2)[others] == -7).all()
+    assert (cache.k_LPKDS[0] == 7).all() and (cache.v_LPKSD[0] == -7).all(), "another layer"
+
+
+def test_rows_know_their_lane_and_position() -> None:
+    step = step_of(PagedKV(make_config(), 9, 16), (1, 15, 3), (0, 0, 2))
+    assert step.lane_T[:5].tolist() == [1, 1, 1, 0, 0] and step.positions_T[:5].tolist() == [15, 16, 17, 0, 1]
+    assert step.block_T.tolist() == [3, 6, 6, 5, 5] + [0] * 11
+    assert step.slot_T[:5].tolist() == [15, 0, 1, 0, 1] and step.rows == 5
+
+
+def test_a_copied_block_is_the_same_in_every_layer() -> None:
+    cache = PagedKV(make_config(), 5, 16)
+    cache.k_LPKDS.normal_(generator=torch.Generator().manual_seed(0))
+    cache.v_LPKSD.normal_(generator=torch.Generator().manual_seed(1))
+    before = cache.k_LPKDS.clone(), cache.v_LPKSD.clone()
+    cache.copy([])
+    cache.copy([(1, 3), (4, 2)])
+    for now, old in zip((cache.k_LPKDS, cache.v_LPKSD), before, strict=True):
+        assert torch.equal(now, old[:, [0, 1, 4, 1, 4]])
+
+
+def test_the_memory_is_what_was_said() -> None:
+    config = make_config()
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = PagedKV(config, 7, 32, dtype)
+        assert cache.k_LPKDS.nbytes + cache.v_LPKSD.nbytes == PagedKV.bytes_needed(config, 7, 32, dtype.itemsize)
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 8, 24])
+def test_a_page_size_that_breaks_the_sums_is_refused(page_size: int) -> None:
+    with pytest.raises(UserError, match=rf"page_size is {page_size}; expected a multiple of 16"):
+        PagedKV(make_config(), 5, page_size)

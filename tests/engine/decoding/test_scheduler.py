@@ -1,0 +1,279 @@
+"""The scheduler with a real block pool: the oldest first, nobody starves, nobody computes what another is about to."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.engine.decoding.blocks import BlockPool, Page
+from thresher.engine.decoding.scheduler import Scheduler
+from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+
+
+class Simulation:
+    """What the decoder does with scheduler and pool, without a model: every step each running sequence is fed up to
+    `rows` tokens, and one that has been fed whole writes one more."""
+
+    def __init__(self, pool: BlockPool, max_running: int, reuse: bool = True, rows: int = 100) -> None:
+        self.pool, self.rows = pool, rows
+        self.scheduler = Scheduler(pool, max_running, reuse)
+        self.blocks: dict[TokenSequence, list[int]] = {}
+        self.cached: dict[TokenSequence, int] = {}
+        self.pages: dict[TokenSequence, list[Page]] = {}
+        self.admitted: list[TokenSequence] = []
+        self.preempted: list[TokenSequence] = []
+        self.computed = 0
+
+    def submit(self, ids: list[int], room: int, prompt: SharedPrompt | None = None) -> TokenSequence:
+        sequence = TokenSequence(prompt or SharedPrompt(ids), 0, Draw())
+        sequence.writing, sequence.room = True, room
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def admit(self) -> list[TokenSequence]:
+        new = []
+        for sequence, prefix, count in self.scheduler.admit():
+            assert not prefix.wait and not sequence.prompt.filling
+            self.pool.share(prefix.blocks)
+            self.blocks[sequence] = [*prefix.blocks, *self.pool.take(count).tolist()]
+            self.cached[sequence] = len(prefix.blocks) * self.pool.page_size + prefix.tail_tokens
+            if not sequence.begun:
+                sequence.begun, sequence.prompt.waiting = True, sequence.prompt.waiting - 1
+            self.pages[sequence] = []
+            if self.scheduler.reuse:
+                sequence.prompt.filling = len(sequence.ids) == len(sequence.prompt.ids) > self.cached[sequence]
+                start = len(prefix.blocks) * self.pool.page_size
+                path = self.pool.remember(sequence.ids, self.blocks[sequence], prefix.last, start, ready=False)
+                self.pages[sequence] = [page for page in path if page.block in self.blocks[sequence]]
+            new.append(sequence)
+        self.admitted += new
+        return new
+
+    def leave(self, sequence: TokenSequence) -> None:
+        self.pool.forget_unready(self.pages.pop(sequence))
+        if self.cached.pop(sequence) < len(sequence.prompt.ids):
+            sequence.prompt.filling = False
+        self.pool.release(self.blocks.pop(sequence))
+
+    def release(self, sequence: TokenSequence) -> None:
+        self.scheduler.running.remove(sequence)
+        self.leave(sequence)
+
+    def step(self) -> list[TokenSequence]:
+        """Those that have written all they had room for; they go on running."""
+        self.admit()
+        while self.wanted() > self.pool.free:
+            oldest = self.scheduler.running[0]
+            sequence = self.scheduler.preempt()
+            assert sequence is not oldest, "the oldest can always go on"
+            self.leave(sequence)
+            self.preempted.append(sequence)
+        over = []
+        for sequence in self.scheduler.running:
+            fed = min(self.rows, len(sequence.ids) - self.cached[sequence])
+            self.cached[sequence] += fed
+            self.computed += fed
+            blocks = self.blocks[sequence]
+            blocks += self.pool.take(max(self.pool.blocks_for(self.cached[sequence]) - len(blocks), 0)).tolist()
+            if self.cached[sequence] >= len(sequence.prompt.ids):
+                sequence.prompt.filling = False
+            if self.cached[sequence] == len(sequence.ids):
+                if self.scheduler.reuse and sequence.prompt.waiting and len(sequence.ids) == len(sequence.prompt.ids):
+                    sequence.prompt.hidden_H = "computed"  # type: ignore[assignment]
+                for page in self.pages[sequence]:
+                    page.ready = True
+                if sequence.writing:
+                    sequence.ids.append(7)
+                    sequence.room -= 1
+                    if not sequence.room:
+                        sequence.writing = False
+                        over.append(sequence)
+        return over
+
+    def wanted(self) -> int:
+        return sum(
+            max(self.pool.blocks_for(min(self.cached[one] + self.rows, len(one.ids))) - len(self.blocks[one]), 0)
+            for one in self.scheduler.running
+        )
+
+    def check(self) -> None:
+        ages = [[one.number for one in line] for line in (self.scheduler.running, self.scheduler.waiting)]
+        assert all(numbers == sorted(numbers) for numbers in ages)
+        assert len(self.scheduler.running) <= self.scheduler.max_running
+        assert set(self.scheduler.running) == set(self.blocks) and not set(self.blocks) & set(self.scheduler.waiting)
+        owned = {block for blocks in self.blocks.values() for block in blocks}
+        assert self.pool.free + len(owned) == self.pool.num_blocks - 1
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(st.data())
+def test_everybody_comes_to_an_end_and_in_time(data: st.DataObject) -> None:
+    """From a pool that holds the longest alone to plenty; requests come at any time, some of them alike."""
+    page, rows = data.draw(st.integers(1, 5), label="page"), data.draw(st.integers(1, 20), label="rows")
+    lengths = data.draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=9))
+    longest = max(prompt + room for prompt, room in lengths)
+    pool = BlockPool(1 + -(-longest // page) + data.draw(st.integers(0, 25), label="spare blocks"), page)
+    simulation = Simulation(pool, data.draw(st.integers(1, 6), label="running"), data.draw(st.booleans()), rows)
+    rng = Random(data.draw(st.integers(0, 999), label="seed"))
+    coming = [([rng.choice((1, 1, 1, 2)) for _ in range(prompt)], room) for prompt, room in lengths]
+    unfinished: list[TokenSequence] = []
+    # The oldest is never sent back, so that each takes at most its own steps once it is that.
+    steps = sum(-(-prompt // rows) + 1 + room for prompt, room in lengths) + len(lengths)
+    while coming or unfinished:
+        if coming and (not unfinished or rng.random() < 0.5):
+            unfinished.append(simulation.submit(*coming.pop(0)))
+        for sequence in simulation.step():
+            simulation.release(sequence)
+            unfinished.remove(sequence)
+        simulation.check()
+        steps -= 1
+        assert steps >= 0, "somebody starves"
+    assert pool.free == pool.num_blocks - 1 and not simulation.scheduler.waiting
+    assert simulation.scheduler.preemptions == len(simulation.preempted)
+
+
+def test_the_oldest_begin_first() -> None:
+    simulation = Simulation(BlockPool(100, 4), 10)
+    sequences = [simulation.submit([n, n], 5) for n in range(4)]
+    assert simulation.admit() == sequences == simulation.scheduler.running
+    assert [sequence.number for sequence in sequences] == [0, 1, 2, 3]
+
+
+def test_no_more_run_than_there_are_lanes() -> None:
+    simulation = Simulation(BlockPool(500, 4), 3)
+    sequences = [simulation.submit([n, n], 5) for n in range(6)]
+    assert simulation.admit() == sequences[:3] and simulation.admit() == []
+    simulation.release(sequences[1])
+    assert simulation.admit() == [sequences[3]] and simulation.scheduler.waiting == sequences[4:]
+
+
+def test_the_first_in_line_is_not_overtaken_for_want_of_room() -> None:
+    """Each needs its blocks, and one more for every sequence that runs; the short one behind would fit, and waits."""
+    simulation = Simulation(BlockPool(1 + 8, 4), 10)
+    first, long, _ = (simulation.submit([n] * length, 5) for n, length in enumerate((16, 16, 4)))
+    assert simulation.admit() == [first] and simulation.pool.free == 4
+    simulation.release(first)
+    assert simulation.admit()[0] is long
+
+
+def test_what_is_shared_takes_no_room() -> None:
+    pool = BlockPool(1 + 5, 4)
+    simulation = Simulation(pool, 10)
+    first = simulation.submit([1] * 16, 1)
+    simulation.step()
+    second = simulation.submit([1] * 17, 5)
+    assert simulation.admit() == [], "it shares 4 blocks, takes the fifth, and none is left for the first"
+    simulation.release(first)
+    assert simulation.admit() == [second] and pool.free == 0
+
+
+def test_idle_blocks_that_are_shared_are_not_counted_as_room() -> None:
+    """The 4 that the newcomer takes over are no longer free."""
+    pool = BlockPool(1 + 6, 4)
+    simulation = Simulation(pool, 10)
+    first = simulation.submit([1] * 16, 1)
+    simulation.step()
+    simulation.release(first)
+    other = simulation.submit([2] * 4, 9)
+    assert simulation.admit() == [other] and pool.free == 5
+    simulation.submit([1] * 17, 5)
+    assert simulation.admit() == [], "4 shared, one taken and none for the other"
+
+
+def test_a_prompt_that_another_is_computing_is_waited_for() -> None:
+    """And who has another beginning goes ahead meanwhile."""
+    simulation = Simulation(BlockPool(100, 4), 10, rows=6)
+    prompt = SharedPrompt([1] * 16)
+    siblings = [simulation.submit([], 5, prompt) for _ in range(3)]
+    longer, other = simulation.submit([1] * 20, 5), simulation.submit([2] * 4, 5)
+    assert simulation.admit() == [siblings[0], other]
+    assert simulation.scheduler.waiting == [*siblings[1:], longer], "those that were passed over stay where they were"
+    simulation.step()
+    simulation.step()
+    assert simulation.scheduler.running == [siblings[0], other]
+    simulation.step()
+    computed = simulation.computed
+    assert simulation.admit() == [*siblings[1:], longer]
+    first, *others = (set(simulation.blocks[one]) for one in (*siblings, longer))
+    assert all(first <= blocks for blocks in others) and simulation.cached[longer] == 16
+    simulation.step()
+    assert simulation.computed == computed + len([siblings[0], other]) + 4, "of the siblings nothing"
+
+
+def test_nobody_waits_for_one_that_went() -> None:
+    simulation = Simulation(BlockPool(100, 4), 10, rows=6)
+    prompt = SharedPrompt([1] * 16)
+    first, sibling = (simulation.submit([], 5, prompt) for _ in range(2))
+    alike = simulation.submit([1] * 16, 5)
+    simulation.step()
+    simulation.release(first)
+    assert simulation.admit() == [sibling]
+    simulation.release(sibling)
+    assert simulation.admit() == [alike]
+
+
+def test_without_reuse_nobody_waits_and_nothing_is_shared() -> None:
+    simulation = Simulation(BlockPool(100, 4), 10, reuse=False)
+    prompt = SharedPrompt([1] * 16)
+    sequences = [simulation.submit([], 5, prompt) for _ in range(3)]
+    assert simulation.admit() == sequences
+    simulation.step()
+    assert simulation.computed == 3 * 16 and len({b for blocks in simulation.blocks.values() for b in blocks}) == 12
+
+
+def test_a_whole_prompt_is_taken_over_only_with_its_hidden_state() -> None:
+    """From which the first token is drawn; else its last token is computed once more."""
+    simulation = Simulation(BlockPool(100, 4), 10)
+    prompt = SharedPrompt([1] * 8)
+    simulation.submit([], 5, prompt)
+    simulation.step()
+    second = simulation.submit([], 5, prompt)
+    simulation.admit()
+    assert simulation.cached[second] == 7, "nobody was waiting when the first one had it"
+    third = simulation.submit([], 5, prompt)
+    assert simulation.admit() == []
+    simulation.step()
+    assert simulation.admit() == [third] and simulation.cached[third] == 8
+    simulation.submit([*prompt.ids, 7, 7], 5)
+    simulation.step()
+    third.ids[8:] = [7]
+    simulation.release(third)
+    simulation.scheduler.submit(third)
+    simulation.admit()
+    assert simulation.cached[third] == 8, "of nine, which are known as well"
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_the_youngest_goes_and_comes_back_first(reuse: bool) -> None:
+    simulation = Simulation(BlockPool(1 + 7, 4), 10, reuse)
+    sequences = [simulation.submit([n] * 4, 20) for n in range(3)]
+    while not simulation.preempted:
+        simulation.step()
+        simulation.check()
+    late = simulation.submit([9] * 4, 20)
+    assert simulation.preempted == [sequences[2]] and simulation.scheduler.running == sequences[:2]
+    assert simulation.scheduler.waiting == [sequences[2], late] and len(sequences[2].ids) > 4, "what it wrote is kept"
+    simulation.release(sequences[0])
+    assert simulation.admit()[0] is sequences[2]
+
+
+def test_one_that_is_preempted_with_nothing_to_write_does_not_wait() -> None:
+    simulation = Simulation(BlockPool(100, 4), 10)
+    first, second = (simulation.submit([n] * 4, 2) for n in range(2))
+    simulation.step()
+    assert simulation.step() == [first, second]
+    assert simulation.scheduler.preempt() is second and simulation.scheduler.waiting == []
+    simulation.leave(second)
+    assert simulation.admit() == []
+    young = simulation.submit([3] * 4, 2)
+    second.writing, second.room = True, 3
+    simulation.scheduler.submit(second)
+    assert simulation.scheduler.waiting == [second, young] and second.number == 1, "by age, not by when it came back"
+    assert simulation.scheduler.running == [first]
+
+
+def test_a_lone_sequence_begins_in_a_pool_that_just_holds_it() -> None:
+    simulation = Simulation(BlockPool(1 + 4, 4), 10)
+    sequence = simulation.submit([1] * 16, 1)
+    assert simulation.admit() == [sequence] and simulation.pool.free == 0
