@@ -7,6 +7,7 @@ import pytest
 from batch_invariance import needs_invariant_policy
 from decoding_cases import Plan, TurnPlan, alone, make_decoder, play
 
+from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.policy.model import Policy
@@ -194,6 +195,40 @@ def test_a_sequence_may_be_released_at_any_time(decoder: Decoder) -> None:
     assert decoder.idle and decoder.step() == [] and not decoder.pool.owners_P.any()
 
 
+@pytest.mark.parametrize("max_running", [1, 64])
+@pytest.mark.parametrize("sent_back", [True, False], ids=["sent back", "released"])
+def test_who_goes_in_the_middle_of_its_prompt_holds_nobody_up(
+    sent_back: bool, max_running: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that waited for it compute the rest themselves: siblings, and one that begins alike."""
+    needs_invariant_policy(tiny_policy)
+    monkeypatch.setattr(decoder_module, "FORWARD_ROWS", 8)
+    ids = [50 + n % 30 for n in range(60)]
+    plans = [Plan(prompt=n // 3, seed=n, turns=(TurnPlan(room=5),)) for n in range(4)]
+    expected = [record[0] for record in alone(tiny_policy, tiny_tokenizer, [ids, ids], plans)]
+    decoder = make_decoder(tiny_policy, tiny_tokenizer, max_running=max_running)
+    decoder.begin(200, DecodeClock())
+    shared = SharedPrompt(ids)
+    prompts = (shared, shared, shared, SharedPrompt(list(ids)))
+    first, *others = sequences = [TokenSequence(prompt, n, Draw()) for n, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        decoder.begin_turn(sequence, (), 5)
+    for _ in range(3):
+        decoder.step()
+    assert decoder.scheduler.running == [first] and 16 < decoder.lanes.cached_B[first.lane] < len(ids)
+    if sent_back:
+        send_back(decoder)
+    else:
+        decoder.release(first)
+    for sequence in [*([first] if sent_back else []), *others]:
+        if not sequence.finish:
+            until(decoder, sequence)
+        assert (sequence.turn_ids, [x.hex() for x in sequence.logprobs]) == expected[sequence.seed][:2]
+        if max_running == 1:
+            decoder.release(sequence, keep=True)
+    assert decoder.clock.prefilled_tokens < 2 * len(ids), "what it had computed is used"
+
+
 def test_what_is_kept_is_found_and_what_is_not_is_not(decoder: Decoder) -> None:
     for keep in (True, False):
         decoder.begin(200, DecodeClock())
@@ -243,3 +278,4 @@ def test_the_clock_counts_what_was_done(
     assert clock.forwards == 1 + 3 + 1 + 1 and clock.forward_rows == 20 + 3 * 3 + 6 + 1 and clock.preemptions == 0
     assert [one.prefilled for one in sequences] == [20 + 5, 0, 0], "of its own turn's tokens none was prefilled"
     assert min(clock.decode, clock.prefill, clock.host) > 0
+    assert prompt.waiting == 0 and not prompt.filling
