@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thresher.kernels.attention.paged import PIECE, ROW_TILE, SHARED_ROWS
+from thresher.kernels.attention.paged import PIECE, SHARED_ROWS
+from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.matmul import ROW_MULTIPLE
 
 # What test_bits_settings.py looks for among the reasons of skipped tests.
@@ -75,15 +76,15 @@ def rows_are_batch_invariant(
 
 
 @cache
-def _batched(inner: int, outer: int, most: int, threads: int) -> bool:
+def _batched(inner: int, outer: int, tile: int, most: int, threads: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     matrices = 12
     x = torch.randn(matrices, most, inner, generator=generator)
     y = torch.randn(matrices, inner, outer, generator=generator)
-    counts = sorted({ROW_TILE, 2 * ROW_TILE, 3 * ROW_TILE, 5 * ROW_TILE, min(64, most), most})
+    counts = sorted({tile, 2 * tile, 3 * tile, 5 * tile, min(64, most), most})
     with using_threads(threads):
-        tiles = x.view(-1, ROW_TILE, inner)
-        alone = torch.bmm(tiles, y.repeat_interleave(most // ROW_TILE, 0)).view(matrices, most, outer)
+        tiles = x.view(-1, tile, inner)
+        alone = torch.bmm(tiles, y.repeat_interleave(most // tile, 0)).view(matrices, most, outer)
         for rows in counts:
             for first, last, at in ((0, 2, 0), (3, 6, most - rows), (0, 12, (most - rows) // 2)):
                 product = torch.bmm(x[first:last, at : at + rows].contiguous(), y[first:last])
@@ -94,12 +95,16 @@ def _batched(inner: int, outer: int, most: int, threads: int) -> bool:
 
 def attention_is_batch_invariant(heads: int, kv_heads: int, dim: int, threads: int | None = None) -> bool:
     """The same of the batched matmuls of `paged_attention`, rows times a block's keys [D, S] and weights times its
-    values [S, D]: whether a row depends on how many others there are, in multiples of ROW_TILE, or on how many
+    values [S, D]: whether a row depends on how many others there are, in multiples of row_tile, or on how many
     matrices. A lone one, which the kernel gives a twin, is not asked about."""
     threads = torch.get_num_threads() if threads is None else threads
-    most = -(-max(PIECE * heads // kv_heads, SHARED_ROWS) // ROW_TILE) * ROW_TILE
+    with using_threads(threads):
+        tiles = [(slots, row_tile(dim, slots, torch.float32, torch.device("cpu"))) for slots in (16, 32, 64)]
+    most = max(PIECE * heads // kv_heads, SHARED_ROWS)
     return all(
-        _batched(inner, outer, most, threads) for slots in (16, 32, 64) for inner, outer in ((dim, slots), (slots, dim))
+        _batched(inner, outer, tile, -(-most // tile) * tile, threads)
+        for slots, tile in tiles
+        for inner, outer in ((dim, slots), (slots, dim))
     )
 
 

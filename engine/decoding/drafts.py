@@ -4,8 +4,9 @@ A token is argmax(z / T + noise(seed, position, token)) and the noise is a funct
 one forward feeds the last token and k drafts behind it, a token is drawn at each of these rows, and those stand that
 the sequence would have drawn one by one. Nothing here can change a token or a log-prob; a wrong guess costs its row.
 
-A guess continues the latest place where the sequence's last tokens occurred before: in its reference, which is what was
-written for the same question earlier, or in its own context, since extracts copy passages.
+A guess continues a place where the sequence's last tokens occurred before: in its reference, which is what was written
+for the same question earlier, or in its own context, since extracts copy passages. It ends where a turn of the
+reference ended (TURN_END): what came then was not drawn.
 
 With "auto" a row is spent only where it is likely to be used. A forward of n sequences with drafts takes
 
@@ -30,6 +31,7 @@ Floats = npt.NDArray[np.float64]
 Speculate = Literal["auto"] | int
 
 MOST = 8  # drafts of a lane
+TURN_END = -1  # in a reference, behind the last token of a turn
 WINDOW = 4096  # tokens of a context that are looked through
 DRAFTING, ROW_COST, ROW_COST_EACH = 0.25, 0.1, 0.0014  # as measured on a CPU (docs/log.md)
 PATIENCE, PAUSE = 4, 16  # after so many steps in which drafts did not pay, look only every so many steps
@@ -59,7 +61,7 @@ class Drafter:
         self.counts = np.array(BEGIN) if counts is None else counts
 
     def open(self, lane: int, reference: "Ints | None") -> None:
-        """A new sequence in the lane; reference: ids that it may repeat."""
+        """A new sequence in the lane; reference: ids that it may repeat, TURN_END behind each turn."""
         self.reference_B[lane] = 0
         if reference is not None:
             ids = reference[: self.reference_BL.shape[1]]
@@ -82,7 +84,7 @@ class Drafter:
             own = kind == OWN_3
             lanes = lane_N[left]
             source, length = (tokens_BL, known_N[left]) if own else (self.reference_BL, self.reference_B[lanes])
-            place = _latest(source, lanes, length, tokens_BL, known_N[left], tokens)
+            place = _nearest(source, lanes, length, tokens_BL, known_N[left], tokens)
             found_N[left], kind_N[left] = place, kind
             from_reference_N[left] = not own
         return self._read(tokens_BL, known_N, lane_N, most_N, wanted, found_N, kind_N, from_reference_N)
@@ -129,26 +131,32 @@ class Drafter:
         length_N = np.where(from_reference_N, self.reference_B[lane_N], known_N)
         count_N = np.minimum(np.array(wanted)[kind_N], np.minimum(length_N - 1 - found_N, most_N))
         count_N = np.where(found_N < 0, 0, np.maximum(count_N, 0))
-        most = int(count_N.max())
-        if not most or not self._pays(count_N, kind_N):
-            return None
-        at_NK = np.minimum(found_N[:, None] + 1 + np.arange(most), tokens_BL.shape[1] - 1)
+        at_NK = np.minimum(found_N[:, None] + 1 + np.arange(int(count_N.max())), tokens_BL.shape[1] - 1)
         own_NK, reference_NK = tokens_BL[lane_N[:, None], at_NK], self.reference_BL[lane_N[:, None], at_NK]
+        ids_NK = np.where(from_reference_N[:, None], reference_NK, own_NK)
+        left_NK = np.where(ids_NK == TURN_END, np.arange(ids_NK.shape[1]), MOST)
+        count_N = np.minimum(count_N, left_NK.min(1, initial=MOST))
+        if not self._pays(count_N, kind_N) or not count_N.any():
+            return None
         self.kind_B[lane_N] = kind_N
-        return Drafts(np.where(from_reference_N[:, None], reference_NK, own_NK), count_N)
+        return Drafts(ids_NK[:, : int(count_N.max())], count_N)
 
 
-def _latest(source_BL: Ints, lane_N: Ints, length_N: Ints, tokens_BL: Ints, known_N: Ints, tokens: int) -> Ints:
-    """The latest place in each lane's source, one token before its end at most, at which the lane's last `tokens`
-    tokens end; -1 where there is none."""
+def _nearest(source_BL: Ints, lane_N: Ints, length_N: Ints, tokens_BL: Ints, known_N: Ints, tokens: int) -> Ints:
+    """The place in each lane's source, one token before its end at most, at which the lane's last `tokens` tokens end:
+    of several the nearest to the lane's own length, which in its own context is the latest; -1 where there is none."""
     longest = int(length_N.max(initial=0))
     first = max(longest - WINDOW, 0)
     if longest - first < tokens + 1 or int(known_N.min()) < tokens:
         return np.full(len(lane_N), -1)
     rows = source_BL[lane_N, first:longest]
-    same = np.arange(first + tokens - 1, longest) < length_N[:, None] - 1
+    place = np.arange(first + tokens - 1, longest)
+    same = place < length_N[:, None] - 1
     for back in range(tokens):
         last_N = tokens_BL[lane_N, known_N - 1 - back]
         same &= rows[:, tokens - 1 - back : rows.shape[1] - back] == last_N[:, None]
-    place_N = same.shape[1] - 1 - same[:, ::-1].argmax(1)
-    return np.where(same.any(1), place_N + first + tokens - 1, -1)
+    found = same.any(1)
+    lane_N, at = np.full(len(lane_N), -1), np.flatnonzero(found)
+    away = np.where(same[at], np.abs(place - known_N[at, None]), np.iinfo(np.int64).max)
+    lane_N[at] = place[away.argmin(1)]
+    return lane_N

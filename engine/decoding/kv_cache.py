@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from thresher.kernels.attention.paged import SLOT_STEP, CacheShape, Pieces, paged_attention, paged_buckets, places
+from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 from thresher.rewards.errors import UserError
@@ -32,7 +33,8 @@ class PagedKV:
         if page_size < 1 or page_size % SLOT_STEP:
             raise UserError(f"rollout.page_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
         layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size)
+        tile = row_tile(dim, page_size, dtype, torch.device(device))
+        self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size, tile)
         # Zeros, not empty: masked slots are multiplied by an exact 0, which NaN would survive.
         self.k_LPKDS = torch.zeros(layers, num_blocks, kv_heads, dim, page_size, dtype=dtype, device=device)
         self.v_LPKSD = torch.zeros(layers, num_blocks, kv_heads, page_size, dim, dtype=dtype, device=device)

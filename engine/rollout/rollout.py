@@ -24,7 +24,7 @@ from random import Random
 import numpy as np
 
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
-from thresher.engine.decoding.drafts import Ints, Speculate
+from thresher.engine.decoding.drafts import TURN_END, Ints, Speculate
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.engine.episode import (
     Episode,
@@ -145,7 +145,7 @@ class Rollout:
         self.clock.total = time.perf_counter() - started
         self.clock.host = self.clock.total - self.clock.decode - self.clock.prefill - self.clock.search
         for sample in samples if self.limits.speculate else ():
-            self._written[sample.job.question.id] = np.array(sample.trajectory.ids(), np.int64)
+            self._written[sample.job.question.id] = _reference(sample.trajectory)
             self._written.move_to_end(sample.job.question.id)
         while len(self._written) > REMEMBERED:
             self._written.popitem(last=False)
@@ -153,7 +153,7 @@ class Rollout:
         return [done[job.group, job.sample] for job in jobs]
 
     def written_before(self, question: Question) -> Ints | None:
-        """The ids of the last trajectory of this question, if there was one: what its next may repeat."""
+        """The last trajectory of this question, if there was one: what its next may repeat."""
         return self._written.get(question.id)
 
     def _begin(self, job: Job) -> Episode:
@@ -183,6 +183,16 @@ class Rollout:
             if around[request.template] + longest + 1 > self.limits.max_context:
                 (shown,) = fit_passages([question], self.system, self.tools, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)
+
+
+def _reference(trajectory: Trajectory) -> Ints:
+    """A trajectory's ids, with the ends of its turns."""
+    ids: list[int] = []
+    for segment in trajectory.segments:
+        ids += segment.ids
+        if segment.source is Source.POLICY:
+            ids.append(TURN_END)
+    return np.array(ids, np.int64)
 
 
 class _Run:

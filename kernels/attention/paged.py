@@ -9,8 +9,8 @@ prompt that several samples decode from, a token and the drafts behind it. So a 
 or prefilled, alone or in a batch, with blocks of its own or shared ones, wherever they lie.
 
 What that asks of the BLAS: that a row of a batched product be the same whatever number of matrices, and of rows, filled
-up to multiples of ROW_TILE, it stands among. docs/design.md, "Rollout", says where that holds. Blocks that a row does
-not see change no bits: softmax adds zeros, and so do the sums.
+up to a multiple, it stands among. tiles.py asks it for the smallest one; docs/design.md, "Rollout",
+says where that holds. Blocks that a row does not see change no bits: softmax adds zeros, and so do the sums.
 
 Where most of the blocks from the first on belong to the rows of a bucket, as where many sequences decode, the products
 run over the cache in place; elsewhere the blocks are brought together first.
@@ -29,11 +29,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from thresher.kernels.attention.tiles import ROW_TILE
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 SLOT_STEP = 16  # a block's slots are a multiple of this: softmax takes another path for the rest of a row
-ROW_TILE = 8  # a product's rows are filled up to a multiple of this
 PIECE = 64  # new rows of one sequence that share products
 SHARED_ROWS = 64  # queries of different sequences that share one
 SCORE_ELEMENTS = 1 << 20  # scores held at once: 4 MiB of float32, so that they stay in a CPU's cache
@@ -104,7 +105,7 @@ def _attend(
     """A bucket's rows [B * Q, N, D]; queries: [T * N, D], scaled."""
     kv_heads, slots, dim = v_PKSD.shape[1:]
     pieces, rows, keys = bucket.unseen_BQJ.shape
-    used = rows * heads // kv_heads  # queries of a piece to a KV head, filled up to a multiple of ROW_TILE
+    used = rows * heads // kv_heads  # queries of a piece to a KV head, filled up to a multiple of its row_tile
     shared = bucket.shared.blocks if bucket.shared is not None else 0
     shape = (pieces, keys // slots - shared, kv_heads, -1)
 
@@ -203,11 +204,13 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a layout asks of the model and the cache; slots: of a block."""
+    """What a layout asks of the model and the cache. slots: of a block; row_tile: a product's rows are filled up to a
+    multiple of it (tiles.py)."""
 
     heads: int
     kv_heads: int
     slots: int
+    row_tile: int = ROW_TILE
 
     @property
     def per_kv(self) -> int:
@@ -305,7 +308,7 @@ def _bucket(
     within_BQ = np.minimum(np.arange(rows), pieces.count_N[:, None] - 1)
     row_BQ = pieces.row_N[:, None] + within_BQ
     used = rows * shape.per_kv
-    query_BKM = np.zeros((count, shape.kv_heads, -(-used // ROW_TILE) * ROW_TILE), np.int64)
+    query_BKM = np.zeros((count, shape.kv_heads, -(-used // shape.row_tile) * shape.row_tile), np.int64)
     head_KH = np.arange(shape.heads).reshape(shape.kv_heads, 1, shape.per_kv)
     query_BKM[:, :, :used] = (row_BQ[:, None, :, None] * shape.heads + head_KH).reshape(count, shape.kv_heads, used)
 
@@ -349,7 +352,7 @@ def _share(table_BP: Ints, pieces: Pieces, common_B: Ints, shape: CacheShape, de
 
     queries_I = pieces.count_N[piece_I] * shape.per_kv
     queries_G = np.bincount(group_I, queries_I).astype(np.int64)
-    size = min(SHARED_ROWS, -(-int(queries_G.max()) // ROW_TILE) * ROW_TILE)
+    size = min(SHARED_ROWS, -(-int(queries_G.max()) // shape.row_tile) * shape.row_tile)
     tiles_G = -(-queries_G // size)
     block_W = np.repeat(block_G, tiles_G)
     item_L = np.repeat(np.arange(len(queries_I)), queries_I)

@@ -15,7 +15,8 @@ from attention_cases import QKV, make_qkv, variances
 from batch_invariance import needs_invariant_attention, using_threads
 
 from thresher.kernels.attention import paged
-from thresher.kernels.attention.paged import ROW_TILE, CacheShape, PagedBucket, Pieces, paged_attention, paged_buckets
+from thresher.kernels.attention.paged import CacheShape, PagedBucket, Pieces, paged_attention, paged_buckets
+from thresher.kernels.attention.tiles import row_tile
 
 # Query heads, key/value heads, head dimension: those of Qwen2.5 (0.5B, 1.5B, 3B, 7B), Llama 3.2 (1B, 3B) and 3.1 (8B),
 # Qwen3 (0.6B), and some that are small or odd.
@@ -59,7 +60,8 @@ class Cache:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         query_heads, kv_heads, dim = heads
-        self.shape = CacheShape(query_heads, kv_heads, page_size)
+        tile = row_tile(dim, page_size, dtype, torch.device("cpu"))
+        self.shape = CacheShape(query_heads, kv_heads, page_size, tile)
         needs = [-(-length // page_size) for length in lengths]
         count = 1 + spread * (sum(needs) + 1)  # a spare one at least, which stays NaN
         free = list(range(1, count))
@@ -278,7 +280,7 @@ def test_no_product_is_of_a_lone_matrix_or_of_odd_rows(
     assert bucket.shared is not None and bucket.shared.blocks == 1
     cache.attend([(table, 66, 1) for table in cache.sharers], shared=True)
     assert len(shapes) == 2 * 4 + 4
-    assert all(matrices >= 2 and rows % ROW_TILE == 0 for matrices, rows, _ in shapes)
+    assert all(matrices >= 2 and rows % cache.shape.row_tile == 0 for matrices, rows, _ in shapes)
 
 
 def test_rows_of_no_sequence_are_zeros() -> None:

@@ -14,7 +14,7 @@ from rollout_cases import make_jobs, record
 
 from thresher.engine import GenerateRequest, Generator
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.drafts import BEGIN, MOST, Drafter, Drafts
+from thresher.engine.decoding.drafts import BEGIN, MOST, PATIENCE, PAUSE, TURN_END, Drafter, Drafts
 from thresher.engine.rollout.rollout import Rollout
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ def test_episodes_repeat_what_they_wrote_in_fewer_forwards(
     assert run.clock.sampled_tokens == plain.clock.sampled_tokens
 
 
-def test_a_guess_continues_the_latest_place_where_the_last_tokens_occurred() -> None:
+def test_a_guess_continues_a_place_where_the_last_tokens_occurred() -> None:
     drafter = Drafter(4, 2, 16, None)
     tokens_BL = np.zeros((2, 16), np.int64)
     tokens_BL[0, :9] = [7, 1, 2, 3, 8, 9, 1, 2, 3]
@@ -125,6 +125,30 @@ def test_a_guess_continues_the_latest_place_where_the_last_tokens_occurred() -> 
     assert drafts.ids_NK[1, 0] == 40, "reference, no more than there is room for"
     drafter.open(1, None)
     assert drafter.draft(tokens_BL, np.array([9, 4]), np.array([1]), np.array([9])) is None
+
+
+def test_a_guess_ends_with_the_references_turn_and_prefers_the_place_nearest_to_its_own() -> None:
+    drafter = Drafter(8, 1, 16, None)
+    tokens_BL = np.zeros((1, 16), np.int64)
+    tokens_BL[0, :5] = [4, 5, 6, 7, 8]
+    turns = [5, 6, 7, 8, 1, 2, TURN_END, 5, 6, 7, 8, 3, TURN_END]
+    drafter.open(0, np.array(turns))
+    drafts = drafter.draft(tokens_BL, np.array([5]), np.array([0]), np.array([9]))
+    assert drafts is not None and drafts.ids_NK.tolist() == [[1, 2]]
+    tokens_BL[0, :9] = [0, 0, 0, 0, 0, 5, 6, 7, 8]
+    drafts = drafter.draft(tokens_BL, np.array([9]), np.array([0]), np.array([9]))
+    assert drafts is not None and drafts.ids_NK.tolist() == [[3]]
+    drafter.open(0, np.array([5, 6, 7, 8, TURN_END, 5]))
+    assert drafter.draft(tokens_BL, np.array([9]), np.array([0]), np.array([9])) is None, "the turn ended there"
+
+
+def test_auto_looks_only_now_and_then_where_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, looked = Drafter("auto", 1, 8, None), []
+    read = Drafter._read
+    monkeypatch.setattr(Drafter, "_read", lambda *args: looked.append(1) or read(*args))
+    for _ in range(10 * PAUSE):
+        assert drafter.draft(np.arange(8)[None], np.array([6]), np.array([0]), np.array([2])) is None
+    assert PATIENCE < len(looked) <= PATIENCE + 11
 
 
 def test_auto_stops_where_guesses_fail_and_where_rows_are_dear() -> None:
