@@ -35,7 +35,7 @@ from rich.table import Table
 
 from thresher.bench.machine import facts, package_version
 from thresher.engine.console import console, progress_line, shown
-from thresher.kernels.registry import Specialisation, specialisations_of, triton_modules
+from thresher.kernels.launch.registry import Specialisation, specialisations_of, triton_modules
 from thresher.rewards.errors import UserError
 
 KERNEL_MODULES = triton_modules()

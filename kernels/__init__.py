@@ -1,14 +1,14 @@
 """What is computed on tensors: loss, log-probs, attention, sampling, the parts of a layer. Maths on top of each file.
-Imports: kernels/drawing.
+Imports: kernels/drawing, kernels/head, kernels/launch.
 
 What may come in: a function of tensors with a reference to be held to. No file here imports from another room.
 
     loss.py        GRPO's loss, whole: where to begin; objective.py: its part after the vocabulary, and KL
     logprob.py     the head's forward alone; matmul.py: the three products with the head; checks.py: what is refused
-    head_triton.py, coefficients_triton.py    the same two stages in Triton; head_tiling.py: how the head is cut up
-    registry.py    finds every *_triton.py, and what each is compiled for (docs/add/kernel.md adds one)
+    coefficients_triton.py, head/    the same two stages in Triton
     attention/     whole sequences for training, new tokens against the KV cache for generation
-    layers.py      norm, rotation, gate
+    elementwise/   norm, rotation, gate
+    launch/        finds every *_triton.py, and what each is compiled for (docs/add/kernel.md adds one)
     sampling.py    logits to a token; drawing/: by what rules, with what noise, and fast on a CPU
 """
 

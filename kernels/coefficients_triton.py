@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.head_triton import Exps, TritonHead
+from thresher.kernels.head.head_triton import Exps, TritonHead
+from thresher.kernels.launch.registry import Specialisation
 from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
-from thresher.kernels.registry import Specialisation
 
 ROWS, COLUMNS = 64, 4096
 _NARROW = [

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thresher.kernels.checks import any_bad, check_head, check_scalar, head_checks, raise_first, resolve_backend
-from thresher.kernels.head_tiling import even_rows
+from thresher.kernels.head.tiling import even_rows
 from thresher.kernels.matmul import (
     MIB,
     ROW_MULTIPLE,
@@ -183,7 +183,7 @@ def token_logprobs(
 
 def _make_head(backend: str, lm_head_VH: Tensor, temperature: float, rows: int) -> HeadBackend:
     if backend == "triton":
-        from thresher.kernels.head_triton import TritonHead  # triton is there only where it can be used
+        from thresher.kernels.head.head_triton import TritonHead  # triton is there only where it can be used
 
         return TritonHead(lm_head_VH, temperature, rows)
     return TorchHead(lm_head_VH, temperature, rows)

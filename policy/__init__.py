@@ -1,5 +1,5 @@
 """What lives here: a model folder in and out: config, weights, transformer, adapters, tokenizer; families in models/.
-Imports: kernels, kernels/attention, rewards.
+Imports: kernels/attention, kernels/elementwise, rewards.
 
 What may come in: another model family (docs/add/model.md), adapter or tokenizer; nothing that samples or trains.
 

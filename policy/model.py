@@ -1,9 +1,9 @@
 """The policy: a decoder-only transformer, as much of it as all families share. The layers are a family's (models/).
 
 One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
-is called once a layer with that layer's fresh q, k and v, and is either a `Varlen` layout (whole sequences, with
-gradients) or a paged cache (see engine/decoding/kv_cache.py). Low-rank adapters (lora.py), where there are some, add to
-a layer's linear maps, in both.
+is called once a layer with that layer's fresh projections of q, k and v, and is either a `Varlen` layout (whole
+sequences, with gradients) or a paged cache (see engine/decoding/kv_cache.py). Low-rank adapters (lora.py), where there
+are some, add to a layer's linear maps, in both.
 
 Parameters may be fused (q, k and v are one matrix); the names and pieces that Hugging Face files use are views of them
 (`hf_views`), so loading and saving are one table read in two directions.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from thresher.kernels.attention.varlen import Varlen
-from thresher.kernels.layers import rms_norm, rope_table
+from thresher.kernels.elementwise.layers import add_norm, rope_table
 from thresher.policy.config import ModelConfig, read_config, write_config
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
 from thresher.policy.models.layer import Attend, Layer
@@ -80,10 +80,10 @@ class Policy(nn.Module):
         """Packed ids [T] int64 and their positions [T] int64 -> hidden states after the last norm [T, H]."""
         config = self.config
         rope = rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype)
-        x_TH = F.embedding(ids_T, self.embed_VH)
+        x_TH, more_TH = F.embedding(ids_T, self.embed_VH), None
         for index, layer in enumerate(self.layers):
-            x_TH = layer(x_TH, rope, attend, index)
-        return rms_norm(x_TH, self.norm, config.rms_norm_eps)
+            x_TH, more_TH = layer(x_TH, more_TH, rope, attend, index)
+        return add_norm(x_TH, more_TH, self.norm, config.rms_norm_eps)[1]
 
     def logits(self, ids_T: torch.Tensor) -> torch.Tensor:
         """One sequence of ids [T] -> logits [T, V]. For inspection and tests: training never materialises them."""

@@ -14,6 +14,7 @@ import torch
 
 from thresher.kernels.attention.paged import SLOT_STEP, CacheShape, Pieces, paged_attention, paged_buckets, places
 from thresher.kernels.attention.tiles import row_tile
+from thresher.kernels.elementwise.layers import rotated_heads
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 from thresher.rewards.errors import UserError
@@ -78,7 +79,8 @@ class PagedStep:
         self.lane_T, self.positions_T, self.block_T, self.slot_T = put
         self.buckets = paged_buckets(table_BP, runs, cache.shape, device, shared_P)
 
-    def __call__(self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        q_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, kv_heads)
         k_PKDS, v_PKSD = self.cache.k_LPKDS[layer], self.cache.v_LPKSD[layer]
         k_PKDS[self.block_T, :, :, self.slot_T] = k_TKD
         v_PKSD[self.block_T, :, self.slot_T] = v_TKD

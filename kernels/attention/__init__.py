@@ -1,5 +1,5 @@
 """Attention in two forms that share one mathematics: whole sequences for training, new rows against a cache.
-Imports: nothing.
+Imports: kernels/elementwise.
 
     varlen.py   sequences packed one after the other, differentiable: the update
     paged.py    rows against keys and values in blocks: the rollout

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from thresher.kernels.elementwise.layers import rotated_heads
+
 
 class _Spread(torch.autograd.Function):
     """Rows of x [T, ...] to places of a zero tensor [n, ...]; its backward gathers instead of adding."""
@@ -58,8 +60,8 @@ class Varlen:
         ).to(device)
         self.positions_T = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
-    def __call__(self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        return varlen_attention(q_TND, k_TKD, v_TKD, self)
+    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        return varlen_attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
 
 
 def varlen_attention(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:

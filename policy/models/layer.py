@@ -5,7 +5,7 @@ shrinks; vectors keep the values that the constructor gives them. The two maps i
 `o_weight` and `down_weight`, for `init_policy` can begin with them at 0.
 
 Deliberately absent: attention itself. Where keys and values live is an argument, `attend`, called once a layer with the
-fresh q, k and v.
+fresh q, k and v, side by side as they were projected; rotating them is its business too.
 Axes: T packed tokens, H hidden, N query heads, K key/value heads, D head dimension.
 """
 
@@ -19,8 +19,8 @@ from torch import nn
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.lora import LayerAdapters
 
-# attend(layer, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# attend(layer, qkv [T, N + 2K, D], rope, K) -> [T, N, D]: queries and keys are not yet rotated
+Attend = Callable[[int, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 class Layer(nn.Module, ABC):
@@ -34,8 +34,11 @@ class Layer(nn.Module, ABC):
         self.adapters: LayerAdapters | None = None  # lora.py puts them here
 
     @abstractmethod
-    def forward(self, x_TH: torch.Tensor, rope: torch.Tensor, attend: Attend, layer: int) -> torch.Tensor:
-        """The residual stream [T, H] after this layer, the one numbered `layer`; `rope` comes from `rope_table`."""
+    def forward(
+        self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, attend: Attend, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream [T, H] after this layer, the one numbered `layer`, as two terms: what the last map adds
+        is left to be added with the next norm, as `more_TH` was. `rope` comes from `rope_table`."""
 
     @abstractmethod
     def hf_views(self) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thresher.kernels.layers import rms_norm, rotate, silu_gate
+from thresher.kernels.elementwise.layers import add_norm, silu_gate
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.models.layer import Attend, Layer
 from thresher.rewards.errors import UserError
@@ -51,20 +51,19 @@ class Qwen2Layer(Layer):
         self.gate_up_weight = nn.Parameter(torch.empty(2 * inner, hidden))
         self.down_weight = nn.Parameter(torch.empty(hidden, inner))
 
-    def forward(self, x_TH: torch.Tensor, rope: torch.Tensor, attend: Attend, layer: int) -> torch.Tensor:
+    def forward(
+        self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, attend: Attend, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        y_TH = rms_norm(x_TH, self.input_norm, config.rms_norm_eps)
+        x_TH, y_TH = add_norm(x_TH, more_TH, self.input_norm, config.rms_norm_eps)
         qkv = self.adapted(y_TH, F.linear(y_TH, self.qkv_weight, self.qkv_bias), "q", "k", "v")
-        qkv_TMD = qkv.view(len(qkv), -1, config.head_dim)
-        # Queries and keys lie side by side, so one rotation turns both.
-        q_TND, k_TKD = rotate(qkv_TMD[:, : heads + kv_heads], rope).split([heads, kv_heads], dim=1)
-        v_TKD = qkv_TMD[:, heads + kv_heads :]
-        o = attend(layer, q_TND, k_TKD, v_TKD).reshape(len(qkv), self.q_rows)
-        x_TH = x_TH + self.adapted(o, F.linear(o, self.o_weight), "o")
-        y_TH = rms_norm(x_TH, self.post_norm, config.rms_norm_eps)
+        o_TND = attend(layer, qkv.view(len(qkv), -1, config.head_dim), rope, config.num_key_value_heads)
+        o = o_TND.reshape(len(qkv), self.q_rows)
+        x_TH, y_TH = add_norm(
+            x_TH, self.adapted(o, F.linear(o, self.o_weight), "o"), self.post_norm, config.rms_norm_eps
+        )
         inner_TI = silu_gate(self.adapted(y_TH, F.linear(y_TH, self.gate_up_weight), "gate", "up"))
-        return x_TH + self.adapted(inner_TI, F.linear(inner_TI, self.down_weight), "down")
+        return x_TH, self.adapted(inner_TI, F.linear(inner_TI, self.down_weight), "down")
 
     def hf_views(self) -> dict[str, torch.Tensor]:
         rows = [self.q_rows, self.kv_rows, self.kv_rows]

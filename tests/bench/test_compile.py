@@ -16,14 +16,14 @@ pytest.importorskip("triton")
 
 from thresher.bench import compile as bench
 from thresher.cli import main as cli
-from thresher.kernels.registry import Specialisation, specialisations_of, triton_modules
+from thresher.kernels.launch.registry import Specialisation, specialisations_of, triton_modules
 
 TOYS = '''
 """Kernels of which each has one thing wrong with it, or none."""
 import triton
 import triton.language as tl
 
-from thresher.kernels.registry import Specialisation
+from thresher.kernels.launch.registry import Specialisation
 
 
 @triton.jit

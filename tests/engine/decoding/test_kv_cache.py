@@ -7,6 +7,7 @@ from model_cases import make_config
 
 from thresher.engine.decoding.kv_cache import PagedKV, PagedStep
 from thresher.kernels.attention.paged import Pieces
+from thresher.kernels.elementwise.layers import rope_table
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.rewards.errors import UserError
 
@@ -23,7 +24,8 @@ def fed(cache: PagedKV, step: PagedStep, layer: int) -> tuple[torch.Tensor, torc
     """Random keys and values of every row, after they were written."""
     rows, (_, _, kv_heads, dim, _) = len(step.positions_T), cache.k_LPKDS.shape
     k, v = torch.randn(2, rows, kv_heads, dim, generator=torch.Generator().manual_seed(rows))
-    step(layer, torch.ones(rows, cache.shape.heads, dim), k, v)
+    still = rope_table(torch.zeros_like(step.positions_T), dim, 1e4, torch.float32)  # turns nothing
+    step(layer, torch.cat([torch.ones(rows, cache.shape.heads, dim), k, v], 1), still, kv_heads)
     return k, v
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels there are: every file of this folder named *_triton.py, and what each compiles its kernels for.
+"""The Triton kernels there are: every file below kernels/ named *_triton.py, and what each compiles its kernels for.
 
 Nobody keeps a list. A file is found by its name, and lists its own specialisations, one record for each that its
 launcher may ask for, in a function `specialisations()` beside that launcher, which uses the same constants. `thresher
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+KERNELS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,8 @@ class Specialisation:
 
 def triton_modules() -> tuple[str, ...]:
     """Names of the modules that hold Triton kernels, in alphabetical order. Imports none of them."""
-    return tuple(f"thresher.kernels.{path.stem}" for path in sorted(Path(__file__).parent.glob("*_triton.py")))
+    files = sorted(path.relative_to(KERNELS).with_suffix("") for path in KERNELS.rglob("*_triton.py"))
+    return tuple(".".join(("thresher.kernels", *path.parts)) for path in files)
 
 
 def specialisations_of(module: str) -> tuple[Specialisation, ...]:
@@ -52,13 +55,13 @@ def specialisations_of(module: str) -> tuple[Specialisation, ...]:
     one of its kernels out."""
     loaded = import_module(module)
     if not hasattr(loaded, "specialisations"):
-        raise ValueError("expected a module with a function specialisations(), as kernels/head_triton.py")
+        raise ValueError("expected a module with a function specialisations(), as kernels/head/head_triton.py")
     listed: tuple[Specialisation, ...] = loaded.specialisations()
     missing = kernels_in(inspect.getsource(loaded)) - {entry.kernel.fn.__name__ for entry in listed}
     if missing:
         raise ValueError(
             f"{', '.join(sorted(missing))}: expected a specialisation of every @triton.jit kernel, listed by "
-            "specialisations(), as in kernels/head_triton.py"
+            "specialisations(), as in kernels/head/head_triton.py"
         )
     return listed
 

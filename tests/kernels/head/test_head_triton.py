@@ -15,11 +15,11 @@ import torch
 from loss_cases import brute, float32_budget, make_case
 
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.head_tiling import even_rows
+from thresher.kernels.head.tiling import even_rows
 
 pytest.importorskip("triton")
 
-from thresher.kernels.head_triton import TritonHead
+from thresher.kernels.head.head_triton import TritonHead
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
 
@@ -142,8 +142,8 @@ LENGTHS = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from thresher.kernels import coefficients_triton as coefficients
-from thresher.kernels import head_triton as head
-from thresher.kernels.registry import specialisations_of, triton_modules
+from thresher.kernels.head import head_triton as head
+from thresher.kernels.launch.registry import specialisations_of, triton_modules
 
 class Driver:  # enough of one to ask the launcher what it would compile, without a GPU
     def get_current_target(self): return GPUTarget("cuda", 90, 32)

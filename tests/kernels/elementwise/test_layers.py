@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from thresher.kernels.layers import UNCUT, rms_norm, rope_table, rotate, silu_gate
+from thresher.kernels.elementwise.layers import UNCUT, rms_norm, rope_table, rotate, silu_gate
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -10,7 +10,8 @@ Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
 
 Deliberately absent: fused kernels of these.
 
-Axes: T tokens, H hidden, N heads (of queries or of keys), D head dimension, I intermediate (docs/notation.md).
+Axes: T tokens, H hidden, N heads (of queries, or of queries or keys), K key/value heads, M = N + 2K,
+D head dimension, I intermediate (docs/notation.md).
 """
 
 from functools import lru_cache
@@ -49,6 +50,24 @@ def rotate(x_TND: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     cos, sin = table[0], table[1]
     a, b = x_TND.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def rotated_heads(
+    qkv_TMD: torch.Tensor, table: torch.Tensor, kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a fused projection [T, N + 2K, D] the rotated queries [T, N, D] and keys [T, K, D], and the values [T, K, D].
+    Queries and keys lie side by side, so one rotation turns both."""
+    heads = qkv_TMD.shape[1] - 2 * kv_heads
+    q_TND, k_TKD = rotate(qkv_TMD[:, : heads + kv_heads], table).split([heads, kv_heads], dim=1)
+    return q_TND, k_TKD, qkv_TMD[:, heads + kv_heads :]
+
+
+def add_norm(
+    x_TH: torch.Tensor, more_TH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + more, its `rms_norm`), both [T, H]; None adds nothing."""
+    x_TH = x_TH if more_TH is None else x_TH + more_TH
+    return x_TH, rms_norm(x_TH, weight_H, eps)
 
 
 def silu_gate(gate_up_T2I: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.head_tiling import BFLOAT16, FLOAT32, HOPPER, Tiling, tiling_for
-from thresher.kernels.registry import Specialisation
+from thresher.kernels.head.tiling import BFLOAT16, FLOAT32, HOPPER, Tiling, tiling_for
+from thresher.kernels.launch.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 SLACK = 30.0  # nats, 13 decades; bfloat16 and float32 have 38 on either side of 1

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from thresher.kernels.registry import kernels_in, specialisations_of, triton_modules
+from thresher.kernels.launch.registry import KERNELS as FOLDER
+from thresher.kernels.launch.registry import kernels_in, specialisations_of, triton_modules
 
-HEAD = "import triton\nimport triton.language as tl\n\nfrom thresher.kernels.registry import Specialisation\n\n"
+HEAD = "import triton\nimport triton.language as tl\n\nfrom thresher.kernels.launch.registry import Specialisation\n\n"
 KERNELS = """
 @triton.jit
 def _twice(x):
@@ -36,14 +37,13 @@ def specialisations():
 
 def test_every_triton_file_is_in_the_registry_and_nothing_else_is() -> None:
     """A file that jits a kernel under another name would be compiled and tested by nobody."""
-    folder = Path(sys.modules["thresher.kernels.registry"].__file__ or "").parent
-    holding = {path.stem for path in folder.glob("*.py") if kernels_in(path.read_text("utf-8"))}
+    holding = {path.stem for path in FOLDER.rglob("*.py") if kernels_in(path.read_text("utf-8"))}
     assert {module.rpartition(".")[2] for module in triton_modules()} == holding >= {"head_triton"}
 
 
 def test_the_names_are_known_without_triton() -> None:
     check = (
-        "import sys, thresher.kernels.registry as registry; names = registry.triton_modules(); "
+        "import sys, thresher.kernels.launch.registry as registry; names = registry.triton_modules(); "
         "sys.exit(len(names) < 2 or bool({'triton', *names} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-P", "-c", check], check=True)
@@ -57,8 +57,9 @@ def test_every_triton_file_lists_all_its_kernels(module: str) -> None:
 
 @pytest.mark.parametrize("module", triton_modules())
 def test_every_triton_file_has_its_test(module: str) -> None:
-    name = f"test_{module.rpartition('.')[2]}.py"
-    assert (Path(__file__).parent / name).is_file(), f"expected tests/kernels/{name}"
+    *folder, name = module.removeprefix("thresher.kernels.").split(".")
+    test = Path(__file__).parents[1].joinpath(*folder, f"test_{name}.py")
+    assert test.is_file(), f"expected {test}"
 
 
 def test_a_kernel_is_what_no_other_one_calls() -> None:
@@ -70,7 +71,11 @@ def test_a_kernel_is_what_no_other_one_calls() -> None:
 @pytest.mark.parametrize(
     ("name", "rest", "complaint"),
     [
-        ("unlisted_triton", "", r"expected a module with a function specialisations\(\), as kernels/head_triton.py"),
+        (
+            "unlisted_triton",
+            "",
+            r"expected a module with a function specialisations\(\), as kernels/head/",
+        ),
         ("empty_triton", LISTS.format(kernels=""), "^_double_kernel, _halve_kernel: expected a specialisation"),
         (
             "partly_triton",

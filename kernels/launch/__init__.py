@@ -1,0 +1,5 @@
+"""What all Triton files have in common: how they are found, and what each compiles its kernels for.
+Imports: nothing.
+
+    registry.py    every *_triton.py of kernels/, and the specialisations that it lists
+"""
