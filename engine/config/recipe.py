@@ -110,7 +110,7 @@ class RolloutSection(Section):
     temperature: Positive = 1.0
     max_running: Count = 128  # sequences decoded at once
     kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
-    page_size: Count = 64  # positions in a block of the KV cache
+    page_size: Count = 64  # positions in a block of the KV cache (what others call a page)
     speculate: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
     attention: Literal["auto", "shared", "separate"] = "auto"  # keys that several samples share: read once, or by each
 

@@ -48,7 +48,8 @@ class DecodeClock:
     """Where the time of decoding went, in seconds, and how much was done.
 
     host: in Python around the forwards and draws. prefilled_tokens: rows of prompts and of appended text, those
-    computed a second time included; shared_tokens: those that another sequence had computed.
+    computed a second time included; shared_tokens: those that another sequence had computed. On CUDA `prefill` is the
+    time to launch it; the GPU's own time is waited for in the draw, under `decode`.
     """
 
     decode: float = 0.0
@@ -107,13 +108,12 @@ class Decoder:
         self.scheduler = Scheduler(pool, self.max_running, self.reuse)
         self.lanes = Lanes(self.max_running, longest, pool.blocks_for(longest), self.policy.device)
         if self.speculate:
-            counts = None if self.drafter is None else self.drafter.counts
-            self.drafter = Drafter(self.speculate, self.max_running, longest, counts)
+            self.drafter = Drafter(self.speculate, self.max_running, longest)
         self._drafts: Drafts | None = None  # of this step
         self._of_lane: dict[int, TokenSequence] = {}
         self._lanes_N: Ints | None = None  # of the running sequences, by age; None: they changed
         self._prefilling: list[TokenSequence] = []
-        self._born: list[TokenSequence] = []  # nothing is to be fed: they draw from their prompt's hidden state
+        self._from_prompt: list[TokenSequence] = []  # all is cached: they draw from their prompt's last hidden state
         self._busy = 0.0
         self._drawn: tuple[Ints, Ints] | None = None  # by the last step: lanes, and how many tokens each
 
@@ -124,11 +124,12 @@ class Decoder:
 
     # --- What the caller asks
 
-    def begin_turn(self, sequence: TokenSequence, stop: tuple[str, ...], room: int) -> None:
-        """Let it write up to a stop, the end of text, or `room` tokens (at least one), as soon as it may run."""
+    def begin_turn(self, sequence: TokenSequence, stop: tuple[str, ...], room: int, lead: bytes = b"") -> None:
+        """Let it write up to a stop, the end of text, or `room` tokens (at least one), as soon as it may run. lead:
+        bytes of its last token that belong to this turn's text, in which a stop may begin."""
         sequence.stop, sequence.room, sequence.writing = stop, room, True
         sequence.turn_start, sequence.logprobs = len(sequence.ids), []
-        sequence.stop_state = self.stops.start(stop)
+        sequence.stop_state = self.stops.start(stop, lead)
         if sequence.lane >= 0:
             self.lanes.begin_turn(sequence)
         else:
@@ -140,7 +141,7 @@ class Decoder:
         if sequence.lane >= 0:
             if sequence not in self._prefilling:
                 self._prefilling.append(sequence)
-                # The token that ended the turn is fed with the text, and was drawn.
+                # Its last token was drawn and not yet fed; fed with the text, it is no prefill.
                 sequence.prefilled -= int(self.lanes.known_B[sequence.lane] > self.lanes.cached_B[sequence.lane])
             self.lanes.append(sequence.lane, ids)
 
@@ -169,7 +170,7 @@ class Decoder:
         self._draft()
         runs = self._make_room()
         hidden_TH = self._forward(runs)
-        self._note_prefilled(runs, hidden_TH)
+        self._finish_prefills(runs, hidden_TH)
         ended = self._draw(runs, hidden_TH)
         self.clock.host += time.perf_counter() - started - self._busy
         return ended
@@ -185,14 +186,14 @@ class Decoder:
                 self.cache.copy([(prefix.tail, blocks[len(prefix.blocks)])])
             lane = self.lanes.open(sequence, cached, blocks)
             if self.drafter is not None:
-                self.drafter.open(lane, sequence.reference)
+                self.drafter.open(lane, sequence.earlier)
             self._of_lane[lane], self._lanes_N = sequence, None
             if not sequence.begun:
                 sequence.begun = True
                 sequence.prompt.waiting -= 1
                 self.clock.shared_tokens += cached
             if cached == len(sequence.ids):
-                self._born.append(sequence)
+                self._from_prompt.append(sequence)
             else:
                 self._prefilling.append(sequence)
                 sequence.prompt.filling = self.reuse and len(sequence.ids) == len(sequence.prompt.ids)
@@ -228,7 +229,7 @@ class Decoder:
         self.pool.release(blocks)
         del self._of_lane[lane]
         self._lanes_N = None
-        for listed in (self._prefilling, self._born):
+        for listed in (self._prefilling, self._from_prompt):
             if sequence in listed:
                 listed.remove(sequence)
 
@@ -255,12 +256,14 @@ class Decoder:
         as the forward's rows go."""
         lane_N = self._lane_order()
         start_N = self.lanes.cached_B[lane_N]
-        # Who has no turn keeps the last token back: it is drawn from in the step that feeds it.
+        # Between turns the last token stays unfed: the next turn's first token is drawn in the step that feeds it,
+        # for its hidden state is kept no longer.
         count_N = self.lanes.known_B[lane_N] - start_N - (self.lanes.room_B[lane_N] == 0)
         order, long = np.argsort(count_N > 1, kind="stable"), int((count_N > 1).sum())
         count_N += self.lanes.drafted_B[lane_N]
         lane_N, start_N, count_N = lane_N[order], start_N[order], count_N[order]
         decoding = int(count_N[: len(order) - long].sum())
+        # Prefills get some rows even where decoding alone fills the forward.
         left_N = max(FORWARD_ROWS, decoding + len(lane_N)) - (np.cumsum(count_N) - count_N)
         count_N = np.clip(count_N, 0, np.maximum(left_N, 0))
         some = count_N > 0
@@ -307,7 +310,7 @@ class Decoder:
             sequence.prefilled += count_of.get(sequence.lane, 0)
         return sum(count_of.get(sequence.lane, 0) for sequence in self._prefilling)
 
-    def _note_prefilled(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> None:
+    def _finish_prefills(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> None:
         """Pages that others waited for; and a prompt that is complete gives its last hidden state to all that share it,
         who begin in this very step."""
         complete = False
@@ -346,20 +349,21 @@ class Decoder:
         """A token for everyone who is writing and has been fed whole, and one more for every draft that comes true; the
         sequences whose turn that ended."""
         lanes = self.lanes
-        lane_N, last_N = runs.table_N, runs.row_N + runs.count_N - 1
+        fed_N = runs.table_N
+        due_N = lanes.cached_B[fed_N] == lanes.known_B[fed_N] + lanes.drafted_B[fed_N]
+        due_N &= lanes.room_B[fed_N] > 0
+        lane_N, last_N = fed_N[due_N], (runs.row_N + runs.count_N - 1)[due_N]
         drafted_N = lanes.drafted_B[lane_N]
-        due_N = (lanes.cached_B[lane_N] == lanes.known_B[lane_N] + drafted_N) & (lanes.room_B[lane_N] > 0)
-        lane_N, last_N, drafted_N = lane_N[due_N], last_N[due_N], drafted_N[due_N]
         started = time.perf_counter()
         hidden = []
         if hidden_TH is not None:
             row_F = np.repeat(last_N - drafted_N, 1 + drafted_N) + places(1 + drafted_N)
             hidden.append(hidden_TH.index_select(0, torch.from_numpy(row_F).to(lanes.device)))
-        if self._born:
-            lane_N = np.concatenate([lane_N, [sequence.lane for sequence in self._born]])
-            drafted_N = np.concatenate([drafted_N, np.zeros(len(self._born), np.int64)])
-            hidden.append(torch.stack([one.prompt.hidden_H for one in self._born if one.prompt.hidden_H is not None]))
-            self._born = []
+        if self._from_prompt:
+            lane_N = np.concatenate([lane_N, [sequence.lane for sequence in self._from_prompt]])
+            drafted_N = np.concatenate([drafted_N, np.zeros(len(self._from_prompt), np.int64)])
+            hidden.append(torch.stack([one.prompt.last_hidden_H for one in self._from_prompt]))
+            self._from_prompt = []
         self._drawn = None
         if not len(lane_N):
             return []

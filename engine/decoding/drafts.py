@@ -2,11 +2,12 @@
 
 A token is argmax(z / T + noise(seed, position, token)) and the noise is a function, so a draft is verified by equality:
 one forward feeds the last token and k drafts behind it, a token is drawn at each of these rows, and those stand that
-the sequence would have drawn one by one. Nothing here can change a token or a log-prob; a wrong guess costs its row.
+the sequence would have drawn one by one. Where the BLAS is batch-invariant (docs/design.md), nothing
+here can change a token or a log-prob; a wrong guess costs its row.
 
-A guess continues a place where the sequence's last tokens occurred before: in its reference, which is what was written
-for the same question earlier, or in its own context, since extracts copy passages. It ends where a turn of the
-reference ended (TURN_END): what came then was not drawn.
+A guess continues a place where the sequence's last tokens occurred before: in what was written earlier for the
+same question, or in its own context, since extracts copy passages. It ends where a turn of the earlier text ended
+(TURN_END): what came then was not drawn.
 
 With "auto" a row is spent only where it is likely to be used. A forward of n sequences with drafts takes
 
@@ -27,16 +28,17 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 Speculate = Literal["auto"] | int
 
 MOST = 8  # drafts of a lane
-TURN_END = -1  # in a reference, behind the last token of a turn
-WINDOW = 4096  # tokens of a context that are looked through
+TURN_END = -1  # in earlier ids, behind the last token of a turn
+WINDOW = 4096  # tokens that are looked through, the last ones of the longest lane's
 DRAFTING, ROW_COST, ROW_COST_EACH = 0.25, 0.1, 0.0014  # as measured on a CPU (docs/log.md)
 PATIENCE, PAUSE = 4, 16  # after so many steps in which drafts did not pay, look only every so many steps
-# Kinds of a guess: after 4 or 2 equal tokens of the reference, after 3 of the own context.
-REFERENCE_4, REFERENCE_2, OWN_3 = range(3)
+# Kinds of a guess: after 4 or 2 equal tokens of the earlier text, after 3 of the own context.
+EARLIER_4, EARLIER_2, OWN_3 = range(3)
 BEGIN = ((9.0, 1.0), (3.0, 1.0), (1.0, 1.0))  # guesses that came true and that did not, to begin with
 
 
@@ -49,24 +51,24 @@ class Drafts:
 
 
 class Drafter:
-    """`speculate`: "auto", or the number of drafts that every lane with a guess gets. counts: what an earlier one
-    learned of its guesses."""
+    """`speculate`: "auto", or the number of drafts that every lane with a guess gets. counts: guesses of each kind that
+    came true, and that did not; from the first step of a rollout on, so that a resumed run drafts as it would have."""
 
-    def __init__(self, speculate: Speculate, lanes: int, length: int, counts: Floats | None) -> None:
+    def __init__(self, speculate: Speculate, lanes: int, length: int) -> None:
         self.speculate = speculate
-        self.reference_BL = np.full((lanes, length), -1, np.int64)
-        self.reference_B = np.zeros(lanes, np.int64)  # lengths
+        self.earlier_BL = np.full((lanes, length), -1, np.int64)
+        self.earlier_B = np.zeros(lanes, np.int64)  # lengths
         self.kind_B = np.zeros(lanes, np.int64)  # of the last guess
         self.steps = self.refused = 0
-        self.counts = np.array(BEGIN) if counts is None else counts
+        self.counts = np.array(BEGIN)
 
-    def open(self, lane: int, reference: "Ints | None") -> None:
-        """A new sequence in the lane; reference: ids that it may repeat, TURN_END behind each turn."""
-        self.reference_B[lane] = 0
-        if reference is not None:
-            ids = reference[: self.reference_BL.shape[1]]
-            self.reference_BL[lane, : len(ids)] = ids
-            self.reference_B[lane] = len(ids)
+    def open(self, lane: int, earlier: "Int32s | None") -> None:
+        """A new sequence in the lane; earlier: ids that it may repeat, TURN_END behind each turn."""
+        self.earlier_B[lane] = 0
+        if earlier is not None:
+            ids = earlier[: self.earlier_BL.shape[1]]
+            self.earlier_BL[lane, : len(ids)] = ids
+            self.earlier_B[lane] = len(ids)
 
     def draft(self, tokens_BL: Ints, known_B: Ints, lane_N: Ints, most_N: Ints) -> Drafts | None:
         """Guesses for lanes that decode, at most `most_N` each; None where nobody has one that pays."""
@@ -76,18 +78,18 @@ class Drafter:
             return None
         known_N = known_B[lane_N]
         found_N, kind_N = np.full(len(lane_N), -1), np.zeros(len(lane_N), np.int64)
-        from_reference_N = np.zeros(len(lane_N), bool)
-        for kind, tokens in ((REFERENCE_4, 4), (REFERENCE_2, 2), (OWN_3, 3)):
+        from_earlier_N = np.zeros(len(lane_N), bool)
+        for kind, tokens in ((EARLIER_4, 4), (EARLIER_2, 2), (OWN_3, 3)):
             left = np.flatnonzero(found_N < 0)
             if not wanted[kind] or not len(left):
                 continue
             own = kind == OWN_3
             lanes = lane_N[left]
-            source, length = (tokens_BL, known_N[left]) if own else (self.reference_BL, self.reference_B[lanes])
+            source, length = (tokens_BL, known_N[left]) if own else (self.earlier_BL, self.earlier_B[lanes])
             place = _nearest(source, lanes, length, tokens_BL, known_N[left], tokens)
             found_N[left], kind_N[left] = place, kind
-            from_reference_N[left] = not own
-        return self._read(tokens_BL, known_N, lane_N, most_N, wanted, found_N, kind_N, from_reference_N)
+            from_earlier_N[left] = not own
+        return self._read(tokens_BL, known_N, lane_N, most_N, wanted, found_N, kind_N, from_earlier_N)
 
     def note(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
         """How many of the lanes' guesses came true."""
@@ -125,15 +127,15 @@ class Drafter:
         wanted: list[int],
         found_N: Ints,
         kind_N: Ints,
-        from_reference_N: npt.NDArray[np.bool_],
+        from_earlier_N: npt.NDArray[np.bool_],
     ) -> Drafts | None:
         """What stands behind the places that were found."""
-        length_N = np.where(from_reference_N, self.reference_B[lane_N], known_N)
+        length_N = np.where(from_earlier_N, self.earlier_B[lane_N], known_N)
         count_N = np.minimum(np.array(wanted)[kind_N], np.minimum(length_N - 1 - found_N, most_N))
         count_N = np.where(found_N < 0, 0, np.maximum(count_N, 0))
         at_NK = np.minimum(found_N[:, None] + 1 + np.arange(int(count_N.max())), tokens_BL.shape[1] - 1)
-        own_NK, reference_NK = tokens_BL[lane_N[:, None], at_NK], self.reference_BL[lane_N[:, None], at_NK]
-        ids_NK = np.where(from_reference_N[:, None], reference_NK, own_NK)
+        own_NK, earlier_NK = tokens_BL[lane_N[:, None], at_NK], self.earlier_BL[lane_N[:, None], at_NK]
+        ids_NK = np.where(from_earlier_N[:, None], earlier_NK, own_NK)
         left_NK = np.where(ids_NK == TURN_END, np.arange(ids_NK.shape[1]), MOST)
         count_N = np.minimum(count_N, left_NK.min(1, initial=MOST))
         if not self._pays(count_N, kind_N) or not count_N.any():

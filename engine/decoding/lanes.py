@@ -171,15 +171,15 @@ class StopBank:
         self._eos_V = torch.from_numpy(eos_V).to(device)
         self._lay()
 
-    def start(self, stop: tuple[str, ...]) -> int:
-        """The state before a turn's first token."""
+    def start(self, stop: tuple[str, ...], lead: bytes = b"") -> int:
+        """The state before a turn's first token; lead: bytes that open its text."""
         if stop not in self._starts:
             matcher = self._matchers[stop] = TagMatcher(self.tokenizer, stop)
             first = self._starts[stop] = sum(len(next_AC) for _, next_AC, _ in self._parts)
             columns_V, next_AC, code_AC = matcher.tables()
             self._parts.append((columns_V[None], next_AC + first, code_AC))
             self._lay()
-        return self._starts[stop]
+        return self._starts[stop] + (self._matchers[stop].start(lead) if stop else 0)
 
     def advance(self, state_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States and codes after one more token each; int64 [N]."""

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from thresher.engine.decoding.blocks import Ints, Page
+from thresher.engine.decoding.blocks import Page
+from thresher.engine.decoding.drafts import Int32s
 from thresher.engine.decoding.stop_tags import Hit
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ class SharedPrompt:
     waiting: int = 0
     filling: bool = False
     hidden_H: "torch.Tensor | None" = None
+
+    @property
+    def last_hidden_H(self) -> "torch.Tensor":
+        assert self.hidden_H is not None, "who has nothing to feed draws from it"
+        return self.hidden_H
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +69,7 @@ class TokenSequence:
     noted: int = 0  # tokens up to that page's end
     unready: list[tuple[Page, int]] = field(default_factory=list)  # pages that it is about to fill, up to which token
     prefilled: int = 0
-    reference: Ints | None = None  # ids that it may repeat, for drafts
+    earlier: Int32s | None = None  # what was written before for the same question, in which drafts are looked up
     drafted: int = 0
     accepted: int = 0
 

@@ -10,8 +10,8 @@ tables are [A, C] with a column number per token instead of [A, V]: with Qwen2.5
 C is 561, .4 MiB where [A, V] takes 29. The build runs a token only from the root and from the states that
 its first byte leads elsewhere, which takes about .05 s.
 
-Deliberately absent: text, and torch. Which hit ends a turn, and what becomes of the bytes behind it, is the
-episode's to say.
+Deliberately absent: text, and torch. In a rollout the first hit ends a turn; the bytes behind it open the next
+one's text (engine/episode.py, Turn).
 
 Axes: A states, V token ids, C columns, Y byte values, Z (state, token) pairs, B sequences (docs/notation.md).
 """
@@ -63,13 +63,16 @@ class TagMatcher:
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer = tokenizer
         delta_AY, ends_A = _automaton([tag.encode() for tag in self.tags])
-        self.states = len(delta_AY)
+        self.states, self._delta_AY = len(delta_AY), delta_AY
         tokens = _Tokens([tokenizer.token_bytes(i) for i in range(self.vocab_size)])
         self._tabulate(tokens, delta_AY, ends_A)
 
-    def start(self) -> int:
-        """The state before the first token of a stream."""
-        return ROOT
+    def start(self, lead: bytes = b"") -> int:
+        """The state before the first token of a stream, or of one that `lead` opens."""
+        state = ROOT
+        for byte in lead:
+            state = int(self._delta_AY[state, byte])
+        return state
 
     def step(self, state: int, token_id: int) -> tuple[int, Hit | None]:
         """Reads one token. Raises ValueError for an id or a state out of range."""
@@ -104,7 +107,7 @@ class TagMatcher:
     @property
     def nbytes(self) -> int:
         """Memory of the tables, in bytes."""
-        return self._column_V.nbytes + self._next_AC.nbytes + self._code_AC.nbytes
+        return self._column_V.nbytes + self._next_AC.nbytes + self._code_AC.nbytes + self._delta_AY.nbytes
 
     def _check(self, lowest_state: int, highest_state: int, lowest_id: int, highest_id: int) -> None:
         if lowest_id < 0 or highest_id >= self.vocab_size:

@@ -20,7 +20,7 @@ def evaluate(
     judges: Judges | None = None,
 ) -> list[Scored]:
     """One trajectory per question. Greedy (temperature 0) is the same for every seed, shuffled passages included."""
-    trajectories = rollout.run(jobs_of(questions, temperature, seed), temperature, on_progress)
+    trajectories = rollout.run(jobs_of(questions, temperature, seed), temperature, on_progress, recall=True)
     return score(questions, trajectories, rollout.system, rollout.tokenizer, judges)
 
 

@@ -202,7 +202,7 @@ def _part(
     first: int,
     progress: Callable[[int], None],
 ) -> list[Generated]:
-    trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, progress)
+    trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, progress, recall=True)
     clock = rollout.clock
     shares = {
         "seconds": clock.total / len(questions),

@@ -150,7 +150,7 @@ def _draw(rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: 
             line.to(kept, "from before")
         for start in range(kept, len(jobs), size):
             part = jobs[start : start + size]
-            trajectories = rollout.run(part, plan.temperature, progress)
+            trajectories = rollout.run(part, plan.temperature, progress, recall=True)
             _append(plan.out, _records(part, trajectories, parts, plan.temperature))
             reasons.update(trajectory.reason for trajectory in trajectories)
             clock = rollout.clock

@@ -74,9 +74,13 @@ class Renderer:
         return len(self.tokenizer.encode(escape_tags(line, self.tags)))
 
     def retrieved(self, request: Retrieved) -> list[int]:
+        return self.retrieved_and_cut(request)[0]
+
+    def retrieved_and_cut(self, request: Retrieved) -> tuple[list[int], int]:
+        """A search's passages between their tags, and how many of their tokens the budget cut off."""
         passages = self.passages([hit.passage for hit in request.hits])
-        encode = self.tokenizer.encode_template
-        return encode(request.before) + passages[: self.max_passage_tokens] + encode(request.after)
+        encode, most = self.tokenizer.encode_template, self.max_passage_tokens
+        return encode(request.before) + passages[:most] + encode(request.after), max(len(passages) - most, 0)
 
     def feedback(self, request: Feedback) -> list[int]:
         return self.tokenizer.encode(escape_tags(request.text, self.tags))

@@ -9,8 +9,8 @@ Branches of a trajectory are episodes of their own, begun when it has ended.
 What makes a sample independent of the others: its noise is a function of its own seed and position, and the decoder's
 sequences are independent of each other. When a server answers decides nothing but who shares a forward.
 
-One sample from here: `begin` makes its episode, `_advance` serves its requests, `_write` opens a turn, and `_take` puts
-what was written on the trajectory. What happens between the two is decoder.py's.
+One sample from here: `begin_samples` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to
+the decoder, and `_take` puts what was written on the trajectory. What happens between the two is decoder.py's.
 """
 
 import time
@@ -24,7 +24,7 @@ from random import Random
 import numpy as np
 
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
-from thresher.engine.decoding.drafts import TURN_END, Ints, Speculate
+from thresher.engine.decoding.drafts import TURN_END, Int32s, Speculate
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.engine.episode import (
     Episode,
@@ -60,7 +60,8 @@ REMEMBERED = 20_000  # trajectories, of different questions, that drafts are loo
 class Limits:
     """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: the whole trajectory;
     kv_tokens: keys and values held at once (None: `max_running` whole contexts). When they are full, the youngest
-    samples wait. share_attention, reuse, speculate: see Decoder; none changes a result."""
+    samples wait. share_attention, reuse, speculate: see Decoder; none changes a result where the BLAS is
+    batch-invariant."""
 
     max_turn_tokens: int
     max_policy_tokens: int
@@ -75,11 +76,13 @@ class Limits:
 
 @dataclass(slots=True)
 class RolloutClock(DecodeClock):
-    """Where the time of a rollout went, in seconds, and how much was done. host: all that is Python around the rest."""
+    """Where the time of a rollout went, in seconds, and how much was done. host: all that is Python around the rest.
+    cut_search_tokens: of retrieved passages, beyond the budget of a search."""
 
     search: float = 0.0
     search_queries: int = 0
     search_calls: int = 0
+    cut_search_tokens: int = 0
     branches: int = 0
     branches_without_room: int = 0
 
@@ -112,7 +115,9 @@ class Rollout:
             speculate=limits.speculate,
         )
         self.clock = RolloutClock()
-        self._written: OrderedDict[str, Ints] = OrderedDict()  # by question: the last trajectory, which may come again
+        self._written: OrderedDict[str, Int32s] = (
+            OrderedDict()
+        )  # by question: the last trajectory, which may come again
 
     @staticmethod
     def blocks_for(limits: Limits) -> int:
@@ -123,40 +128,47 @@ class Rollout:
         return 1 + max(limits.kv_tokens // limits.page_size, a_context)
 
     def run(
-        self, jobs: Sequence[Job], temperature: float, on_progress: Callable[[int], None] | None = None
+        self,
+        jobs: Sequence[Job],
+        temperature: float,
+        on_progress: Callable[[int], None] | None = None,
+        recall: bool = False,
     ) -> list[Trajectory]:
         """Draw every job's trajectory; returned in the order of the jobs. Temperature 0 is greedy.
 
-        `on_progress` is called with the number of trajectories that have ended since the last call.
+        `on_progress` is called with the number of trajectories that have ended since the last call. recall: look drafts
+        up in what earlier calls wrote for the same questions, as where a dev set is evaluated again. Not in training:
+        with a BLAS that is not batch-invariant a run that was resumed would have other last bits without them.
         """
         self.clock = RolloutClock()
         started = time.perf_counter()
         self.decoder.begin(self.limits.max_context, self.clock)
-        run = _Run(self, temperature, on_progress)
+        recall = recall and bool(self.decoder.speculate)
+        run = _Run(self, temperature, on_progress, recall)
         groups: dict[int, list[Job]] = {}
         for job in jobs:
             groups.setdefault(job.group, []).append(job)
         samples = [
             sample
             for members in groups.values()
-            for sample in run.begin(members, SharedPrompt(self.prompt(members[0].question)), self._begin)
+            for sample in run.begin_samples(members, SharedPrompt(self.prompt(members[0].question)), self._episode)
         ]
         run.finish(samples)
         self.clock.total = time.perf_counter() - started
         self.clock.host = self.clock.total - self.clock.decode - self.clock.prefill - self.clock.search
-        for sample in samples if self.limits.speculate else ():
-            self._written[sample.job.question.id] = _reference(sample.trajectory)
+        for sample in samples if recall else ():
+            self._written[sample.job.question.id] = _ids_by_turns(sample.trajectory)
             self._written.move_to_end(sample.job.question.id)
         while len(self._written) > REMEMBERED:
             self._written.popitem(last=False)
         done = {(sample.job.group, sample.job.sample): sample.trajectory for sample in samples}
         return [done[job.group, job.sample] for job in jobs]
 
-    def written_before(self, question: Question) -> Ints | None:
+    def written_before(self, question: Question) -> Int32s | None:
         """The last trajectory of this question, if there was one: what its next may repeat."""
         return self._written.get(question.id)
 
-    def _begin(self, job: Job) -> Episode:
+    def _episode(self, job: Job) -> Episode:
         return self.system.episode(job.question, self.tools)
 
     def prompt(self, question: Question, room: int = 0) -> list[int]:
@@ -185,35 +197,41 @@ class Rollout:
                 self.prompt(shown, room=0 if question.passages else budget)
 
 
-def _reference(trajectory: Trajectory) -> Ints:
+def _ids_by_turns(trajectory: Trajectory) -> Int32s:
     """A trajectory's ids, with the ends of its turns."""
     ids: list[int] = []
     for segment in trajectory.segments:
         ids += segment.ids
         if segment.source is Source.POLICY:
             ids.append(TURN_END)
-    return np.array(ids, np.int64)
+    return np.array(ids, np.int32)
 
 
 class _Run:
     """One call of `Rollout.run`: the samples that are under way."""
 
-    def __init__(self, rollout: Rollout, temperature: float, on_progress: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, rollout: Rollout, temperature: float, on_progress: Callable[[int], None] | None, recall: bool
+    ) -> None:
+        self.recall = recall
         self.rollout, self.decoder, self.clock = rollout, rollout.decoder, rollout.clock
         self.draw, self.on_progress = Draw(temperature=temperature), on_progress
         self.samples: dict[TokenSequence, Sample] = {}
         self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
         self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()
 
-    def begin(self, jobs: Iterable[Job], prompt: SharedPrompt, begin: Callable[[Job], Episode]) -> list[Sample]:
+    def begin_samples(
+        self, jobs: Iterable[Job], prompt: SharedPrompt, make_episode: Callable[[Job], Episode]
+    ) -> list[Sample]:
         """Samples of one prompt, each at its episode's start."""
         samples = []
         for job in jobs:
-            episode = begin(job)
-            next(episode)  # the prompt
+            episode = make_episode(job)
+            next(episode)  # its Prompt, which has been rendered already
             trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, list(prompt.ids))])
             sequence = TokenSequence(prompt, job.seed, self.draw)
-            sequence.reference = self.rollout.written_before(job.question)
+            if self.recall:
+                sequence.earlier = self.rollout.written_before(job.question)
             samples.append(Sample(job, episode, trajectory, sequence))
         return samples
 
@@ -244,10 +262,14 @@ class _Run:
             return None
         if sequence.hit is not None:
             segment.stop, segment.trailing = sequence.hit.tag, len(sequence.hit.trailing)
-        decode = self.rollout.tokenizer.decode_bytes
-        before = sample.trajectory.segments[-2]  # the prompt at least; `segment` is the last
-        lead = decode(before.ids[-1:])[-before.trailing :] if before.trailing else b""
-        return Turn(lead + decode(segment.ids), segment.stop)
+        lead = self._trailing(sample.trajectory.segments[-2])  # the prompt at least; `segment` is the last
+        return Turn(lead + self.rollout.tokenizer.decode_bytes(segment.ids), segment.stop)
+
+    def _trailing(self, segment: Segment) -> bytes:
+        """What the segment's last token holds behind the stop tag that ended it: it opens the next turn's text."""
+        if not segment.trailing:
+            return b""
+        return self.rollout.tokenizer.decode_bytes(segment.ids[-1:])[-segment.trailing :]
 
     def _end(self, sample: Sample, reason: str) -> None:
         sample.trajectory.reason = reason
@@ -255,7 +277,7 @@ class _Run:
         self.decoder.release(sample.sequence, keep=bool(sample.forks))
         if sample.forks:
             self._branch(sample)
-        if self.on_progress is not None and sample.counts:
+        if self.on_progress is not None and sample.reported:
             self.on_progress(1)
 
     def _branch(self, sample: Sample) -> None:
@@ -266,8 +288,8 @@ class _Run:
                 continue
             self.clock.branches += 1
             job = Job(sample.job.question, len(self.branches), 0, branch_seed(sample.job.seed, name))
-            (begun,) = self.begin([job], SharedPrompt(ids), partial(branch_episode, branch))
-            begun.counts = False
+            (begun,) = self.begin_samples([job], SharedPrompt(ids), partial(branch_episode, branch))
+            begun.reported = False
             self.branches.append((sample.trajectory, name, begun.trajectory))
             self._serve([(begun, None)])
 
@@ -322,7 +344,7 @@ class _Run:
             if isinstance(request, Search):
                 return [request.query]
             if isinstance(request, Generate):
-                self._write(sample, request)
+                self._open_turn(sample, request)
                 return []
             if isinstance(request, Fork):
                 written = [token for turn in turns(trajectory) for token in turn.ids]
@@ -330,7 +352,9 @@ class _Run:
                     sample.forks[name] = (branch, context_ids(branch, written, self.rollout.renderer))
                 continue
             if isinstance(request, Retrieved):
-                segment = Segment(Source.RETRIEVED, self.rollout.renderer.retrieved(request))
+                ids, cut = self.rollout.renderer.retrieved_and_cut(request)
+                segment = Segment(Source.RETRIEVED, ids)
+                self.clock.cut_search_tokens += cut
             elif isinstance(request, Feedback):
                 segment = Segment(Source.FEEDBACK, self.rollout.renderer.feedback(request))
             else:
@@ -343,7 +367,7 @@ class _Run:
             trajectory.segments.append(segment)
             self.decoder.append(sequence, segment.ids)
 
-    def _write(self, sample: Sample, request: Generate) -> None:
+    def _open_turn(self, sample: Sample, request: Generate) -> None:
         """Begin a turn of the policy, if the limits leave it a token."""
         limits = self.rollout.limits
         policy_room = limits.max_policy_tokens - sample.policy_tokens
@@ -351,8 +375,9 @@ class _Run:
         if policy_room <= 0 or context_room <= 0:
             self._end(sample, "tokens" if policy_room <= 0 else "context")
             return
+        lead = self._trailing(sample.trajectory.segments[-1])
         sample.trajectory.segments.append(Segment(Source.POLICY, []))
         self.samples[sample.sequence] = sample
         sample.max_tokens = request.max_tokens
         room = min(limits.max_turn_tokens, policy_room, context_room, request.max_tokens or limits.max_turn_tokens)
-        self.decoder.begin_turn(sample.sequence, request.stop, room)
+        self.decoder.begin_turn(sample.sequence, request.stop, room, lead)

@@ -36,4 +36,4 @@ class Sample:
     policy_tokens: int = 0
     max_tokens: int | None = None  # of the turn, where its episode says so
     forks: dict[str, tuple[Reprefill, list[int]]] = field(default_factory=dict)  # branches, with their contexts
-    counts: bool = True  # as a trajectory, for whoever watches; a branch does not
+    reported: bool = True  # to whoever watches; a branch is not

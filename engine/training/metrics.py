@@ -67,7 +67,9 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         "lr": updates[-1].lr,
         **{name: value / rows for name, value in sums.items()},
         **largest,
-        "logprob_gap_max": updates[0].largest["logprob_gap_max"],  # later updates start from other weights
+        # Of the first update: later ones start from other weights.
+        "logprob_gap": updates[0].sums["logprob_gap"] / updates[0].rows,
+        "logprob_gap_max": updates[0].largest["logprob_gap_max"],
         "capped": sum(stats.capped for stats in updates),
         "train_tokens": sum(stats.tokens for stats in updates),
         "loss_tokens": rows,

@@ -4,9 +4,9 @@
     w[i]  = 1 / (N |y_i|)  |  1 / sum_i |y_i|  |  1 / (N c)               "trajectory" | "token" | "constant"
     loss  = sum_i w[i] sum_{t in y_i} ( -min(r A, clip(r) A) + beta KL )   y_i: the tokens that the policy sampled
 
-N counts all trajectories of the batch, those of groups without a signal included. The loss itself is kernels/loss.py;
-this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask to carry: rows
-come from the segments' sources (Trajectory.policy_positions).
+N counts all trajectories of the optimiser step, those of groups without a signal included. The loss itself is
+kernels/loss.py; this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask
+to carry: rows come from the segments' sources (Trajectory.policy_positions).
 
 A row predicts the token after it: the token at position p is predicted by row p - 1. Only rows whose next token was
 sampled by the policy enter the loss; all others never reach the LM head. Sequences of like length are packed together.
@@ -166,7 +166,7 @@ class UpdateStats:
 
 class Updater:
     """The optimiser and its schedule around one policy. `reference` may be None where beta is 0; it is asked with its
-    adapters off, so that a policy with adapters is its own.
+    adapters off, so that a policy with adapters is its own reference.
 
     `master` holds the weights that are trained, always float32: the policy itself where it computes in float32, else a
     model of its own, from which the policy is refreshed after every step (at lr 1e-6 a bfloat16 weight would not move).

@@ -19,7 +19,8 @@ run over the cache in place; elsewhere the blocks are brought together first.
 
 Axes: T rows of the step, B pieces computed together, Q rows of a piece, C blocks of a piece, X blocks that a product
 runs over, N query heads, K key/value heads, D head dimension, M queries of a block's product to one KV head, W tiles of
-a shared block, P blocks of the cache, S slots of a block, J keys (docs/notation.md).
+a shared block, P blocks of the cache, S slots of a block, J keys; while a step is laid out, N pieces, I pairs of a
+piece and a shared block, G shared blocks, L their queries (docs/notation.md).
 """
 
 from collections.abc import Iterator, Sequence
@@ -111,8 +112,8 @@ def _attend(
 
     k = _blocks(k_PKDS, bucket, queries.dtype)
     product = torch.bmm(queries.index_select(0, bucket.query_XKM).view(len(k), -1, dim), k)
-    places = product.shape[1]
-    scores = _of_pieces(product.view(-1, kv_heads * places * slots), bucket).view(*shape, slots)
+    padded = product.shape[1]
+    scores = _of_pieces(product.view(-1, kv_heads * padded * slots), bucket).view(*shape, slots)
     scores = scores[:, :, :, :used].permute(0, 2, 3, 1, 4)
     if bucket.shared is not None:
         scores = torch.cat([_shared_scores(queries, k_PKDS, bucket.shared, (pieces, kv_heads, used)), scores], 3)
@@ -124,8 +125,8 @@ def _attend(
 
     v = _blocks(v_PKSD, bucket, queries.dtype)
     own = weights[:, :, :, shared:].permute(0, 3, 1, 2, 4).reshape(-1, kv_heads, used, slots)
-    product = torch.bmm(_of_blocks(own, bucket, places).flatten(0, 1), v)
-    parts = _of_pieces(product.view(-1, kv_heads * places * dim), bucket).view(*shape, dim)[:, :, :, :used].unbind(1)
+    product = torch.bmm(_of_blocks(own, bucket, padded).flatten(0, 1), v)
+    parts = _of_pieces(product.view(-1, kv_heads * padded * dim), bucket).view(*shape, dim)[:, :, :, :used].unbind(1)
     if bucket.shared is not None:
         parts = (*_shared_parts(weights[:, :, :, :shared], v_PKSD, bucket.shared), *parts)
     o = parts[0]
@@ -146,17 +147,18 @@ def _of_pieces(product: torch.Tensor, bucket: PagedBucket) -> torch.Tensor:
     return product.index_select(0, bucket.block_BC) if bucket.in_place else product
 
 
-def _of_blocks(own: torch.Tensor, bucket: PagedBucket, places: int) -> torch.Tensor:
-    """The reverse, filled up: left sides [B * C, K, used, S] at their blocks [X, K, M, S], zeros where nobody's are.
+def _of_blocks(own: torch.Tensor, bucket: PagedBucket, padded: int) -> torch.Tensor:
+    """The reverse, filled up: left sides [B * C, K, used, S] at their blocks [X, K, M, S], anything where
+    nobody's are: what comes of those is never read.
     (Several write to block 0: pieces that need fewer blocks than the largest, all of them zeros.)"""
     count, kv_heads, used, slots = own.shape
     if bucket.in_place:
-        filled = own.new_empty(bucket.in_place, kv_heads, places, slots)
+        filled = own.new_empty(bucket.in_place, kv_heads, padded, slots)
         filled[:, :, :used].index_copy_(0, bucket.block_BC, own)
         return filled
-    if used == places:
+    if used == padded:
         return own
-    filled = own.new_empty(count, kv_heads, places, slots)
+    filled = own.new_empty(count, kv_heads, padded, slots)
     filled[:, :, :used] = own
     return filled
 
@@ -334,8 +336,8 @@ def _bucket(
     if pieces.count_N.min() < rows:
         take = np.flatnonzero(np.arange(rows) < pieces.count_N[:, None])
         out_T, take_T = out_T[take], torch.from_numpy(take).to(device)
-    unseen_BQJ = np.where(unseen_BQJ, np.float32(-np.inf), np.float32(0))
-    put = (block_BC.reshape(-1), query_XKM.reshape(-1), unseen_BQJ, out_T)
+    minus_inf_BQJ = np.where(unseen_BQJ, np.float32(-np.inf), np.float32(0))
+    put = (block_BC.reshape(-1), query_XKM.reshape(-1), minus_inf_BQJ, out_T)
     block, query, unseen, out = (torch.from_numpy(x).to(device) for x in put)
     return PagedBucket(block, in_place, query, unseen, out, take_T, shared)
 

@@ -105,16 +105,16 @@ def test_episodes_repeat_what_they_wrote_in_fewer_forwards(
     plain = tiny_rollout()
     expected = list(map(record, plain.run(jobs, temperature)))
     run = tiny_rollout(speculate=speculate)
-    assert list(map(record, run.run(jobs, temperature))) == expected
+    assert list(map(record, run.run(jobs, temperature, recall=True))) == expected
     first = run.clock.forwards
-    assert list(map(record, run.run(jobs, temperature))) == expected
+    assert list(map(record, run.run(jobs, temperature, recall=True))) == expected
     assert run.clock.forwards < first <= plain.clock.forwards
     assert 0 < run.clock.accepted_tokens <= run.clock.drafted_tokens
     assert run.clock.sampled_tokens == plain.clock.sampled_tokens
 
 
 def test_a_guess_continues_a_place_where_the_last_tokens_occurred() -> None:
-    drafter = Drafter(4, 2, 16, None)
+    drafter = Drafter(4, 2, 16)
     tokens_BL = np.zeros((2, 16), np.int64)
     tokens_BL[0, :9] = [7, 1, 2, 3, 8, 9, 1, 2, 3]
     tokens_BL[1, :4] = [5, 6, 7, 8]
@@ -122,13 +122,13 @@ def test_a_guess_continues_a_place_where_the_last_tokens_occurred() -> None:
     drafts = drafter.draft(tokens_BL, np.array([9, 4]), np.array([0, 1]), np.array([9, 1]))
     assert drafts is not None and drafts.count_N.tolist() == [4, 1]
     assert drafts.ids_NK[0, :4].tolist() == [8, 9, 1, 2], "own context"
-    assert drafts.ids_NK[1, 0] == 40, "reference, no more than there is room for"
+    assert drafts.ids_NK[1, 0] == 40, "earlier text, no more than there is room for"
     drafter.open(1, None)
     assert drafter.draft(tokens_BL, np.array([9, 4]), np.array([1]), np.array([9])) is None
 
 
-def test_a_guess_ends_with_the_references_turn_and_prefers_the_place_nearest_to_its_own() -> None:
-    drafter = Drafter(8, 1, 16, None)
+def test_a_guess_ends_with_the_earlier_turn_and_prefers_the_place_nearest_to_its_own() -> None:
+    drafter = Drafter(8, 1, 16)
     tokens_BL = np.zeros((1, 16), np.int64)
     tokens_BL[0, :5] = [4, 5, 6, 7, 8]
     turns = [5, 6, 7, 8, 1, 2, TURN_END, 5, 6, 7, 8, 3, TURN_END]
@@ -143,7 +143,7 @@ def test_a_guess_ends_with_the_references_turn_and_prefers_the_place_nearest_to_
 
 
 def test_auto_looks_only_now_and_then_where_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, looked = Drafter("auto", 1, 8, None), []
+    drafter, looked = Drafter("auto", 1, 8), []
     read = Drafter._read
     monkeypatch.setattr(Drafter, "_read", lambda *args: looked.append(1) or read(*args))
     for _ in range(10 * PAUSE):
@@ -152,7 +152,7 @@ def test_auto_looks_only_now_and_then_where_nothing_is_found(monkeypatch: pytest
 
 
 def test_auto_stops_where_guesses_fail_and_where_rows_are_dear() -> None:
-    drafter = Drafter("auto", 1, 16, None)
+    drafter = Drafter("auto", 1, 16)
     few, many = ([drafter._drafts_wanted(kind, n) for kind in range(len(BEGIN))] for n in (2, 500))
     assert all(a >= b for a, b in zip(few, many, strict=True)) and few[0] > many[0]
     for _ in range(50):

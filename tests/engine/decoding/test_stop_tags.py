@@ -56,6 +56,12 @@ def stepped(matcher: TagMatcher, ids: list[int]) -> dict[int, tuple[bytes, bytes
     return hits
 
 
+def test_a_stream_that_bytes_open_finds_a_tag_that_began_in_them() -> None:
+    matcher = TagMatcher(Toy([b"s>", b"x"]), ["</s>"])
+    for lead, expected in ((b"", None), (b"</", Hit("</s>", b"")), (b"<</", Hit("</s>", b"")), (b"</x", None)):
+        assert matcher.step(matcher.start(lead), 0)[1] == expected
+
+
 TABLE = [
     # what it tries, tokens in order, tags, hits as place -> (tag, trailing)
     ("whole", [b"</s>"], ["</s>"], {0: ("</s>", b"")}),

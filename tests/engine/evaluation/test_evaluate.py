@@ -229,8 +229,8 @@ def test_what_found_no_room_and_which_switches_were_set_is_reported(
 ) -> None:
     run = Rollout.run
 
-    def without_room(self: Rollout, *arguments: Any) -> Any:
-        done = run(self, *arguments)
+    def without_room(self: Rollout, *arguments: Any, **options: Any) -> Any:
+        done = run(self, *arguments, **options)
         self.clock.branches_without_room = 2
         return done
 

@@ -81,7 +81,12 @@ def test_a_killed_evaluation_goes_on_to_the_same_end(
     )
     asked: list[int] = []
     run = Rollout.run
-    monkeypatch.setattr(Rollout, "run", lambda self, jobs, *more: asked.append(len(jobs)) or run(self, jobs, *more))
+
+    def counted(self: Rollout, jobs: Any, *more: Any, **options: Any) -> Any:
+        asked.append(len(jobs))
+        return run(self, jobs, *more, **options)
+
+    monkeypatch.setattr(Rollout, "run", counted)
     wider = [*command, "--set", "rollout.max_running=2"]
     assert cli.run([*wider, "--out", str(tmp_path / "cut")]) == 0
     assert asked == [3]  # the rest, and nothing twice
@@ -141,7 +146,7 @@ def test_a_judge_that_fails_costs_no_trajectory_and_scores_none(
     assert not (tmp_path / "out" / "metrics.json").exists()
     assert not (tmp_path / "out" / "trajectories.jsonl").exists()
     chat.fails = False
-    monkeypatch.setattr(Rollout, "run", lambda *_: pytest.fail("generated again"))
+    monkeypatch.setattr(Rollout, "run", lambda *_, **__: pytest.fail("generated again"))
     assert cli.run(command) == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     records = [json.loads(line) for line in (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()]

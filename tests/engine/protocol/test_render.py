@@ -154,8 +154,8 @@ def test_passages_are_cut_and_tags_never(tokenizer: Tokenizer) -> None:
     passages = whole[len(before) : len(whole) - len(after)]
     assert len(passages) > 30
     for budget in range(len(passages) + 2):
-        ids = make(tokenizer, max_passage_tokens=budget).retrieved(Retrieved(hits, BEFORE, AFTER))
-        assert ids == before + passages[:budget] + after
+        ids, cut = make(tokenizer, max_passage_tokens=budget).retrieved_and_cut(Retrieved(hits, BEFORE, AFTER))
+        assert ids == before + passages[:budget] + after and cut == max(len(passages) - budget, 0)
         assert_harmless(tokenizer, Source.RETRIEVED, ids)
 
 
