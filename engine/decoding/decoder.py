@@ -29,7 +29,7 @@ import torch
 
 from thresher.engine.decoding.blocks import BlockPool
 from thresher.engine.decoding.drafts import Drafter, Drafts, Speculate
-from thresher.engine.decoding.kv_cache import PagedKV, PagedStep
+from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
 from thresher.engine.decoding.lanes import Lanes, StopBank
 from thresher.engine.decoding.scheduler import Scheduler
 from thresher.engine.decoding.sequences import TokenSequence
@@ -61,6 +61,7 @@ class DecodeClock:
     shared_tokens: int = 0
     forwards: int = 0
     forward_rows: int = 0
+    discarded_tokens: int = 0
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -92,7 +93,7 @@ class Decoder:
         # Look-ups read the lanes' ids, which the host has only where it is the device.
         self.speculate: Speculate = speculate if policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
-        self.cache = PagedKV(policy.config, num_blocks, page_size, policy.dtype, policy.device)
+        self.cache = self._make_cache()
         self.stops = StopBank(tokenizer, policy.config.eos_token_ids, policy.device)
         self.begin(self.page_size, DecodeClock())
 
@@ -106,7 +107,7 @@ class Decoder:
             )
         self.clock, self.pool = clock, pool
         self.scheduler = Scheduler(pool, self.max_running, self.reuse)
-        self.lanes = Lanes(self.max_running, longest, pool.blocks_for(longest), self.policy.device)
+        self.lanes = self._make_lanes(longest, pool.blocks_for(longest))
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest)
         self._drafts: Drafts | None = None  # of this step
@@ -116,6 +117,12 @@ class Decoder:
         self._from_prompt: list[TokenSequence] = []  # all is cached: they draw from their prompt's last hidden state
         self._busy = 0.0
         self._drawn: tuple[Ints, Ints] | None = None  # by the last step: lanes, and how many tokens each
+
+    def _make_cache(self) -> PagedKV | DeviceKV:
+        return PagedKV(self.policy.config, self.num_blocks, self.page_size, self.policy.dtype, self.policy.device)
+
+    def _make_lanes(self, longest: int, blocks: int) -> Lanes:
+        return Lanes(self.max_running, longest, blocks, self.policy.device)
 
     @property
     def idle(self) -> bool:
@@ -242,8 +249,7 @@ class Decoder:
             count = int(wanted_N.sum())
             if count <= self.pool.free:
                 break
-            if self.lanes.drafted_B.any():
-                self.lanes.drafted_B[:] = 0  # nobody goes for the sake of a guess
+            if self._give_way():
                 continue
             self._leave(self.scheduler.preempt(), keep=True)
             self.clock.preemptions += 1
@@ -251,14 +257,18 @@ class Decoder:
             self.lanes.extend(runs.table_N, wanted_N, self.pool.take(count))
         return runs
 
+    def _give_way(self) -> bool:
+        """Whether there is room, or may be, without anybody having to go: nobody goes for the sake of a guess."""
+        guesses = bool(self.lanes.drafted_B.any())
+        self.lanes.drafted_B[:] = 0
+        return guesses
+
     def _runs(self) -> Pieces:
         """New rows: first the token of everyone who has one, then prompts and appended text, the oldest first, as far
         as the forward's rows go."""
         lane_N = self._lane_order()
         start_N = self.lanes.cached_B[lane_N]
-        # Between turns the last token stays unfed: the next turn's first token is drawn in the step that feeds it,
-        # for its hidden state is kept no longer.
-        count_N = self.lanes.known_B[lane_N] - start_N - (self.lanes.room_B[lane_N] == 0)
+        count_N = self._wanted_rows(lane_N)
         order, long = np.argsort(count_N > 1, kind="stable"), int((count_N > 1).sum())
         count_N += self.lanes.drafted_B[lane_N]
         lane_N, start_N, count_N = lane_N[order], start_N[order], count_N[order]
@@ -269,6 +279,12 @@ class Decoder:
         some = count_N > 0
         lane_N, start_N, count_N = lane_N[some], start_N[some], count_N[some]
         return Pieces(lane_N, start_N, count_N, np.cumsum(count_N) - count_N)
+
+    def _wanted_rows(self, lane_N: Ints) -> Ints:
+        """How many tokens each lane has yet to be fed. Between turns the last one stays unfed: the next turn's first
+        token is drawn in the step that feeds it, for its hidden state is kept no longer."""
+        wanted_N: Ints = self.lanes.known_B[lane_N] - self.lanes.cached_B[lane_N] - (self.lanes.room_B[lane_N] == 0)
+        return wanted_N
 
     def _lane_order(self) -> Ints:
         """The lanes of the running sequences, by age."""
@@ -286,6 +302,7 @@ class Decoder:
         shared_P = self.pool.owners_P > 1 if self.shared_attention else None
         if shared_P is not None and not shared_P.any():
             shared_P = None
+        assert isinstance(self.cache, PagedKV)
         step = PagedStep(self.cache, self.lanes.table_BP, runs, shared_P)
         started = time.perf_counter()
         ids_T = self.lanes.tokens_BL[step.lane_T, step.positions_T]
@@ -315,9 +332,7 @@ class Decoder:
         who begin in this very step."""
         complete = False
         for sequence in self._prefilling:
-            cached = int(self.lanes.cached_B[sequence.lane])
-            while sequence.unready and sequence.unready[0][1] <= cached:
-                sequence.unready.pop(0)[0].ready = True
+            cached = self._mark_ready(sequence)
             prompt = sequence.prompt
             if cached >= len(prompt.ids):
                 prompt.filling = False
@@ -331,6 +346,13 @@ class Decoder:
         self._prefilling = [sequence for sequence in self._prefilling if still[sequence.lane]]
         if complete:
             self._admit()
+
+    def _mark_ready(self, sequence: TokenSequence) -> int:
+        """How many of its tokens are cached; others that wait for its pages may have them."""
+        cached = int(self.lanes.cached_B[sequence.lane])
+        while sequence.unready and sequence.unready[0][1] <= cached:
+            sequence.unready.pop(0)[0].ready = True
+        return cached
 
     def _draft(self) -> None:
         """Guesses at what the lanes that decode write next, where they pay."""

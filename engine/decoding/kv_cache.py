@@ -1,9 +1,10 @@
-"""The tensors of the KV cache, and one forward's view of them.
+"""The tensors of the KV cache, and one forward's view of them, in two forms. Everything in a cache was computed from
+one version of the weights (blocks.py has who owns what).
 
 A `PagedKV` holds, for each layer, keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head dimension,
-slots of a block; each lies as its product wants it (kernels/attention/paged.py). Everything in it was computed from one
-version of the weights (blocks.py has who owns what). `PagedStep` is the `attend` argument of
-one forward: it writes the new rows' keys and values to their slots and attends.
+slots of a block; each lies as a BLAS's product wants it (kernels/attention/paged.py). A `DeviceKV` holds both as [P, K,
+S, D], as a GPU's kernels read them (kernels/attention/cached.py). `PagedStep` and `DeviceStep` are the `attend`
+argument of one forward: they rotate, write the new rows' keys and values to their slots and attend.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.kernels.attention.paged import SLOT_STEP, CacheShape, Pieces, paged_attention, paged_buckets, places
+from thresher.kernels.attention.cached import PrefillRows, prefill_attention
+from thresher.kernels.attention.paged import (
+    SLOT_STEP,
+    CacheShape,
+    Ints,
+    Pieces,
+    paged_attention,
+    paged_buckets,
+    places,
+)
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.elementwise.layers import rotated_heads
+from thresher.kernels.elementwise.rope_triton import rotate_and_store
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 from thresher.rewards.errors import UserError
@@ -31,8 +42,7 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if page_size < 1 or page_size % SLOT_STEP:
-            raise UserError(f"rollout.page_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
+        _check_page_size(page_size)
         layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         tile = row_tile(dim, page_size, dtype, torch.device(device))
         self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size, tile)
@@ -85,3 +95,59 @@ class PagedStep:
         k_PKDS[self.block_T, :, :, self.slot_T] = k_TKD
         v_PKSD[self.block_T, :, self.slot_T] = v_TKD
         return paged_attention(q_TND, k_PKDS, v_PKSD, self.buckets)
+
+
+def _check_page_size(page_size: int) -> None:
+    if page_size < 1 or page_size % SLOT_STEP:
+        raise UserError(f"rollout.page_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
+
+
+class DeviceKV:
+    """Keys and values of all layers, in blocks, for `DeviceStep` and the decode steps of device.py."""
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        _check_page_size(page_size)
+        self.slots = page_size
+        shape = (config.num_hidden_layers, num_blocks, config.num_key_value_heads, page_size, config.head_dim)
+        # Not filled: the kernels read no slot that was not written.
+        self.k_LPKSD, self.v_LPKSD = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to) each."""
+        for source, target in copies:
+            self.k_LPKSD[:, target] = self.k_LPKSD[:, source]
+            self.v_LPKSD[:, target] = self.v_LPKSD[:, source]
+
+
+class DeviceStep:
+    """New rows of prompts and of appended text, laid out for a GPU: positions_T and, as a callable, `attend`.
+
+    All that the host has to say goes over in one copy of int32.
+    """
+
+    def __init__(self, cache: DeviceKV, table_BP: Ints, runs: Pieces, device: torch.device) -> None:
+        self.cache = cache
+        blocks = int((runs.start_N + runs.count_N - 1).max()) // cache.slots + 1
+        position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
+        lane_T = np.repeat(runs.table_N, runs.count_N)
+        rows = np.stack([lane_T, position_T, table_BP[lane_T, position_T // cache.slots], position_T % cache.slots])
+        about = np.stack([np.cumsum(runs.count_N) - runs.count_N, runs.start_N, runs.count_N])
+        sent = to_device(np.concatenate([rows.ravel(), about.ravel(), table_BP[runs.table_N, :blocks].ravel()]), device)
+        count = len(runs.table_N)
+        rows_4T, about_3N, table = sent.split([rows.size, about.size, count * blocks])
+        self.lane_T, self.positions_T, self.block_T, self.slot_T = rows_4T.view(4, -1)
+        row_N, start_N, count_N = about_3N.view(3, count)
+        self.rows = PrefillRows(table.view(count, blocks), row_N, start_N, count_N, int(runs.count_N.max()))
+
+    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]
+        q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, self.block_T, self.slot_T)
+        return prefill_attention(q_TND, k_PKSD, v_PKSD, self.rows)
+
+
+def to_device(values: Ints, device: torch.device) -> torch.Tensor:
+    """int32 [..] on the device, by one copy that nobody waits for."""
+    tensor = torch.from_numpy(values.astype(np.int32))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

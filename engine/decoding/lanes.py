@@ -15,8 +15,8 @@ write.
     known = cached + 1    the last token was drawn, or appended, and is fed next
     known > cached + 1    a prompt, or text that was appended, to be prefilled
 
-    drafted_B counts the guesses that lie behind a lane's known tokens in this step (drafts.py); tried_B and taken_B all
-    of them since the lane was opened, and those that came true.
+prompt_B counts the tokens of its prompt; drafted_B the guesses that lie behind its known tokens in this step
+(drafts.py); tried_B and taken_B all of them since the lane was opened, and those that came true.
 
 Axes: B lanes, L tokens of a sequence, P blocks of a sequence, N the lanes that draw in this step, C columns of the stop
 tables, V vocabulary.
@@ -37,15 +37,22 @@ from thresher.policy.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int64]
 AnyInts = npt.NDArray[np.integer]
+Floats = npt.NDArray[np.float32]
 
 
 class Lanes:
-    """Arrays for `lanes` sequences of at most `length` tokens in at most `blocks` blocks."""
+    """Arrays for `lanes` sequences of at most `length` tokens in at most `blocks` blocks, and one lane more, which is
+    nobody's: rows that fill a batch up read and write there.
 
-    def __init__(self, lanes: int, length: int, blocks: int, device: torch.device) -> None:
-        self.device = device
+    mirror: the host keeps ids and log-probs of its own, which whoever reads the device back puts there (`note_drawn`).
+    """
+
+    def __init__(self, lanes: int, length: int, blocks: int, device: torch.device, mirror: bool = False) -> None:
+        self.device, self.length, self.spare = device, max(length, 2), lanes
+        length, lanes = self.length, lanes + 1
         self.known_B, self.cached_B, self.room_B, self.blocks_B = (np.zeros(lanes, np.int64) for _ in range(4))
         self.drafted_B, self.tried_B, self.taken_B = (np.zeros(lanes, np.int64) for _ in range(3))
+        self.prompt_B = np.zeros(lanes, np.int64)
         self.table_BP = np.zeros((lanes, blocks), np.int64)
         self.tokens_BL = torch.zeros(lanes, length, dtype=torch.int64, device=device)
         self.logprobs_BL = torch.zeros(lanes, length, device=device)
@@ -55,9 +62,12 @@ class Lanes:
         self._tokens, self._logprobs, self._seeds, self._states = (
             x.numpy() if device.type == "cpu" else x for x in on_device
         )
+        self._mirror: tuple[Ints, Floats] | None = None
+        if mirror:
+            self._mirror = (np.zeros((lanes, length), np.int64), np.zeros((lanes, length), np.float32))
         self.draws: list[Draw] = [Draw()] * lanes
         self.rules = DrawRules.uniform(1.0, lanes, device)
-        self._free = list(range(lanes - 1, -1, -1))
+        self._free = list(range(lanes - 2, -1, -1))
 
     def open(self, sequence: TokenSequence, cached: int, blocks: Sequence[int]) -> int:
         """A lane for a sequence of which `cached` tokens lie in the first of `blocks`."""
@@ -66,10 +76,10 @@ class Lanes:
         self.append(lane, sequence.ids)
         self.cached_B[lane], self.blocks_B[lane] = cached, len(blocks)
         self.table_BP[lane, : len(blocks)] = blocks
-        self._seeds[lane] = sequence.seed
+        self._seeds[lane], self.prompt_B[lane] = sequence.seed, len(sequence.prompt.ids)
         if self.draws[lane] != sequence.draw:
             # Lanes that are free take it over: rows that are all drawn alike cost less.
-            free = set(self._free)
+            free = {*self._free, self.spare}
             self.draws = [sequence.draw if x in free or x == lane else draw for x, draw in enumerate(self.draws)]
             self.rules = self._rules()
         if sequence.writing:
@@ -77,7 +87,10 @@ class Lanes:
             self.room_B[lane] = sequence.room - done
             self._states[lane] = sequence.stop_state
             if done:
-                self._logprobs[lane, sequence.turn_start : len(sequence.ids)] = self._values(sequence.logprobs)
+                turn = slice(sequence.turn_start, len(sequence.ids))
+                self._logprobs[lane, turn] = self._values(sequence.logprobs)
+                if self._mirror is not None:
+                    self._mirror[1][lane, turn] = sequence.logprobs
         return lane
 
     def begin_turn(self, sequence: TokenSequence) -> None:
@@ -113,19 +126,29 @@ class Lanes:
     def append(self, lane: int, ids: Sequence[int]) -> None:
         known = self.known_B[lane]
         self._tokens[lane, known : known + len(ids)] = self._values(ids)
+        if self._mirror is not None:
+            self._mirror[0][lane, known : known + len(ids)] = ids
         self.known_B[lane] = known + len(ids)
+
+    def note_drawn(self, lane_N: Ints, position_N: Ints, ids_N: Ints, logprobs_N: Floats) -> None:
+        """What was drawn, read back, for the host's own copy."""
+        assert self._mirror is not None
+        self._mirror[0][lane_N, position_N] = ids_N
+        self._mirror[1][lane_N, position_N] = logprobs_N
 
     def newest(self, lane: int, count: int) -> list[int]:
         """The lane's last ids."""
         known = int(self.known_B[lane])
-        ids: list[int] = self._tokens[lane, known - count : known].tolist()
+        tokens = self._tokens if self._mirror is None else self._mirror[0]
+        ids: list[int] = tokens[lane, known - count : known].tolist()
         return ids
 
     def read_turn(self, sequence: TokenSequence) -> None:
         """The turn's ids and log-probs so far, to the host."""
         turn = slice(sequence.turn_start, int(self.known_B[sequence.lane]))
-        sequence.ids[sequence.turn_start :] = self._tokens[sequence.lane, turn].tolist()
-        sequence.logprobs = self._logprobs[sequence.lane, turn].tolist()
+        tokens, logprobs = (self._tokens, self._logprobs) if self._mirror is None else self._mirror
+        sequence.ids[sequence.turn_start :] = tokens[sequence.lane, turn].tolist()
+        sequence.logprobs = logprobs[sequence.lane, turn].tolist()
 
     def extend(self, lanes_N: Ints, blocks_N: Ints, pool_take: Ints) -> None:
         """Give each of the lanes so many more blocks, out of those that were taken."""
@@ -160,7 +183,7 @@ class StopBank:
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], device: torch.device) -> None:
-        self.tokenizer, self.device = tokenizer, device
+        self.tokenizer, self.device, self.version = tokenizer, device, 0  # version: of the tables' memory
         self._starts: dict[tuple[str, ...], int] = {(): 0}
         self._matchers: dict[tuple[str, ...], TagMatcher] = {}
         columns_V = np.zeros((1, tokenizer.vocab_size), np.int64)
@@ -198,6 +221,7 @@ class StopBank:
         columns, nexts, codes = zip(*self._parts, strict=True)
         sizes = [table.shape for table in nexts]
         self._columns_XV = torch.from_numpy(np.concatenate(columns).astype(np.int32)).to(self.device)
+        self.version += 1
         self._next, self._code = (
             put([table.reshape(-1) for table in nexts]),
             put([table.reshape(-1) for table in codes]),
