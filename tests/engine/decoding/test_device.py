@@ -1,0 +1,224 @@
+"""Decoding as a GPU does it, on a CPU: the results of the ordinary decoder up to rounding, though steps are launched
+before the last one is read; and a step that is a function of its buffers."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoding_cases import Record, TurnPlan, alone, blocks, make_decoder, play, random_world
+from decoding_cases import Plan as SequencePlan
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thresher.engine.decoding import device
+from thresher.engine.decoding.decoder import DecodeClock
+from thresher.engine.decoding.device import MEMBERS, BucketStep, DeviceDecoder, bucket_of, shared_prefixes
+from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+
+GAP = 1e-4  # nats: float32 sums of other orders
+
+
+def agree(found: list[Record], wanted: list[Record]) -> None:
+    """The same tokens and ends, and log-probs within GAP."""
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert [(turn[0], *turn[2:]) for turn in mine] == [(turn[0], *turn[2:]) for turn in theirs]
+        for (_, a, *_), (_, b, *_) in zip(mine, theirs, strict=True):
+            assert max(abs(float.fromhex(x) - float.fromhex(y)) for x, y in zip(a, b, strict=True)) < GAP
+
+
+def make_device_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) -> DeviceDecoder:
+    return DeviceDecoder(policy, tokenizer, **{"num_blocks": 400, "page_size": 16, "max_running": 64, **changes})
+
+
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch references in the kernels' places: the interpreter would take minutes."""
+    pass
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_asked_the_results_are_those_of_one_sequence_at_a_time(
+    seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer
+) -> None:
+    rng = Random(seed)
+    prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, 8)
+    wanted = alone(tiny_policy, tiny_tokenizer, prompts, plans)
+    full = {"num_blocks": blocks(prompts, plans, rng.randrange(4)), "max_running": 5}
+    for changes in ({}, full, {"reuse": False}):
+        decoder = make_device_decoder(tiny_policy, tiny_tokenizer, **changes)
+        agree(play(decoder, prompts, plans), wanted)
+        assert decoder.pool.free == decoder.pool.num_blocks - 1 and not decoder.pool.owners_P.any()
+        assert decoder.clock.sampled_tokens == sum(len(turn[0]) for record in wanted for turn in record)
+
+
+def test_who_has_to_go_takes_along_what_was_under_way(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
+    prompts = [[n + 1] * 30 for n in range(6)]
+    plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=60),)) for n in range(6)]
+    decoder = make_device_decoder(tiny_policy, tiny_tokenizer, num_blocks=blocks(prompts, plans, 6))
+    agree(play(decoder, prompts, plans), alone(tiny_policy, tiny_tokenizer, prompts, plans))
+    assert decoder.clock.preemptions > 0
+
+
+def test_a_token_too_many_is_discarded_and_counted(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
+    """A turn that its stop ends is found out one step late; one that its room ends is not."""
+    plans = [SequencePlan(prompt=0, seed=n, turns=(TurnPlan(room=40, stop=("e", "a", "i")),)) for n in range(8)]
+    decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
+    records = play(decoder, [[5] * 20], plans)
+    late = sum(record[0][2] != "length" for record in records)
+    assert late and decoder.clock.discarded_tokens == late
+    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+    plans = [SequencePlan(prompt=0, seed=n, turns=(TurnPlan(room=5),)) for n in range(8)]
+    decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
+    assert all(len(record[0][0]) == 5 for record in play(decoder, [[5] * 20], plans))
+    assert decoder.clock.discarded_tokens == 0
+
+
+def test_a_step_is_launched_before_the_last_is_read(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+    events: list[str] = []
+    launch, read = BucketStep.launch, device.Flight.read
+    monkeypatch.setattr(BucketStep, "launch", lambda self: events.append("launch") or launch(self))
+    monkeypatch.setattr(device.Flight, "read", lambda self: events.append("read") or read(self))
+    play(
+        make_device_decoder(tiny_policy, tiny_tokenizer),
+        [[5] * 20],
+        [SequencePlan(prompt=0, seed=0, turns=(TurnPlan(room=6),))],
+    )
+    assert events == ["launch", *["launch", "read"] * 5, "read"]
+
+
+def test_what_is_streamed_is_what_was_written(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
+    decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
+    decoder.begin(80, DecodeClock())
+    shared = SharedPrompt([7] * 20)
+    sequences = [TokenSequence(shared, seed, Draw()) for seed in range(5)]
+    for sequence in sequences:
+        decoder.begin_turn(sequence, ("e", "o"), 30)
+    streamed: dict[int, list[int]] = {sequence.seed: [] for sequence in sequences}
+    while not decoder.idle:
+        ended = decoder.step()
+        for sequence, ids in decoder.new_ids():
+            streamed[sequence.seed] += ids
+        for sequence in ended:
+            decoder.release(sequence)
+    assert streamed == {sequence.seed: sequence.turn_ids for sequence in sequences}
+
+
+# --- The step as a function of buffers
+
+
+class Computed(TorchDispatchMode):
+    """Names of what is computed, and of the devices' readings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def running(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Iterator[Callable[[int], DeviceDecoder]]:
+    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+
+    def make(count: int) -> DeviceDecoder:
+        decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
+        decoder.begin(120, DecodeClock())
+        for n in range(count):
+            decoder.begin_turn(TokenSequence(SharedPrompt([n + 1] * 40), n, Draw()), ("zzzz",), 60)
+        for _ in range(4):
+            assert decoder.step() == []
+        return decoder
+
+    yield make
+
+
+@torch.inference_mode()
+def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
+    running: Callable[[int], DeviceDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apart from the kernels, which stand-ins replace: their grids follow from shapes."""
+    monkeypatch.setattr(device.sampling, "draw_in_blocks", lambda *_: None)
+    monkeypatch.setattr(device, "decode_attention", lambda q_BQND, *_: q_BQND)
+    monkeypatch.setattr(device, "rotate_and_store", lambda qkv, rope, kv_heads, *_: qkv[:, : -2 * kv_heads])
+    found = []
+    for count in (3, 13):
+        decoder = running(count)
+        (step,) = decoder._steps.values()
+        assert step.size == bucket_of(count)
+        with Computed() as computed:
+            step.run()
+        assert not [name for name in computed.names if "_local_scalar_dense" in name or "scalar_tensor" in name]
+        assert not [name for name in computed.names if "lift_fresh" in name], "made from Python data"
+        found.append(computed.names)
+    assert found[0] == found[1], "as many operations for 13 sequences as for 3"
+
+
+@torch.inference_mode()
+def test_the_same_buffers_give_the_same_step(running: Callable[[int], DeviceDecoder]) -> None:
+    decoder = running(5)
+    (step,) = decoder._steps.values()
+    lanes, kept = decoder.lanes, [decoder.lanes.tokens_BL, decoder.lanes.state_B, decoder.cache.k_LPKSD, step.sent]
+    before = [x.clone() for x in kept]
+    step.run()
+    first = step.packed_B3.clone(), [x.clone() for x in kept]
+    for x, old in zip(kept, before, strict=True):
+        x.copy_(old)
+    step.packed_B3.zero_()
+    step.run()
+    assert torch.equal(step.packed_B3, first[0])
+    assert all(torch.equal(x, y) for x, y in zip(kept[:2], first[1][:2], strict=True))
+    unused = sorted(set(range(len(lanes.known_B) - 1)) - set(lanes_of(decoder)))
+    assert torch.equal(lanes.tokens_BL[unused], before[0][unused]), "rows that fill it up write to the spare lane alone"
+
+
+def lanes_of(decoder: DeviceDecoder) -> list[int]:
+    return [sequence.lane for sequence in decoder.scheduler.running]
+
+
+def test_buckets_are_few() -> None:
+    sizes = [bucket_of(count) for count in range(1, 257)]
+    assert all(size >= count for count, size in enumerate(sizes, start=1)) and len(set(sizes)) == 20
+    assert sizes[:5] == [1, 2, 4, 4, 8] and sizes[16] == 32 and sizes[255] == 256
+
+
+def test_groups_are_those_who_hold_the_same_blocks_and_gain_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "prefix_pays", lambda length, members: length >= 32 and members > 1)
+    table_NP = np.array([[1, 2, 9, 0], [1, 2, 8, 0], [3, 4, 5, 6], [7, 10, 0, 0], [1, 2, 11, 0], [12, 13, 0, 0]])
+    found = shared_prefixes(table_NP, np.array([2, 2, 1, 0, 2, 1]), 16)
+    assert found is not None
+    assert found.first_N.tolist() == [32, 32, 0, 0, 32, 0] and found.length_G.tolist() == [32]
+    assert found.members_GM.tolist() == [[0, 1, 4, *[-1] * (MEMBERS - 3)]] and found.table_GP[0, :2].tolist() == [1, 2]
+    assert shared_prefixes(table_NP[2:4], np.array([2, 1]), 16) is None
+    many = np.tile([[1, 2, 3]], (2 * MEMBERS + 1, 1))
+    found = shared_prefixes(many, np.full(len(many), 3), 16)
+    assert found is not None and [(row >= 0).sum() for row in found.members_GM] == [MEMBERS, MEMBERS, 1]
+    assert sorted(found.members_GM[found.members_GM >= 0].tolist()) == list(range(len(many)))
+
+
+def test_siblings_read_their_prompt_once(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "prefix_pays", lambda length, members: members > 1)
+    shared: list[Any] = []
+    attention = device.decode_attention
+    monkeypatch.setattr(
+        device, "decode_attention", lambda q, k, v, rows: shared.append(rows.prefix) or attention(q, k, v, rows)
+    )
+    plans = [SequencePlan(prompt=n % 2, seed=n, turns=(TurnPlan(room=20),)) for n in range(7)]
+    prompts = [[3] * 50, [4] * 33]
+    agree(
+        play(make_device_decoder(tiny_policy, tiny_tokenizer), prompts, plans),
+        alone(tiny_policy, tiny_tokenizer, prompts, plans),
+    )
+    assert any(prefix is not None for prefix in shared)
+    assert make_decoder(tiny_policy, tiny_tokenizer).speculate == 0
