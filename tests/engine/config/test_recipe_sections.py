@@ -79,7 +79,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
     choices |= {
         "format": "direct",
         "answer": "plain",
-        "attention": "separate",
+        "attention": "torch",
         "speculate": 4,
         "targets": ("q", "down"),
         "labels": ("no", "yes"),
