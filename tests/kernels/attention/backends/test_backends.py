@@ -10,7 +10,6 @@ import backend_fakes
 import pytest
 import torch
 from backend_fakes import FAKES, BlockDiagonalCausalMask, install
-from model_cases import make_config
 from torch.nn.attention import SDPBackend
 
 from thresher.kernels.attention import varlen
@@ -21,7 +20,6 @@ from thresher.kernels.attention.backends.flash import load_flash2, load_flash3
 from thresher.kernels.attention.backends.torch_varlen import load_torch_varlen
 from thresher.kernels.attention.backends.xformers import load_xformers
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen, varlen_attention
-from thresher.policy.model import init_policy
 
 LOADERS: dict[str, Callable[[], TrainingAttention]] = {
     "varlen_211": load_torch_varlen,
@@ -68,25 +66,6 @@ def test_an_adapter_is_the_reference(
     for quiet in (torch.no_grad(), torch.inference_mode()):
         with quiet:
             torch.testing.assert_close(run(attend, qkv.detach(), heads[1], layout), results[1][0], rtol=0, atol=1e-13)
-
-
-def test_a_forward_has_a_library_compute_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = init_policy(make_config(), 0)
-    install(monkeypatch, "flash2")
-    calls: list[int] = []
-    flash = load_flash2()
-
-    def counted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Varlen) -> torch.Tensor:
-        calls.append(len(q))
-        return flash(q, k, v, layout)
-
-    ids_T = torch.arange(9) % policy.config.vocab_size
-    layout = Varlen([4, 5], attention=counted)
-    hidden_TH = policy.hidden(ids_T, layout.positions_T, layout)
-    plain = Varlen([4, 5])
-    expected_TH = policy.hidden(ids_T, plain.positions_T, plain)
-    assert calls == [9] * policy.config.num_hidden_layers
-    torch.testing.assert_close(hidden_TH, expected_TH, rtol=0, atol=1e-5)
 
 
 def test_a_layout_says_where_sequences_begin() -> None:

@@ -1,17 +1,15 @@
 """Which library computes attention. A GPU is played: libraries are the stand-ins, and a trial runs on the CPU."""
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from backend_fakes import flash_attn_varlen_func, install
 
-from thresher.engine.config.recipe import Attention
 from thresher.kernels.attention.backends import choice, sdpa
 from thresher.kernels.attention.backends.choice import (
     LIBRARIES,
     Backend,
-    Choice,
     Purpose,
     load_attention,
     resolve_attention,
@@ -49,10 +47,6 @@ def message(name: str, device: torch.device, dtype: torch.dtype, dim: int, purpo
     text = str(error.value)
     assert text.startswith("attention is ") and "\n" not in text and not text.endswith(".")
     return text
-
-
-def test_the_recipe_has_the_same_choices() -> None:
-    assert get_args(Attention) == get_args(Choice)
 
 
 @pytest.mark.parametrize("purpose", ["training", "rollout"])
