@@ -21,6 +21,7 @@ from thresher.engine.scoring.entailment import load_judge
 from thresher.engine.scoring.score import Judges
 from thresher.engine.scoring.verdicts import load_verdicts
 from thresher.engine.systems import load_system, own_digest
+from thresher.kernels.attention.backends.choice import resolve_attention
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.questions import Question, read_questions
@@ -83,6 +84,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
     tokenizer = load_tokenizer(folder)
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
+    check_attention(recipe, policy)
     if recipe.model.prompt == "chat" and tokenizer.chat_template is None:
         raise UserError(f'{folder}: model.prompt is "chat", but the model has no chat template; set it to "raw"')
     rollout = recipe.rollout
@@ -113,7 +115,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             max_running=rollout.max_running,
             page_size=rollout.page_size,
             kv_tokens=rollout.kv_tokens,
-            share_attention=rollout.attention != "separate",
+            share_prefix=rollout.share_prefix,
             speculate=rollout.speculate,
         ),
         system_digest=digest,
@@ -133,6 +135,14 @@ def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's head only "
             f"{policy.config.vocab_size}; use the tokenizer that belongs to the model"
         )
+
+
+def check_attention(recipe: Recipe, policy: Policy) -> None:
+    """UserError if the attention that a rollout is to use does not serve this model here."""
+    try:
+        resolve_attention(recipe.rollout.attention, policy.device, policy.dtype, policy.config.head_dim, "rollout")
+    except ValueError as error:
+        raise UserError(f"rollout.{error}") from None
 
 
 def _say(text: str) -> None:

@@ -115,7 +115,7 @@ def alone(
 ) -> list[Record]:
     """The oracle: one sequence at a time, nothing of another's used, no products shared, no drafts."""
     decoder = make_decoder(
-        policy, tokenizer, max_running=1, reuse=False, shared_attention=False, num_blocks=blocks(prompts, plans)
+        policy, tokenizer, max_running=1, reuse=False, share_prefix=False, num_blocks=blocks(prompts, plans)
     )
     return play(decoder, prompts, plans)
 

@@ -14,6 +14,7 @@ ROOMS = (
     ("kernels/elementwise", "kernels/launch", "rewards", "recipes"),
     ("kernels/drawing", "kernels/head"),
     ("kernels/attention",),
+    ("kernels/attention/backends",),
     ("kernels",),
     ("policy", "rewards/papers"),
     ("retrieval/data", "retrieval/encoders"),

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.config.recipe import parse_overrides
+    from thresher.engine.config.overrides import parse_overrides
     from thresher.engine.scoring.transcripts import score_file
 
     switches = parse_overrides(options.set)

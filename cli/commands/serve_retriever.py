@@ -6,7 +6,7 @@ What a limit is for stands at retrieval/serving/server.py and wire.py.
 import argparse
 
 from thresher.cli import flags
-from thresher.engine.config.recipe import parse_overrides
+from thresher.engine.config.overrides import parse_overrides
 from thresher.engine.console import console
 from thresher.rewards.errors import UserError
 

@@ -16,11 +16,12 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from thresher.engine.config.overrides import override
 from thresher.engine.config.tables import (
     BelowOne,
     Count,
@@ -30,7 +31,6 @@ from thresher.engine.config.tables import (
     Positive,
     Section,
     Share,
-    Unfit,
     Within,
     from_dict,
     hints,
@@ -45,6 +45,7 @@ from thresher.rewards.errors import UserError
 
 S = TypeVar("S", bound=Section)
 Estimator = Literal["k1", "k2", "k3", "k3_ratio", "none"]
+Attention = Literal["auto", "torch", "triton", "flash", "xformers"]  # kernels/attention/backends/choice.py has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,13 @@ class RolloutSection(Section):
     kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
     page_size: Count = 64  # positions in a block of the KV cache (what others call a page)
     speculate: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
-    attention: Literal["auto", "shared", "separate"] = "auto"  # keys that several samples share: read once, or by each
+    attention: Attention = "auto"  # what computes it
+    share_prefix: bool = True  # attention to what several samples share: computed once, not for each; same results
+
+    FORMER: ClassVar[Mapping[tuple[str, str], str]] = {
+        ("attention", "shared"): "leave it out, for what it meant is rollout.share_prefix = true, the default",
+        ("attention", "separate"): "what it meant is now written rollout.share_prefix = false",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +163,7 @@ class OptimSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; 0 after the last step
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
+    attention: Attention = "auto"  # what computes it, forward and backward
 
     def depends_on_steps(self) -> bool:
         """Whether the learning rate of a step depends on how many there are in all."""
@@ -262,7 +270,7 @@ class LoraSection(Section):
 # though that only at a constant learning rate (OptimSection.depends_on_steps).
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
-    | {"rollout.attention", "rollout.kv_tokens", "rollout.speculate"}
+    | {"rollout.attention", "rollout.kv_tokens", "rollout.share_prefix", "rollout.speculate", "optim.attention"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
     | {"judge.concurrency", "judge.replies"}
@@ -377,43 +385,10 @@ def make_recipe(
     preset: Callable[[str], dict[str, dict[str, Any]]] | None = None,
 ) -> Recipe:
     """`load_recipe` of tables, which are changed in place; `where` names them in errors."""
-    flags = {_override(tables, text) for text in overrides}
+    flags = {override(tables, text) for text in overrides}
     section = tables.get("system")
     if preset is not None and isinstance(section, dict) and isinstance(section.get("name"), str):
         for name, values in preset(section["name"]).items():
             if isinstance(tables.setdefault(name, {}), dict):
                 tables[name] = values | tables[name]
     return from_dict(Recipe, tables, where, flags=flags)
-
-
-def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """ "key=value" strings as a table, values read as TOML or taken as bare strings."""
-    table: dict[str, Any] = {}
-    for text in texts:
-        key, equals, written = text.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"--set {text}: expected key=value")
-        table[key.strip()] = _override_value(written.strip())
-    return table
-
-
-def _override(table: dict[str, Any], text: str) -> str:
-    """Set one "section.key=value" in nested tables; returns its dotted key."""
-    dotted, equals, written = text.partition("=")
-    path = [part.strip() for part in dotted.split(".")]
-    if not equals or len(path) < 2 or not all(path):
-        raise UserError(f"--set {text}: expected section.key=value, such as run.seed=1")
-    for parent in path[:-1]:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
-            raise UserError(f"--set {text}: {parent} is not a table in the recipe; expected section.key=value")
-    table[path[-1]] = _override_value(written.strip())
-    return ".".join(path)
-
-
-def _override_value(written: str) -> Any:
-    try:
-        (value,) = tomllib.loads(f"value = {written}").values()
-        return plain(value)
-    except (ValueError, RecursionError, Unfit):  # Unfit: a date to TOML, the name of a folder to us
-        return written

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from thresher.rewards.errors import UserError
 
@@ -60,11 +60,16 @@ class FieldError(UserError):
 
 
 class Section:
-    """Base of frozen dataclasses whose values are converted and checked however the object is made."""
+    """Base of frozen dataclasses whose values are converted and checked however the object is made.
+
+    FORMER: (key, value) that was a choice once -> what to write now.
+    """
+
+    FORMER: ClassVar[Mapping[tuple[str, str], str]] = {}
 
     def __post_init__(self) -> None:
         for name, hint in hints(type(self)).items():
-            object.__setattr__(self, name, _field_value(name, hint, getattr(self, name)))
+            object.__setattr__(self, name, _field_value(type(self), name, hint, getattr(self, name)))
         self.check()
 
     def check(self) -> None:
@@ -105,7 +110,7 @@ def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str]
             raise UserError(f"{_place(where, here, flags)}: expected {expected(hint)}, got nothing; add it")
     try:
         # A Section checks its values itself; any other dataclass has them checked here.
-        return cls(**{name: _field_value(name, known[name], value) for name, value in values.items()})
+        return cls(**{name: _field_value(cls, name, known[name], value) for name, value in values.items()})
     except FieldError as error:
         raise UserError(f"{_place(where, (*path, *error.key.split('.')), flags)}: {error.problem}") from None
 
@@ -135,11 +140,13 @@ def _inner(hint: Any) -> Any:
     return hint
 
 
-def _field_value(name: str, hint: Any, value: Any) -> Any:
+def _field_value(cls: type, name: str, hint: Any, value: Any) -> Any:
     """The value converted, or a FieldError in words."""
     try:
         return _converted(hint, value)
     except Unfit:
+        if issubclass(cls, Section) and isinstance(value, str) and (name, value) in cls.FORMER:
+            raise FieldError(name, f"{shown(value)} is no choice any more; {cls.FORMER[name, value]}") from None
         raise FieldError(name, f"expected {expected(hint)}, got {shown(value)}") from None
 
 

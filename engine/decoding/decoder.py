@@ -71,8 +71,8 @@ class Decoder:
     """Reusable: the cache's memory is kept, its contents are not (`begin`).
 
     max_running: sequences at once. num_blocks: of the cache, block 0 included. reuse: whether what one sequence
-    computed may serve another (off: the oracle, everything is computed afresh). shared_attention: whether rows of
-    several sequences share the products of keys that they share. Neither changes a result.
+    computed may serve another (off: the oracle, everything is computed afresh). share_prefix: whether rows of several
+    sequences share the products of keys that they share. Neither changes a result.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Decoder:
         page_size: int,
         max_running: int,
         reuse: bool = True,
-        shared_attention: bool = True,
+        share_prefix: bool = True,
         speculate: Speculate = 0,
     ) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
-        self.reuse, self.shared_attention = reuse, shared_attention
+        self.reuse, self.share_prefix = reuse, share_prefix
         # Look-ups read the lanes' ids, which the host has only where it is the device.
         self.speculate: Speculate = speculate if policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
@@ -299,7 +299,7 @@ class Decoder:
         rows = int(runs.count_N.sum())
         if not rows:
             return None
-        shared_P = self.pool.owners_P > 1 if self.shared_attention else None
+        shared_P = self.pool.owners_P > 1 if self.share_prefix else None
         if shared_P is not None and not shared_P.any():
             shared_P = None
         assert isinstance(self.cache, PagedKV)

@@ -20,12 +20,12 @@ from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.drafts import MOST, Speculate
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.kernels.attention.backends.choice import Choice, resolve_attention
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError
 
 Finish = Literal["stop", "eos", "length", "context"]
-Attention = Literal["auto", "shared", "separate"]
 
 BLOCK = 64  # slots
 CPU_SHARE = 0.5  # of the memory that there is, at most, for keys and values
@@ -81,9 +81,11 @@ class Generator:
     """Samples of prompts from one policy.
 
     kv_tokens: keys and values that are held at once; None: as many as a call can use, up to half of the memory. When
-    they are full, the youngest sequences wait. max_running: samples that are decoded at once. attention: "shared"
-    computes what several samples share once, "separate" for each, "auto" chooses. speculate: guesses of a sample that
-    are verified in one forward, 0 to 8; "auto": where they pay (drafts.py). Neither changes a result.
+    they are full, the youngest sequences wait. max_running: samples that are decoded at once. attention: by what it is
+    computed, "auto", "torch", "triton", "flash" or "xformers" (kernels/attention/backends/choice.py). speculate:
+    guesses of a sample that are verified in one forward, 0 to 8; "auto": where they pay (drafts.py). share_prefix:
+    whether attention to what several samples share is computed once, or for each. Neither of the last two changes a
+    result.
     """
 
     def __init__(
@@ -93,18 +95,23 @@ class Generator:
         *,
         kv_tokens: int | None = None,
         max_running: int = 256,
-        attention: Attention = "auto",
+        attention: Choice = "auto",
         speculate: Speculate = "auto",
+        share_prefix: bool = True,
     ) -> None:
         for name, value in (("kv_tokens", kv_tokens), ("max_running", max_running)):
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; expected at least 1")
-        if attention not in ("auto", "shared", "separate"):
-            raise UserError(f'attention is {attention!r}; expected "auto", "shared" or "separate"')
+        try:
+            self.attention = resolve_attention(
+                attention, policy.device, policy.dtype, policy.config.head_dim, "rollout"
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from None
         if speculate != "auto" and (not isinstance(speculate, int) or not 0 <= speculate <= MOST):
             raise UserError(f'speculate is {speculate!r}; expected "auto" or 0 to {MOST}')
         self.policy, self.tokenizer, self.speculate = policy, tokenizer, speculate
-        self.kv_tokens, self.max_running, self.attention = kv_tokens, max_running, attention
+        self.kv_tokens, self.max_running, self.share_prefix = kv_tokens, max_running, share_prefix
         self.context = policy.config.max_position_embeddings
         self.clock = DecodeClock()
         self._decoder: Decoder | None = None
@@ -184,7 +191,7 @@ class Generator:
                 num_blocks=1 + max(blocks, 1),
                 page_size=BLOCK,
                 max_running=self.max_running,
-                shared_attention=self.attention != "separate",
+                share_prefix=self.share_prefix,
                 speculate=self.speculate,
             )
         return self._decoder

@@ -60,7 +60,7 @@ REMEMBERED = 20_000  # trajectories, of different questions, that drafts are loo
 class Limits:
     """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: the whole trajectory;
     kv_tokens: keys and values held at once (None: `max_running` whole contexts). When they are full, the youngest
-    samples wait. share_attention, reuse, speculate: see Decoder; none changes a result where the BLAS is
+    samples wait. share_prefix, reuse, speculate: see Decoder; none changes a result where the BLAS is
     batch-invariant."""
 
     max_turn_tokens: int
@@ -69,7 +69,7 @@ class Limits:
     max_running: int
     page_size: int = 64
     kv_tokens: int | None = None
-    share_attention: bool = True
+    share_prefix: bool = True
     reuse: bool = True
     speculate: Speculate = 0
 
@@ -111,7 +111,7 @@ class Rollout:
             page_size=limits.page_size,
             max_running=limits.max_running,
             reuse=limits.reuse,
-            shared_attention=limits.share_attention,
+            share_prefix=limits.share_prefix,
             speculate=limits.speculate,
         )
         self.clock = RolloutClock()

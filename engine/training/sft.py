@@ -26,7 +26,7 @@ from thresher.engine.episode import Prompt, read_template
 from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
-from thresher.engine.training.update import Item, make_optimizer, pack, scheduled_lr, step_optimizer
+from thresher.engine.training.update import Item, choose_attention, make_optimizer, pack, scheduled_lr, step_optimizer
 from thresher.kernels import grpo_loss
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -180,6 +180,7 @@ class SftTrainer:
         seed: int,
     ) -> None:
         self.policy, self.sft, self.optim, self.vocab_size, self.seed = policy, sft, optim, vocab_size, seed
+        self.attention = choose_attention(optim, policy)
         held_out = max(1, round(len(transcripts) * sft.held_out)) if sft.held_out else 0
         self.held_out, self.training = list(transcripts[:held_out]), list(transcripts[held_out:])
         if not self.training:
@@ -240,7 +241,7 @@ class SftTrainer:
             for t in batch
         ]
         loss, tokens = 0.0, 0
-        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
+        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
             # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.
             result = grpo_loss(
@@ -265,7 +266,7 @@ class SftTrainer:
             for t in self.held_out
         ]
         right = total = 0
-        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device):
+        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
             head_VH = self.policy.head_VH[: self.vocab_size]
             for rows_R, targets_R in zip(packed.rows_R.split(256), packed.targets_R.split(256), strict=True):

@@ -26,7 +26,6 @@ from thresher.engine.training.master_weights import starting_weights, trained_an
 from thresher.engine.training.metrics import run_summary, step_record
 from thresher.engine.training.step import Diverged, GrpoStep, check_trajectories
 from thresher.engine.training.update import Updater
-from thresher.policy.model import Policy
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -50,6 +49,7 @@ def train(
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
     parts = load_parts(recipe, starting_weights(recipe, checkpoint))
     master, reference = trained_and_reference(recipe, parts.policy, checkpoint)
+    updater = Updater(parts.policy, master, reference, recipe.optim, recipe.grpo, parts.vocab_size, recipe.run.steps)
     retriever = load_retrieval(recipe, parts.system)
     if checkpoint:
         _check_index(checkpoint.state.get("index"), retriever.identity if retriever else None)
@@ -60,9 +60,9 @@ def train(
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
     with RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe) as run:
         run.truncate_after(checkpoint.step if checkpoint else -1)
-        trainer = Trainer(parts, master, reference, rollout, judges, train_questions, dev_questions, run)
+        trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run)
         if checkpoint:
-            load_optimizer(checkpoint.path, trainer.updater.optimizer, master.named_parameters())
+            load_optimizer(checkpoint.path, updater.optimizer, master.named_parameters())
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         trainer.run(checkpoint.step if checkpoint else 0, watch, before - started)
         records = read_metrics(run.metrics_file)
@@ -77,8 +77,7 @@ class Trainer:
     def __init__(
         self,
         parts: Parts,
-        master: Policy,
-        reference: Policy | None,
+        updater: Updater,
         rollout: Rollout,
         judges: Judges,
         train_questions: Sequence[Question],
@@ -86,24 +85,15 @@ class Trainer:
         run: RunFolder,
     ) -> None:
         self.parts, self.recipe, self.rollout, self.run_folder = parts, parts.recipe, rollout, run
-        self.judges = judges
+        self.updater, self.judges = updater, judges
         self.warned_truncation = False
         self.dev_questions = dev_questions
-        self.updater = Updater(
-            parts.policy,
-            master,
-            reference,
-            self.recipe.optim,
-            self.recipe.grpo,
-            parts.vocab_size,
-            self.recipe.run.steps,
-        )
         self.grpo_step = GrpoStep(
             parts=parts,
             questions=train_questions,
             rollout=rollout,
             judges=judges,
-            updater=self.updater,
+            updater=updater,
         )
 
     def run(self, done: int, watch: Callable[[Progress], None], offset: float) -> None:

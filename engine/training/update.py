@@ -24,10 +24,22 @@ from torch import nn
 from thresher.engine.config.recipe import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.attention.varlen import Varlen
+from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
+from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.objective import kl_coefficient
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
+from thresher.rewards.errors import UserError
+
+
+def choose_attention(optim: OptimSection, policy: Policy) -> TrainingAttention:
+    """What computes the attention of this policy's forwards and backwards. UserError where that does not serve here."""
+    try:
+        return load_attention(
+            resolve_attention(optim.attention, policy.device, policy.dtype, policy.config.head_dim, "training")
+        )
+    except ValueError as error:
+        raise UserError(f"optim.{error}") from None
 
 
 def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
@@ -94,10 +106,16 @@ class Batch:
         return len(self.ids_T)
 
 
-def pack(items: Sequence[Item], micro_batch_tokens: int, device: torch.device | str = "cpu") -> list[Batch]:
+def pack(
+    items: Sequence[Item],
+    micro_batch_tokens: int,
+    device: torch.device | str = "cpu",
+    attention: TrainingAttention | None = None,
+) -> list[Batch]:
     """Sort by length and cut into batches of at most `micro_batch_tokens` tokens, padding counted (always >= 1 item).
 
     The last token of a sequence predicts nothing that is trained and is left out. Items that train nothing are dropped.
+    attention: from `choose_attention`; None: `varlen_attention`, which runs everywhere.
     """
     order = sorted((n for n, item in enumerate(items) if item.positions), key=lambda n: (-len(items[n].ids), n))
     batches: list[list[int]] = []
@@ -106,10 +124,12 @@ def pack(items: Sequence[Item], micro_batch_tokens: int, device: torch.device | 
             batches[-1].append(n)
         else:
             batches.append([n])
-    return [_batch([items[n] for n in members], members, device) for members in batches]
+    return [_batch([items[n] for n in members], members, device, attention) for members in batches]
 
 
-def _batch(items: list[Item], members: list[int], device: torch.device | str) -> Batch:
+def _batch(
+    items: list[Item], members: list[int], device: torch.device | str, attention: TrainingAttention | None
+) -> Batch:
     ids: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
@@ -124,7 +144,7 @@ def _batch(items: list[Item], members: list[int], device: torch.device | str) ->
 
     return Batch(
         ids_T=torch.tensor(ids, device=device),
-        layout=Varlen([len(item.ids) - 1 for item in items], device),
+        layout=Varlen([len(item.ids) - 1 for item in items], device, attention),
         rows_R=torch.tensor(rows, device=device),
         targets_R=torch.tensor(targets, device=device),
         old_logprobs_R=per_row([value for item in items for value in item.old_logprobs]),
@@ -184,13 +204,14 @@ class Updater:
     ) -> None:
         self.policy, self.master, self.reference, self.optim, self.grpo = policy, master, reference, optim, grpo
         self.vocab_size, self.total_steps = vocab_size, total_steps
+        self.attention = choose_attention(optim, policy)
         self.optimizer = make_optimizer(master, optim, optim.lr)
 
     def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
         """One optimiser step on all items; `step` counts from 0 and sets the learning rate. Returns what happened."""
         started = time.perf_counter()
         stats = UpdateStats()
-        for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device):
+        for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
             self._backward(batch, temperature, stats)
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
         stats.grad_norm = self._step(stats.lr)

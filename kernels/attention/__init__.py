@@ -3,4 +3,5 @@ Imports: kernels/elementwise.
 
     varlen.py   sequences packed one after the other, differentiable: the update
     paged.py    rows against keys and values in blocks: the rollout
+    backends/   the first by a library on CUDA, and the choice among them
 """

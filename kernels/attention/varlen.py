@@ -5,17 +5,23 @@
 Query heads share key/value heads in groups of N / K (grouped-query attention). What generates, new rows against keys
 and values that lie in the blocks of a cache, is paged.py's.
 
+`varlen_attention` is the reference, and what runs on a CPU: sequences padded to the longest one, and torch's
+scaled_dot_product_attention. On CUDA a library takes its place (backends/), by the same signature, `TrainingAttention`.
+
 Axes: T packed tokens, B sequences, Q positions of a sequence, N query heads, K key/value heads, D head dimension
 (docs/notation.md).
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from thresher.kernels.elementwise.layers import rotated_heads
+
+T = TypeVar("T")
 
 
 class _Spread(torch.autograd.Function):
@@ -48,20 +54,56 @@ class _Collect(torch.autograd.Function):
         return grad.new_zeros(ctx.n, *grad.shape[1:]).index_copy_(0, index_T, grad), None
 
 
-class Varlen:
-    """Where each packed sequence lies; made once a forward from the sequences' lengths (in order, sum T)."""
+class TrainingAttention(Protocol):
+    """Causal attention within each packed sequence, differentiable; whoever computes it."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __call__(
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: "Varlen", /
+    ) -> torch.Tensor:
+        """q [T, N, D], k and v [T, K, D], of one dtype -> [T, N, D]. Only the last dimension need be contiguous."""
+        ...
+
+
+class Varlen:
+    """Where each packed sequence lies; made once a forward from the sequences' lengths (in order, sum T).
+
+    As the `attend` of a forward it computes every layer's attention with `attention`, None: `varlen_attention`.
+    longest: tokens of the longest sequence. positions_T [T] int64: of each token in its own sequence. cu_seqlens
+    [B + 1] int32: where each sequence begins, and T. index_T [T] int64: each token's place where the sequences are
+    padded to the longest.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        attention: TrainingAttention | None = None,
+    ) -> None:
         self.lengths = list(lengths)
         self.longest = max(self.lengths)
-        starts = [row * self.longest for row in range(len(self.lengths))]
-        self.index_T = torch.cat(
-            [torch.arange(start, start + n) for start, n in zip(starts, self.lengths, strict=True)]
-        ).to(device)
+        self.device = torch.device(device)
+        self.attention = attention or varlen_attention
         self.positions_T = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
+        self.cu_seqlens = torch.tensor([0, *self.lengths]).cumsum(0).to(self.device, torch.int32)
+        self._made: dict[str, Any] = {}
+
+    @cached_property
+    def index_T(self) -> torch.Tensor:
+        starts = [row * self.longest for row in range(len(self.lengths))]
+        with torch.inference_mode(False):  # it outlives the forward that asks first, and backward saves it
+            places = [torch.arange(start, start + n) for start, n in zip(starts, self.lengths, strict=True)]
+            return torch.cat(places).to(self.device)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What a backend needs of this layout beside its tensors: made by the first layer that asks, kept for all."""
+        if name not in self._made:
+            with torch.inference_mode(False):
+                self._made[name] = make()
+        made: T = self._made[name]
+        return made
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        return varlen_attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
+        return self.attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
 
 
 def varlen_attention(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:

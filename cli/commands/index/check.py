@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.config.recipe import parse_overrides
+    from thresher.engine.config.overrides import parse_overrides
     from thresher.retrieval.building.commands import check
 
     figures = check(options.index, options.queries, options.k, parse_overrides(options.set), options.gpu)

@@ -12,16 +12,19 @@ from recipe_cases import FULL, refusal, writer
 
 from thresher.engine.config.recipe import (
     MAY_CHANGE,
+    Attention,
     DataSection,
     ModelSection,
     Recipe,
     RetrievalSection,
+    RolloutSection,
     RunSection,
     SftSection,
     SystemSection,
     load_recipe,
 )
 from thresher.engine.config.tables import Section, hints, section_in
+from thresher.kernels.attention.backends.choice import Choice
 from thresher.rewards.errors import UserError
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
@@ -64,6 +67,31 @@ def test_need_names_the_missing_section() -> None:
         recipe.need(SftSection)
 
 
+def test_attention_is_chosen_for_rollouts_and_for_updates(write: Any) -> None:
+    recipe = load_recipe(write('[model]\npath = "m"\n[optim]\nattention = "flash"\n'), ["rollout.attention=triton"])
+    assert (recipe.rollout.attention, recipe.optim.attention) == ("triton", "flash")
+    assert recipe.rollout.share_prefix and {"rollout.attention", "optim.attention"} < MAY_CHANGE
+    assert get_args(Attention) == get_args(Choice)  # which the recipe does not import, for it needs no torch
+    expected = 'expected "auto" or "torch" or "triton" or "flash" or "xformers", got "sdpa"'
+    assert (
+        refusal(write('[model]\npath = "m"\n[optim]\nattention = "sdpa"\n')) == f"r.toml: [optim] attention: {expected}"
+    )
+
+
+def test_what_attention_meant_once_says_what_to_write_now(write: Any) -> None:
+    shared = "leave it out, for what it meant is rollout.share_prefix = true, the default"
+    separate = "what it meant is now written rollout.share_prefix = false"
+    for value, advice in (("shared", shared), ("separate", separate)):
+        message = refusal(write(f'[model]\npath = "m"\n[rollout]\nattention = "{value}"\n'))
+        assert message == f'r.toml: [rollout] attention: "{value}" is no choice any more; {advice}'
+        message = refusal(write('[model]\npath = "m"\n'), f"rollout.attention={value}")
+        assert message == f'--set rollout.attention: "{value}" is no choice any more; {advice}'
+        with pytest.raises(UserError, match=f'attention: "{value}" is no choice any more; '):
+            RolloutSection(attention=value)  # type: ignore[arg-type]
+        assert "no choice any more" not in refusal(write(f'[model]\npath = "m"\n[optim]\nattention = "{value}"\n'))
+    assert not load_recipe(write('[model]\npath = "m"\n[rollout]\nshare_prefix = false\n')).rollout.share_prefix
+
+
 def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
     recipe = load_recipe(write(FULL))
     changed: dict[str, Any] = {
@@ -79,7 +107,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
     choices |= {
         "format": "direct",
         "answer": "plain",
-        "attention": "separate",
+        "attention": "torch",
         "speculate": 4,
         "targets": ("q", "down"),
         "labels": ("no", "yes"),

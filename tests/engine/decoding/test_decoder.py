@@ -58,8 +58,8 @@ def expected(
         {"max_running": 3},
         {"max_running": 1},
         {"reuse": False},
-        {"shared_attention": False},
-        {"reuse": False, "shared_attention": False, "max_running": 7},
+        {"share_prefix": False},
+        {"reuse": False, "share_prefix": False, "max_running": 7},
         {"speculate": 4},
         {"num_blocks": 0},
         {"num_blocks": 0, "reuse": False},
@@ -170,7 +170,7 @@ def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer
             num_blocks=blocks(prompts, plans, spare=rng.choice((0, 1, 3, 10, 300))),
             max_running=rng.choice((1, 2, 5, 30)),
             reuse=rng.random() < 0.8,
-            shared_attention=rng.random() < 0.7,
+            share_prefix=rng.random() < 0.7,
             speculate=rng.choice((0, 0, 3, "auto")),
         )
         expected = alone(writer, tiny_tokenizer, prompts, plans)

@@ -1,0 +1,41 @@
+"""What `--set` says: "key=value" strings, a value read as TOML and, where it is none, taken as a bare string."""
+
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from thresher.engine.config.tables import Unfit, plain
+from thresher.rewards.errors import UserError
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """ "key=value" strings as a table, values read as TOML or taken as bare strings."""
+    table: dict[str, Any] = {}
+    for text in texts:
+        key, equals, written = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set {text}: expected key=value")
+        table[key.strip()] = _value(written.strip())
+    return table
+
+
+def override(table: dict[str, Any], text: str) -> str:
+    """Set one "section.key=value" in nested tables; returns its dotted key."""
+    dotted, equals, written = text.partition("=")
+    path = [part.strip() for part in dotted.split(".")]
+    if not equals or len(path) < 2 or not all(path):
+        raise UserError(f"--set {text}: expected section.key=value, such as run.seed=1")
+    for parent in path[:-1]:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {text}: {parent} is not a table in the recipe; expected section.key=value")
+    table[path[-1]] = _value(written.strip())
+    return ".".join(path)
+
+
+def _value(written: str) -> Any:
+    try:
+        (value,) = tomllib.loads(f"value = {written}").values()
+        return plain(value)
+    except (ValueError, RecursionError, Unfit):  # Unfit: a date to TOML, the name of a folder to us
+        return written

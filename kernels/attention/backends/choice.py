@@ -1,0 +1,215 @@
+"""Which library computes attention: chosen and tried once, when a run is put together.
+
+    choice      training: whole sequences, with gradients        rollout: prompts and new tokens, against a cache
+    auto        the first that serves of varlen_attn,            Triton's kernels where they serve, else torch
+                flash-attn, xformers and fused SDPA
+    torch       varlen_attn, else SDPA, its math kernel too      paged.py's products
+    triton      refused: its kernels do not train                Triton's kernels
+    flash       FlashAttention-3, else 2                         the same for fresh prompts, Triton for what follows
+    xformers    xformers                                         the same for fresh prompts, Triton for what follows
+
+On a CPU all this is torch: `varlen_attention` in training, paged.py in a rollout; another choice is refused.
+
+What a library's documents rule out, a dtype or a head size, is refused in words. The rest is tried: two short
+sequences whose attention is known, and a backward where one will be needed. So a library built for another GPU, or for
+another torch, is found out before anything is computed or written, and "auto" goes on to the next.
+
+Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+import torch
+
+from thresher.kernels.attention.backends.adapter import Unserved, first_line
+from thresher.kernels.attention.backends.flash import load_flash2, load_flash3
+from thresher.kernels.attention.backends.sdpa import MATH, load_sdpa
+from thresher.kernels.attention.backends.torch_varlen import load_torch_varlen
+from thresher.kernels.attention.backends.xformers import load_xformers
+from thresher.kernels.attention.varlen import TrainingAttention, Varlen, varlen_attention
+
+Choice = Literal["auto", "torch", "triton", "flash", "xformers"]
+Purpose = Literal["training", "rollout"]
+# "torch" is the CPU's in training, and paged.py's in a rollout; "sdpa" is SDPA's fused kernels, "math" its last one.
+Backend = Literal["torch", "varlen", "sdpa", "math", "flash2", "flash3", "xformers", "triton"]
+
+LOW = (torch.bfloat16, torch.float16)
+ALIGNED = 16  # bytes that a head's row is a multiple of, in flash-attn and in CUTLASS's kernels
+TRITON_DTYPES = (*LOW, torch.float32)
+TRITON_HEADS = (16, 32, 64, 128, 256)  # a tile's width is a power of two, and tl.dot wants 16
+
+# In the order of preference. SDPA pads, and stands last.
+SERVING: dict[str, tuple[Backend, ...]] = {
+    "auto": ("varlen", "flash3", "flash2", "xformers", "sdpa"),
+    "torch": ("varlen", "sdpa", "math"),
+    "flash": ("flash3", "flash2"),
+    "xformers": ("xformers",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What can be said of a backend before it is tried. largest: the head size, where there is a bound."""
+
+    load: Callable[[], TrainingAttention]
+    dtypes: tuple[torch.dtype, ...] = (*LOW, torch.float32)
+    largest: int | None = None
+    aligned: bool = True
+
+
+LIBRARIES: dict[Backend, Library] = {
+    "torch": Library(lambda: varlen_attention, aligned=False),
+    "varlen": Library(load_torch_varlen, LOW, 256),
+    "flash3": Library(load_flash3, LOW, 256),
+    "flash2": Library(load_flash2, LOW, 256),
+    "xformers": Library(load_xformers),
+    "sdpa": Library(load_sdpa, aligned=False),
+    "math": Library(partial(load_sdpa, MATH), aligned=False),
+}
+
+
+def load_attention(backend: Backend) -> TrainingAttention:
+    """The function of a backend that `resolve_attention` chose: whole packed sequences, with or without gradients.
+    ValueError for "triton", which has none."""
+    if backend not in LIBRARIES:
+        raise ValueError(f'attention is "{backend}"; expected one of {", ".join(LIBRARIES)}')
+    return LIBRARIES[backend].load()
+
+
+def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, purpose: Purpose) -> Backend:
+    """The backend for a choice. ValueError, one sentence that begins with "attention is", where it does not serve;
+    whoever has a key in front of it ("optim.") puts that there."""
+    if name not in get_args(Choice):
+        known = " or ".join(f'"{choice}"' for choice in get_args(Choice))
+        raise ValueError(f"attention is {name!r}; expected {known}")
+    if purpose == "training":
+        return _for_training(name, device, dtype, head_dim)
+    return _for_rollout(name, device, dtype, head_dim)
+
+
+def _for_training(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    if name == "triton":
+        raise _refused(name, "serves rollouts and has no backward")
+    if device.type != "cuda" and name in ("auto", "torch"):
+        return "torch"
+    chosen, reasons = _first_serving(SERVING[name], device, dtype, head_dim, gradients=True)
+    if chosen is not None:
+        return chosen
+    if name != "auto":
+        raise _refused(name, _telling(reasons))
+    low = 'set model.dtype to "bfloat16", or ' if dtype == torch.float32 else ""
+    raise ValueError(
+        f'attention is "auto", and for a head size of {head_dim} in {_named(dtype)} only SDPA\'s math kernel is left, '
+        f"which holds the scores of all pairs of positions at once, for fused SDPA {reasons[-1]}; {low}set it to "
+        '"torch" to have that kernel all the same'
+    )
+
+
+def _for_rollout(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return "torch"
+    triton = _triton_reason(device, dtype, head_dim)
+    if name in ("auto", "triton"):
+        if triton is None:
+            return "triton"
+        if name == "auto":
+            return "torch"
+        raise _refused(name, triton)
+    chosen, reasons = _first_serving(SERVING[name], device, dtype, head_dim, gradients=False)
+    if chosen is None:
+        raise _refused(name, _telling(reasons))
+    if triton is not None:
+        raise _refused(name, f"prefills where Triton decodes, and Triton {triton}")
+    return chosen
+
+
+def _refused(name: str, why: str) -> ValueError:
+    others = '"auto"' if name == "torch" else '"auto" or "torch"'
+    return ValueError(f'attention is "{name}", which {why}; set it to {others}')
+
+
+def _named(*dtypes: torch.dtype) -> str:
+    return " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _telling(reasons: Sequence[str]) -> str:
+    """Of one reason a candidate, that of the last one that is installed; of the last where none is."""
+    installed = [reason for reason in reasons if "not installed" not in reason]
+    return (installed or list(reasons))[-1]
+
+
+def _first_serving(
+    candidates: Sequence[Backend], device: torch.device, dtype: torch.dtype, head_dim: int, gradients: bool
+) -> tuple[Backend | None, list[str]]:
+    """The first candidate that serves, and why those before it do not."""
+    reasons: list[str] = []
+    for backend in candidates:
+        reason = _reason(backend, device, dtype, head_dim, gradients)
+        if reason is None:
+            return backend, reasons
+        reasons.append(reason)
+    return None, reasons
+
+
+def _reason(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, gradients: bool) -> str | None:
+    """Why a backend does not serve, to follow the word "which"; None where it does."""
+    library = LIBRARIES[backend]
+    if device.type != "cuda":
+        where = f"needs CUDA (the model is on {device.type})"
+        try:
+            library.load()
+        except Unserved as error:
+            return f"{where} and {error}"
+        return where
+    if dtype not in library.dtypes:
+        return f"serves {_named(*library.dtypes)}, not {_named(dtype)}"
+    multiple = ALIGNED // dtype.itemsize
+    if (library.aligned and head_dim % multiple) or head_dim > (library.largest or head_dim):
+        most = f" up to {library.largest}" if library.largest else ""
+        return f"serves head sizes that are multiples of {multiple}{most}, not {head_dim}"
+    try:
+        attend = library.load()
+        try_attention(attend, device, dtype, head_dim, gradients)
+    except Unserved as error:
+        return str(error)
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError) as error:
+        return f"does not run here with a head size of {head_dim} in {_named(dtype)} ({first_line(error)})"
+    return None
+
+
+def try_attention(
+    attend: TrainingAttention, device: torch.device, dtype: torch.dtype, head_dim: int, gradients: bool
+) -> None:
+    """Two short sequences, two query heads to a key head, whose attention is known: where all scores are equal, a row
+    is the mean of the values up to it, and of values 0, 1, 2 .. that is half its position. Unserved where it comes out
+    otherwise; what the library raises, it raises."""
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        layout = Varlen([17, 3], device)
+        v_TKD = layout.positions_T[:, None, None].expand(-1, 1, head_dim).to(dtype)
+        q_TND, k_TKD = v_TKD.new_ones(20, 2, head_dim), v_TKD.new_ones(20, 1, head_dim)
+        q_TND, k_TKD, v_TKD = (x.contiguous().requires_grad_(gradients) for x in (q_TND, k_TKD, v_TKD))
+        out_TND = attend(q_TND, k_TKD, v_TKD, layout)
+        if gradients:
+            torch.autograd.grad(out_TND.sum(), (q_TND, k_TKD, v_TKD))
+        half_T = layout.positions_T.double() / 2
+        off_TND = (out_TND.detach().double() - half_T[:, None, None]).abs()
+        if not bool((off_TND <= 0.02 * (1 + half_T[:, None, None])).all()):
+            raise Unserved(f"is off by {float(off_TND.max()):.3g} where the attention is known")
+
+
+def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why Triton's kernels of a rollout do not serve, to follow the word "which"; None where they do."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs CUDA (the model is on {device.type})"
+    if find_spec("triton") is None:
+        return "needs triton, which is not installed (pip install triton)"
+    if dtype not in TRITON_DTYPES:
+        return f"serves {_named(*TRITON_DTYPES)}, not {_named(dtype)}"
+    if head_dim not in TRITON_HEADS:
+        return f"serves head sizes of {', '.join(map(str, TRITON_HEADS))}, not {head_dim}"
+    return None
