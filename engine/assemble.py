@@ -21,7 +21,7 @@ from thresher.engine.scoring.entailment import load_judge
 from thresher.engine.scoring.score import Judges
 from thresher.engine.scoring.verdicts import load_verdicts
 from thresher.engine.systems import load_system, own_digest
-from thresher.kernels.attention.backends.choice import resolve_attention
+from thresher.kernels.attention.backends.choice import Backend, resolve_attention
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.questions import Question, read_questions
@@ -84,7 +84,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
     tokenizer = load_tokenizer(folder)
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
-    check_attention(recipe, policy)
+    attention = rollout_attention(recipe, policy)
     if recipe.model.prompt == "chat" and tokenizer.chat_template is None:
         raise UserError(f'{folder}: model.prompt is "chat", but the model has no chat template; set it to "raw"')
     rollout = recipe.rollout
@@ -115,6 +115,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             max_running=rollout.max_running,
             page_size=rollout.page_size,
             kv_tokens=rollout.kv_tokens,
+            attention=attention,
             share_prefix=rollout.share_prefix,
             speculate=rollout.speculate,
         ),
@@ -137,10 +138,12 @@ def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
         )
 
 
-def check_attention(recipe: Recipe, policy: Policy) -> None:
-    """UserError if the attention that a rollout is to use does not serve this model here."""
+def rollout_attention(recipe: Recipe, policy: Policy) -> Backend:
+    """What computes a rollout's attention. UserError if what the recipe names does not serve this model here."""
     try:
-        resolve_attention(recipe.rollout.attention, policy.device, policy.dtype, policy.config.head_dim, "rollout")
+        return resolve_attention(
+            recipe.rollout.attention, policy.device, policy.dtype, policy.config.head_dim, "rollout"
+        )
     except ValueError as error:
         raise UserError(f"rollout.{error}") from None
 

@@ -97,6 +97,9 @@ class Decoder:
         self.stops = StopBank(tokenizer, policy.config.eos_token_ids, policy.device)
         self.begin(self.page_size, DecodeClock())
 
+    def end(self) -> None:
+        """Nothing is running, and others may want the memory; here it is kept."""
+
     def begin(self, longest: int, clock: DecodeClock) -> None:
         """Start over, with nothing cached, for sequences of at most `longest` tokens. UserError if one does not fit."""
         pool = BlockPool(self.num_blocks, self.page_size)

@@ -31,20 +31,23 @@ import numpy.typing as npt
 import torch
 
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
-from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep
+from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV
 from thresher.engine.decoding.lanes import Lanes, StopBank
 from thresher.engine.decoding.sequences import TokenSequence
 from thresher.kernels import sampling
+from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.cached import DecodeRows, SharedPrefix, decode_attention, prefix_pays
 from thresher.kernels.attention.paged import Ints, Pieces
 from thresher.kernels.drawing.rules import DrawRules
 from thresher.kernels.elementwise.rope_triton import rotate_and_store
 from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
 
 Int32s = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 MEMBERS = 16  # of a group that shares a prefix; a larger one is several groups
+KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
 IN_THE_AIR = 2  # steps that may be under way: buffers that the host fills or reads alternate
 
 
@@ -223,27 +226,59 @@ def shared_prefixes(table_NP: Ints, blocks_N: Ints, slots: int) -> Prefixes | No
     return Prefixes(first_N, np.stack(tables), np.array(lengths), np.stack(members))
 
 
+def make_decoder(policy: Policy, tokenizer: Tokenizer, attention: Backend = "torch", **options: Any) -> Decoder:
+    """The decoder for an attention backend (kernels/attention/backends/choice.py); options: as `Decoder` has them."""
+    if attention == "torch":
+        return Decoder(policy, tokenizer, **options)
+    return DeviceDecoder(policy, tokenizer, prefill=attention, **options)
+
+
 class DeviceDecoder(Decoder):
     """`Decoder` whose steps are launched ahead of what is read back. Its results are those of `Decoder` up to rounding:
     the kernels add in another order."""
 
     cache: DeviceKV
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, prefill: Backend = "triton", **options: Any) -> None:
+        """prefill: who computes attention within fresh prompts; new rows over a history are Triton's."""
+        self.fresh = None if prefill == "triton" else load_attention(prefill)
+        self.has_cache = False
         super().__init__(*arguments, **{**options, "speculate": 0})
+        self.wanted_blocks = self.num_blocks
+        self.end()
+
+    def end(self) -> None:
+        """Give the cache's memory back, and what was captured with it; `begin` takes as much as there is then."""
+        self._steps: dict[tuple[int, bool], BucketStep] = {}
+        self.has_cache = False
+        del self.cache
 
     def begin(self, longest: int, clock: DecodeClock) -> None:
+        if not self.has_cache:
+            self.num_blocks = self._planned_blocks()
+            self.cache = self._make_cache()
         super().begin(longest, clock)
         self._flight: Flight | None = None
         self._ended: list[TokenSequence] = []  # since the last step, when somebody had to go
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
-        self._steps: dict[tuple[int, bool], BucketStep] = {}
+        self._steps = {}
         self._made_for: tuple[DrawRules, int] | None = None  # rules, and the version of the stop tables
         self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
 
     def _make_cache(self) -> DeviceKV:
+        self.has_cache = True
         policy = self.policy
         return DeviceKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
+
+    def _planned_blocks(self) -> int:
+        """Those that were asked for, or on CUDA as many as KV_SHARE of the free memory holds."""
+        device = self.policy.device
+        if device.type != "cuda":
+            return self.wanted_blocks
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + reserved
+        a_block = PagedKV.bytes_needed(self.policy.config, 1, self.page_size, self.policy.dtype.itemsize)
+        return min(self.wanted_blocks, int(KV_SHARE * free) // a_block)
 
     def _make_lanes(self, longest: int, blocks: int) -> Lanes:
         return Lanes(self.max_running, longest, blocks, self.policy.device, mirror=True)
@@ -298,7 +333,7 @@ class DeviceDecoder(Decoder):
         """Keys and values of new rows; nothing is drawn."""
         if len(runs.table_N):
             started = time.perf_counter()
-            step = DeviceStep(self.cache, self.lanes.table_BP, runs, self.policy.device)
+            step = DeviceStep(self.cache, self.lanes.table_BP, runs, self.policy.device, self.fresh)
             self.policy.hidden(self.lanes.tokens_BL[step.lane_T, step.positions_T], step.positions_T, step)
             self.lanes.cached_B[runs.table_N] += runs.count_N
             rows = int(runs.count_N.sum())
@@ -321,7 +356,7 @@ class DeviceDecoder(Decoder):
         started, lanes = time.perf_counter(), self.lanes
         table_NP = lanes.table_BP[lane_N]
         prefix = None
-        if self.shared_attention:
+        if self.share_prefix:
             # In no longer a prefix than lies before the first new row, whose block is its own.
             blocks_N = np.minimum(lanes.prompt_B[lane_N], lanes.cached_B[lane_N]) // self.page_size
             prefix = shared_prefixes(table_NP, blocks_N, self.page_size)

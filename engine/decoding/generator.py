@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.drafts import MOST, Speculate
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
@@ -185,9 +186,10 @@ class Generator:
             blocks = sum(-(-length // BLOCK) for length in sorted(lengths)[-self.max_running :])
             blocks = max(min(blocks, self._affordable()), 1)
         if self._decoder is None or self._decoder.num_blocks < 1 + blocks:
-            self._decoder = Decoder(
+            self._decoder = make_decoder(
                 self.policy,
                 self.tokenizer,
+                self.attention,
                 num_blocks=1 + max(blocks, 1),
                 page_size=BLOCK,
                 max_running=self.max_running,

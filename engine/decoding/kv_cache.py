@@ -24,6 +24,7 @@ from thresher.kernels.attention.paged import (
     places,
 )
 from thresher.kernels.attention.tiles import row_tile
+from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.elementwise.layers import rotated_heads
 from thresher.kernels.elementwise.rope_triton import rotate_and_store
 from thresher.kernels.matmul import ROW_MULTIPLE
@@ -124,11 +125,21 @@ class DeviceKV:
 class DeviceStep:
     """New rows of prompts and of appended text, laid out for a GPU: positions_T and, as a callable, `attend`.
 
-    All that the host has to say goes over in one copy of int32.
+    All that the host has to say goes over in one copy of int32. fresh: computes attention where every run begins at
+    position 0, so that its keys are its own rows'.
     """
 
-    def __init__(self, cache: DeviceKV, table_BP: Ints, runs: Pieces, device: torch.device) -> None:
+    def __init__(
+        self,
+        cache: DeviceKV,
+        table_BP: Ints,
+        runs: Pieces,
+        device: torch.device,
+        fresh: TrainingAttention | None = None,
+    ) -> None:
         self.cache = cache
+        self.fresh = None if runs.start_N.any() else fresh
+        self.layout = None if self.fresh is None else Varlen(runs.count_N.tolist(), device)
         blocks = int((runs.start_N + runs.count_N - 1).max()) // cache.slots + 1
         position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
         lane_T = np.repeat(runs.table_N, runs.count_N)
@@ -144,6 +155,8 @@ class DeviceStep:
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]
         q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, self.block_T, self.slot_T)
+        if self.fresh is not None and self.layout is not None:
+            return self.fresh(*rotated_heads(qkv_TMD, rope, kv_heads), self.layout)
         return prefill_attention(q_TND, k_PKSD, v_PKSD, self.rows)
 
 

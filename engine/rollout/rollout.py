@@ -23,7 +23,8 @@ from random import Random
 
 import numpy as np
 
-from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.decoder import DecodeClock
+from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.drafts import TURN_END, Int32s, Speculate
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.engine.episode import (
@@ -45,6 +46,7 @@ from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids
 from thresher.engine.rollout.samples import Job, Sample
+from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
@@ -60,8 +62,8 @@ REMEMBERED = 20_000  # trajectories, of different questions, that drafts are loo
 class Limits:
     """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: the whole trajectory;
     kv_tokens: keys and values held at once (None: `max_running` whole contexts). When they are full, the youngest
-    samples wait. share_prefix, reuse, speculate: see Decoder; none changes a result where the BLAS is
-    batch-invariant."""
+    samples wait. attention: the backend that was chosen. share_prefix, reuse, speculate: see Decoder; none changes a
+    result where the BLAS is batch-invariant."""
 
     max_turn_tokens: int
     max_policy_tokens: int
@@ -69,6 +71,7 @@ class Limits:
     max_running: int
     page_size: int = 64
     kv_tokens: int | None = None
+    attention: Backend = "torch"
     share_prefix: bool = True
     reuse: bool = True
     speculate: Speculate = 0
@@ -104,9 +107,10 @@ class Rollout:
         self.policy, self.tokenizer, self.retriever = policy, tokenizer, retriever
         self.system, self.tools, self.renderer, self.limits = system, tools, renderer, limits
         self.shuffle = shuffle
-        self.decoder = Decoder(
+        self.decoder = make_decoder(
             policy,
             tokenizer,
+            limits.attention,
             num_blocks=self.blocks_for(limits),
             page_size=limits.page_size,
             max_running=limits.max_running,
@@ -154,6 +158,7 @@ class Rollout:
             for sample in run.begin_samples(members, SharedPrompt(self.prompt(members[0].question)), self._episode)
         ]
         run.finish(samples)
+        self.decoder.end()
         self.clock.total = time.perf_counter() - started
         self.clock.host = self.clock.total - self.clock.decode - self.clock.prefill - self.clock.search
         for sample in samples if recall else ():

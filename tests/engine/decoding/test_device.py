@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding_cases import Record, TurnPlan, alone, blocks, make_decoder, play, random_world
 from decoding_cases import Plan as SequencePlan
+from decoding_cases import Record, TurnPlan, alone, blocks, make_decoder, play, random_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thresher.engine.decoding import device
@@ -38,7 +38,6 @@ def make_device_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) ->
 @pytest.fixture(autouse=True)
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch references in the kernels' places: the interpreter would take minutes."""
-    pass
 
 
 @pytest.mark.parametrize("seed", range(4))
