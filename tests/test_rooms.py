@@ -28,7 +28,7 @@ ROOMS = (
     ("engine/evaluation", "engine/synthetic"),
     ("engine/extraction", "engine/training"),
     ("bench/chips.py", "bench/machine.py", "bench/measure.py", "bench/rows.py"),
-    ("bench/compile", "bench/loss", "bench/retrieval", "bench/rollout", "bench/step"),
+    ("bench/compile", "bench/loss", "bench/retrieval", "bench/rollout", "bench/roofline", "bench/step"),
     ("bench/studies/kl", "bench/studies/mask", "bench/studies/systems"),
     ("cli/flags.py",),
     ("cli/commands",),
