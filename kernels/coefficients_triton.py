@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.head.head_triton import Exps, TritonHead
-from thresher.kernels.launch.registry import Specialisation
+from thresher.kernels.launch.registry import ProgramWork, Specialisation
 from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
 
 ROWS, COLUMNS = 64, 4096
@@ -223,5 +223,8 @@ def specialisations() -> tuple[Specialisation, ...]:
         | {"exps_stride_r": "i32", "coefficient": "fp32"},
         constants={"V": 151_936, "COLUMNS": COLUMNS},
         aligned=("exps_ptr", "exps_stride_r"),
+        wide=True,
+        tile_bytes=2 * COLUMNS,
+        work=ProgramWork(flops=0, bytes=4 * 151_936, trips=triton.cdiv(151_936, COLUMNS)),
     )
     return (*coefficients, entropy)

@@ -69,7 +69,7 @@ REDUCED = {
     "compare": Row(writes=("compare.md", "compare.json")),
     "extract": Row(BRIEF, ("../evidence.json",)),
     "score": Row(),
-    "rollout": Row(BRIEF),
+    "rollout": Row((*ON_CPU, *BRIEF)),
     "generate": Row(("--max-new-tokens", "8")),
     "index plan": Row(("--sample", "2000", "--dim", "32"), once=True),
     "index build": Row(writes=("manifest.json",)),
@@ -113,6 +113,7 @@ REDUCED = {
         once=True,
     ),
     "bench compile": Row(("--target", "sm_80"), once=True, process=True),
+    "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
 FLAGS_OF_THEIR_OWN = ("--resume", "--model")
 

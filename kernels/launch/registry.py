@@ -23,6 +23,19 @@ KERNELS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramWork:
+    """What one program of a launch does, for a predicted share of peak.
+
+    flops: multiplications and additions on tensor cores. bytes: read from and written to the GPU's memory; what comes
+    from a cache is left out. trips: of its main loop.
+    """
+
+    flops: float
+    bytes: float
+    trips: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Specialisation:
     """One kernel with the types and constants of one launch.
 
@@ -31,6 +44,9 @@ class Specialisation:
     (pointers that torch allocated, strides padded to it), which the compiler turns into wide loads.
     capabilities: the GPUs that this tiling is launched on, 80 for sm_80 and later without wgmma, 90 for sm_90.
     tensor_cores: whether the code is expected to hold matrix instructions (mma on sm_80, wgmma on sm_90).
+    wide: whether the bulk of loads and stores has to be of 16 bytes each; a few scalars may be narrower.
+    tile_bytes: what one trip of the main loop loads; 0 leaves it to be read off the code. work: of one program, where a
+    share of peak is to be predicted.
     """
 
     name: str
@@ -42,6 +58,9 @@ class Specialisation:
     num_stages: int = 3
     tensor_cores: bool = False
     capabilities: tuple[int, ...] = (80, 90)
+    wide: bool = False
+    tile_bytes: int = 0
+    work: ProgramWork | None = None
 
 
 def triton_modules() -> tuple[str, ...]:

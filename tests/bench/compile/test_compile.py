@@ -14,7 +14,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from thresher.bench import compile as bench
+from thresher.bench.compile import compiler, run_under
+from thresher.bench.compile import run as command
+from thresher.bench.compile.sass import Code, Region
+from thresher.bench.compile.target import TARGETS, blocks_per_sm
+from thresher.bench.machine import package_version
 from thresher.cli import main as cli
 from thresher.kernels.launch.registry import Specialisation, specialisations_of, triton_modules
 
@@ -23,7 +27,7 @@ TOYS = '''
 import triton
 import triton.language as tl
 
-from thresher.kernels.launch.registry import Specialisation
+from thresher.kernels.launch.registry import ProgramWork, Specialisation
 
 
 @triton.jit
@@ -37,6 +41,15 @@ def centre(x_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i)
     tl.store(x_ptr + i, x - tl.sum(x, 0))
+
+
+@triton.jit
+def drift(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    for _ in range(0, n):
+        x = x - tl.sum(x, 0)
+    tl.store(x_ptr + i, x)
 
 
 @triton.jit
@@ -77,7 +90,10 @@ def specialisations():
     return (
         rows("sound", double, 1024),
         product("sound product", "*bf16", 64, 128, tensor_cores=True),
-        rows("spilling", centre, 32768),  # 256 values a thread, which has 255 registers
+        rows("spilling", drift, 32768),  # 256 values a thread, which has 255 registers
+        rows("spilling once", centre, 32768),
+        rows("wide", centre, 1024, wide=True, work=ProgramWork(flops=0, bytes=8192)),
+        rows("narrow", double, 2048, wide=True),  # a mask of a count that nothing is known about
         product("sprawling", "*bf16", 64, 128, tensor_cores=True, num_stages=12),
         product("inexact", "*fp32", 64, 32),
         rows("elsewhere", double, 256, capabilities=(90,)),
@@ -125,8 +141,8 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_no_kernel_is_at_fault(ours: Run) -> None:
     assert (ours.status, ours.complaint) == (0, "")
     assert [row["faults"] for row in ours.rows.values() if row["faults"]] == []
-    spilled = {key: row["figures"]["stack"] + row["figures"]["spill_stores"] for key, row in ours.rows.items()}
-    assert spilled == dict.fromkeys(spilled, 0)
+    loops = {key: row["code"]["loop"] for key, row in ours.rows.items()}
+    assert {key for key, loop in loops.items() if loop["spill_loads"] or loop["spill_stores"]} == set()
 
 
 def listed() -> dict[tuple[str, str], Specialisation]:
@@ -135,7 +151,7 @@ def listed() -> dict[tuple[str, str], Specialisation]:
     pairs = [
         ((entry.name, target.name), entry)
         for entry in entries
-        for target in bench.TARGETS.values()
+        for target in TARGETS.values()
         if target.capability in entry.capabilities
     ]
     assert len(dict(pairs)) == len(pairs) > 4
@@ -146,13 +162,19 @@ def test_every_listed_specialisation_has_a_row_for_each_of_its_targets_and_is_in
     assert set(ours.rows) == set(listed())
     table = [line.split() for line in ours.said.splitlines()]
     for (_, target), row in ours.rows.items():
-        cells = [target, row["num_warps"], row["figures"]["registers"]]
-        assert any(line[at : at + 3] == [str(cell) for cell in cells] for line in table for at in range(len(line)))
+        code = row["code"]
+        spills = [
+            sum(code[part][name] for name in ("spill_loads", "spill_stores")) for part in ("prologue", "epilogue")
+        ]
+        shared = row["figures"]["static_shared"] + row["figures"]["dynamic_shared"]
+        cells = [target[3:], row["figures"]["registers"], f"0+{sum(spills)}", -(-shared // 1024), row["blocks_per_sm"]]
+        cells += [code[part]["instructions"] for part in ("prologue", "loop", "epilogue")]
+        assert any(line[at : at + 8] == [str(cell) for cell in cells] for line in table for at in range(len(line)))
 
 
 def test_matrix_instructions_are_where_they_are_meant_to_be_and_nowhere_else(ours: Run) -> None:
     found = {key: row["figures"]["matrix"] for key, row in ours.rows.items()}
-    expected = {key: [bench.TARGETS[key[1]].matrix] if entry.tensor_cores else [] for key, entry in listed().items()}
+    expected = {key: [TARGETS[key[1]].matrix] if entry.tensor_cores else [] for key, entry in listed().items()}
     assert found == expected
     assert any(found.values())
 
@@ -160,7 +182,7 @@ def test_matrix_instructions_are_where_they_are_meant_to_be_and_nowhere_else(our
 def test_a_row_says_what_was_compiled_by_what(ours: Run) -> None:
     row = next(iter(ours.rows.values()))
     assert row["bench"] == "compile" and row["module"] == triton_modules()[0]
-    assert row["triton"] == bench.package_version("triton") and {"at", "commit", "machine", "torch"} <= row.keys()
+    assert row["triton"] == package_version("triton") and {"at", "commit", "machine", "torch"} <= row.keys()
     assert row["constants"] and row["num_warps"] and row["num_stages"]
 
 
@@ -181,7 +203,8 @@ def test_what_is_sound_passes(toys: Run) -> None:
 @pytest.mark.parametrize(
     ("kernel", "fault"),
     [
-        ("spilling", "spills (a thread stores "),
+        ("spilling", "spills inside a loop ("),
+        ("narrow", "has narrow loads ("),
         ("sprawling", " bytes of shared memory a block, and there are "),
         ("inexact", "instructions where products are meant to be exact"),
         ("plain", "instruction and is meant to"),
@@ -205,14 +228,50 @@ def test_a_fault_is_status_1_and_one_line(toys: Run) -> None:
 
 def test_a_spill_is_counted(toys: Run) -> None:
     for target in ("sm_80", "sm_90"):
-        found = toys.rows["spilling", target]["figures"]
-        assert min(found["stack"], found["spill_stores"], found["spill_loads"]) > 0
+        for kernel in ("spilling", "spilling once"):
+            found = toys.rows[kernel, target]["figures"]
+            assert min(found["stack"], found["spill_stores"], found["spill_loads"]) > 0
+
+
+def test_a_spill_outside_of_loops_is_reported_and_no_fault(toys: Run) -> None:
+    for target in ("sm_80", "sm_90"):
+        row = toys.rows["spilling once", target]
+        code = row["code"]
+        assert row["faults"] == [] and code["loops"] == [] and code["epilogue"]["spill_stores"] > 0
+        looping = toys.rows["spilling", target]["code"]
+        assert looping["loop"]["spill_stores"] + looping["loop"]["spill_loads"] > 0 and len(looping["loops"]) == 1
+
+
+def test_the_widths_of_loads_and_stores_are_counted(toys: Run) -> None:
+    """1,024 float32 by 128 threads: two vectors of four each; and by scalars, where a mask may cut any of them off."""
+    for target in ("sm_80", "sm_90"):
+        wide, narrow = toys.rows["wide", target], toys.rows["narrow", target]
+        assert wide["faults"] == [] and wide["code"]["epilogue"]["loads"] == wide["code"]["epilogue"]["stores"] == {
+            "16": 2
+        }
+        assert narrow["code"]["epilogue"]["loads"] == narrow["code"]["epilogue"]["stores"] == {"4": 16}
+        assert toys.rows["sound", target]["faults"] == []  # as narrow, and not declared wide
+
+
+def test_what_a_program_keeps_in_flight_and_its_share_of_peak(toys: Run) -> None:
+    for target, chip, sms in (("sm_80", "A100-80", 108), ("sm_90", "H200", 132)):
+        row = toys.rows["wide", target]
+        found = row["prediction"]
+        assert found["chip"] == chip and found["blocks"] == row["blocks_per_sm"] == 16
+        assert found["in_flight"] == 16 * 4096 and found["occupancy"] == 1
+        assert found["needed"] * sms == pytest.approx(
+            {"sm_80": 466 / 1.41 * 2039, "sm_90": 479 / 1.83 * 4800}[target], rel=1e-3
+        )
+        assert 0.5 < found["share_of_peak"] <= 1
+        assert toys.rows["sound", target]["prediction"]["share_of_peak"] is None
+        product = toys.rows["sound product", target]["prediction"]
+        assert product["in_flight"] == product["blocks"] * 2 * (64 + 128) * 64 * 2  # two stages
 
 
 def test_too_much_shared_memory_leaves_room_for_no_block(toys: Run) -> None:
     for target in ("sm_80", "sm_90"):
         row = toys.rows["sprawling", target]
-        assert row["figures"]["dynamic_shared"] > bench.TARGETS[target].shared_per_block
+        assert row["figures"]["dynamic_shared"] > TARGETS[target].shared_per_block
         assert row["blocks_per_sm"] == 0
 
 
@@ -235,7 +294,7 @@ def test_what_ptxas_refuses_is_a_row_without_figures(toys: Run) -> None:
     ],
 )
 def test_the_complaint_is_what_ptxas_says_first(message: str, complaint: str) -> None:
-    assert bench.ptxas_complaint(message) == complaint
+    assert compiler.ptxas_complaint(message) == complaint
 
 
 OLD = """ptxas info    : 0 bytes gmem
@@ -256,33 +315,22 @@ ptxas-blackwell info    : Used 255 registers, used 1 barriers, 1040 bytes cumula
 
 def test_the_logs_of_both_assemblers_are_read() -> None:
     """Triton 3.9 compiles for sm_90 with another ptxas than for sm_80, 3.6 and 3.7 with one for both."""
-    plain = bench.read_figures(OLD, ".reqntid 256\n mma.sync.aligned.m16n8k16", 65536)
+    plain = compiler.read_figures(OLD, ".reqntid 256\n mma.sync.aligned.m16n8k16", 65536)
     assert (plain.registers, plain.stack, plain.threads, plain.matrix) == (128, 0, 256, ("mma",))
     assert (plain.static_shared, plain.dynamic_shared, plain.shared) == (64, 65536, 65600)
     assert not plain.wgmma_serialised
-    spilled = bench.read_figures(NEW, ".reqntid 256\n wgmma.mma_async.sync.aligned.m64n256k16", 0)
+    spilled = compiler.read_figures(NEW, ".reqntid 256\n wgmma.mma_async.sync.aligned.m64n256k16", 0)
     assert (spilled.spill_stores, spilled.spill_loads, spilled.stack) == (2084, 1780, 1040)
     assert spilled.matrix == ("wgmma",) and spilled.wgmma_serialised
-    assert bench.faults(spilled, bench.TARGETS["sm_90"], True) == (
-        "spills (a thread stores 2,084 bytes, loads 1,780, keeps 1,040 on the stack)",
-        "has its wgmma instructions serialised",
-    )
+    entry = Specialisation(name="toy", kernel=None, signature={}, constants={}, tensor_cores=True)
+    said = "spills inside a loop (0 stores and 2 loads of local memory there; a thread keeps 1,040 bytes on the stack)"
+    for loads, faults in ((2, (said,)), (0, ())):
+        region = Region(instructions=9, loads={}, copies={}, stores={}, bulk=0, spill_loads=loads, spill_stores=0)
+        code = Code(prologue=region, loop=region, epilogue=region, loops=(9,))
+        found = compiler.faults(spilled, code, TARGETS["sm_90"], entry)
+        assert found == (*faults, "has its wgmma instructions serialised")
     with pytest.raises(RuntimeError, match="has its wording changed"):
-        bench.read_figures("ptxas info: all is well", ".reqntid 32", 0)
-
-
-def figures(registers: int, threads: int, shared: int) -> bench.Figures:
-    return bench.Figures(
-        registers=registers,
-        stack=0,
-        spill_stores=0,
-        spill_loads=0,
-        static_shared=shared % 1024,
-        dynamic_shared=shared - shared % 1024,
-        threads=threads,
-        matrix=(),
-        wgmma_serialised=False,
-    )
+        compiler.read_figures("ptxas info: all is well", ".reqntid 32", 0)
 
 
 @pytest.mark.parametrize(
@@ -306,8 +354,8 @@ def figures(registers: int, threads: int, shared: int) -> bench.Figures:
     ],
 )
 def test_blocks_per_multiprocessor(registers: int, threads: int, kib: float, on_80: int, on_90: int) -> None:
-    taken = figures(registers, threads, int(kib * 1024))
-    assert [bench.blocks_per_sm(taken, bench.TARGETS[name]) for name in ("sm_80", "sm_90")] == [on_80, on_90]
+    shared = int(kib * 1024)
+    assert [blocks_per_sm(registers, threads, shared, TARGETS[name]) for name in ("sm_80", "sm_90")] == [on_80, on_90]
 
 
 class Kernel:
@@ -330,15 +378,15 @@ def test_a_list_that_does_not_match_its_kernel_is_named(
 ) -> None:
     entry = Specialisation(name="toy", kernel=Kernel(), signature=signature, constants=constants, aligned=aligned)
     with pytest.raises(ValueError, match=f"^specialisation toy: {wrong}: expected every argument of the kernel "):
-        bench.check(entry)
+        compiler.check(entry)
 
 
 def test_the_command_line_offers_every_target_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = [word for name in bench.TARGETS for word in ("--target", name)]
-    assert cli.build_parser().parse_args(["bench", "compile", *chosen]).target == list(bench.TARGETS)
+    chosen = [word for name in TARGETS for word in ("--target", name)]
+    assert cli.build_parser().parse_args(["bench", "compile", *chosen]).target == list(TARGETS)
     with pytest.raises(SystemExit):
         cli.run(["bench", "compile", "--target", "sm_70"])
-    assert f"choose from {', '.join(map(repr, bench.TARGETS))}" in capsys.readouterr().err
+    assert f"choose from {', '.join(map(repr, TARGETS))}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -372,6 +420,38 @@ def test_under_the_interpreter_the_command_refuses(
 def test_without_triton_the_command_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert cli.run(["bench", "compile"]) == 2
     assert capsys.readouterr().err.startswith("thresher: Triton is not installed")
+
+
+def test_another_triton_is_found_by_its_folder(tmp_path: Path) -> None:
+    """A stand-in for one that was unpacked: it is imported in place of the installed one, by a process of its own."""
+    package = tmp_path / "other" / "triton"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ModuleNotFoundError('the other Triton, from ' + __file__)\n")
+    command = [sys.executable, "-P", "-m", "thresher.cli", "bench", "compile", "--target", "sm_80", "--module", "toys"]
+    done = subprocess.run([*command, "--triton", str(tmp_path / "other")], capture_output=True, text=True, check=False)
+    assert done.returncode not in (0, 2) and f"the other Triton, from {package}" in done.stderr
+    seen = {}
+
+    def note(words: list[str], env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+        seen.update(words=words, path=env["PYTHONPATH"])
+        return subprocess.CompletedProcess(words, 7)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", "before")
+        patched.setattr(subprocess, "run", note)
+        assert run_under(tmp_path / "other", ("sm_80", "sm_90"), ("toys",), "rows.jsonl") == 7
+    assert seen["path"] == os.pathsep.join((str(tmp_path / "other"), "before"))
+    assert seen["words"][3:] == [
+        *("thresher.cli", "bench", "compile", "--target", "sm_80", "--target", "sm_90"),
+        *("--module", "toys", "--out", "rows.jsonl"),
+    ]
+
+
+def test_a_folder_without_a_triton_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "compile", "--triton", str(tmp_path)]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"thresher: --triton {tmp_path}: expected a folder into which a wheel")
+    assert complaint.count("\n") == 1

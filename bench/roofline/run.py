@@ -1,0 +1,139 @@
+"""The command `bench roofline`: floors and predictions of chips and models, as two tables and JSON lines.
+
+Everything printed is arithmetic from data sheets and aims (floors.py). No GPU is asked, and none was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from thresher.bench.chips import CHIPS, GB, Chip
+from thresher.bench.machine import facts
+from thresher.bench.roofline import floors
+from thresher.bench.roofline.floors import DecodeShape, UpdateShape
+from thresher.bench.roofline.models import MODELS, trained_weights
+from thresher.bench.rows import append_rows, check_files
+from thresher.engine.console import console
+from thresher.policy.config import ModelConfig, read_config
+from thresher.rewards.errors import UserError
+
+SHARED, OWN, GROUP = 1200, 300, 8
+
+
+def run_roofline(chips: Sequence[str], models: Sequence[str], batch: int, out: str | Path | None) -> None:
+    """Print both tables for these chips and models (a name of `MODELS` or a model folder), append rows to `out`."""
+    configs = {name: _config(name) for name in models}
+    if batch % GROUP:
+        raise UserError(f"--batch {batch}: expected a multiple of {GROUP}, for one shape has groups of {GROUP}")
+    check_files(out, None)
+    rows = [
+        row
+        for chip in (CHIPS[name] for name in chips)
+        for name, config in configs.items()
+        for row in (*_decode_rows(chip, name, config, batch), _update_row(chip, name, config, batch))
+    ]
+    console.print("predictions from data sheets and aims; nothing here was measured")
+    console.print(f"a decode step, batch {batch}, bfloat16: its floor, the share predicted of it, in tokens/s")
+    _show_decode(rows)
+    console.print(f"an update of {batch} x 1,500 tokens, 300 of them sampled: ms per 1,000 tokens")
+    _show_update(rows)
+    if out is not None:
+        head = facts()
+        append_rows(out, *({"bench": "roofline", **head, **row} for row in rows))
+        console.print(f"appended to {out}")
+
+
+def _config(name: str) -> ModelConfig:
+    if name in MODELS:
+        return MODELS[name]
+    if not Path(name).is_dir():
+        raise UserError(f"--model {name}: expected one of {', '.join(MODELS)}, or a model folder with config.json")
+    return read_config(name)
+
+
+def _decode_rows(chip: Chip, name: str, config: ModelConfig, batch: int) -> list[dict[str, Any]]:
+    rows = []
+    shapes = (DecodeShape(batch=batch), DecodeShape(batch=batch, group=GROUP, shared=SHARED, own=OWN))
+    for shape in shapes:
+        parts = floors.decode_parts(config, shape)
+        seconds, share = floors.floor_s(parts, chip), floors.decode_share(config, shape)
+        memory = floors.decode_bytes(config, shape)
+        rows.append(
+            {
+                "kind": "decode",
+                "chip": chip.name,
+                "model": name,
+                "shape": asdict(shape),
+                "parts": [asdict(part) | {"seconds": part.seconds(chip)} for part in parts],
+                "floor_seconds": seconds,
+                "floor_tokens_per_s": batch / seconds,
+                "predicted_share": share,
+                "predicted_tokens_per_s": share * batch / seconds,
+                "memory_gb": memory / GB,
+                "fits": memory < chip.memory,
+            }
+        )
+    return rows
+
+
+def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[str, Any]:
+    shape = UpdateShape(trajectories=batch)
+    parts = floors.update_parts(config, shape)
+    states = floors.state_bytes(config)
+    return {
+        "kind": "update",
+        "chip": chip.name,
+        "model": name,
+        "shape": asdict(shape),
+        "weights": trained_weights(config),
+        "parts_of_a_token": [asdict(part) | {"seconds": part.seconds(chip)} for part in parts],
+        "floor_seconds_per_1000_tokens": 1000 * floors.floor_s(parts, chip),
+        "predicted_seconds_per_1000_tokens": 1000 * floors.predicted_update_s(parts, chip),
+        "predicted_mfu": floors.predicted_mfu(parts, chip),
+        "states_gb": states / GB,
+        "states_fit": states < chip.memory,
+    }
+
+
+def _table(columns: Sequence[str]) -> Table:
+    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for number, name in enumerate(columns):
+        drawn.add_column(name, justify="left" if number < 2 else "right", overflow="fold", no_wrap=number > 1)
+    return drawn
+
+
+def _show_decode(rows: Sequence[dict[str, Any]]) -> None:
+    drawn = _table(("chip", "model", "context", "GB", "ms", "tokens/s", "share", "predicted"))
+    for row in rows:
+        if row["kind"] == "decode":
+            shape = row["shape"]
+            drawn.add_row(
+                row["chip"],
+                row["model"],
+                f"{shape['shared']:,}/{shape['group']} + {shape['own']}" if shape["shared"] else f"{shape['own']:,}",
+                f"{row['memory_gb']:.0f}" + ("" if row["fits"] else " !"),
+                f"{1000 * row['floor_seconds']:.2f}",
+                f"{row['floor_tokens_per_s'] / 1000:.1f}k",
+                f"{row['predicted_share']:.0%}",
+                f"{row['predicted_tokens_per_s'] / 1000:.1f}k",
+            )
+    console.print(drawn)
+
+
+def _show_update(rows: Sequence[dict[str, Any]]) -> None:
+    drawn = _table(("chip", "model", "states, GB", "floor, ms", "predicted, ms", "MFU"))
+    for row in rows:
+        if row["kind"] == "update":
+            drawn.add_row(
+                row["chip"],
+                row["model"],
+                f"{row['states_gb']:.0f}" + ("" if row["states_fit"] else " !"),
+                f"{1000 * row['floor_seconds_per_1000_tokens']:.1f}",
+                f"{1000 * row['predicted_seconds_per_1000_tokens']:.1f}",
+                f"{row['predicted_mfu']:.0%}",
+            )
+    console.print(drawn)
+    console.print("states: of full fine-tuning, without activations; !: more than the chip's memory")

@@ -1,0 +1,401 @@
+"""What Triton's interpreter can prove of a kernel where there is no GPU, beyond the results of one launch.
+
+    with proved() as seen:            # whatever launches kernels, inside: a launcher, a whole loss, a test
+        launch()
+    assert "_head_kernel" in seen.launches
+
+Inside, each launch
+    is run three times from the same memory, its programs forwards, backwards and shuffled, and has to leave the same
+        bytes every time: on a GPU nobody says in which order programs run;
+    reads and writes nothing outside the storages of the tensors that it was given, and is stopped before it does;
+    has no race between its programs: no byte is written by two of them with different values, or twice with different
+        values by one store, and none is written by one program and read by another. Atomic operations race with
+        plain accesses, and not with each other. Stores of equal values by several programs (a flag that is set) are no
+        race;
+and fresh memory (`torch.empty`, `new_empty`, `empty_like`, `empty_strided`) is poisoned: NaN, or the largest integer.
+A kernel that reads what nobody wrote gives NaN, or leaves its tensors.
+
+With `approximate=True` exponentials, logarithms, quotients and roots of float32 are off by what a GPU's may be (PTX
+ISA, "Floating Point Instructions": ex2.approx and lg2.approx 2^-22, div.full 2 ulp, rsqrt.approx 2^-22.9, sqrt.approx
+2^-23), each by a share that follows from the operand's bits. So a tolerance can be tried before a GPU tries it.
+
+Works with Triton 3.6 and 3.7, whose interpreters hand every access to the same four methods of a builder.
+
+Deliberately absent: races inside a program (its threads' barriers are the compiler's), shared memory and its limits,
+TF32, and the rounding of bfloat16 stores, which the interpreter does not do to nearest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Order = Callable[[int], Sequence[int]]
+
+
+def forwards(count: int) -> Sequence[int]:
+    return range(count)
+
+
+def backwards(count: int) -> Sequence[int]:
+    return range(count)[::-1]
+
+
+def shuffled(count: int) -> Sequence[int]:
+    places = list(range(count))
+    random.Random(count).shuffle(places)
+    return places
+
+
+ORDERS: dict[str, Order] = {"forwards": forwards, "backwards": backwards, "shuffled": shuffled}
+
+
+class ProofError(AssertionError):
+    """What a kernel does that no kernel may."""
+
+
+@dataclass
+class Seen:
+    """launches: kernel -> how often it was launched (the runs in other orders do not count)."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+
+
+def skip_unless_interpreted() -> None:
+    """Skips where there is no Triton, or where kernels are compiled, for what is here looks into the interpreter."""
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("kernels are compiled here, not interpreted")
+
+
+@contextmanager
+def proved(*, approximate: bool = False) -> Iterator[Seen]:
+    """See the top of the file. Raises ProofError inside, at the launch that is at fault."""
+    seen = Seen()
+    with ExitStack() as stack:
+        stack.enter_context(poisoned_memory())
+        stack.enter_context(_checked_launches(seen))
+        if approximate:
+            stack.enter_context(approximate_functions())
+        yield seen
+
+
+# Memory
+
+
+class _Poison(TorchDispatchMode):
+    FRESH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self.FRESH and isinstance(found, Tensor):
+            poison(found)
+        return found
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill a tensor with what nobody would compute: NaN, the largest integer, True."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory that Python code asks torch for is poisoned. What torch allocates for its own results is not."""
+    with _Poison():
+        yield
+
+
+# The order of programs
+
+
+@contextmanager
+def program_order(order: Order) -> Iterator[None]:
+    """Programs run in another order than by their numbers: the n-th to run is order(count)[n]."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    natural = Builder.set_grid_idx
+
+    def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
+        dims = self.grid_dim
+        places = order(dims[0] * dims[1] * dims[2])
+        turn, z = divmod(places[(x * dims[1] + y) * dims[2] + z], dims[2])
+        natural(self, *divmod(turn, dims[1]), z)
+
+    with patch.object(Builder, "set_grid_idx", set_grid_idx):
+        yield
+
+
+# Accesses
+
+
+@dataclass
+class _Accesses:
+    """Of one launch: bytes, and the program that touched each. inside: first and last byte + 1 of what it may touch."""
+
+    inside: list[tuple[int, int]]
+    touched: dict[str, list[tuple[np.ndarray, int]]] = field(
+        default_factory=lambda: {"read": [], "write": [], "atomic": []}
+    )
+    values: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, what: str, program: int, pointers: Any, mask: Any, itemsize: int, values: Any = None) -> None:
+        addresses = np.asarray(pointers.data)
+        live = np.broadcast_to(np.asarray(mask.data), addresses.shape).astype(bool)
+        chosen = addresses[live].astype(np.int64)
+        self._require_inside(what, chosen, itemsize)
+        spread = (chosen[:, None] + np.arange(itemsize)).ravel()
+        if values is None:
+            self.touched[what].append((np.unique(spread), program))
+            return
+        data = np.ascontiguousarray(np.broadcast_to(np.asarray(values.data), addresses.shape)[live])
+        written = data.view(np.uint8).reshape(-1)
+        order = np.argsort(spread, kind="stable")
+        spread, written = spread[order], written[order]
+        twice = (np.diff(spread) == 0) & (np.diff(written.astype(np.int16)) != 0)
+        if twice.any():
+            raise ProofError("one store writes a byte twice, with different values")
+        first = np.concatenate([[True], np.diff(spread) != 0])[: len(spread)]
+        self.touched[what].append((spread[first], program))
+        self.values.append(written[first])
+
+    def _require_inside(self, what: str, addresses: np.ndarray, itemsize: int) -> None:
+        allowed = np.zeros(len(addresses), bool)
+        for first, end in self.inside:
+            allowed |= (addresses >= first) & (addresses + itemsize <= end)
+        if not allowed.all():
+            raise ProofError(f"a {what} outside of every tensor that the launch was given")
+
+    def races(self) -> list[str]:
+        """What two programs do to one byte that they must not."""
+        found = []
+        writes, writers = self._flat("write")
+        atomics, atomic_programs = self._flat("atomic")
+        reads, readers = self._flat("read")
+        values = np.concatenate(self.values) if self.values else np.empty(0, np.uint8)
+        order = np.lexsort((values, writes))
+        same = np.diff(writes[order]) == 0
+        differing = same & (np.diff(values[order].astype(np.int16)) != 0)
+        # A program may well overwrite what it wrote itself: two programs are needed.
+        several = _of_several(writes, writers)
+        if count := len(np.intersect1d(writes[order][1:][differing], several)):
+            found.append(f"{count} bytes written by several programs, with different values")
+        for one, programs, other, other_programs, said in (
+            (writes, writers, reads, readers, "written by one program and read by another"),
+            (writes, writers, atomics, atomic_programs, "written by one program and changed atomically by another"),
+            (atomics, atomic_programs, reads, readers, "changed atomically by one program and read by another"),
+        ):
+            both = np.intersect1d(one, other)
+            chosen, others = np.isin(one, both), np.isin(other, both)
+            together = _of_several(
+                np.concatenate([one[chosen], other[others]]), np.concatenate([programs[chosen], other_programs[others]])
+            )
+            if len(together):
+                found.append(f"{len(together)} bytes {said}")
+        return found
+
+    def _flat(self, what: str) -> tuple[np.ndarray, np.ndarray]:
+        entries = self.touched[what]
+        if not entries:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return (
+            np.concatenate([bytes_ for bytes_, _ in entries]),
+            np.concatenate([np.full(len(bytes_), program) for bytes_, program in entries]),
+        )
+
+
+def _of_several(addresses: np.ndarray, programs: np.ndarray) -> np.ndarray:
+    """The addresses that more than one program touches."""
+    pairs = np.unique(np.stack([addresses, programs]), axis=1)[0]
+    unique, counts = np.unique(pairs, return_counts=True)
+    return unique[counts > 1]
+
+
+@contextmanager
+def _recorded(accesses: _Accesses) -> Iterator[None]:
+    """Each access of a launch is checked and noted before it is made."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    load, store = Builder.create_masked_load, Builder.create_masked_store
+    rmw, cas = Builder.create_atomic_rmw, Builder.create_atomic_cas
+
+    def program(builder: Any) -> int:
+        (x, y, z), dims = builder.grid_idx, builder.grid_dim
+        return int((x * dims[1] + y) * dims[2] + z)
+
+    def size(pointers: Any) -> int:
+        return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        accesses.add("read", program(self), ptrs, mask, size(ptrs))
+        return load(self, ptrs, mask, *rest, **more)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        accesses.add("write", program(self), ptrs, mask, value.data.itemsize, value)
+        return store(self, ptrs, value, mask, *rest, **more)
+
+    def atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        accesses.add("atomic", program(self), ptr, mask, size(ptr))
+        return rmw(self, op, ptr, val, mask, *rest)
+
+    def atomic_cas(self: Any, ptr: Any, *rest: Any) -> Any:
+        accesses.add("atomic", program(self), ptr, np.ones(ptr.data.shape, bool), size(ptr))
+        return cas(self, ptr, *rest)
+
+    with (
+        patch.object(Builder, "create_masked_load", masked_load),
+        patch.object(Builder, "create_masked_store", masked_store),
+        patch.object(Builder, "create_atomic_rmw", atomic_rmw),
+        patch.object(Builder, "create_atomic_cas", atomic_cas),
+    ):
+        yield
+
+
+# Launches
+
+
+def _storages(arguments: Any) -> dict[int, torch.UntypedStorage]:
+    """Address -> storage of every tensor among the arguments, those of tuples and tensor descriptors too."""
+    found = {}
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            found |= _storages(argument)
+        elif hasattr(argument, "base") and hasattr(argument, "block_shape"):
+            found |= _storages((argument.base,))
+        elif isinstance(argument, Tensor):
+            storage = argument.untyped_storage()
+            found[storage.data_ptr()] = storage
+    return found
+
+
+@contextmanager
+def _checked_launches(seen: Seen) -> Iterator[None]:
+    from triton.runtime.errors import InterpreterError
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        name = self.fn.__name__
+        seen.launches[name] += 1
+        storages = _storages((*args, *kwargs.values()))
+        before = {at: storage.clone() for at, storage in storages.items()}
+        accesses = _Accesses([(at, at + storage.nbytes()) for at, storage in storages.items()])
+        left: dict[str, list[bytes]] = {}
+        for order_name, order in reversed(ORDERS.items()):  # the natural one last, for its results stay
+            for at, storage in storages.items():
+                storage.copy_(before[at])
+            with ExitStack() as stack:
+                stack.enter_context(program_order(order))
+                # Which bytes are touched may itself depend on the order, but not without a race in this one.
+                if order is forwards:
+                    stack.enter_context(_recorded(accesses))
+                else:
+                    stack.enter_context(_recorded(_Accesses(accesses.inside)))
+                try:
+                    launch(self, *args, **kwargs)
+                except InterpreterError as error:
+                    if isinstance(cause := _first_cause(error), ProofError):
+                        raise ProofError(f"{name}: {cause}") from error
+                    raise
+            left[order_name] = [_bytes(storage) for storage in storages.values()]
+        if races := accesses.races():
+            raise ProofError(f"{name}: {'; '.join(races)}")
+        for order_name, found in left.items():
+            if found != left["forwards"]:
+                raise ProofError(f"{name}: other bytes with its programs {order_name} than forwards")
+
+    with patch.object(GridExecutor, "__call__", checked):
+        yield
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _bytes(storage: torch.UntypedStorage) -> bytes:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()  # type: ignore[call-overload]
+
+
+# Approximations
+
+
+def _noise(x: np.ndarray) -> np.ndarray:
+    """Between -1 and 1, a function of the bits of x."""
+    bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return ((bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1).reshape(x.shape)
+
+
+_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+
+
+def _exp2(x: np.ndarray) -> np.ndarray:
+    return (np.exp2(x.astype(np.float64)) * (1 + _noise(x) * 2.0**-22)).astype(np.float32)
+
+
+def _log2(x: np.ndarray) -> np.ndarray:
+    exact = np.log2(x.astype(np.float64))
+    near = (x > 0.5) & (x < 2)
+    return np.where(x == 1, 0.0, exact + _noise(x) * 2.0**-22 * np.where(near, 1.0, np.abs(exact))).astype(np.float32)
+
+
+def _relative(function: Callable[[np.ndarray], np.ndarray], bound: float) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda x: (function(x.astype(np.float64)) * (1 + _noise(x) * bound)).astype(np.float32)
+
+
+_APPROXIMATE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "create_exp": lambda x: _exp2(x * _LOG2_E),  # as Triton's compiler has it: the product is rounded
+    "create_exp2": _exp2,
+    "create_log": lambda x: _log2(x) * _LN_2,
+    "create_log2": _log2,
+    "create_sqrt": _relative(np.sqrt, 2.0**-23),
+    "create_rsqrt": _relative(lambda x: 1 / np.sqrt(x), 2.0**-22.9),
+}
+
+
+@contextmanager
+def approximate_functions() -> Iterator[None]:
+    """float32 exp, exp2, log, log2, sqrt, rsqrt and / with the errors that a GPU's may have."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    def replaced(name: str) -> Callable[[Any, Any], Any]:
+        exact, approximation = getattr(Builder, name), _APPROXIMATE[name]
+
+        def run(self: Any, arg: Any) -> Any:
+            if arg.data.dtype != np.float32:
+                return exact(self, arg)
+            with np.errstate(all="ignore"):
+                return self.unary_op(arg, approximation)
+
+        return run
+
+    divide = Builder.create_fdiv
+
+    def fdiv(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.data.dtype != np.float32:
+            return divide(self, lhs, rhs)
+        with np.errstate(all="ignore"):
+            quotient = lhs.data.astype(np.float64) / rhs.data.astype(np.float64)
+            rounded = (quotient * (1 + _noise(quotient.astype(np.float32)) * 2.0**-23)).astype(np.float32)
+        return type(lhs)(rounded, lhs.dtype.scalar)
+
+    with ExitStack() as stack:
+        for name in _APPROXIMATE:
+            stack.enter_context(patch.object(Builder, name, replaced(name)))
+        stack.enter_context(patch.object(Builder, "create_fdiv", fdiv))
+        yield
