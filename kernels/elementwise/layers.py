@@ -78,13 +78,15 @@ def rotate_and_store(
     slot_T: torch.Tensor,
 ) -> torch.Tensor:
     """Rotate the queries and keys of a fused projection [T, N + 2K, D], put keys and values where the cache wants them,
-    and return the queries [T, N, D], dense. Without gradients.
+    and return the queries [T, N, D], dense. Raises ValueError where a gradient would be asked for: there is none.
 
     rope: the table [2, T, 1, D/2] of `rope_table`. k_PKSD, v_PKSD: [P, K, S, D] in qkv's dtype, written in place; their
     inner three axes dense, blocks as far apart as one likes. block_T, slot_T: int32; row t goes to
     k_PKSD[block_T[t], :, slot_T[t]] and the same of v; block_T < 0: nowhere, but its query is returned. No two rows may
     go to one place.
     """
+    if torch.is_grad_enabled() and qkv_TMD.requires_grad:
+        raise ValueError("qkv_TMD requires a gradient, which what is cached has not; expected torch.no_grad()")
     if uses_triton(qkv_TMD):
         from thresher.kernels.elementwise.rope_triton import fused_rotate_and_store
 

@@ -32,7 +32,7 @@ from thresher.kernels.launch.registry import Specialisation
 
 MAX_WIDTH = 8192
 PER_THREAD = 16  # elements of a row that a thread holds, two vectors of 16 bytes in bfloat16
-BACKWARD_WARPS = 1536  # of all programs together: at 120 registers an A100 holds 1,728 at once, an H100 2,112
+BACKWARD_WARPS = 1536  # of all programs together: at up to 107 registers an A100 holds 1,728 at once, an H100 2,112
 FEWEST_ROWS = 4  # that a program of the backward walks, where there are so many
 SUM_ROWS, SUM_COLUMNS = 128, 32
 
@@ -80,21 +80,22 @@ def _add_norm_backward_kernel(
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     inside = column < H
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((WIDTH,), tl.float32)
-    for row in tl.range(program, count, tl.num_programs(0)):
-        at = row.to(tl.int64) * H + column
+    start = program.to(tl.int64) * H
+    for _ in range(program, count, tl.num_programs(0)):
+        at = start + column
         s = tl.load(sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad_y = tl.load(grad_y_ptr + at, mask=inside, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(s * s, 0) / H + eps)
         normed = s * r
-        g = weight * grad_y
+        g = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) * grad_y  # from the cache, row by row
         grad = r * (g - normed * (r * (tl.sum(g * s, 0) / H)))
         if HAS_SUM:
             grad += tl.load(grad_sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=inside)
         if HAS_PARTS:
             total += grad_y * normed
+        start += tl.num_programs(0).to(tl.int64) * H
     if HAS_PARTS:
         tl.store(parts_ptr + program.to(tl.int64) * H + column, total, mask=inside)
 
@@ -111,9 +112,9 @@ def _sum_parts_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, count, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < count)[:, None] & (column < H)[None, :]
-        total += tl.load(parts_ptr + row.to(tl.int64)[:, None] * H + column[None, :], mask=inside, other=0.0)
+        row = (start + tl.arange(0, ROWS))[:, None]
+        inside = (row < count) & (column < H)[None, :]
+        total += tl.load(parts_ptr + row * H + column[None, :], mask=inside, other=0.0)
     tl.store(grad_ptr + column, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=column < H)
 
 

@@ -100,7 +100,7 @@ class _Heads:
         return -(-(self.N + 2 * self.K) // self.constants()["HEADS"])
 
     def warps(self) -> int:
-        return max(1, self.constants()["HALF"] // 16)
+        return min(8, max(1, self.constants()["HALF"] // 16))
 
 
 def fused_rotate_and_store(
