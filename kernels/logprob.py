@@ -21,6 +21,7 @@ from torch import Tensor
 
 from thresher.kernels.checks import any_bad, check_head, check_scalar, head_checks, raise_first, resolve_backend
 from thresher.kernels.head.tiling import even_rows
+from thresher.kernels.launch.dispatch import on_device
 from thresher.kernels.matmul import (
     MIB,
     ROW_MULTIPLE,
@@ -29,7 +30,6 @@ from thresher.kernels.matmul import (
     fill_rows,
     logits_product,
     mixed_matmul,
-    on_device,
 )
 
 # A chunk's buffers. CPU: what a laptop can spare; CUDA: 600 MiB is the limit, of which cuBLAS takes 32 for itself.

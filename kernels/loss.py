@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from thresher.kernels.checks import RowCheck, any_bad, check_head, check_rows, head_checks, raise_first, resolve_backend
+from thresher.kernels.launch.dispatch import on_device
 from thresher.kernels.logprob import TorchHead, chunk_size, reference_token_logprobs
 from thresher.kernels.matmul import (
     add_head_product,
@@ -39,7 +40,6 @@ from thresher.kernels.matmul import (
     compute_dtype,
     fill_rows,
     hidden_product,
-    on_device,
     scale_rows,
 )
 from thresher.kernels.objective import (

@@ -11,7 +11,6 @@ Axes: R rows of a chunk, M a chunk filled up, H hidden width, V vocabulary (colu
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +29,6 @@ SLAB_BYTES = 64 * MIB
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of logits, sums and log-probs: float64 for float64 inputs (tests), float32 for all others."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes a CUDA tensor's device the current one, which is where Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def mixed_matmul(tensor: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """What a layer does beside its matmuls and its attention.
-Imports: nothing.
+Imports: kernels/launch.
 
-    layers.py    norm, rotation, gate
+    layers.py    norm, rotation, gate: the functions that a model calls, in torch, and for a CPU
+    norm_triton.py, gate_triton.py    residual sum and norm, and the gate, with their gradients, a kernel each
+    rope_triton.py    rotation of queries and keys, and their way into the KV cache, in one kernel
 """

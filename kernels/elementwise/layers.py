@@ -8,15 +8,21 @@
 The mean of the norm is taken in float32 whatever the dtype of x, and the weight is applied after the cast back, as
 Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
 
-Deliberately absent: fused kernels of these.
+`add_norm`, `silu_gate` and `rotate_and_store` are one kernel each where Triton serves (norm_triton.py,
+gate_triton.py, rope_triton.py), which is what `uses_triton` says and nothing else decides. What stands here is their
+reference, and all that a CPU runs.
+
+Deliberately absent: a fused rotation for training, where attention's own kernels ask for q and k apart.
 
 Axes: T tokens, H hidden, N heads (of queries, or of queries or keys), K key/value heads, M = N + 2K,
-D head dimension, I intermediate (docs/notation.md).
+D head dimension, I intermediate, P blocks of the KV cache, S slots of a block (docs/notation.md).
 """
 
 from functools import lru_cache
 
 import torch
+
+from thresher.kernels.launch.dispatch import uses_triton
 
 UNCUT = 32_768  # elements; torch cuts a longer elementwise loop on a CPU among its threads, wherever that falls
 
@@ -62,10 +68,45 @@ def rotated_heads(
     return q_TND, k_TKD, qkv_TMD[:, heads + kv_heads :]
 
 
+def rotate_and_store(
+    qkv_TMD: torch.Tensor,
+    rope: torch.Tensor,
+    kv_heads: int,
+    k_PKSD: torch.Tensor,
+    v_PKSD: torch.Tensor,
+    block_T: torch.Tensor,
+    slot_T: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate the queries and keys of a fused projection [T, N + 2K, D], put keys and values where the cache wants them,
+    and return the queries [T, N, D], dense. Raises ValueError where a gradient would be asked for: there is none.
+
+    rope: the table [2, T, 1, D/2] of `rope_table`. k_PKSD, v_PKSD: [P, K, S, D] in qkv's dtype, written in place; their
+    inner three axes dense, blocks as far apart as one likes. block_T, slot_T: int32; row t goes to
+    k_PKSD[block_T[t], :, slot_T[t]] and the same of v; block_T < 0: nowhere, but its query is returned. No two rows may
+    go to one place.
+    """
+    if torch.is_grad_enabled() and qkv_TMD.requires_grad:
+        raise ValueError("qkv_TMD requires a gradient, which what is cached has not; expected torch.no_grad()")
+    if uses_triton(qkv_TMD):
+        from thresher.kernels.elementwise.rope_triton import fused_rotate_and_store
+
+        return fused_rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, slot_T)
+    q_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, kv_heads)
+    stored = block_T >= 0
+    places = block_T[stored].long(), slice(None), slot_T[stored].long()
+    k_PKSD[places] = k_TKD[stored]
+    v_PKSD[places] = v_TKD[stored]
+    return q_TND.contiguous()
+
+
 def add_norm(
     x_TH: torch.Tensor, more_TH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + more, its `rms_norm`), both [T, H]; None adds nothing."""
+    if uses_triton(x_TH):
+        from thresher.kernels.elementwise.norm_triton import fused_add_norm
+
+        return fused_add_norm(x_TH, more_TH, weight_H, eps)
     x_TH = x_TH if more_TH is None else x_TH + more_TH
     return x_TH, rms_norm(x_TH, weight_H, eps)
 
@@ -76,6 +117,10 @@ def silu_gate(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     Without gradients a row's bits do not depend on T: a cut inside a row would move elements from silu's vector loop
     to its scalar one, which differ in the last bit, so long inputs go through it a few whole rows at a time.
     """
+    if uses_triton(gate_up_T2I):
+        from thresher.kernels.elementwise.gate_triton import fused_silu_gate
+
+        return fused_silu_gate(gate_up_T2I)
     gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
     rows = max(1, UNCUT // gate_TI.shape[1])
     if len(gate_TI) <= rows or gate_TI.is_cuda or torch.is_grad_enabled():

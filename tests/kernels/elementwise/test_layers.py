@@ -5,7 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from thresher.kernels.elementwise.layers import UNCUT, rms_norm, rope_table, rotate, silu_gate
+from thresher.kernels.elementwise.layers import (
+    UNCUT,
+    rms_norm,
+    rope_table,
+    rotate,
+    rotate_and_store,
+    rotated_heads,
+    silu_gate,
+)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -93,3 +101,28 @@ def test_a_long_gate_gives_each_row_its_own_bits(three_threads: None) -> None:
             for rows in range(8, len(x_T2I), 8 if inner > 400 else 300):
                 assert torch.equal(silu_gate(x_T2I[:rows].clone()), together[:rows]), (inner, rows)
         torch.testing.assert_close(silu_gate(x_T2I), together, rtol=1e-6, atol=1e-6)
+
+
+def test_rotated_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
+    qkv_TMD, rope = randn(4, 7, 10), rope_table(torch.tensor([5, 0, 99, 3]), 10, 300.0, torch.float32)
+    block_T, slot_T = torch.tensor([[2, 0, -1, 2], [1, 3, 2, 0]], dtype=torch.int32)
+    k_PKSD, v_PKSD = torch.zeros(2, 3, 2, 4, 10)
+    q_TND = rotate_and_store(qkv_TMD, rope, 2, k_PKSD, v_PKSD, block_T, slot_T)
+    expected_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, 2)
+    assert torch.equal(q_TND, expected_TND) and q_TND.is_contiguous()
+    for cache_PKSD, rows_TKD in ((k_PKSD, k_TKD), (v_PKSD, v_TKD)):
+        for row, (block, slot) in enumerate(((2, 1), (0, 3), (-1, 2), (2, 0))):
+            if block >= 0:
+                assert torch.equal(cache_PKSD[block, :, slot], rows_TKD[row])
+                cache_PKSD[block, :, slot] = 0
+        assert not cache_PKSD.any()
+
+
+def test_what_is_cached_has_no_gradient() -> None:
+    qkv_TMD, rope = randn(1, 3, 4).requires_grad_(), rope_table(torch.tensor([1]), 4, 300.0, torch.float32)
+    k_PKSD, v_PKSD = torch.zeros(2, 1, 1, 1, 4)
+    place = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        rotate_and_store(qkv_TMD, rope, 1, k_PKSD, v_PKSD, place, place)
+    with torch.no_grad():
+        assert rotate_and_store(qkv_TMD, rope, 1, k_PKSD, v_PKSD, place, place).isfinite().all()

@@ -1,0 +1,73 @@
+"""A whole policy on the fused kernels of its layers, against the torch path: hidden states, and every gradient.
+
+On a CUDA device the compiled kernels run, elsewhere Triton's interpreter, which the layers are told to use.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from interpreter_cases import DEVICE
+from model_cases import make_config
+
+from thresher.kernels.attention.varlen import Varlen
+from thresher.kernels.elementwise import layers
+from thresher.policy.lora import adapters, add_lora
+from thresher.policy.model import Policy, init_policy
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+
+LENGTHS = (5, 1, 9)
+
+
+def make_policy(lora: bool) -> Policy:
+    """Norms and biases are random, too: those that `init_policy` gives would hide a mistake with them."""
+    policy = init_policy(make_config(hidden_size=40, intermediate_size=52), seed=0)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=noise))
+        if lora:
+            add_lora(policy, rank=4, alpha=8.0)
+            for _, adapter in adapters(policy):
+                adapter.b_OR.copy_(0.3 * torch.randn(adapter.b_OR.shape, generator=noise))
+    return policy
+
+
+def results(policy: Policy) -> dict[str, torch.Tensor]:
+    """The hidden states of three packed sequences, and the gradients of a loss that is a sum of them."""
+    ids_T = torch.randint(29, (sum(LENGTHS),), generator=torch.Generator().manual_seed(2)).to(policy.device)
+    layout = Varlen(LENGTHS, policy.device)
+    hidden_TH = policy.hidden(ids_T, layout.positions_T, layout)
+    weights_TH = torch.randn(hidden_TH.shape, generator=torch.Generator().manual_seed(3)).to(hidden_TH)
+    (hidden_TH * weights_TH).sum().backward()
+    grads = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    return {"hidden": hidden_TH.detach(), **grads}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_hidden_states_and_gradients(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each within 1e-5 of float64, in norm: some hundred roundings of float32; the torch path is held to the same."""
+    policy = make_policy(lora)
+    truth = results(deepcopy(policy).double())
+    torchs = results(deepcopy(policy))
+    served: list[Any] = []
+
+    def serves(tensor: torch.Tensor) -> bool:
+        served.append(tensor.shape)
+        return True
+
+    monkeypatch.setattr(layers, "uses_triton", serves)
+    fused = results(deepcopy(policy).to(DEVICE))
+    layer_count = policy.config.num_hidden_layers
+    assert len(served) == 3 * layer_count + 1  # two norms and a gate a layer, and the last norm
+    assert fused.keys() == torchs.keys() == truth.keys() and len(truth) > (8 if lora else 16)
+    assert any("norm" in name for name in truth) != lora
+    for name, true in truth.items():
+        assert true.norm() > 0, name
+        for found in (fused[name], torchs[name]):
+            assert (found.double().cpu() - true).norm() <= 1e-5 * true.norm(), name
+    assert not torch.equal(fused["hidden"].cpu(), torchs["hidden"]), "the torch path ran twice"
