@@ -126,7 +126,7 @@ def compile_one(specialisation: Specialisation, target: Target) -> Result:
         constants,
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in specialisation.aligned},
     )
-    options = {"num_warps": specialisation.num_warps, "num_stages": specialisation.num_stages}
+    options = {name: getattr(specialisation, name) for name in ("num_warps", "num_stages", "maxnreg")}
     with _assembler_log() as written:
         try:
             compiled = triton_compile(source, target=GPUTarget("cuda", target.capability, WARP), options=options)
@@ -308,6 +308,7 @@ def _row(head: dict[str, Any], module: str, result: Result) -> dict[str, Any]:
         },
         "num_warps": chosen.num_warps,
         "num_stages": chosen.num_stages,
+        "maxnreg": chosen.maxnreg,
         "figures": None if figures is None else asdict(figures),
         "blocks_per_sm": None if figures is None else blocks_per_sm(figures, result.target),
         "faults": list(result.faults),

@@ -9,7 +9,7 @@ What may come in: a function of tensors with a reference to be held to. No file 
     attention/     whole sequences for training, new tokens against the KV cache for generation
     elementwise/   norm, rotation, gate
     launch/        finds every *_triton.py, and what each is compiled for (docs/add/kernel.md adds one)
-    sampling.py    logits to a token; drawing/: by what rules, with what noise, and fast on a CPU
+    sampling.py    hidden states to a token; drawing/: by what rules, with what noise, and how on a GPU and on a CPU
 """
 
 from thresher.kernels.logprob import token_logprobs
