@@ -5,23 +5,64 @@
 
 `u` is a hash of (seed, position, token), so a sample depends on nothing else: not on the batch it was drawn in, nor on
 how often anything was drawn before it; and a filter does not change the noise of what it keeps. Greedy decoding is
-temperature 0. The logits come from `head_logits`.
+temperature 0.
 
-Below, in kernels/drawing: rules.py (temperature and filters), noise.py (the hash), and blocks.py, which is how a CPU
-draws: the same tokens, bit for bit, from fewer passes than `draw_dense`.
+Two ways lead from hidden states to a token (`draw_from_head`). On CUDA, rows without filters are drawn as the head's
+product goes by, and [B, V] is never stored (drawing/head_draw_triton.py); tokens are the same wherever the two best
+scores are further apart than rounding. Everywhere else, and where any row has a filter, logits are stored
+(`head_logits`) and drawn from (`sample`): a filter has to see a row whole before it leaves anything out.
+
+Below, in kernels/drawing: rules.py (temperature and filters), noise.py (the hash), head_draw_triton.py, and blocks.py,
+which is how a CPU draws: the same tokens, bit for bit, from fewer passes than `draw_dense`.
 
 Axes: B sequences that draw a token, M the same filled up, H hidden, V vocabulary (docs/notation.md).
 """
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
+from thresher.kernels.checks import resolve_backend
 from thresher.kernels.drawing.blocks import draw_in_blocks
 from thresher.kernels.drawing.noise import minus_gumbel_, uniform_noise
 from thresher.kernels.drawing.rules import DrawRules, cutoffs
-from thresher.kernels.matmul import compute_dtype, fill_rows, logits_product
+from thresher.kernels.matmul import compute_dtype, fill_rows, logits_product, on_device
 
-__all__ = ["DrawRules", "head_logits", "sample"]
+__all__ = ["DrawRules", "draw_from_head", "head_logits", "sample"]
+
+FUSED_WIDTH = 16  # the hidden width is a multiple of it where a GPU's matrix instructions are to have whole steps
+
+
+def draw_from_head(
+    hidden_BH: Tensor,
+    lm_head_VH: Tensor,
+    seeds_B: Tensor,
+    positions_B: Tensor,
+    rules: DrawRules,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row from its hidden state: ids [B] int64, log-probabilities [B] float32, as `sample` has them.
+
+    lm_head_VH: [V, H], the columns that may be drawn. backend: "torch", `sample(head_logits(..))`; "triton", on CUDA or
+    in its interpreter, bfloat16 or float32; "auto", Triton on CUDA where it is installed and the head suits it (those
+    dtypes, H a multiple of 16, dense rows). Rows with filters are drawn from stored logits in any case. No host sync;
+    launches and memory follow from shapes and from what `rules` knows on the host, so a CUDA graph may hold it.
+    """
+    if not rules.filtered and _draws_fused(backend, hidden_BH, lm_head_VH):
+        from thresher.kernels.drawing.head_draw_triton import draw_fused
+
+        with on_device(hidden_BH):
+            return draw_fused(hidden_BH, lm_head_VH, seeds_B, positions_B, rules.temperature_B)
+    return sample(head_logits(hidden_BH, lm_head_VH), seeds_B, positions_B, rules)
+
+
+def _draws_fused(backend: str, hidden_BH: Tensor, lm_head_VH: Tensor) -> bool:
+    if backend != "auto":
+        return resolve_backend(backend, hidden_BH) == "triton"
+    dtype, width = hidden_BH.dtype, hidden_BH.shape[-1]
+    suits = dtype in (torch.bfloat16, torch.float32) and width % FUSED_WIDTH == 0 and lm_head_VH.stride(-1) == 1
+    return hidden_BH.is_cuda and suits and find_spec("triton") is not None
 
 
 def head_logits(hidden_BH: Tensor, lm_head_VH: Tensor) -> Tensor:

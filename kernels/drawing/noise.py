@@ -26,12 +26,12 @@ def _signed(x: int, bits: int) -> int:
 
 
 # Multipliers, as the signed integers that torch takes.
-_GOLDEN_32, _GOLDEN_64 = _signed(0x9E3779B1, 32), _signed(0x9E3779B97F4A7C15, 64)
-_GOLDEN_UPPER, _GOLDEN_LOWER = 0x9E3779B9, 0x7F4A7C15
-_FACTORS_32 = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
-_FACTORS_64 = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
-# The bits of 1.0; with 23 random ones below it is a float in [1, 2), and _DOWN takes it to u without rounding.
-_ONE, _DOWN = 0x3F800000, 1 - 2.0**-24
+GOLDEN_32, GOLDEN_64 = _signed(0x9E3779B1, 32), _signed(0x9E3779B97F4A7C15, 64)
+GOLDEN_UPPER, GOLDEN_LOWER = 0x9E3779B9, 0x7F4A7C15
+FACTORS_32 = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
+FACTORS_64 = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
+# The bits of 1.0; with 23 random ones below it is a float in [1, 2), and DOWN takes it to u without rounding.
+ONE, DOWN = 0x3F800000, 1 - 2.0**-24
 
 Ints = TypeVar("Ints", Tensor, npt.NDArray[np.int64])
 Words = npt.NDArray[np.uint32]
@@ -44,8 +44,8 @@ def _shifted(x: Ints, bits: int) -> Ints:
 
 def _mix(x: Ints) -> Ints:
     """What follows the first xor-shift of a 64-bit finaliser (multiply and xor-shift)."""
-    x = x * _FACTORS_64[0]
-    x = (x ^ _shifted(x, 27)) * _FACTORS_64[1]
+    x = x * FACTORS_64[0]
+    x = (x ^ _shifted(x, 27)) * FACTORS_64[1]
     return x ^ _shifted(x, 31)
 
 
@@ -53,8 +53,8 @@ def row_keys(seeds_B: Ints, positions_B: Ints) -> Ints:
     """(seed, position) as one key of 64 bits, int64. Positions from 0 to 2^31 - 2."""
     step_B = positions_B + 1
     # Recorded noise was made with the whole product of position and constant, whose upper word no int64 holds.
-    upper_B = (step_B * _GOLDEN_UPPER + (step_B * _GOLDEN_LOWER >> 32)) >> 32
-    x_B = _mix(seeds_B ^ _shifted(seeds_B, 30)) ^ (step_B * _GOLDEN_64)
+    upper_B = (step_B * GOLDEN_UPPER + (step_B * GOLDEN_LOWER >> 32)) >> 32
+    x_B = _mix(seeds_B ^ _shifted(seeds_B, 30)) ^ (step_B * GOLDEN_64)
     return _mix(x_B ^ _shifted(x_B, 30) ^ (upper_B << 34))
 
 
@@ -67,13 +67,13 @@ def uniform_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tens
 
     key_B = row_keys(seeds_B, positions_B)
     low_B1, high_B1 = (key_B << 32 >> 32).int()[:, None], (key_B >> 32).int()[:, None]
-    token_V = torch.arange(vocab_size, dtype=torch.int32, device=seeds_B.device) * _GOLDEN_32
+    token_V = torch.arange(vocab_size, dtype=torch.int32, device=seeds_B.device) * GOLDEN_32
     # The first xor-shift is linear, so that key and token go through it before they meet.
     x_BV = (low_B1 ^ shifted(low_B1, 16)) ^ (token_V ^ shifted(token_V, 16))
-    x_BV.mul_(_FACTORS_32[0]).add_(high_B1)
-    x_BV.bitwise_xor_(shifted(x_BV, 15)).mul_(_FACTORS_32[1]).add_(high_B1)
+    x_BV.mul_(FACTORS_32[0]).add_(high_B1)
+    x_BV.bitwise_xor_(shifted(x_BV, 15)).mul_(FACTORS_32[1]).add_(high_B1)
     x_BV.bitwise_xor_(shifted(x_BV, 16)).bitwise_right_shift_(9).bitwise_and_(0x7FFFFF)
-    return x_BV.bitwise_or_(_ONE).view(torch.float32).sub_(_DOWN)
+    return x_BV.bitwise_or_(ONE).view(torch.float32).sub_(DOWN)
 
 
 def minus_gumbel_(u: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def host_keys(seeds_B: Tensor, positions_B: Tensor) -> Keys:
 
 
 def _token_words(tokens: Words) -> Words:
-    words = tokens * np.uint32(_GOLDEN_32 % 2**32)
+    words = tokens * np.uint32(GOLDEN_32 % 2**32)
     return words ^ words >> np.uint32(16)
 
 
@@ -121,12 +121,12 @@ def minus_noise(low: Words, high: Words, words: Words, buffers: HashBuffers) -> 
     x, spare, whole = buffers.bits, buffers.spare, buffers.whole
     addend = torch.from_numpy(high.view(np.int32))
     np.bitwise_xor(low, words, out=x)
-    for shift, factor in zip((15, 16), _FACTORS_32, strict=True):
+    for shift, factor in zip((15, 16), FACTORS_32, strict=True):
         torch.add(addend, whole, alpha=factor, out=whole)
         np.bitwise_xor(x, np.right_shift(x, np.uint32(shift), out=spare), out=x)
     np.right_shift(x, np.uint32(9), out=x)
-    np.bitwise_or(x, np.uint32(_ONE), out=x)
-    return minus_gumbel_(buffers.result.sub_(_DOWN))
+    np.bitwise_or(x, np.uint32(ONE), out=x)
+    return minus_gumbel_(buffers.result.sub_(DOWN))
 
 
 def minus_noise_at(keys: Keys, rows_E: npt.NDArray[np.int64], ids_E: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
