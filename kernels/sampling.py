@@ -27,7 +27,8 @@ from thresher.kernels.checks import resolve_backend
 from thresher.kernels.drawing.blocks import draw_in_blocks
 from thresher.kernels.drawing.noise import minus_gumbel_, uniform_noise
 from thresher.kernels.drawing.rules import DrawRules, cutoffs
-from thresher.kernels.matmul import compute_dtype, fill_rows, logits_product, on_device
+from thresher.kernels.launch.dispatch import on_device
+from thresher.kernels.matmul import compute_dtype, fill_rows, logits_product
 
 __all__ = ["DrawRules", "draw_from_head", "head_logits", "sample"]
 

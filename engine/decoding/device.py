@@ -39,7 +39,7 @@ from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.cached import DecodeRows, SharedPrefix, decode_attention, prefix_pays
 from thresher.kernels.attention.paged import Ints, Pieces
 from thresher.kernels.drawing.rules import DrawRules
-from thresher.kernels.elementwise.rope_triton import rotate_and_store
+from thresher.kernels.elementwise.layers import rotate_and_store
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 

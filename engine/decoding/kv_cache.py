@@ -25,8 +25,7 @@ from thresher.kernels.attention.paged import (
 )
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
-from thresher.kernels.elementwise.layers import rotated_heads
-from thresher.kernels.elementwise.rope_triton import rotate_and_store
+from thresher.kernels.elementwise.layers import rotate_and_store, rotated_heads
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 from thresher.rewards.errors import UserError
