@@ -72,7 +72,7 @@ def compile_one(specialisation: Specialisation, target: Target) -> Result:
         constants,
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in specialisation.aligned},
     )
-    options = {"num_warps": specialisation.num_warps, "num_stages": specialisation.num_stages}
+    options = {name: getattr(specialisation, name) for name in ("num_warps", "num_stages", "maxnreg")}
     with _assembler_log() as (written, folder):
         try:
             compiled = triton_compile(source, target=GPUTarget("cuda", target.capability, WARP), options=options)

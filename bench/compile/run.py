@@ -129,6 +129,7 @@ def _row(head: dict[str, Any], module: str, result: Result) -> dict[str, Any]:
         },
         "num_warps": chosen.num_warps,
         "num_stages": chosen.num_stages,
+        "maxnreg": chosen.maxnreg,
         "figures": None if figures is None else asdict(figures),
         "code": None if code is None else asdict(code),
         "blocks_per_sm": None if prediction is None else prediction.blocks,

@@ -1,5 +1,6 @@
 """Sequences of tokens, sampled side by side: scheduler, KV cache and its blocks, stop tags. It knows no episodes.
-Imports: kernels, kernels/attention, kernels/attention/backends, kernels/elementwise, policy, rewards.
+Imports: kernels, kernels/attention, kernels/attention/backends, kernels/drawing, kernels/elementwise, policy,
+rewards.
 
     decoder.py      the loop: admit, one forward, one draw; where to begin
     sequences.py    what the host keeps of a sequence; lanes.py: the arrays that a step reads and writes
