@@ -30,7 +30,7 @@ ROOMS = (
     ("engine/extraction", "engine/training"),
     ("bench/chips.py", "bench/machine.py", "bench/measure.py", "bench/rows.py"),
     ("bench/compile", "bench/loss", "bench/retrieval", "bench/rollout", "bench/roofline", "bench/step"),
-    ("bench/decode",),
+    ("bench/decode", "bench/gpu_check"),
     ("bench/studies/kl", "bench/studies/mask", "bench/studies/systems"),
     ("cli/flags.py",),
     ("cli/commands",),

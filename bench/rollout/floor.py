@@ -12,13 +12,13 @@ Where weights and keys fit a cache, memory is faster than a copy of what does no
 Deliberately absent: the cost of norms, rotations, softmax and sampling.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from thresher.bench.measure import milliseconds
 from thresher.bench.rollout.shapes import RolloutShape, Sizes
 
 COPIED_BYTES, MATMUL, REPEATS = 2**27, 1024, 7
@@ -46,24 +46,20 @@ class Stretch:
     written: bool = False
 
 
-def measure_rates() -> Rates:
-    """Takes about a second. In the threads that torch has now."""
-    source = torch.ones(COPIED_BYTES // ITEM)
+def measure_rates(device: torch.device | None = None) -> Rates:
+    """Of a device, the CPU for None, in float32. Takes about a second, in the threads that torch has now."""
+    device = device or torch.device("cpu")
+    source = torch.ones(COPIED_BYTES // ITEM, device=device)
     target = torch.empty_like(source)
-    left, right = torch.randn(2, MATMUL, MATMUL)
-    product = torch.empty(MATMUL, MATMUL)
-    copied = _best(lambda: target.copy_(source))
-    multiplied = _best(lambda: torch.mm(left, right, out=product))
+    left, right = torch.randn(2, MATMUL, MATMUL, device=device)
+    product = torch.empty(MATMUL, MATMUL, device=device)
+    copied = _best(lambda: target.copy_(source), device)
+    multiplied = _best(lambda: torch.mm(left, right, out=product), device)
     return Rates(2 * COPIED_BYTES / copied, 2 * MATMUL**3 / multiplied)
 
 
-def _best(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def _best(run: Callable[[], object], device: torch.device) -> float:
+    return min(milliseconds(run, device) for _ in range(REPEATS)) / 1e3
 
 
 def stretches(shape: RolloutShape) -> list[Stretch]:

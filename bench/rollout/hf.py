@@ -41,7 +41,9 @@ class HuggingFace:
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         with tempfile.TemporaryDirectory() as folder:
             setting.policy.save(folder)
-            self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.device = setting.policy.device
+        self.model: Any = model.to(self.device)
         self.model.generation_config = GenerationConfig(pad_token_id=PAD)
         self.forwards = self.fed = 0
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -54,14 +56,14 @@ class HuggingFace:
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Ids of one sequence -> logits [T, V]."""
-        logits_TV: torch.Tensor = self.model(input_ids=torch.tensor([list(ids)])).logits[0]
+        logits_TV: torch.Tensor = self.model(input_ids=torch.tensor([list(ids)], device=self.device)).logits[0]
         return logits_TV
 
     def generate(self, contexts: list[list[int]], copies: int, tokens: int) -> list[list[int]]:
         """One call of `model.generate`."""
         longest = max(map(len, contexts))
-        ids_BT = torch.tensor([[PAD] * (longest - len(ids)) + ids for ids in contexts])
-        mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in contexts])
+        ids_BT = torch.tensor([[PAD] * (longest - len(ids)) + ids for ids in contexts], device=self.device)
+        mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in contexts], device=self.device)
         made_BT = self.model.generate(
             ids_BT.repeat_interleave(copies, 0),
             attention_mask=mask_BT.repeat_interleave(copies, 0),

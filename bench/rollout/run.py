@@ -13,7 +13,7 @@ take turns. A row is one peer beside ours. A peer that cannot run gets its reaso
 
 Rows are written as they are made.
 
-Deliberately absent: a peer that serves over HTTP, and any machine but this process's CPU.
+Deliberately absent: a peer that serves over HTTP.
 """
 
 import time
@@ -49,7 +49,7 @@ PROVED = 8  # sequences of a shape's first round that are held to both models
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBench:
-    """What to measure: names of SHAPES, a name of PEERS. threads None: as torch has them. budget: seconds for each name
+    """What to measure: names of SHAPES, a name of PEERS, in float32 on `device`. threads None: as torch has them. budget: seconds for each name
     of SHAPES, after which no round begins; a round of every side is measured in any case."""
 
     shapes: Sequence[str] = tuple(SHAPES)
@@ -57,6 +57,7 @@ class RolloutBench:
     rounds: int = 5
     threads: int | None = None
     budget: float = 540.0
+    device: str = "cpu"
 
     def check(self) -> None:
         """UserError for what cannot be measured."""
@@ -68,6 +69,8 @@ class RolloutBench:
         for flag, value in (("rounds", self.rounds), ("threads", self.threads)):
             if value is not None and value < 1:
                 raise UserError(f"--{flag} {value}: expected a whole number of at least 1")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"--device cuda: torch {torch.__version__} sees none; run where there is one, or with cpu")
         if PEERS[self.peer] and find_spec("transformers") is None:
             raise UserError(
                 f'--peer {self.peer}: transformers is not installed; pip install "thresher[bench]" brings it, '
@@ -111,7 +114,7 @@ def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
     """The rows of one shape: one for each peer, or one alone."""
     begun, budget = time.monotonic(), bench.budget / len(SHAPES[shape.name])
     head = {"bench": "rollout", **facts(("transformers",))}
-    setting = make_rollout_setting(shape)
+    setting = make_rollout_setting(shape, torch.device(bench.device))
     ours = make_ours(setting)
     found = Rounds()
     peers, model = _peers(setting, PEERS[bench.peer], found)
@@ -128,7 +131,7 @@ def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
             ready.append(peer)
         except Exception as error:  # whatever a peer's library may raise
             found.fail(peer.name, error)
-    floor = floor_seconds(shape, measure_rates())
+    floor = floor_seconds(shape, measure_rates(torch.device(bench.device)))
     take_turns(ours, ready, bench.rounds, begun + budget, found)
     common = {
         **head,
@@ -174,7 +177,7 @@ def prove(setting: RolloutSetting, written: Sequence[Written], theirs: Any = Non
         ids_T = torch.tensor(one.ids)
         recorded_R = torch.tensor(one.logprobs)
         for name in gaps:
-            logits_TV = models[name](ids_T if name == "recomputed" else one.ids)
+            logits_TV = models[name](ids_T if name == "recomputed" else one.ids).cpu()
             logp_RV = logits_TV[at_R - 1, : setting.tokenizer.vocab_size].log_softmax(-1)
             gap = (logp_RV.gather(1, ids_T[at_R, None])[:, 0] - recorded_R).abs().max()
             gaps[name] = max(gaps[name], float(gap))

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 
+import torch
+
 from thresher.bench.rollout.shapes import RolloutShape
 from thresher.engine.synthetic.random_model import END_OF_TEXT
 from thresher.engine.synthetic.world import Size, invent, passages
@@ -46,8 +48,8 @@ class RolloutSetting:
         return [encode(text) + encode(given) for text, given in zip(self.questions, self.passages, strict=True)]
 
 
-def make_rollout_setting(shape: RolloutShape) -> RolloutSetting:
-    """A function of the shape, its seed included."""
+def make_rollout_setting(shape: RolloutShape, device: torch.device | None = None) -> RolloutSetting:
+    """A function of the shape, its seed included; the model in float32 on the device."""
     world = invent(WORLD, shape.seed).train
     facts = [passage.text for passage in passages([world], shape.seed)]
     vocab = shape.sizes.vocab_size
@@ -66,7 +68,7 @@ def make_rollout_setting(shape: RolloutShape) -> RolloutSetting:
     return RolloutSetting(
         shape,
         tokenizer,
-        policy.requires_grad_(False),
+        policy.to(device or "cpu").requires_grad_(False),
         [text(shape.question) for _ in range(shape.questions)],
         [text(shape.passages) for _ in range(shape.questions)],
         [[text(shape.appended) for _ in shape.turns[1:]] for _ in range(shape.questions)],

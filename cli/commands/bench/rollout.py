@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=SHAPES, help="default: all of them")
     parser.add_argument("--peer", choices=("hf", "generate_batch", "both", "none"), default="both")
     parser.add_argument("--rounds", type=flags.count, default=5, metavar="N", help="of each side; default: 5")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--threads", type=flags.count, metavar="N", help="default: as many as torch takes")
     parser.add_argument(
         "--budget",
@@ -35,5 +36,6 @@ def run(options: argparse.Namespace) -> None:
         rounds=options.rounds,
         threads=options.threads,
         budget=options.budget,
+        device=options.device,
     )
     run_rollout_bench(bench, options.out, options.plot)
