@@ -136,7 +136,8 @@ def chunk_size(
     if backend == "triton" and count and wants_measuring(lm_head_VH):
         from thresher.kernels.head.backend import measure_tilings  # triton is there only where it can be used
 
-        measure_tilings(lm_head_VH, chunk_rows or even_rows(lm_head_VH, tiling_for(lm_head_VH), budget, count))
+        usual = even_rows(lm_head_VH, tiling_for(lm_head_VH), budget, count)
+        measure_tilings(lm_head_VH, min(chunk_rows or usual, count))
     if chunk_rows is not None:
         return max(min(chunk_rows, count), 1)
     if backend == "triton":

@@ -148,7 +148,9 @@ def test_rows_beyond_the_vocabulary_change_nothing_where_the_matmuls_are_padded(
     case = case.to(torch.float32)
     rest = torch.ones(29, 16)
     rest[22, 3] = beyond  # row 63: the last that zeros are multiplied with
-    hidden, head, *vectors = (tensor.to(DEVICE) for tensor in replace(case, head=torch.cat([case.head, rest])).arguments)
+    hidden, head, *vectors = (
+        tensor.to(DEVICE) for tensor in replace(case, head=torch.cat([case.head, rest])).arguments
+    )
     buffer = torch.full((70, 16), 7.0, device=DEVICE)
     result = grpo_loss(
         hidden.requires_grad_(),
@@ -206,7 +208,7 @@ def test_near_certainty_and_near_the_reference_nothing_cancels() -> None:
     case = replace(case, old=logp, ref=logp - 1e-4, advantages=-torch.ones(40), weights=case.weights + 0.1)
     found, truth = triton(case.to(torch.float32), beta=1.0), brute(case, beta=1.0)
     relative = (found["head_grad"][0].double() - truth["head_grad"][0]).norm() / truth["head_grad"][0].norm()
-    # A GPU's 2^x is good to 2^-22 of itself and its log2, near 1, to 2^-22; a sum near 1 adds 2^-24: against 1 - p = 1.1e-5.
+    # A GPU's 2^x is good to 2^-22 of itself and its log2, near 1, to 2^-22; a sum near 1 adds 2^-24. 1 - p is 1.1e-5.
     assert relative < 2**-22 * (1 + math.log(2) + 0.25) / -math.expm1(float(logp.mean()))
     case = replace(case, advantages=torch.zeros(40), head=head * 0, ref=logp * 0 - math.log(6) - 1e-4)
     case = replace(case, old=logp * 0 - math.log(6))

@@ -1,4 +1,4 @@
-"""At the trainer's vocabulary, 151,665 columns, exponentials leave in vectors of 16 bytes: compiled, and the PTX read."""
+"""At the trainer's 151,665 columns exponentials leave in vectors of 16 bytes: compiled, and the PTX read."""
 
 import json
 import os
