@@ -156,11 +156,7 @@ class OptimSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; 0 after the last step
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
-    loss_workspace: Count | None = None  # MiB of the loss's buffers; None: 256 on a CPU, 560 on CUDA (docs/loss.md)
-
-    @property
-    def loss_workspace_bytes(self) -> int | None:
-        return None if self.loss_workspace is None else self.loss_workspace * 2**20
+    loss_workspace_bytes: Count | None = None  # None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
 
     def depends_on_steps(self) -> bool:
         """Whether the learning rate of a step depends on how many there are in all."""

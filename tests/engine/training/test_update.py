@@ -233,9 +233,9 @@ def test_the_losss_workspace_is_the_recipes(monkeypatch: pytest.MonkeyPatch) -> 
             return real(*arguments, **options)
 
         monkeypatch.setattr(grpo_module, name, spy)
-    for mebibytes in (None, 3):
-        update(policy, reference, spoken(policy, 0, 0.3), ADVANTAGES, GrpoSection(beta=0.1), loss_workspace=mebibytes)
-    assert seen == [None, None, 3 * 2**20, 3 * 2**20]
+    for size in (None, 10**6):
+        update(policy, reference, spoken(policy, 0, 0.3), ADVANTAGES, GrpoSection(beta=0.1), loss_workspace_bytes=size)
+    assert seen == [None, None, 10**6, 10**6]
 
 
 def test_the_largest_of_all_tokens_is_kept(gradients: dict[str, torch.Tensor]) -> None:

@@ -120,3 +120,17 @@ def test_measuring_times_every_candidate_with_the_calls_rows(
     assert capsys.readouterr().out.count(" ms ") == len(seen)
     logprob.chunk_size(None, 560 * 2**20, "triton", head, 8192)
     assert len(seen) == len(candidates(head))  # once a shape
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    from thresher.kernels.head import backend
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(winners.FOLDER, str(tmp_path / "file" / "folder"))
+    monkeypatch.setattr(backend, "_time", lambda _, rows, tiling: 1.0 + (tiling != BFLOAT16))
+    head = fake_head(151_665, 1536)
+    backend.measure_tilings(head, 128)
+    assert "for this process only" in capsys.readouterr().out and tiling_for(head) == BFLOAT16
