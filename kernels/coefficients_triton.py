@@ -1,6 +1,6 @@
 """objective.py's `logit_coefficients` in Triton: what a row's gradient is made of, straight onto its exps.
 
-    p_v = e_v / S, S = e^log_normaliser                                        the exps of head_triton.py
+    p_v = e_v / S, S = e^log_normaliser                                        the exps of head/backend.py
     dz_v = c ([v = y] - p_v) = -(c / S) (e_v - S [v = y]),  c = on_target of objective.py
     with entropy: dz_v = on_target [v = y] + p_v (on_probs + on_plogp log p_v)
 
@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.head.head_triton import Exps, TritonHead
+from thresher.kernels.head.backend import Exps, TritonHead
+from thresher.kernels.head.tiling import stored_columns
 from thresher.kernels.launch.registry import ProgramWork, Specialisation
 from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
 
@@ -59,7 +60,7 @@ def _coefficients_kernel(
     advantages_ptr,  # [R] fp32
     weights_ptr,  # [R] fp32
     ref_ptr,  # [R] fp32, read where KL is an estimator
-    exps_ptr,  # [R, V] bf16 or fp32: the target's is overwritten, unless ENTROPY
+    exps_ptr,  # [R, V] bf16 or fp32, columns padded: the target's is overwritten, unless ENTROPY
     factors_ptr,  # [R] fp32, written: -c / S, or c where ENTROPY
     count,  # R
     exps_stride_r,
@@ -108,7 +109,7 @@ def _coefficients_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=[*_NARROW, "entropy_ptr"])
 def _entropy_kernel(
-    exps_ptr,  # [R, V] bf16 or fp32: e, overwritten by dz
+    exps_ptr,  # [R, STORED] bf16 or fp32: e, overwritten by dz
     factors_ptr,  # [R] fp32: c, the target's coefficient
     log_normaliser_ptr,  # [R] fp32
     logprobs_ptr,  # [R] fp32
@@ -117,7 +118,7 @@ def _entropy_kernel(
     targets_ptr,  # [R] int64
     exps_stride_r,
     coefficient,  # entropy_coef / temperature
-    V: tl.constexpr,
+    STORED: tl.constexpr,  # columns, with those that do not exist and hold e = 0
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -128,30 +129,34 @@ def _entropy_kernel(
     logprob = tl.load(logprobs_ptr + row)
     at_target = on_target + tl.exp(logprob) * (on_probs + on_plogp * logprob)
     target = tl.load(targets_ptr + row)
-    for start in range(0, V, COLUMNS):
+    for start in range(0, STORED, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         ptrs = exps_ptr + row * exps_stride_r + column
-        e = tl.load(ptrs, mask=column < V, other=0.0).to(tl.float32)
+        e = tl.load(ptrs, mask=column < STORED, other=0.0).to(tl.float32)
         # A probability that was rounded to 0 contributes 0, not 0 times infinity.
         logp = tl.log(tl.where(e > 0, e, 1.0)) - log_normaliser
         dz = tl.exp(logp) * (on_probs + on_plogp * logp)
         dz = tl.where(e > 0, dz, 0.0)
         dz = tl.where(column == target, at_target, dz)
-        tl.store(ptrs, dz.to(exps_ptr.dtype.element_ty), mask=column < V)
+        tl.store(ptrs, dz.to(exps_ptr.dtype.element_ty), mask=column < STORED)
 
 
 class TritonLoss(TritonHead):
-    """TritonHead, and the gradient of the loss by its logits: LossBackend of objective.py."""
+    """TritonHead, and the gradient of the loss by its logits: LossBackend of objective.py.
 
-    def __init__(self, lm_head_VH: Tensor, settings: LossSettings, rows: int) -> None:
+    columns: how many of the gradient are handed out, V or, padded with zeros, up to `stored_columns(V)`; None: V.
+    """
+
+    def __init__(self, lm_head_VH: Tensor, settings: LossSettings, rows: int, columns: int | None = None) -> None:
         super().__init__(lm_head_VH, settings.temperature, rows)
         self.settings = settings
+        self.columns = len(lm_head_VH) if columns is None else columns
 
     def gradient(self, rows_RH: Tensor, part: LossRows) -> LogitGradient:
         logprobs_R, entropy_R, exps = self.exps(rows_RH, part.targets_R, part.old_R)
         factor_R = self._coefficients(logprobs_R, exps, part)
         if not self.settings.entropy_coef:
-            return LogitGradient(logprobs_R, entropy_R, exps.exps_RV, factor_R)
+            return LogitGradient(logprobs_R, entropy_R, exps.exps_RV[:, : self.columns], factor_R)
         _entropy_kernel[(len(logprobs_R),)](
             exps.exps_RV,
             factor_R,
@@ -162,10 +167,10 @@ class TritonLoss(TritonHead):
             part.targets_R,
             exps.exps_RV.stride(0),
             self.settings.entropy_coef / self.settings.temperature,
-            V=exps.exps_RV.shape[1],
+            STORED=exps.exps_RV.shape[1],
             COLUMNS=COLUMNS,
         )
-        return LogitGradient(logprobs_R, entropy_R, exps.exps_RV, None)
+        return LogitGradient(logprobs_R, entropy_R, exps.exps_RV[:, : self.columns], None)
 
     def _coefficients(self, logprobs_R: Tensor, exps: Exps, part: LossRows) -> Tensor:
         """The factor of each row; without an entropy bonus the exps become their own gradient."""
@@ -221,7 +226,7 @@ def specialisations() -> tuple[Specialisation, ...]:
         kernel=_entropy_kernel,
         signature={f"{name}_ptr": types.get(name, "*fp32") for name in order}
         | {"exps_stride_r": "i32", "coefficient": "fp32"},
-        constants={"V": 151_936, "COLUMNS": COLUMNS},
+        constants={"STORED": stored_columns(151_665), "COLUMNS": COLUMNS},
         aligned=("exps_ptr", "exps_stride_r"),
         wide=True,
         tile_bytes=2 * COLUMNS,

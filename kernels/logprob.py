@@ -4,7 +4,7 @@
     H_t = -sum_v p[t, v] log p[t, v],  p = softmax(z)
 
 Logits are made a chunk of rows at a time, from float32 accumulators, so memory is bounded by the chunk: one matmul,
-2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head_triton.py, so its
+2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head/backend.py, so its
 forward gives these very bits (in torch only for chunks of equal size, unless the BLAS is batch-invariant: cuBLAS is
 not, a CPU's often, see ROW_MULTIPLE).
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from thresher.kernels.checks import any_bad, check_head, check_scalar, head_checks, raise_first, resolve_backend
 from thresher.kernels.head.tiling import even_rows
+from thresher.kernels.head.winners import tiling_for, wants_measuring
 from thresher.kernels.launch.dispatch import on_device
 from thresher.kernels.matmul import (
     MIB,
@@ -121,13 +122,26 @@ class TorchHead:
         return TokenRows(logprobs_R, entropy_R, log_sum_R, probs_MV[:count], pz_MV[:count])
 
 
-def chunk_size(chunk_rows: int | None, backend: str, lm_head_VH: Tensor, count: int) -> int:
-    """Rows of a chunk for `count` rows, at least 1: what the caller chose, else the backend's own choice."""
+def chunk_size(
+    chunk_rows: int | None, workspace_bytes: int | None, backend: str, lm_head_VH: Tensor, count: int
+) -> int:
+    """Rows of a chunk for `count` rows, at least 1: what the caller chose, else what fits in the workspace."""
+    if chunk_rows is not None and workspace_bytes is not None:
+        raise ValueError(
+            f"chunk_rows is {chunk_rows} and workspace_bytes is {workspace_bytes}; expected one of the two"
+        )
+    if workspace_bytes is not None and workspace_bytes < 1:
+        raise ValueError(f"workspace_bytes is {workspace_bytes}; expected at least 1, or None")
+    budget = workspace_bytes or WORKSPACE_BYTES.get(lm_head_VH.device.type, WORKSPACE_BYTES["cpu"])
+    if backend == "triton" and count and wants_measuring(lm_head_VH):
+        from thresher.kernels.head.backend import measure_tilings  # triton is there only where it can be used
+
+        usual = even_rows(lm_head_VH, tiling_for(lm_head_VH), budget, count)
+        measure_tilings(lm_head_VH, min(chunk_rows or usual, count))
     if chunk_rows is not None:
         return max(min(chunk_rows, count), 1)
-    budget = WORKSPACE_BYTES.get(lm_head_VH.device.type, WORKSPACE_BYTES["cpu"])
     if backend == "triton":
-        return even_rows(lm_head_VH, budget, count)
+        return even_rows(lm_head_VH, tiling_for(lm_head_VH), budget, count)
     element_bytes = 2 * compute_dtype(lm_head_VH).itemsize
     if lm_head_VH.is_cuda:
         # Two buffers, and the logits' gradient once more where it is multiplied in low precision.
@@ -146,6 +160,7 @@ def token_logprobs(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     chunk_rows: int | None = None,
+    workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, in nats, without gradients.
@@ -154,7 +169,8 @@ def token_logprobs(
     lm_head_VH: [V, H], same dtype and device. targets_T: [T] int64 or int32.
     temperature: divides the logits.
     vocab_size: columns from there on do not exist; their rows of the head are never read.
-    chunk_rows: rows that are worked on at a time; None: at most what fits in 256 MiB on a CPU, 560 on CUDA.
+    chunk_rows: rows that are worked on at a time; None: at most what fits in workspace_bytes.
+    workspace_bytes: of a chunk's buffers; None: 256 MiB on a CPU, 560 on CUDA.
     backend: "torch"; "triton" for bfloat16 or float32 on CUDA; "auto": Triton for bfloat16 on CUDA, else torch.
 
     Returns (logprobs_T, entropy_T), [T] float32 (float64 for float64 inputs), detached.
@@ -169,7 +185,7 @@ def token_logprobs(
         if any_bad(checks):
             raise_first(checks)
         head_VH = blas_ready(lm_head_VH[:columns])
-        rows = chunk_size(chunk_rows, backend, head_VH, len(targets_T))
+        rows = chunk_size(chunk_rows, workspace_bytes, backend, head_VH, len(targets_T))
         head = _make_head(backend, head_VH, temperature, rows)
         dtype = compute_dtype(hidden_TH)
         logprobs_T, entropy_T = hidden_TH.new_empty((2, len(targets_T)), dtype=dtype)
@@ -183,7 +199,7 @@ def token_logprobs(
 
 def _make_head(backend: str, lm_head_VH: Tensor, temperature: float, rows: int) -> HeadBackend:
     if backend == "triton":
-        from thresher.kernels.head.head_triton import TritonHead  # triton is there only where it can be used
+        from thresher.kernels.head.backend import TritonHead  # triton is there only where it can be used
 
         return TritonHead(lm_head_VH, temperature, rows)
     return TorchHead(lm_head_VH, temperature, rows)

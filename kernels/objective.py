@@ -119,7 +119,7 @@ class LogitGradient(NamedTuple):
 
     logprobs_R: Tensor
     entropy_R: Tensor
-    dlogits_RV: Tensor  # a view of the backend's workspace: the next chunk reuses it
+    dlogits_RV: Tensor  # a view of the backend's workspace, reused by the next chunk; may end in columns of zeros
     factor_R: Tensor | None  # None: all 1
 
 

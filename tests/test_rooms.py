@@ -48,7 +48,6 @@ LARGE: dict[str, str] = {}  # folder -> why it holds more
 LONGEST_FUNCTION = 60
 LONG = {
     ("kernels/drawing/head_draw_triton.py", "_draw_kernel"): "one Triton program, from the product to what is stored",
-    ("kernels/head/head_triton.py", "_head_kernel"): "one Triton program; a call would hide which registers live on",
     ("kernels/loss.py", "grpo_loss"): "the public function: three quarters of it are its arguments and their docs",
     ("retrieval/building/commands.py", "build"): "a build from first to last, in the order in which it may be killed",
 }

@@ -10,6 +10,9 @@ unmasked row, and from these the loss, the gradient of some hidden rows and of s
 least MARGIN away from the clip, in nats: which side of it a row falls on is no matter of rounding, and gradients can be
 compared.
 
+A head may have more rows than the vocabulary has columns, as Qwen's has: ours, which can be told, is given all of them
+and the number of columns; a peer is given the rows that exist, in the same memory.
+
 Deliberately absent: entropy, dual clip and other KL estimators, which the peers do not share; the tests hold those.
 
 Axes: T tokens, B sequences, Q tokens of a sequence, R unmasked rows, E sampled rows, F sampled columns, H hidden width,
@@ -30,6 +33,8 @@ SEQUENCE = 1024  # tokens of a sequence, or a quarter of the batch if that is le
 RUN = 48  # tokens that a stretch of the mask has, roughly
 SAMPLED_ROWS, SAMPLED_COLUMNS = 64, 128
 TRUTH_BYTES = 512 * 2**20  # one buffer of a block of rows in float64
+# Rows of the heads that have more of them than columns exist, by the columns: Qwen2.5's, and its tokenizer's tokens.
+HEAD_ROWS = {151_665: 151_936}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,10 @@ class LossShape:
         return max(count for count in range(1, wanted + 1) if self.tokens % count == 0)
 
     @property
+    def head_rows(self) -> int:
+        return HEAD_ROWS.get(self.vocab, self.vocab)
+
+    @property
     def flops(self) -> int:
         """Of the three matmuls that a forward and a backward cannot do without, over the unmasked rows."""
         return 6 * self.active * self.hidden * self.vocab
@@ -62,7 +71,8 @@ class LossShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossCase:
-    """The tensors of one case. hidden_TH and head_VH are leaves that want gradients; the others are float32 or int64.
+    """The tensors of one case. hidden_TH, head_VH and whole_head are leaves that want gradients; the others are float32
+    or int64. whole_head: [shape.head_rows, H], whose first V rows lie where head_VH's do.
 
     weights_T is 1/R at unmasked rows and 0 elsewhere; under the mask, old and reference log-probs are 0.
     """
@@ -70,6 +80,7 @@ class LossCase:
     shape: LossShape
     hidden_TH: Tensor
     head_VH: Tensor
+    whole_head: Tensor
     targets_T: Tensor
     mask_T: Tensor
     old_T: Tensor
@@ -95,7 +106,7 @@ class LossCase:
         return values.view(self.shape.sequences, -1, *values.shape[1:])
 
     def drop_gradients(self) -> None:
-        self.hidden_TH.grad = self.head_VH.grad = None
+        self.hidden_TH.grad = self.head_VH.grad = self.whole_head.grad = None
 
 
 def make_case(shape: LossShape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LossCase:
@@ -108,7 +119,8 @@ def make_case(shape: LossShape, device: torch.device, dtype: torch.dtype, seed: 
     def uniform(*size: int) -> Tensor:
         return torch.rand(*size, generator=noise, device=device)
 
-    head_VH = (normal(shape.vocab, shape.hidden) * (LOGIT_STD / math.sqrt(shape.hidden))).to(dtype)
+    whole_head = (normal(shape.head_rows, shape.hidden) * (LOGIT_STD / math.sqrt(shape.hidden))).to(dtype)
+    head_VH = whole_head[: shape.vocab]
     targets_T = torch.randint(shape.vocab, (shape.tokens,), generator=noise, device=device)
     lean_T = LARGEST_LEAN * uniform(shape.tokens)
     hidden_TH = normal(shape.tokens, shape.hidden)
@@ -130,6 +142,7 @@ def make_case(shape: LossShape, device: torch.device, dtype: torch.dtype, seed: 
         shape,
         hidden_TH.requires_grad_(),
         head_VH.requires_grad_(),
+        whole_head.detach().requires_grad_(),
         targets_T,
         mask_T,
         old_T,

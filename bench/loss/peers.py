@@ -5,6 +5,8 @@ and returns a call without arguments, one forward and backward. Libraries are im
 if they are there. What a peer leaves to its caller is done around it in plain torch, so that every call ends with the
 same three results: the loss, the hidden states' gradient and the head's.
 
+Columns that do not exist: ours is told how many do; a peer, which cannot be, is given the rows of those alone.
+
 Rows outside the mask: who takes log-probs is given the unmasked rows alone, picked inside the call; who takes a mask is
 given the mask. A TRL or Liger user would call them so.
 
@@ -69,9 +71,9 @@ def usual_chunk(case: LossCase, chunk_rows: int | None) -> int:
 
 
 def _our_arguments(case: LossCase, chunk_rows: int | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    tensors = (case.hidden_TH, case.head_VH, case.targets_T, case.old_T, case.advantages_T, case.weights_T)
+    tensors = (case.hidden_TH, case.whole_head, case.targets_T, case.old_T, case.advantages_T, case.weights_T)
     options = {"ref_logprobs_T": case.ref_T, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "kl_value": "k3"}
-    return tensors, {**options, "beta": BETA, "chunk_rows": chunk_rows}
+    return tensors, {**options, "beta": BETA, "chunk_rows": chunk_rows, "vocab_size": case.shape.vocab}
 
 
 def _ours(backend: str) -> Prepare:
@@ -81,7 +83,8 @@ def _ours(backend: str) -> Prepare:
         def run() -> LossOutcome:
             result = grpo_loss(*tensors, **options, backend=backend)
             result.loss.backward()
-            return _outcome(case, result.loss, result.logprobs)
+            assert case.hidden_TH.grad is not None and case.whole_head.grad is not None
+            return LossOutcome(result.loss, result.logprobs, case.hidden_TH.grad, case.whole_head.grad)
 
         return run
 
@@ -91,7 +94,7 @@ def _ours(backend: str) -> Prepare:
 def _ours_into_buffer(case: LossCase, chunk_rows: int | None) -> Run:
     """As our trainer calls it: the head's gradient is added to the float32 buffer that the optimiser reads."""
     tensors, options = _our_arguments(case, chunk_rows)
-    buffer_VH = torch.zeros_like(case.head_VH, dtype=compute_dtype(case.head_VH)).detach()
+    buffer_VH = torch.zeros_like(case.whole_head, dtype=compute_dtype(case.head_VH)).detach()
 
     def run() -> LossOutcome:
         result = grpo_loss(*tensors, **options, lm_head_grad_VH=buffer_VH)

@@ -37,6 +37,7 @@ from thresher.bench.machine import facts
 from thresher.bench.measure import in_turn, peak_bytes, spread
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, progress_line, table
+from thresher.kernels.head.tiling import stored_columns
 from thresher.rewards.errors import UserError
 
 MAIN_TOKENS = 8192
@@ -44,7 +45,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {
         "hidden": (896, 1536, 2048, 3584),
         "tokens": (2048, 4096, 8192, 16384),
-        "vocab": (151936,),
+        "vocab": (151665, 151936),  # the tokens of Qwen2.5's tokenizer, and the rows of its head
         "density": (100, 50, 25),
     },
     "cpu": {"hidden": (64, 256), "tokens": (512, 2048), "vocab": (2000, 20000), "density": (100, 25)},
@@ -259,7 +260,8 @@ def enter(contender: Contender, case: LossCase, truth: LossTruth, chunk_rows: in
             return f"It is off by more than {limits[0]:g} nats or {limits[1]:g}: {values}."
         case.drop_gradients()
         extra = peak_bytes(run, case.device)
-        handed = [grad for grad in (case.hidden_TH.grad, case.head_VH.grad) if grad is not None]
+        leaves = (case.hidden_TH, case.head_VH, case.whole_head)
+        handed = [leaf.grad for leaf in leaves if leaf.grad is not None]
         case.drop_gradients()
         return Entrant(contender, run, errors, extra, extra - sum(grad.nbytes for grad in handed))
     except Exception as error:  # a peer may fail in any way, and that is a result too
@@ -272,8 +274,10 @@ def enter(contender: Contender, case: LossCase, truth: LossTruth, chunk_rows: in
 
 
 def bare_matmuls(case: LossCase, rows: int) -> list[Callable[[], Any]]:
-    """logits, dX and dW of a chunk of `rows` rows, in the case's dtype, and nothing else."""
-    head_VH, rows_MH = case.head_VH.detach(), case.hidden_TH.detach()[case.index_R[:rows]]
+    """logits, dX and dW of a chunk of `rows` rows, in the case's dtype, and nothing else. Over a multiple
+    of columns that suits them where the head has the rows, for the floor is what could be reached."""
+    head_VH = case.whole_head.detach()[: stored_columns(case.shape.vocab)]
+    rows_MH = case.hidden_TH.detach()[case.index_R[:rows]]
     logits_MV = torch.mm(rows_MH, head_VH.t())
     return [
         lambda: torch.mm(rows_MH, head_VH.t(), out=logits_MV),

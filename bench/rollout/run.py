@@ -49,8 +49,9 @@ PROVED = 8  # sequences of a shape's first round that are held to both models
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBench:
-    """What to measure: names of SHAPES, a name of PEERS, in float32 on `device`. threads None: as torch has them. budget: seconds for each name
-    of SHAPES, after which no round begins; a round of every side is measured in any case."""
+    """What to measure: names of SHAPES, a name of PEERS, in float32 on `device`. threads None: as torch has them.
+    budget: seconds for each name of SHAPES, after which no round begins; a round of every side is measured in any
+    case."""
 
     shapes: Sequence[str] = tuple(SHAPES)
     peer: str = "both"

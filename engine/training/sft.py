@@ -252,6 +252,7 @@ class SftTrainer:
                 packed.advantages_R,
                 packed.weights_R,
                 vocab_size=self.vocab_size,
+                workspace_bytes=self.optim.loss_workspace_bytes,
             )
             result.loss.backward()
             loss -= float((packed.weights_R * result.logprobs).sum())

@@ -248,6 +248,7 @@ class Updater:
                     batch.targets_R,
                     temperature=temperature,
                     vocab_size=self.vocab_size,
+                    workspace_bytes=self.optim.loss_workspace_bytes,
                 )
         hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
         hidden_RH = hidden_TH.index_select(0, batch.rows_R)
@@ -273,6 +274,7 @@ class Updater:
             beta=grpo.beta if self.reference is not None else 0.0,
             entropy_coef=grpo.entropy_coef,
             vocab_size=self.vocab_size,
+            workspace_bytes=self.optim.loss_workspace_bytes,
             lm_head_grad_VH=head_VH.grad,
         )
         if head_VH.requires_grad:

@@ -10,7 +10,7 @@ from loss_cases import Case, float32_budget
 from torch import Tensor
 
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.logprob import WORKSPACE_BYTES, default_chunk_rows, reference_token_logprobs
+from thresher.kernels.logprob import WORKSPACE_BYTES, chunk_size, default_chunk_rows, reference_token_logprobs
 
 
 def make(
@@ -129,6 +129,7 @@ def test_no_gradient_and_a_certain_token() -> None:
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"vocab_size": 601}, "vocab_size is 601"),
         ({"chunk_rows": -1}, "chunk_rows is -1"),
+        ({"workspace_bytes": -1}, "workspace_bytes is -1"),
         ({"backend": "numpy"}, "backend is 'numpy'"),
     ],
 )
@@ -147,6 +148,12 @@ def test_bad_input(change: dict[str, Any], words: str) -> None:
 
 
 # a small vocabulary takes the most rows, a larger one what 64 MiB hold, Qwen's 208 in 256 MiB, a huge one the least
+def test_a_workspace_bounds_the_chunk() -> None:
+    head = torch.empty(151_936, 8, device="meta")
+    sizes = [chunk_size(None, mebibytes and mebibytes * 2**20, "torch", head, 4096) for mebibytes in (64, None, 1024)]
+    assert sizes == [48, 208, 208]  # rows of 8 x 151,936 bytes; more than a cache holds is none the faster on a CPU
+
+
 @pytest.mark.parametrize(("columns", "rows"), [(600, 1024), (20000, 416), (32768, 256), (151936, 208), (5_000_000, 16)])
 def test_default_chunk(columns: int, rows: int) -> None:
     assert default_chunk_rows(WORKSPACE_BYTES["cpu"], columns, 8) == rows

@@ -88,6 +88,8 @@ def test_bad_shapes_dtypes_and_devices(change: dict[str, Tensor], words: str) ->
         ({"vocab_size": 51}, "vocab_size is 51; expected 1 to lm_head_VH's 50 rows"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"chunk_rows": 0}, "chunk_rows is 0"),
+        ({"workspace_bytes": 0}, "workspace_bytes is 0; expected at least 1, or None"),
+        ({"workspace_bytes": 5, "chunk_rows": 7}, "chunk_rows is 7 and workspace_bytes is 5; expected one of the two"),
         ({"backend": "cuda"}, "backend is 'cuda'"),
         (
             {"lm_head_grad_VH": torch.zeros(50, 16)},

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from thresher.bench.loss import cases as cases_module
 from thresher.bench.loss import run as bench_module
 from thresher.bench.loss.cases import (
     CLIP_HIGH,
@@ -105,13 +106,18 @@ def test_the_sampled_truth_is_that_of_autograd_through_everything(case: LossCase
 CONTENDERS = [*OURS, OURS_IN_TORCH, *(peer for name, peer in PEERS.items() if name != "compiled")]
 
 
+@pytest.mark.parametrize("head_rows", [300, 330], ids=["all columns exist", "head has more rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
-def test_every_contender_that_is_here_agrees_with_float64(contender: Contender, dtype: torch.dtype) -> None:
+def test_every_contender_that_is_here_agrees_with_float64(
+    contender: Contender, dtype: torch.dtype, head_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cases_module.HEAD_ROWS, 300, head_rows)
     reason = contender.unavailable(CPU, dtype)
     if reason is not None:
         pytest.skip(reason)
     case = make_case(SHAPE, CPU, dtype)
+    assert len(case.whole_head) == head_rows and len(case.head_VH) == 300
     truth = truth_of(case)
     for chunk_rows in (None, 20):  # 48 active rows: the last chunk is a short one
         case.drop_gradients()
@@ -119,7 +125,7 @@ def test_every_contender_that_is_here_agrees_with_float64(contender: Contender, 
         errors = errors_of(outcome, truth)
         limits = (bench_module.LIMITS if contender.ours else bench_module.PEER_LIMITS)[dtype]
         assert errors.worse_than(*limits) == []
-        assert not outcome.hidden_grad_TH[~case.mask_T].any()
+        assert not outcome.hidden_grad_TH[~case.mask_T].any() and not outcome.head_grad_VH[300:].any()
 
 
 def _scaled(case: LossCase, chunk_rows: int | None) -> Any:

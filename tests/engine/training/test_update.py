@@ -222,6 +222,22 @@ def test_statistics_are_sums_over_the_rows() -> None:
     assert stats.largest["logprob_gap_max"] == pytest.approx(float((own - old).abs().max()), rel=1e-6)
 
 
+def test_the_losss_workspace_is_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, reference = make_policy(0), make_policy(1).requires_grad_(False)
+    seen: list[int | None] = []
+    for name in ("grpo_loss", "token_logprobs"):
+        real = getattr(grpo_module, name)
+
+        def spy(*arguments: Any, real: Any = real, **options: Any) -> Any:
+            seen.append(options["workspace_bytes"])
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(grpo_module, name, spy)
+    for size in (None, 10**6):
+        update(policy, reference, spoken(policy, 0, 0.3), ADVANTAGES, GrpoSection(beta=0.1), loss_workspace_bytes=size)
+    assert seen == [None, None, 10**6, 10**6]
+
+
 def test_the_largest_of_all_tokens_is_kept(gradients: dict[str, torch.Tensor]) -> None:
     policy, reference = make_policy(0), make_policy(1).requires_grad_(False)
     trajectories = spoken(policy, 0, 0.3)

@@ -15,11 +15,11 @@ import torch
 from loss_cases import brute, float32_budget, make_case
 
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.head.tiling import even_rows
+from thresher.kernels.head.tiling import BFLOAT16, HOPPER, Tiling, even_rows
 
 pytest.importorskip("triton")
 
-from thresher.kernels.head.head_triton import TritonHead
+from thresher.kernels.head.backend import TritonHead
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
 
@@ -61,20 +61,37 @@ def test_a_guess_that_is_no_number_is_corrected() -> None:
     guess = torch.full((9,), math.nan, device=DEVICE)
     for temperature in (1.0, 0.5):
         _, _, exps = TritonHead(head, temperature, 9).exps(hidden, targets, guess)
-        probs = exps.exps_RV * torch.exp(-exps.log_normaliser_R)[:, None]
+        probs = exps.exps_RV[:, :30] * torch.exp(-exps.log_normaliser_R)[:, None]
         torch.testing.assert_close(probs, torch.softmax(hidden @ head.t() / temperature, 1))
+        assert exps.exps_RV.shape == (9, 64) and (exps.exps_RV[:, 30:] == 0).all()
+
+
+@pytest.mark.parametrize("V", [30, 64, 300, 513])  # tiles of 64 columns: part of one, one, part of the last, one of it
+@pytest.mark.parametrize("wrong", [0.0, 1e3], ids=["guessed", "again"])
+def test_columns_beyond_the_vocabulary_are_stored_as_zeros(V: int, wrong: float) -> None:
+    hidden, head, targets = (tensor.to(DEVICE) for tensor in make_case(70, V=V).to(torch.float32).arguments[:3])
+    backend = TritonHead(head, 1.0, 70)
+    backend.exps_MV = torch.full((70, backend.exps_stride), math.nan, device=DEVICE)
+    truth = torch.log_softmax(hidden.double() @ head.double().t(), 1)
+    guess = truth.gather(1, targets[:, None])[:, 0].float() + wrong * (torch.arange(70, device=DEVICE) == 5)
+    _, _, exps = backend.exps(hidden, targets, guess)
+    assert exps.exps_RV.shape == (70, math.ceil(V / 64) * 64) and (exps.exps_RV[:, V:] == 0).all()
+    logp = exps.exps_RV[:, :V].double().log() - exps.log_normaliser_R.double()[:, None]
+    torch.testing.assert_close(logp, truth, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("H", [896, 3584])
-@pytest.mark.parametrize("mebibytes", [150, 560])
-def test_even_chunks_within_the_budget(H: int, mebibytes: int) -> None:
-    head = torch.empty(151_936, H, dtype=torch.bfloat16, device="meta")
-    rows = even_rows(head, mebibytes * 2**20, 8192)
-    tiles = 151_936 / 128
-    assert rows % 128 == 0 and rows * (2 * 151_936 + 12 * tiles + 12 * H) < mebibytes * 2**20
+@pytest.mark.parametrize("mebibytes", [150, 560, 1229])
+@pytest.mark.parametrize("tiling", [BFLOAT16, HOPPER], ids=["sm_80", "sm_90"])
+def test_even_chunks_within_the_budget(H: int, mebibytes: int, tiling: Tiling) -> None:
+    head = torch.empty(151_665, H, dtype=torch.bfloat16, device="meta")
+    rows = even_rows(head, tiling, mebibytes * 2**20, 8192)
+    tiles = math.ceil(151_665 / tiling.columns)
+    assert rows % 128 == 0 and rows * (2 * 151_680 + 12 * tiles + 12 * H) < mebibytes * 2**20
     chunks = math.ceil(8192 / rows)
     assert (rows - 128) * chunks < 8192  # no smaller chunk would do in as many
-    assert even_rows(head, mebibytes * 2**20, 50) == 50 and even_rows(head, 1, 8192) == 128
+    assert mebibytes < 1229 or chunks == 3
+    assert even_rows(head, tiling, mebibytes * 2**20, 50) == 50 and even_rows(head, tiling, 1, 8192) == 128
 
 
 @needs_cuda
@@ -142,7 +159,7 @@ LENGTHS = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from thresher.kernels import coefficients_triton as coefficients
-from thresher.kernels.head import head_triton as head
+from thresher.kernels.head import backend as head
 from thresher.kernels.launch.registry import specialisations_of, triton_modules
 
 class Driver:  # enough of one to ask the launcher what it would compile, without a GPU
@@ -181,4 +198,5 @@ def test_five_lengths_share_one_specialisation() -> None:
         [sys.executable, "-P", "-c", LENGTHS], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str({"_head_kernel": 1, "_reduce_kernel": 1, "_coefficients_kernel": 1})
+    names = ("head", "reduce", "again", "coefficients")
+    assert done.stdout.strip() == str({f"_{name}_kernel": 1 for name in names})

@@ -1,0 +1,47 @@
+"""The persistent kernel gives the plain one's bits, tile for tile; on a GPU, where TMA can be had, within rounding."""
+
+import math
+
+import pytest
+import torch
+from loss_cases import make_case
+
+from thresher.kernels.head.tiling import HOPPER, PERSISTENT, capability
+
+pytest.importorskip("triton")
+
+from thresher.kernels.head import backend
+from thresher.kernels.head.winners import takes_descriptors
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+without_tma = pytest.mark.skipif(CUDA and capability(DEVICE) < 90, reason="TMA came with sm_90")
+
+
+@without_tma
+@pytest.mark.parametrize(("T", "H", "V"), [(1, 64, 40), (300, 72, 601), (130, 128, 1281)])
+def test_bits_of_the_plain_kernel(T: int, H: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(T, H=H, V=V, seed=T, scale=0.3)
+    hidden, head = case.hidden.to(DEVICE, torch.bfloat16), case.head.to(DEVICE, torch.bfloat16)
+    targets = case.targets.to(DEVICE)
+    guess = case.old.to(DEVICE, torch.float32) + 100.0 * (torch.arange(T, device=DEVICE) == T // 2)
+    found = []
+    for tiling in (HOPPER, PERSISTENT):
+        monkeypatch.setattr(backend, "tiling_for", lambda _, chosen=tiling: chosen)
+        made = backend.TritonHead(head, 0.7, T)
+        made.exps_MV = head.new_full((T, made.exps_stride), math.nan)
+        logprobs, entropy, exps = made.exps(hidden, targets, guess)
+        found.append((logprobs, entropy, exps.log_normaliser_R, exps.exps_RV))
+    for one, other in zip(*found, strict=True):
+        if CUDA:  # another order of the same sums
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-4)
+        else:
+            assert torch.equal(one, other)
+
+
+def test_which_heads_a_descriptor_can_describe() -> None:
+    head = torch.zeros(100, 64, dtype=torch.bfloat16)
+    assert takes_descriptors(head) and takes_descriptors(head[3:70])
+    assert not any(map(takes_descriptors, (head.float(), head[:, 1:], head[:, :60], head.t(), head[:, ::2])))
