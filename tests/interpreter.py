@@ -12,7 +12,8 @@ Inside, each launch
         values by one store, and none is written by one program and read by another. Atomic operations race with
         plain accesses, and not with each other. Stores of equal values by several programs (a flag that is set) are no
         race;
-and fresh memory (`torch.empty`, `new_empty`, `empty_like`, `empty_strided`) is poisoned: NaN, or the largest integer.
+casts to bfloat16 round to nearest, ties to even, as a GPU's do, where the interpreter cuts off; and fresh memory
+(`torch.empty`, `new_empty`, `empty_like`, `empty_strided`) is poisoned: NaN, or the largest integer.
 A kernel that reads what nobody wrote gives NaN, or leaves its tensors.
 
 With `approximate=True` exponentials, logarithms, quotients and roots of float32 are off by what a GPU's may be (PTX
@@ -22,7 +23,7 @@ ISA, "Floating Point Instructions": ex2.approx and lg2.approx 2^-22, div.full 2 
 Works with Triton 3.6 and 3.7, whose interpreters hand every access to the same four methods of a builder.
 
 Deliberately absent: races inside a program (its threads' barriers are the compiler's), shared memory and its limits,
-TF32, and the rounding of bfloat16 stores, which the interpreter does not do to nearest.
+TF32.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def proved(*, approximate: bool = False) -> Iterator[Seen]:
     seen = Seen()
     with ExitStack() as stack:
         stack.enter_context(poisoned_memory())
+        stack.enter_context(bfloat16_to_nearest())
         stack.enter_context(_checked_launches(seen))
         if approximate:
             stack.enter_context(approximate_functions())
@@ -332,7 +334,26 @@ def _bytes(storage: torch.UntypedStorage) -> bytes:
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()  # type: ignore[call-overload]
 
 
-# Approximations
+# Arithmetic as a GPU does it
+
+
+@contextmanager
+def bfloat16_to_nearest() -> Iterator[None]:
+    """float32 becomes the nearest bfloat16, of two the even one."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    cut = interpreter._convert_float
+
+    def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return cut(data, source, target, rounding)
+        bits = np.ascontiguousarray(data, np.float32).view(np.uint32).astype(np.uint64)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16).reshape(data.shape)
+
+    with patch.object(interpreter, "_convert_float", convert):
+        yield
 
 
 def _noise(x: np.ndarray) -> np.ndarray:

@@ -88,6 +88,13 @@ def compile_one(specialisation: Specialisation, target: Target) -> Result:
     return Result(specialisation=specialisation, target=target, figures=figures, code=code, faults=found)
 
 
+def expected_matrix(specialisation: Specialisation, target: Target) -> str | None:
+    """The matrix instruction that the code is meant to have, None for none."""
+    if not specialisation.tensor_cores:
+        return None
+    return target.matrix if specialisation.wgmma else "mma"
+
+
 def check(specialisation: Specialisation) -> None:
     """Raises ValueError where types and constants do not cover the kernel's arguments, each once."""
     wanted = set(specialisation.kernel.arg_names)
@@ -152,7 +159,7 @@ def read_figures(log: str, ptx: str, dynamic_shared: int) -> Figures:
 def faults(figures: Figures, code: Code, target: Target, specialisation: Specialisation) -> tuple[str, ...]:
     """What is wrong, each as the end of a sentence that starts with the kernel and the target."""
     found = []
-    tensor_cores = specialisation.tensor_cores
+    matrix = expected_matrix(specialisation, target)
     if code.spills_in_loops:
         found.append(
             f"spills inside a loop ({code.loop.spill_stores:,} stores and {code.loop.spill_loads:,} loads of local "
@@ -164,9 +171,9 @@ def faults(figures: Figures, code: Code, target: Target, specialisation: Special
         found.append(
             f"needs {figures.shared:,} bytes of shared memory a block, and there are {target.shared_per_block:,}"
         )
-    if tensor_cores and target.matrix not in figures.matrix:
-        found.append(f"has no {target.matrix} instruction and is meant to")
-    if not tensor_cores and figures.matrix:
+    if matrix is not None and matrix not in figures.matrix:
+        found.append(f"has no {matrix} instruction and is meant to")
+    if matrix is None and figures.matrix:
         found.append(f"has {' and '.join(figures.matrix)} instructions where products are meant to be exact")
     if figures.wgmma_serialised:
         found.append("has its wgmma instructions serialised")

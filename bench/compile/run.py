@@ -138,7 +138,7 @@ def _row(head: dict[str, Any], module: str, result: Result) -> dict[str, Any]:
     }
 
 
-def _widest(code: Code, what: str) -> int | None:
+def _commonest(code: Code, what: str) -> int | None:
     """The width by which most of the bulk path's bytes are moved."""
     widths = code.bulk_path(what)
     return max(widths, key=lambda width: width * widths[width]) if widths else None
@@ -161,8 +161,8 @@ def _show(results: Sequence[Result]) -> None:
                 -(-figures.shared // KIB),
                 prediction.blocks,
                 f"{code.prologue.instructions} {code.loop.instructions} {code.epilogue.instructions}",
-                _widest(code, "loads"),
-                _widest(code, "stores"),
+                _commonest(code, "loads"),
+                _commonest(code, "stores"),
                 f"{prediction.in_flight / KIB:.0f}/{prediction.needed / KIB:.0f}",
                 None if share is None else f"{share:.0%}",
             )

@@ -45,6 +45,7 @@ class Specialisation:
     capabilities: the GPUs that this tiling is launched on, 80 for sm_80 and later without wgmma, 90 for sm_90.
     maxnreg: registers that a thread may have, where the launch caps them.
     tensor_cores: whether the code is expected to hold matrix instructions (mma on sm_80, wgmma on sm_90).
+    wgmma: whether its tiles have the 64 rows that a wgmma takes; where not, sm_90 is expected to do with mma.
     wide: whether the bulk of loads and stores has to be of 16 bytes each; a few scalars may be narrower.
     tile_bytes: what one trip of the main loop loads; 0 leaves it to be read off the code. work: of one program, where a
     share of peak is to be predicted.
@@ -59,6 +60,7 @@ class Specialisation:
     num_stages: int = 3
     maxnreg: int | None = None
     tensor_cores: bool = False
+    wgmma: bool = True
     capabilities: tuple[int, ...] = (80, 90)
     wide: bool = False
     tile_bytes: int = 0

@@ -28,6 +28,7 @@ from interpreter import (
     ProofError,
     approximate_functions,
     backwards,
+    bfloat16_to_nearest,
     poisoned_memory,
     program_order,
     proved,
@@ -310,10 +311,32 @@ def test_approximate_functions_are_off_by_what_a_gpu_s_may_be() -> None:
         assert before <= 2 and 1.5 < worst < 6 and before < worst, (row, before, worst)
 
 
+@triton.jit
+def _round_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i).to(tl.bfloat16))
+
+
+def test_bfloat16_is_rounded_to_nearest() -> None:
+    x = torch.randn(256, generator=torch.Generator().manual_seed(0)) * 1e3
+    x[:8] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -(1 + 2.0**-8), 3.4e38, float("inf"), 0.0, -0.0, 1e-40])
+    y, cut = (torch.empty(256, dtype=torch.bfloat16) for _ in range(2))
+    with bfloat16_to_nearest():
+        _round_kernel[(1,)](x, y, BLOCK=256)
+    _round_kernel[(1,)](x, cut, BLOCK=256)
+    assert torch.equal(y.view(torch.int16), x.bfloat16().view(torch.int16)) and not torch.equal(cut, y)
+    with bfloat16_to_nearest():
+        _round_kernel[(1,)](torch.full((1,), float("nan")), y, BLOCK=1)
+    assert y[0].isnan()
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_patched() -> Iterator[None]:
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+    from triton.runtime import interpreter
 
-    before = dict(vars(InterpreterBuilder)), dict(vars(GridExecutor))
+    def state() -> list[dict[str, Any]]:
+        return [dict(vars(of)) for of in (interpreter.InterpreterBuilder, interpreter.GridExecutor)]
+
+    before, convert = state(), interpreter._convert_float
     yield
-    assert (dict(vars(InterpreterBuilder)), dict(vars(GridExecutor))) == before
+    assert state() == before and interpreter._convert_float is convert
