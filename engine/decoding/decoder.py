@@ -407,8 +407,8 @@ class Decoder:
         ends, and how many tokens it got. F: rows, 1 + drafts of each sequence, one sequence after the other."""
         lanes = self.lanes
         lane_F, position_F = rows_of(lanes, lane_N, drafted_N)
-        logits_FV = sampling.head_logits(hidden_FH, self.policy.head_VH[: self.tokenizer.vocab_size])
-        ids_F, logprobs_F = sampling.sample(logits_FV, lanes.seeds_B[lane_F], position_F, lanes.rules.take(lane_F))
+        head_VH, rules = self.policy.head_VH[: self.tokenizer.vocab_size], lanes.rules.take(lane_F)
+        ids_F, logprobs_F = sampling.draw_from_head(hidden_FH, head_VH, lanes.seeds_B[lane_F], position_F, rules)
         return keep_drawn(lanes, self.stops, lane_N, drafted_N, ids_F, logprobs_F)
 
     def _count_drawn(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:

@@ -9,6 +9,8 @@ Axes: B lanes, L tokens of a lane, N sequences that draw, F rows at which they d
 after the other.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,12 +21,56 @@ from thresher.kernels.attention.paged import places
 Ints = npt.NDArray[np.int64]
 
 
+class Drawn(NamedTuple):
+    """What a step drew of each sequence, on the host: the last token that stands, its log-prob, the code of
+    `StopBank.advance` for it, and how many tokens stand."""
+
+    ids_N: Ints
+    logprobs_N: npt.NDArray[np.float32]
+    code_N: Ints
+    taken_N: Ints
+
+
+class DrawnRows(NamedTuple):
+    """`Drawn` on its way: a row of four int32 a sequence, the log-prob by its bits. done: None where it is there."""
+
+    rows_N4: torch.Tensor
+    done: "torch.cuda.Event | None"
+
+    def read(self) -> Drawn:
+        if self.done is not None:
+            self.done.synchronize()
+        columns_4N = np.ascontiguousarray(self.rows_N4.numpy().T)
+        ids_N, code_N, taken_N = columns_4N[[0, 2, 3]].astype(np.int64)
+        return Drawn(ids_N, columns_4N[1].view(np.float32), code_N, taken_N)
+
+
+def send_drawn(ids_N: torch.Tensor, logprobs_N: torch.Tensor, code_N: torch.Tensor, taken_N: torch.Tensor) -> DrawnRows:
+    """The four of `Drawn` (ids below 2^31) as one copy to the host, which waits for it when it reads, and not before:
+    from CUDA into pinned memory."""
+    columns = (ids_N.int(), logprobs_N.float().view(torch.int32), code_N.int(), taken_N.int())
+    rows_N4 = torch.stack(columns, 1)
+    if not rows_N4.is_cuda:
+        return DrawnRows(rows_N4.cpu(), None)
+    # torch keeps pinned memory for the next step, and knows when a copy is done with it.
+    host_N4 = torch.empty(rows_N4.shape, dtype=rows_N4.dtype, pin_memory=True)
+    host_N4.copy_(rows_N4, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return DrawnRows(host_N4, done)
+
+
+def reads_rows(device: torch.device) -> bool:
+    """Whether what was drawn is read back in rows; a CPU reads it where it lies."""
+    return device.type == "cuda"
+
+
 def keep_drawn(
     lanes: Lanes, stops: StopBank, lane_N: Ints, drafted_N: Ints, ids_F: torch.Tensor, logprobs_F: torch.Tensor
 ) -> tuple[Ints, Ints]:
     """Per sequence the code of `StopBank.advance` for its last token, and how many tokens stand.
 
-    Between the ends of turns this is the one place where a step reads back from the device.
+    Between the ends of turns this is the one place where a step reads back from the device, in one copy.
     """
     count_N = 1 + drafted_N
     first_N, known_N, left_N, lane = (
@@ -36,6 +82,9 @@ def keep_drawn(
         lanes.logprobs_BL[lane, known_N] = logprobs_F.float()
         state_N, code_N = stops.advance(lanes.state_B[lane], ids_F)
         lanes.state_B[lane] = state_N
+        if reads_rows(lanes.device):
+            drawn = send_drawn(ids_F, logprobs_F, code_N, torch.ones_like(code_N)).read()
+            return drawn.code_N, drawn.taken_N
         return code_N.cpu().numpy(), np.ones_like(lane_N)
     state_N, alive_N = lanes.state_B[lane], torch.ones_like(left_N, dtype=torch.bool)
     code_N, taken_N = torch.zeros_like(left_N), torch.zeros_like(left_N)
@@ -52,6 +101,10 @@ def keep_drawn(
         taken_N += alive_N
         alive_N = alive_N & (left_N > column) & (ids_N == draft_N) & (code_N == 0)
     lanes.state_B[lane] = state_N
+    if reads_rows(lanes.device):
+        last_N = first_N + taken_N - 1
+        drawn = send_drawn(ids_F[last_N], logprobs_F[last_N], code_N, taken_N).read()
+        return drawn.code_N, drawn.taken_N
     codes, taken = torch.stack([code_N, taken_N]).cpu().numpy()
     return codes, taken
 

@@ -365,7 +365,7 @@ def _draw_specialisation(
     pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
     types = {"hidden": pointer, "head": pointer, "seeds": "*i64", "positions": "*i64", "temperature": "*fp32"}
     return Specialisation(
-        name=f"draw {pointer[1:]} {tiling.rows} rows, steps of {width}",
+        name=f"draw {pointer[1:]} {tiling.rows} rows by {width}",
         kernel=_draw_kernel,
         signature={f"{name}_ptr": kind for name, kind in {**types, "parts": "*fp32", "columns": "*i32"}.items()}
         | dict.fromkeys(("count", "temperature_stride", "head_stride_v", "H"), "i32"),
