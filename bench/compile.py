@@ -137,8 +137,15 @@ def compile_one(specialisation: Specialisation, target: Target) -> Result:
             error.add_note(f"while compiling {specialisation.name} for {target.name}")
             raise
     figures = read_figures(written.getvalue(), compiled.asm["ptx"], compiled.metadata.shared)
-    found = faults(figures, target, specialisation.tensor_cores)
+    found = faults(figures, target, expected_matrix(specialisation, target))
     return Result(specialisation=specialisation, target=target, figures=figures, faults=found)
+
+
+def expected_matrix(specialisation: Specialisation, target: Target) -> str | None:
+    """The matrix instruction that the code is meant to have, None for none."""
+    if not specialisation.tensor_cores:
+        return None
+    return target.matrix if specialisation.wgmma else "mma"
 
 
 def check(specialisation: Specialisation) -> None:
@@ -201,8 +208,9 @@ def read_figures(log: str, ptx: str, dynamic_shared: int) -> Figures:
     )
 
 
-def faults(figures: Figures, target: Target, tensor_cores: bool) -> tuple[str, ...]:
-    """What is wrong, each as the end of a sentence that starts with the kernel and the target."""
+def faults(figures: Figures, target: Target, matrix: str | None) -> tuple[str, ...]:
+    """What is wrong, each as the end of a sentence that starts with the kernel and the target. matrix: the instruction
+    that is meant to be there."""
     found = []
     if figures.stack or figures.spill_stores or figures.spill_loads:
         found.append(
@@ -213,9 +221,9 @@ def faults(figures: Figures, target: Target, tensor_cores: bool) -> tuple[str, .
         found.append(
             f"needs {figures.shared:,} bytes of shared memory a block, and there are {target.shared_per_block:,}"
         )
-    if tensor_cores and target.matrix not in figures.matrix:
-        found.append(f"has no {target.matrix} instruction and is meant to")
-    if not tensor_cores and figures.matrix:
+    if matrix is not None and matrix not in figures.matrix:
+        found.append(f"has no {matrix} instruction and is meant to")
+    if matrix is None and figures.matrix:
         found.append(f"has {' and '.join(figures.matrix)} instructions where products are meant to be exact")
     if figures.wgmma_serialised:
         found.append("has its wgmma instructions serialised")

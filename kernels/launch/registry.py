@@ -31,6 +31,7 @@ class Specialisation:
     (pointers that torch allocated, strides padded to it), which the compiler turns into wide loads.
     capabilities: the GPUs that this tiling is launched on, 80 for sm_80 and later without wgmma, 90 for sm_90.
     tensor_cores: whether the code is expected to hold matrix instructions (mma on sm_80, wgmma on sm_90).
+    wgmma: whether its tiles have the 64 rows that a wgmma takes; where not, sm_90 is expected to do with mma.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Specialisation:
     num_warps: int = 4
     num_stages: int = 3
     tensor_cores: bool = False
+    wgmma: bool = True
     capabilities: tuple[int, ...] = (80, 90)
 
 
