@@ -11,8 +11,8 @@ a [P, 2, K, S, D] do. A slot that no row sees may hold anything, NaN included: i
 
 Deliberately absent: the same bits whatever a batch is made of. That is paged.py's promise, on a CPU.
 
-Axes: T rows of all runs, B sequences, Q rows of a sequence, N query heads (and runs, in PrefillRows), K key/value heads,
-R query heads of a KV head, D head dimension, P blocks, S slots of a block, J keys, G and M as in rows.py
+Axes: T rows of all runs, B sequences, Q rows of a sequence, N query heads (and runs, in PrefillRows), K key/value
+heads, R query heads of a KV head, D head dimension, P blocks, S slots of a block, J keys, G and M as in rows.py
 (docs/notation.md).
 """
 
@@ -97,9 +97,7 @@ def prefill_attention(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: Prefi
     return _reference_prefill(q_TND, k_PKSD, v_PKSD, rows)
 
 
-def reference_cached_attention(
-    q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRows | PrefillRows
-) -> Tensor:
+def reference_cached_attention(q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRows | PrefillRows) -> Tensor:
     """What `decode_attention` (q [B, Q, N, D]) and `prefill_attention` (q [T, N, D]) compute, in plain torch: scores
     and weights in float32, in float64 where the inputs are."""
     if isinstance(rows, PrefillRows):

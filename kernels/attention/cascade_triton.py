@@ -5,7 +5,7 @@
 The keys of a common prefix are parts like any other; only that a program of `_prefix_kernel` computes them for the rows
 of all members of a group together (Juravsky et al. 2024, hydragen; Ye et al. 2025, cascade inference of FlashInfer).
 Row i of its tile is row i // R % Q, under head i % R, of member i // (R Q). So a block of the prefix is read once for
-each tile of `PREFIX_ROWS` rows, and not once a member.
+each tile of rows, and not once a member.
 
 `_merge_kernel` makes a row of the output from its parts: the sequence's own in order, then the prefix's. The prefix
 pass leaves behind where a sequence's rows lie among its parts (`place`); a sequence of no group has -1 there.
@@ -22,7 +22,6 @@ groups, M members (docs/notation.md).
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -30,13 +29,16 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.attention.decode_triton import (
+    FLOAT32,
     INTERPRETED,
     LOG2_E,
     MODEL_SLOTS,
     MODELS,
-    NUM_STAGES,
     STRIDES,
+    KeyTiling,
     attend_keys,
+    gpu,
+    is_exact,
     launch_decode,
     model_constants,
     strides,
@@ -44,7 +46,7 @@ from thresher.kernels.attention.decode_triton import (
 from thresher.kernels.attention.rows import KEYS, DecodeRows, SharedPrefix, decode_splits
 from thresher.kernels.launch.registry import Specialisation
 
-PREFIX_ROWS, PREFIX_WARPS = 64, 4
+PREFIX = KeyTiling(rows=64, keys=KEYS, num_warps=4, num_stages=2)
 MERGED = 16  # parts that the merging kernel reads at a time, at most
 
 
@@ -114,28 +116,27 @@ def _prefix_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     o = tl.zeros((ROWS, WIDTH), tl.float32)
     last = tl.full((ROWS,), 0, tl.int32) + (length - 1)
-    for position in range(low, high, KEYS):
-        highest, total, o = attend_keys(
-            q,
-            highest,
-            total,
-            o,
-            last,
-            position,
-            length,
-            k_ptr + kv * SLOTS * D,
-            v_ptr + kv * SLOTS * D,
-            table_ptr + g * table_stride,
-            k_stride,
-            v_stride,
-            scale,
-            D,
-            WIDTH,
-            SLOTS,
-            KEYS,
-            SLOTS % KEYS != 0,  # a prefix is whole blocks
-            UPCAST,
-        )
+    highest, total, o = attend_keys(
+        q,
+        highest,
+        total,
+        o,
+        last,
+        low,
+        high,
+        table_ptr + g * table_stride,
+        k_ptr + kv * SLOTS * D,
+        v_ptr + kv * SLOTS * D,
+        k_stride,
+        v_stride,
+        scale,
+        D,
+        WIDTH,
+        SLOTS,
+        KEYS,
+        SLOTS % KEYS != 0,  # a prefix is whole blocks
+        UPCAST,
+    )
     used = i < members * queries * PER_KV
     first_at = ((split * groups + g) * KV_HEADS + kv) * (members * queries * PER_KV)
     lse = tl.where(total > 0, highest + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
@@ -241,7 +242,7 @@ class Parts:
 def triton_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRows, splits: int | None) -> Tensor:
     """`decode_attention` of cached.py, which has checked what comes here."""
     (B, Q, N, D), (K, S) = q_BQND.shape, k_PKSD.shape[1:3]
-    sms, prefix = multiprocessors(q_BQND.device), rows.prefix
+    (sms, _), prefix = gpu(q_BQND.device), rows.prefix
     own_splits = splits or decode_splits(B, K, rows.table_BP.shape[1] * S, sms)
     out_BQND = q_BQND.new_empty(B, Q, N, D)
     if prefix is not None and not prefix.members_GM.numel() * prefix.table_GP.numel():
@@ -254,7 +255,7 @@ def triton_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRo
         launch_decode(q_BQND, k_PKSD, v_PKSD, rows, own_splits, own.o, own.lse, None)
         _launch_merge(own, None, rows, out_BQND)
         return out_BQND
-    (G, M), tiles = prefix.members_GM.shape, _tiles(prefix, Q * N // K)
+    (G, M), tiles = prefix.members_GM.shape, _tiles(prefix, q_BQND, K)
     prefix_splits = splits or decode_splits(G * tiles, K, prefix.table_GP.shape[1] * S, sms)
     shared = _new_parts(q_BQND, prefix_splits, G, K, M * Q * N // K)
     place_B = torch.empty_like(rows.count_B)
@@ -264,19 +265,19 @@ def triton_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRo
     return out_BQND
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 1 where the interpreter takes its place."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _new_parts(q_BQND: Tensor, *shape: int) -> Parts:
     o = q_BQND.new_empty(*shape, q_BQND.shape[3], dtype=torch.float32)
     return Parts(o, o.new_empty(shape))
 
 
-def _tiles(prefix: SharedPrefix, queries: int) -> int:
-    return triton.cdiv(prefix.members_GM.shape[1] * queries, PREFIX_ROWS)
+def prefix_tiling(exact: bool) -> KeyTiling:
+    return FLOAT32 if exact else PREFIX
+
+
+def _tiles(prefix: SharedPrefix, q_BQND: Tensor, kv_heads: int) -> int:
+    """Of a group, under one KV head."""
+    rows = prefix.members_GM.shape[1] * q_BQND.shape[1] * q_BQND.shape[2] // kv_heads
+    return triton.cdiv(rows, prefix_tiling(is_exact(q_BQND)).rows)
 
 
 def _launch_prefix(
@@ -291,7 +292,7 @@ def _launch_prefix(
     """After `launch_decode`, which says of every sequence that it has no place."""
     (Q, N, D), (K, S), (G, M) = q_BQND.shape[1:], k_PKSD.shape[1:3], prefix.members_GM.shape
     splits = parts.o.shape[0]
-    _prefix_kernel[(G * _tiles(prefix, Q * N // K), K, splits)](
+    _prefix_kernel[(G * _tiles(prefix, q_BQND, K), K, splits)](
         q_BQND,
         k_PKSD,
         v_PKSD,
@@ -311,11 +312,8 @@ def _launch_prefix(
         *strides(q_BQND, k_PKSD, v_PKSD),
         LOG2_E * D**-0.5,
         **model_constants(N, K, D, S),
-        ROWS=PREFIX_ROWS,
-        KEYS=KEYS,
+        **prefix_tiling(is_exact(q_BQND)).options(),
         UPCAST=INTERPRETED,
-        num_warps=PREFIX_WARPS,
-        num_stages=NUM_STAGES,
     )
 
 
@@ -359,21 +357,22 @@ def specialisations() -> tuple[Specialisation, ...]:
     """What the launchers above ask for at the models' shapes."""
     prefix = [_prefix_specialisation(*model) for model in MODELS]
     merge = [_merge_specialisation(*model, parts) for model, parts in ((MODELS[0], 2), (MODELS[1], 2), (MODELS[1], 16))]
-    return (*prefix, _prefix_specialisation(64, 7, 2, "fp32"), *merge)
+    return (*prefix, _prefix_specialisation(128, 6, 2, "fp32"), *merge)
 
 
 def _prefix_specialisation(dim: int, per_kv: int, kv_heads: int, dtype: str = "bf16") -> Specialisation:
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}") | dict.fromkeys(("o_ptr", "lse_ptr"), "*fp32")
+    tiling = prefix_tiling(dtype == "fp32")
     integers = dict.fromkeys(("table_ptr", "length_ptr", "members_ptr", "count_ptr", "place_ptr"), "*i32")
     return Specialisation(
         name=f"prefix {dtype} D {dim} {per_kv} x {kv_heads}",
         kernel=_prefix_kernel,
         signature=pointers | integers | dict.fromkeys((*_PREFIX_SIZES, *STRIDES), "i32") | {"scale": "fp32"},
         constants=model_constants(per_kv * kv_heads, kv_heads, dim, MODEL_SLOTS)
-        | {"ROWS": PREFIX_ROWS, "KEYS": KEYS, "UPCAST": False},
+        | {"ROWS": tiling.rows, "KEYS": tiling.keys, "UPCAST": False},
         aligned=("q_ptr", "k_ptr", "v_ptr", "o_ptr", *STRIDES),
-        num_warps=PREFIX_WARPS,
-        num_stages=NUM_STAGES,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
         tensor_cores=dtype == "bf16",
     )
 

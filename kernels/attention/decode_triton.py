@@ -26,6 +26,8 @@ Axes: B sequences, Q rows, N query heads, K KV heads, R query heads of a KV head
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 import math
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -37,10 +39,48 @@ from thresher.kernels.launch.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = math.log2(math.e)
-NUM_WARPS, NUM_STAGES = 4, 3
 # Qwen2.5-0.5B, 1.5B, 3B, 7B and Llama-3.1-8B: head dimension, query heads of a KV head, KV heads.
 MODELS = ((64, 7, 2), (128, 6, 2), (128, 8, 2), (128, 7, 4), (128, 4, 8))
 MODEL_SLOTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTiling:
+    """A program has so many query rows, and reads so many keys at a time."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"ROWS": self.rows, "KEYS": self.keys, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# Exact products take registers and time; it is the largest that fits D 128 on both GPUs. Not for speed.
+FLOAT32 = KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2)
+
+
+def decode_tiling(exact: bool, queries: int) -> KeyTiling:
+    """For so many rows of one KV head, in one tile up to 64. Two stages and four programs a multiprocessor keep as many
+    bytes on their way as three and two would, and more warps to compute. exact: float32."""
+    if exact:
+        return FLOAT32
+    return KeyTiling(rows=16 if queries <= 16 else 32 if queries <= 32 else 64, keys=KEYS, num_warps=4, num_stages=2)
+
+
+@triton.jit
+def _find_block(
+    table_ptr,  # [P] int32
+    position,  # of the first key
+    high,  # keys from here on are nowhere
+    SLOTS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Where the next KEYS keys lie: one number where a block holds them all, else one each."""
+    key = position if SLOTS % KEYS == 0 else position + tl.arange(0, KEYS)
+    return tl.load(table_ptr + key // SLOTS, mask=key < high, other=0)
 
 
 @triton.jit
@@ -50,11 +90,11 @@ def attend_keys(
     total,  # [ROWS] fp32: sum 2^(z - highest)
     o,  # [ROWS, WIDTH] fp32: sum 2^(z - highest) v
     last,  # [ROWS] the last key that a row sees, where MASKED
-    position,  # of the first key; divisible by KEYS within a block where SLOTS is
-    end,  # keys from here on are not read, where MASKED
+    low,  # where SLOTS is divisible by KEYS, so is low
+    high,
+    table_ptr,  # [P] int32
     k_ptr,  # [P, SLOTS, D] of one KV head
     v_ptr,  # the same
-    table_ptr,  # [P] int32
     k_stride,  # from block to block
     v_stride,
     scale,
@@ -62,46 +102,48 @@ def attend_keys(
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees all these keys, and they are a multiple of KEYS
     UPCAST: tl.constexpr,
 ):
-    """The next KEYS keys: (highest, total, o)."""
+    """(highest, total, o) with the keys low .. high - 1."""
     slot = tl.arange(0, KEYS)
     depth = tl.arange(0, WIDTH)
-    key = position + slot
-    there = tl.full((KEYS,), True, tl.int1)
-    if MASKED:
-        there = key < end
-    if SLOTS % KEYS == 0:  # all in one block, one behind the other
-        block = tl.load(table_ptr + position // SLOTS).to(tl.int64)
-        k_base, v_base = k_ptr + block * k_stride, v_ptr + block * v_stride
-        place = (position % SLOTS + slot) * D
-        k_ptrs = k_base + (place[None, :] + depth[:, None])
-        v_ptrs = v_base + (place[:, None] + depth[None, :])
-    else:
-        block = tl.load(table_ptr + key // SLOTS, mask=there, other=0).to(tl.int64)
-        place = key % SLOTS * D
-        k_ptrs = k_ptr + (block * k_stride + place)[None, :] + depth[:, None]
-        v_ptrs = v_ptr + (block * v_stride + place)[:, None] + depth[None, :]
-    k_there, v_there = there[None, :], there[:, None]
-    if WIDTH != D:
-        k_there, v_there = k_there & (depth < D)[:, None], v_there & (depth < D)[None, :]
-    k = tl.load(k_ptrs, mask=k_there, other=0.0)
-    if UPCAST:
-        k = k.to(tl.float32)
-    z = tl.dot(q, k, input_precision="ieee")
-    if MASKED:
-        z = tl.where(key[None, :] <= last[:, None], z, float("-inf"))
-    higher = tl.maximum(highest, tl.max(z, 1) * scale)
-    # A row that has seen no key yet: its exponentials are 2^-inf, and no -inf is subtracted from another.
-    shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    shrink = tl.exp2(highest - shift)
-    e = tl.exp2(z * scale - shift[:, None])
-    v = tl.load(v_ptrs, mask=v_there, other=0.0)
-    if UPCAST:
-        v = v.to(tl.float32)
-    o = tl.dot(e.to(v.dtype), v, o * shrink[:, None], input_precision="ieee")
-    return higher, total * shrink + tl.sum(e, 1), o
+    block = _find_block(table_ptr, low, high, SLOTS, KEYS)
+    for position in range(low, high, KEYS):
+        # Asked for a step ahead: were it asked for here, the pipeline's stages would go to it and not to the keys.
+        following = _find_block(table_ptr, position + KEYS, high, SLOTS, KEYS)
+        key = position + slot
+        there = key < high if MASKED else tl.full((KEYS,), True, tl.int1)
+        k_there, v_there = there[None, :], there[:, None]
+        if WIDTH != D:
+            k_there, v_there = k_there & (depth < D)[:, None], v_there & (depth < D)[None, :]
+        if SLOTS % KEYS == 0:  # one behind the other: one pointer and constant distances
+            place = (position % SLOTS + slot) * D
+            k_ptrs = k_ptr + block.to(tl.int64) * k_stride + (place[None, :] + depth[:, None])
+            v_ptrs = v_ptr + block.to(tl.int64) * v_stride + (place[:, None] + depth[None, :])
+        else:
+            place = key % SLOTS * D
+            k_ptrs = k_ptr + (block.to(tl.int64) * k_stride + place)[None, :] + depth[:, None]
+            v_ptrs = v_ptr + (block.to(tl.int64) * v_stride + place)[:, None] + depth[None, :]
+        k = tl.load(k_ptrs, mask=k_there, other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+        z = tl.dot(q, k, input_precision="ieee")
+        if MASKED:
+            z = tl.where(key[None, :] <= last[:, None], z, float("-inf"))
+        higher = tl.maximum(highest, tl.max(z, 1) * scale)
+        # A row that has seen no key yet: its exponentials are 2^-inf, and no -inf is subtracted from another.
+        shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+        shrink = tl.exp2(highest - shift)
+        e = tl.exp2(z * scale - shift[:, None])
+        v = tl.load(v_ptrs, mask=v_there, other=0.0)
+        if UPCAST:
+            v = v.to(tl.float32)
+        o = tl.dot(e.to(v.dtype), v, o * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(e, 1)
+        highest = higher
+        block = following
+    return highest, total, o
 
 
 # Lengths, and the alignment that they give a slice, must not make a kernel be compiled anew.
@@ -173,28 +215,27 @@ def _decode_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     o = tl.zeros((ROWS, WIDTH), tl.float32)
     table = table_ptr + b.to(tl.int64) * table_stride
-    for position in range(low, high, KEYS):
-        highest, total, o = attend_keys(
-            q,
-            highest,
-            total,
-            o,
-            start + row,
-            position,
-            end,
-            k_ptr + kv * SLOTS * D,
-            v_ptr + kv * SLOTS * D,
-            table,
-            k_stride,
-            v_stride,
-            scale,
-            D,
-            WIDTH,
-            SLOTS,
-            KEYS,
-            True,
-            UPCAST,
-        )
+    highest, total, o = attend_keys(
+        q,
+        highest,
+        total,
+        o,
+        start + row,
+        low,
+        high,
+        table,
+        k_ptr + kv * SLOTS * D,
+        v_ptr + kv * SLOTS * D,
+        k_stride,
+        v_stride,
+        scale,
+        D,
+        WIDTH,
+        SLOTS,
+        KEYS,
+        True,
+        UPCAST,
+    )
     o = o / tl.maximum(total, 1e-30)[:, None]
     if DIRECT:
         o = tl.where(present[:, None], o, 0.0).to(o_ptr.dtype.element_ty)
@@ -210,7 +251,7 @@ def _decode_kernel(
         tl.store(lse_ptr + first_at + i, lse, mask=used)
         if low < high:
             tl.store(o_ptr + first_at * D + (i[:, None] * D + depth[None, :]), o, mask=used[:, None] & across)
-        if PREFIX:
+        if PREFIX:  # noqa: SIM102, a constant beside a value
             if (kv == 0) & (split == 0) & (tl.program_id(0) % tiles == 0):
                 tl.store(place_ptr + b, -1)
 
@@ -227,10 +268,10 @@ def launch_decode(
 ) -> None:
     """One launch of `_decode_kernel`. lse None: o is the output itself. place_B None: nobody has a prefix."""
     (B, Q, N, D), (K, S) = q_BQND.shape, k_PKSD.shape[1:3]
-    tile = tile_rows(Q * N // K)
+    tiling = decode_tiling(is_exact(q_BQND), Q * N // K)
     # What is neither read nor written is any pointer.
     first_B = rows.start_B if rows.first_B is None else rows.first_B
-    _decode_kernel[(B * triton.cdiv(Q * N // K, tile), K, splits)](
+    _decode_kernel[(B * triton.cdiv(Q * N // K, tiling.rows), K, splits)](
         q_BQND,
         k_PKSD,
         v_PKSD,
@@ -248,20 +289,26 @@ def launch_decode(
         *strides(q_BQND, k_PKSD, v_PKSD),
         LOG2_E * D**-0.5,
         **model_constants(N, K, D, S),
-        ROWS=tile,
-        KEYS=KEYS,
+        **tiling.options(),
         FIRST=rows.first_B is not None,
         DIRECT=lse is None,
         PREFIX=place_B is not None,
         UPCAST=INTERPRETED,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
     )
 
 
-def tile_rows(queries: int) -> int:
-    """Rows of a tile for so many rows of one KV head."""
-    return 16 if queries <= 16 else 32 if queries <= 32 else 64
+def is_exact(q: Tensor) -> bool:
+    """Whether products are to be float32's own. The interpreter takes the tilings of bfloat16, to have them tested."""
+    return q.dtype == torch.float32 and not INTERPRETED
+
+
+@cache
+def gpu(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, capability: 80, 90 ..); one Hopper multiprocessor where the interpreter takes its place."""
+    if device.type != "cuda":
+        return 1, 90
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, 10 * properties.major + properties.minor
 
 
 def strides(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor) -> tuple[int, ...]:
@@ -286,7 +333,7 @@ def specialisations() -> tuple[Specialisation, ...]:
         *models,
         _specialisation(128, 6, 2, 1, direct=True),
         _specialisation(128, 6, 2, 1, slots=16),
-        _specialisation(64, 7, 2, 1, dtype="fp32"),
+        _specialisation(128, 6, 2, 1, dtype="fp32"),
     )
 
 
@@ -299,20 +346,22 @@ def _specialisation(
     direct: bool = False,
     dtype: str = "bf16",
 ) -> Specialisation:
-    tile = tile_rows(queries * per_kv)
+    tiling = decode_tiling(dtype == "fp32", queries * per_kv)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("o_ptr", "lse_ptr"), f"*{dtype}" if direct else "*fp32")
     integers = dict.fromkeys(("table_ptr", "start_ptr", "count_ptr", "first_ptr", "place_ptr"), "*i32")
     kind = f"{' direct' if direct else ''}{f' S {slots}' if slots != MODEL_SLOTS else ''}"
     flags = {"FIRST": not direct, "DIRECT": direct, "PREFIX": not direct, "UPCAST": False}
     return Specialisation(
-        name=f"decode {dtype} D {dim} {per_kv} x {kv_heads} rows {tile}{kind}",
+        name=f"decode {dtype} D {dim} {per_kv} x {kv_heads} rows {tiling.rows}{kind}",
         kernel=_decode_kernel,
         signature=pointers | integers | dict.fromkeys((*_SIZES, *STRIDES), "i32") | {"scale": "fp32"},
-        constants=model_constants(per_kv * kv_heads, kv_heads, dim, slots) | {"ROWS": tile, "KEYS": KEYS} | flags,
+        constants=model_constants(per_kv * kv_heads, kv_heads, dim, slots)
+        | {"ROWS": tiling.rows, "KEYS": tiling.keys}
+        | flags,
         aligned=("q_ptr", "k_ptr", "v_ptr", "o_ptr", *STRIDES),
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
         tensor_cores=dtype == "bf16",
-        wgmma=tile >= 64,
+        wgmma=tiling.rows >= 64,
     )

@@ -11,37 +11,40 @@ Programs lie in the grid with a run's last rows first: they have the most keys, 
 
 Deliberately absent: parts of keys (many rows fill a GPU); rows of several runs in a tile.
 
-Axes: T rows of all runs, N runs in `table_NP` and query heads in `q_TND`, K KV heads, R query heads of a KV head, D head
-dimension, P blocks, S slots (docs/notation.md).
+Axes: T rows of all runs, N runs in `table_NP` and query heads in `q_TND`, K KV heads, R query heads of a KV head, D
+head dimension, P blocks, S slots (docs/notation.md).
 """
 
 # Kernels are typed by their launches.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.attention.decode_triton import (
+    FLOAT32,
     INTERPRETED,
     LOG2_E,
     MODEL_SLOTS,
     MODELS,
+    KeyTiling,
     attend_keys,
+    gpu,
+    is_exact,
     model_constants,
 )
 from thresher.kernels.attention.rows import KEYS, PrefillRows
 from thresher.kernels.launch.registry import Specialisation
 
-ROWS, NUM_WARPS, NUM_STAGES = 128, 8, 3
-FLOAT32_ROWS = 64  # their keys and values take twice the memory
+# Two blocks of keys on their way while a third is computed with. Half as many keys where mma has to hold them in
+# registers besides 128 rows of output, which would spill.
+WIDE = KeyTiling(rows=128, keys=KEYS, num_warps=8, num_stages=3)
+NARROW = KeyTiling(rows=128, keys=32, num_warps=8, num_stages=3)
+_INDICES = ["table_ptr", "row_ptr", "start_ptr", "count_ptr"]
 
 
-_NARROW = ["table_ptr", "row_ptr", "start_ptr", "count_ptr"]
-
-
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_NARROW)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_INDICES)
 def _prefill_kernel(
     q_ptr,  # [T, N, D] bf16 or fp32
     k_ptr,  # [P, K, S, D] the same, a block dense
@@ -92,50 +95,48 @@ def _prefill_kernel(
     end = start + tl.minimum((tile * ROWS + ROWS - 1) // PER_KV + 1, count)
     k_head, v_head = k_ptr + kv * SLOTS * D, v_ptr + kv * SLOTS * D
     table = table_ptr + run.to(tl.int64) * table_stride
-    for position in range(0, full, KEYS):
-        highest, total, o = attend_keys(
-            q,
-            highest,
-            total,
-            o,
-            last,
-            position,
-            end,
-            k_head,
-            v_head,
-            table,
-            k_stride,
-            v_stride,
-            scale,
-            D,
-            WIDTH,
-            SLOTS,
-            KEYS,
-            False,
-            UPCAST,
-        )
-    for position in range(full, end, KEYS):
-        highest, total, o = attend_keys(
-            q,
-            highest,
-            total,
-            o,
-            last,
-            position,
-            end,
-            k_head,
-            v_head,
-            table,
-            k_stride,
-            v_stride,
-            scale,
-            D,
-            WIDTH,
-            SLOTS,
-            KEYS,
-            True,
-            UPCAST,
-        )
+    highest, total, o = attend_keys(
+        q,
+        highest,
+        total,
+        o,
+        last,
+        0,
+        full,
+        table,
+        k_head,
+        v_head,
+        k_stride,
+        v_stride,
+        scale,
+        D,
+        WIDTH,
+        SLOTS,
+        KEYS,
+        False,
+        UPCAST,
+    )
+    highest, total, o = attend_keys(
+        q,
+        highest,
+        total,
+        o,
+        last,
+        full,
+        end,
+        table,
+        k_head,
+        v_head,
+        k_stride,
+        v_stride,
+        scale,
+        D,
+        WIDTH,
+        SLOTS,
+        KEYS,
+        True,
+        UPCAST,
+    )
     o = o / total[:, None]  # every row sees a key, its own at the least
     o_at = (row * (KV_HEADS * PER_KV * D) + head * D)[:, None] + depth[None, :]
     tl.store(o_ptr + first_row * (KV_HEADS * PER_KV * D) + o_at, o.to(o_ptr.dtype.element_ty), mask=present)
@@ -145,8 +146,9 @@ def triton_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillR
     """`prefill_attention` of cached.py, which has checked what comes here."""
     (T, N, D), (K, S) = q_TND.shape, k_PKSD.shape[1:3]
     out_TND = q_TND.new_zeros(T, N, D)
-    tile = tile_rows(q_TND.dtype)
-    _prefill_kernel[(triton.cdiv(rows.longest * N // K, tile), K, rows.row_N.shape[0])](
+    constants = model_constants(N, K, D, S)
+    tiling = prefill_tiling(is_exact(q_TND), constants["WIDTH"], gpu(q_TND.device)[1])
+    _prefill_kernel[(triton.cdiv(rows.longest * N // K, tiling.rows), K, rows.row_N.shape[0])](
         q_TND,
         k_PKSD,
         v_PKSD,
@@ -161,41 +163,43 @@ def triton_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillR
         k_PKSD.stride(0),
         v_PKSD.stride(0),
         LOG2_E * D**-0.5,
-        **model_constants(N, K, D, S),
-        ROWS=tile,
-        KEYS=KEYS,
+        **constants,
+        **tiling.options(),
         UPCAST=INTERPRETED,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
     )
     return out_TND
 
 
-def tile_rows(dtype: torch.dtype) -> int:
-    return FLOAT32_ROWS if dtype == torch.float32 else ROWS
+def prefill_tiling(exact: bool, width: int, capability: int) -> KeyTiling:
+    """By head dimension, and by the GPU. exact: float32."""
+    if exact:
+        return FLOAT32
+    return NARROW if width > 64 and capability < 90 else WIDE
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """What the launcher asks for at the models' shapes; once with blocks shorter than KEYS, and once in float32."""
-    models = [_specialisation(*model) for model in MODELS]
-    return (*models, _specialisation(128, 6, 2, slots=16), _specialisation(64, 7, 2, dtype=torch.float32))
+    """What the launcher asks for at the models' shapes; once with blocks shorter than a step, and once in float32."""
+    models = [_specialisation(*model, capability) for model in MODELS for capability in (80, 90)]
+    short = [_specialisation(*MODELS[1], capability, slots=16) for capability in (80, 90)]
+    return (*models, *short, *(_specialisation(*MODELS[1], capability, "fp32") for capability in (80, 90)))
 
 
 def _specialisation(
-    dim: int, per_kv: int, kv_heads: int, slots: int = MODEL_SLOTS, dtype: torch.dtype = torch.bfloat16
+    dim: int, per_kv: int, kv_heads: int, capability: int, dtype: str = "bf16", slots: int = MODEL_SLOTS
 ) -> Specialisation:
-    short = "fp32" if dtype == torch.float32 else "bf16"
     strides = ("q_stride_t", "q_stride_n", "k_stride", "v_stride")
     pointers = ("q_ptr", "k_ptr", "v_ptr", "o_ptr")
-    signature = dict.fromkeys(pointers, f"*{short}") | dict.fromkeys(_NARROW, "*i32")
+    signature = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(_INDICES, "*i32")
+    constants = model_constants(per_kv * kv_heads, kv_heads, dim, slots)
+    tiling = prefill_tiling(dtype == "fp32", constants["WIDTH"], capability)
     return Specialisation(
-        name=f"prefill {short} D {dim} {per_kv} x {kv_heads}{f' S {slots}' if slots != MODEL_SLOTS else ''}",
+        name=f"prefill {dtype} D {dim} {per_kv} x {kv_heads}{f' S {slots}' if slots != MODEL_SLOTS else ''}",
         kernel=_prefill_kernel,
         signature=signature | dict.fromkeys(("table_stride", *strides), "i32") | {"scale": "fp32"},
-        constants=model_constants(per_kv * kv_heads, kv_heads, dim, slots)
-        | {"ROWS": tile_rows(dtype), "KEYS": KEYS, "UPCAST": False},
+        constants=constants | {"ROWS": tiling.rows, "KEYS": tiling.keys, "UPCAST": False},
         aligned=(*pointers, *strides),
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-        tensor_cores=dtype == torch.bfloat16,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        tensor_cores=dtype == "bf16",
+        capabilities=(capability,),
     )

@@ -3,8 +3,8 @@
 A position p of a sequence lies in block table[p // S], slot p % S. All tensors are int32. Nothing here depends on a
 value that only the device knows, so that a CUDA graph may hold the tensors and replay with others in them.
 
-Axes: B sequences, N runs, G groups of sequences with a common prefix, M members of a group, P blocks of a table, S slots
-of a block, K key/value heads (docs/notation.md).
+Axes: B sequences, N runs, G groups of sequences with a common prefix, M members of a group, P blocks of a table, S
+slots of a block, K key/value heads (docs/notation.md).
 """
 
 from dataclasses import dataclass
