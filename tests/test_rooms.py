@@ -46,6 +46,9 @@ LARGE: dict[str, str] = {}  # folder -> why it holds more
 LONGEST_FUNCTION = 60
 LONG = {
     ("kernels/head/head_triton.py", "_head_kernel"): "one Triton program; a call would hide which registers live on",
+    ("kernels/attention/decode_triton.py", "_decode_kernel"): "one Triton program, an argument a line",
+    ("kernels/attention/cascade_triton.py", "_prefix_kernel"): "one Triton program, an argument a line",
+    ("kernels/attention/prefill_triton.py", "_prefill_kernel"): "one Triton program, an argument a line",
     ("kernels/loss.py", "grpo_loss"): "the public function: three quarters of it are its arguments and their docs",
     ("retrieval/building/commands.py", "build"): "a build from first to last, in the order in which it may be killed",
 }

@@ -232,7 +232,7 @@ def _merge_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PassParts:
     """Parts of one pass: o [splits, .., D] fp32, not normalised to each other yet, and lse, the same without D."""
 
     o: Tensor
@@ -265,9 +265,9 @@ def triton_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRo
     return out_BQND
 
 
-def _new_parts(q_BQND: Tensor, *shape: int) -> Parts:
+def _new_parts(q_BQND: Tensor, *shape: int) -> PassParts:
     o = q_BQND.new_empty(*shape, q_BQND.shape[3], dtype=torch.float32)
-    return Parts(o, o.new_empty(shape))
+    return PassParts(o, o.new_empty(shape))
 
 
 def prefix_tiling(exact: bool) -> KeyTiling:
@@ -286,7 +286,7 @@ def _launch_prefix(
     v_PKSD: Tensor,
     rows: DecodeRows,
     prefix: SharedPrefix,
-    parts: Parts,
+    parts: PassParts,
     place_B: Tensor,
 ) -> None:
     """After `launch_decode`, which says of every sequence that it has no place."""
@@ -317,7 +317,9 @@ def _launch_prefix(
     )
 
 
-def _launch_merge(own: Parts, shared: tuple[Parts, Tensor, int] | None, rows: DecodeRows, out_BQND: Tensor) -> None:
+def _launch_merge(
+    own: PassParts, shared: tuple[PassParts, Tensor, int] | None, rows: DecodeRows, out_BQND: Tensor
+) -> None:
     """shared: a prefix pass's parts, places, and members of a group."""
     (B, Q, N, D), (splits, _, K, _, _) = out_BQND.shape, own.o.shape
     # Where there is no prefix nothing of it is read; any pointer does.
