@@ -126,13 +126,14 @@ class CachedCase:
         return q_BQND.to(DEVICE), rows_of, Judged(right, squares)
 
     def _prefix(self) -> SharedPrefix:
-        """The groups, and one more that does not exist, whose numbers are not to be looked at."""
+        """The groups, and one more that does not exist any longer: length 0, and the first one's members."""
         G, most = len(self.groups) + 1, max(len(members) for _, members in self.groups) + 1
         table_GP = torch.full((G, max(map(len, self.prefix_blocks)) + 1), self.spare, dtype=torch.int32)
         members_GM = torch.full((G, most), -1, dtype=torch.int32)
         for number, (_, members) in enumerate(self.groups):
             table_GP[number, : len(self.prefix_blocks[number])] = torch.tensor(self.prefix_blocks[number])
             members_GM[number, : len(members)] = torch.tensor(list(members))
+        members_GM[-1] = members_GM[0]
         length_G = ints([*(length for length, _ in self.groups), 0])
         return SharedPrefix(table_GP.to(DEVICE), length_G, members_GM.to(DEVICE))
 

@@ -130,8 +130,9 @@ def _reference_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: Deco
 def _prefix_of_each(prefix: SharedPrefix, sequences: int) -> tuple[Tensor, Tensor]:
     """table_BP and length_B of every sequence's prefix; length 0 for those in no group."""
     groups, members = prefix.members_GM.shape
-    # One sequence and one group more: where the -1 of filling points to, and what those without a group have.
-    number_GM = torch.where(prefix.members_GM >= 0, prefix.members_GM, sequences).long()
+    # One sequence and one group more: where filling points to, and what those without a group have.
+    exists_GM = (prefix.members_GM >= 0) & (prefix.length_G > 0)[:, None]
+    number_GM = torch.where(exists_GM, prefix.members_GM, sequences).long()
     group_B = number_GM.new_full((sequences + 1,), groups)
     group_B[number_GM.reshape(-1)] = torch.arange(groups, device=group_B.device).repeat_interleave(members)
     group_B = group_B[:sequences]

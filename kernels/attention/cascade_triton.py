@@ -139,8 +139,7 @@ def _prefix_kernel(
     )
     used = i < members * queries * PER_KV
     first_at = ((split * groups + g) * KV_HEADS + kv) * (members * queries * PER_KV)
-    lse = tl.where(total > 0, highest + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(lse_ptr + first_at + i, lse, mask=used)
+    tl.store(lse_ptr + first_at + i, highest + tl.log2(tl.maximum(total, 1e-30)), mask=used)
     if low < high:
         o = o / tl.maximum(total, 1e-30)[:, None]
         tl.store(o_ptr + first_at * D + (i[:, None] * D + depth[None, :]), o, mask=used[:, None] & across)
@@ -168,10 +167,9 @@ def _add_parts(
         lse = tl.load(lse_ptr + place, mask=part < parts, other=float("-inf"))
         there = (lse > float("-inf"))[:, None] & (depth < D)[None, :]
         o_part = tl.load(o_ptr + place[:, None] * D + depth[None, :], mask=there, other=0.0)
-        higher = tl.maximum(highest, tl.max(lse, 0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(highest - shift)
-        weight = tl.exp2(lse - shift)
+        higher = tl.maximum(highest, tl.max(lse, 0))  # finite: a row sees the first key of its first part
+        shrink = tl.exp2(highest - higher)
+        weight = tl.exp2(lse - higher)
         o = o * shrink + tl.sum(o_part * weight[:, None], 0)
         total = total * shrink + tl.sum(weight, 0)
         highest = higher

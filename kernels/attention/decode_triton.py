@@ -247,8 +247,7 @@ def _decode_kernel(
         # In the tile's own order, so that one pointer and its constant distances are all that it takes.
         used = i < queries * PER_KV
         first_at = ((split * sequences + b).to(tl.int64) * KV_HEADS + kv) * (queries * PER_KV)
-        lse = tl.where(total > 0, highest + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-        tl.store(lse_ptr + first_at + i, lse, mask=used)
+        tl.store(lse_ptr + first_at + i, highest + tl.log2(tl.maximum(total, 1e-30)), mask=used)
         if low < high:
             tl.store(o_ptr + first_at * D + (i[:, None] * D + depth[None, :]), o, mask=used[:, None] & across)
         if PREFIX:  # noqa: SIM102, a constant beside a value

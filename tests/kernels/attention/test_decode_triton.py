@@ -65,6 +65,10 @@ def test_a_draft_whose_part_holds_only_later_keys_adds_nothing() -> None:
     case = CachedCase((2, 1, 32), 64, [65])
     q_BQND, rows, judged = case.decode([3], 3)
     judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=2))
+    o, lse = torch.full((2, 1, 1, 6, 32), torch.nan, device=DEVICE), torch.full((2, 1, 1, 6), torch.nan, device=DEVICE)
+    decode_triton.launch_decode(q_BQND, *case.caches(), rows, 2, o, lse, None)
+    assert lse[0].isfinite().all() and lse[1, 0, 0].isfinite().tolist() == [False] * 4 + [True] * 2
+    assert (lse[1, 0, 0, :4] == -torch.inf).all() and o.isfinite().all()
 
 
 @pytest.mark.parametrize("splits", [1, 3])
