@@ -17,6 +17,7 @@ from thresher.engine.decoding import device
 from thresher.engine.decoding.decoder import DecodeClock
 from thresher.engine.decoding.device import MEMBERS, BucketStep, DeviceDecoder, bucket_of, shared_prefixes
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.kernels.attention import cached
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -37,7 +38,9 @@ def make_device_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) ->
 
 @pytest.fixture(autouse=True)
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch references in the kernels' places: the interpreter would take minutes."""
+    """The torch reference in the place of attention's kernels: the interpreter would take minutes."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(cached, "_runs_triton", lambda q: False)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -108,6 +111,22 @@ def test_what_is_streamed_is_what_was_written(tiny_policy: Policy, tiny_tokenize
         for sequence in ended:
             decoder.release(sequence)
     assert streamed == {sequence.seed: sequence.turn_ids for sequence in sequences}
+
+
+def test_on_the_kernels_themselves(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill over history, decoding, and a prefix that two share, in Triton."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(cached, "_runs_triton", lambda q: True)
+    monkeypatch.setattr(device, "prefix_pays", lambda length, members: members > 1)
+    turns = (TurnPlan(room=3), TurnPlan(room=2, appended=((7, 8, 9),)))
+    plans = [SequencePlan(prompt=n // 2, seed=n, turns=turns) for n in range(3)]
+    prompts = [[3] * 20, [4] * 9]
+    agree(
+        play(make_device_decoder(tiny_policy, tiny_tokenizer), prompts, plans),
+        alone(tiny_policy, tiny_tokenizer, prompts, plans),
+    )
 
 
 # --- The step as a function of buffers

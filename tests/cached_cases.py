@@ -1,0 +1,179 @@
+"""What the tests of attention to a cache in blocks share: sequences in poisoned blocks, what is right, by how much.
+
+All that nobody wrote is NaN: blocks that no sequence owns, slots behind a sequence's last key, rows of q that do not
+exist, memory that torch hands out (`poison`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import make_qkv, variances
+from torch import Tensor
+
+from thresher.kernels.attention.cached import DecodeRows, PrefillRows, SharedPrefix
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVIATIONS = 3  # as in attention_cases.py
+POWER = (
+    2  # a GPU's power of two is off by 2^-22 of itself, four times what `variances` allows for; the rest outweighs it
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Rows, and what they may be off by: squared, of each."""
+
+    right: Tensor  # [.., N, D] float64
+    squares: Tensor  # [..]
+
+    def holds(self, found: Tensor) -> None:
+        """Judges unmasked rows together and each alone; a row that has no budget is zeros."""
+        errors = (found.double().cpu() - self.right).square().sum((-1, -2))
+        assert found.isfinite().all()
+        assert (errors[self.squares == 0] == 0).all()
+        budget = (DEVIATIONS * POWER) ** 2
+        assert errors.sum() <= budget * self.squares.sum()
+        assert (errors <= 4 * budget * self.squares).all()
+
+
+class CachedCase:
+    """Sequences of known q, k and v in blocks dealt out at random; the last rows of each are the new ones.
+
+    heads: (N, K, D). groups: (length of the common prefix, numbers of the sequences that share it).
+    """
+
+    def __init__(
+        self,
+        heads: tuple[int, int, int],
+        slots: int,
+        lengths: Sequence[int],
+        groups: Sequence[tuple[int, Sequence[int]]] = (),
+        seed: int = 0,
+    ) -> None:
+        self.heads, self.slots, self.lengths, self.groups = heads, slots, list(lengths), list(groups)
+        _, K, D = heads
+        needs = [-(-max(length, 1) // slots) for length in lengths]
+        shared = [length // slots for length, _ in groups]
+        count = 2 + sum(needs) + sum(shared)
+        free = list(range(1, count))
+        Random(seed).shuffle(free)
+        # A block's keys and values lie one behind the other, so that blocks of either are further apart than need be.
+        cache = torch.full((count, 2, K, slots, D), torch.nan)
+        self.k_PKSD, self.v_PKSD = cache[:, 0], cache[:, 1]
+        self.qkv = [make_qkv(*heads, max(length, 1), seed=seed + number) for number, length in enumerate(lengths)]
+        self.table_BP = torch.zeros(len(needs), max(needs), dtype=torch.int32)
+        self.prefix_blocks = []
+        prefix_of: dict[int, list[int]] = {}
+        for number, (length, members) in enumerate(groups):
+            assert length % slots == 0
+            blocks, free = free[: shared[number]], free[shared[number] :]
+            self.prefix_blocks.append(blocks)
+            _, k, v = make_qkv(*heads, length, seed=seed + 1000 + number)
+            for member in members:
+                self.qkv[member][1][:length], self.qkv[member][2][:length] = k, v
+                prefix_of[member] = blocks
+        for number, need in enumerate(needs):
+            common = prefix_of.get(number, [])
+            own, free = free[: need - len(common)], free[need - len(common) :]
+            self.table_BP[number, :need] = torch.tensor([*common, *own])
+            self._write(number)
+        self.spare = free[0]  # full of NaN
+
+    def _write(self, number: int) -> None:
+        length, table = self.lengths[number], self.table_BP[number].long()
+        position = torch.arange(length)
+        block, slot = table[position // self.slots], position % self.slots
+        _, k, v = self.qkv[number]
+        self.k_PKSD[block, :, slot], self.v_PKSD[block, :, slot] = k[:length], v[:length]
+
+    def judge(self, number: int, rows: slice) -> Judged:
+        """A sequence's rows."""
+        q, k, v = self.qkv[number]
+        inputs = (x.double().transpose(0, 1)[None] for x in (q, k, v))
+        right = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        return Judged(right[rows], variances((q, k, v), [len(q)])[0][rows])
+
+    def decode(self, counts: Sequence[int], queries: int, share: bool = False) -> tuple[Tensor, DecodeRows, Judged]:
+        """The last `counts` rows of each sequence, in places for `queries`. share: with the groups' prefixes."""
+        B, (N, _, D) = len(counts), self.heads
+        q_BQND = torch.full((B, queries, N, D), torch.nan)
+        right, squares = torch.zeros(B, queries, N, D, dtype=torch.float64), torch.zeros(B, queries).double()
+        start = []
+        for number, count in enumerate(counts):
+            rows = slice(self.lengths[number] - count, self.lengths[number])
+            start.append(rows.start)
+            if count:
+                q_BQND[number, :count] = self.qkv[number][0][rows]
+                judged = self.judge(number, rows)
+                right[number, :count], squares[number, :count] = judged.right, judged.squares
+        first, prefix = [0] * B, None
+        if share:
+            prefix = self._prefix()
+            for length, members in self.groups:
+                for member in members:
+                    first[member] = length
+        rows_of = DecodeRows(
+            self.table_BP.to(DEVICE),
+            ints(start),
+            ints(counts),
+            ints(first) if share else None,
+            prefix,
+        )
+        return q_BQND.to(DEVICE), rows_of, Judged(right, squares)
+
+    def _prefix(self) -> SharedPrefix:
+        """The groups, and one more that does not exist any longer: length 0, and the first one's members."""
+        G, most = len(self.groups) + 1, max(len(members) for _, members in self.groups) + 1
+        table_GP = torch.full((G, max(map(len, self.prefix_blocks)) + 1), self.spare, dtype=torch.int32)
+        members_GM = torch.full((G, most), -1, dtype=torch.int32)
+        for number, (_, members) in enumerate(self.groups):
+            table_GP[number, : len(self.prefix_blocks[number])] = torch.tensor(self.prefix_blocks[number])
+            members_GM[number, : len(members)] = torch.tensor(list(members))
+        members_GM[-1] = members_GM[0]
+        length_G = ints([*(length for length, _ in self.groups), 0])
+        return SharedPrefix(table_GP.to(DEVICE), length_G, members_GM.to(DEVICE))
+
+    def prefill(self, counts: Sequence[int], gap: int = 2) -> tuple[Tensor, PrefillRows, Judged]:
+        """The last `counts` rows of each sequence, with rows of nobody between and behind them, runs in any order."""
+        N, _, D = self.heads
+        T = sum(counts) + gap * (len(counts) + 1)
+        q_TND = torch.full((T, N, D), torch.nan)
+        right, squares = torch.zeros(T, N, D, dtype=torch.float64), torch.zeros(T).double()
+        start, row_of, at = [0] * len(counts), [0] * len(counts), gap
+        for number in Random(1).sample(range(len(counts)), len(counts)):
+            count, length = counts[number], self.lengths[number]
+            rows, place = slice(length - count, length), slice(at, at + count)
+            start[number], row_of[number] = rows.start, at
+            q_TND[place] = self.qkv[number][0][rows]
+            judged = self.judge(number, rows)
+            right[place], squares[place] = judged.right, judged.squares
+            at += count + gap
+        rows_of = PrefillRows(self.table_BP.to(DEVICE), ints(row_of), ints(start), ints(counts), max(counts))
+        return q_TND.to(DEVICE), rows_of, Judged(right, squares)
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """k and v on the device, with the distances that they have here."""
+        both = torch.stack([self.k_PKSD, self.v_PKSD], 1).to(DEVICE)
+        return both[:, 0], both[:, 1]
+
+
+def ints(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch hands out unwritten is NaN, or a number of nothing."""
+
+    def filled(make):  # type: ignore[no-untyped-def]
+        def made(*arguments, **options):  # type: ignore[no-untyped-def]
+            tensor = make(*arguments, **options)
+            return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**20)
+
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))

@@ -1,0 +1,112 @@
+"""Decoding with a prefix that several sequences share, read once, and the merge of all parts: right against float64.
+
+The sequences' own keys are test_decode_triton.py's. Everything that is not to be read is NaN (cached_cases.py).
+"""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from cached_cases import DEVICE, CachedCase, poison
+
+pytest.importorskip("triton")
+
+import triton.runtime.interpreter as interpreter
+
+from thresher.kernels.attention import cascade_triton, decode_triton
+from thresher.kernels.attention.cached import decode_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+
+# Two groups, one of which does not begin at its lowest number; 2 has no prefix.
+LENGTHS = [70, 130, 20, 66, 129]
+
+
+def groups(length: int) -> list[tuple[int, list[int]]]:
+    return [(64, [3, 0]), (length, [1, 4])]
+
+
+@pytest.mark.parametrize("per_kv", [1, 4, 6, 7, 8])
+@pytest.mark.parametrize("slots", [16, 64])
+def test_rows_with_shared_prefixes_are_right(per_kv: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged groups, one that does not exist, D 64 and 128; a prefix of 48 keys ends within a step."""
+    poison(monkeypatch)
+    dim = 64 if per_kv % 2 else 128
+    case = CachedCase((per_kv, 1, dim), slots, LENGTHS, groups(48 if slots == 16 else 128))
+    q_BQND, rows, judged = case.decode([1] * 5, 1, share=True)
+    judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=1 + per_kv % 3))
+
+
+@pytest.mark.parametrize("queries", [2, 5])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_drafts_and_absent_rows_behind_a_prefix(queries: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two KV heads; with 5 x 7 rows of three members a tile ends within a member. One member is absent."""
+    poison(monkeypatch)
+    lengths = [70, 90, 75, 140]
+    case = CachedCase((14, 2, 24), 16, lengths, [(64, [2, 0, 1])])
+    q_BQND, rows, judged = case.decode([queries, 0, 1, queries - 1], queries, share=True)
+    judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=splits))
+
+
+def test_with_and_without_the_pass_for_prefixes_the_rows_agree() -> None:
+    """Both are off by rounding alone, from the same truth; the number of parts is the launcher's own choice."""
+    case = CachedCase((6, 2, 32), 64, LENGTHS, groups(128))
+    for share in (False, True):
+        q_BQND, rows, judged = case.decode([2, 1, 2, 1, 0], 2, share=share)
+        judged.holds(decode_attention(q_BQND, *case.caches(), rows))
+
+
+def test_a_prefix_is_read_once_and_not_by_its_members() -> None:
+    """Its keys lie where no member's own table leads to."""
+    case = CachedCase((4, 2, 32), 16, [70, 90], [(64, [0, 1])])
+    q_BQND, rows, judged = case.decode([1, 1], 1, share=True)
+    hidden = rows.table_BP.clone()
+    hidden[:, :4] = case.spare
+    judged.holds(decode_attention(q_BQND, *case.caches(), replace(rows, table_BP=hidden), splits=2))
+
+
+def test_groups_that_do_not_exist_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket without any shared prefix: lengths 0, and members of earlier steps."""
+    poison(monkeypatch)
+    case = CachedCase((4, 2, 32), 16, [70, 90], [(64, [0, 1])])
+    q_BQND, rows, judged = case.decode([1, 1], 1, share=True)
+    assert rows.prefix is not None and rows.first_B is not None
+    none = replace(rows.prefix, length_G=torch.zeros_like(rows.prefix.length_G))
+    without = replace(rows, first_B=torch.zeros_like(rows.first_B), prefix=none)
+    for splits in (1, 2):
+        judged.holds(decode_attention(q_BQND, *case.caches(), without, splits=splits))
+    empty = replace(none, members_GM=none.members_GM[:, :0])
+    judged.holds(decode_attention(q_BQND, *case.caches(), replace(without, prefix=empty), splits=1))
+
+
+def test_more_parts_than_are_merged_at_a_time() -> None:
+    case = CachedCase((2, 1, 32), 64, [200], [])
+    q_BQND, rows, judged = case.decode([1], 1)
+    judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=2 * cascade_triton.MERGED + 3))
+
+
+def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs on float32; the interpreter otherwise takes the tilings of bfloat16."""
+    monkeypatch.setattr(cascade_triton, "prefix_tiling", lambda _: decode_triton.FLOAT32)
+    case = CachedCase((7, 1, 64), 64, LENGTHS[:2] + LENGTHS[3:], [(64, [0, 1, 2])])
+    q_BQND, rows, judged = case.decode([1] * 4, 1, share=True)
+    judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=2))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="shuffles the interpreter's programs")
+def test_any_order_of_programs_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    case = CachedCase((6, 2, 32), 16, LENGTHS, groups(48))
+    q_BQND, rows, _ = case.decode([1, 2, 1, 0, 2], 2, share=True)
+    expected = decode_attention(q_BQND, *case.caches(), rows, splits=2)
+
+    def shuffled(*bounds: int) -> Any:
+        order = list(range(*bounds))
+        if len(bounds) == 1:
+            Random(len(order)).shuffle(order)
+        return order
+
+    monkeypatch.setattr(interpreter, "range", shuffled, raising=False)
+    assert torch.equal(decode_attention(q_BQND, *case.caches(), rows, splits=2), expected)
