@@ -57,6 +57,7 @@ class Row:
     writes: tuple[str, ...] = ()
     process: bool = False  # in one of its own: tests run Triton in its interpreter, and what is compiled must not be
     once: bool = False  # needs nothing of its document: run at the first place that shows it, and there alone
+    gpu: bool = False  # wants one whatever is appended: without it must refuse
 
 
 REDUCED = {
@@ -112,7 +113,12 @@ REDUCED = {
         ),
         once=True,
     ),
-    "bench compile": Row(("--target", "sm_80"), once=True, process=True),
+    "bench compile": Row(("--target", "sm_80", "--module", "thresher.kernels.elementwise.gate_triton"), once=True, process=True),
+    "bench decode": Row(
+        (*("--device", "cpu", "--model", "0.5B", "--batch", "8"), *("--own", "4", "--shared", "8", "--steps", "1")),
+        once=True,
+    ),
+    "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
 FLAGS_OF_THEIR_OWN = ("--resume", "--model")
@@ -163,6 +169,9 @@ class Play:
         prepare(step.words)
         if wants_cuda(step.words) and not CUDA_HERE:
             refused(step, list(step.words))
+        if row.gpu and not CUDA_HERE:
+            refused(step, list(step.words))
+            return
         if kind == "train --url":
             refused(step, [*step.words, *ON_CPU, *sets(retrieval__url=NOBODY, retrieval__patience=0.1)])
         parsed = build_parser().parse_args([*step.words, *append])
