@@ -1,14 +1,22 @@
 """What was drawn, into the lanes and to the host: in packed rows, as from a GPU, comes what a CPU reads in place."""
 
+from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from decoding_cases import make_decoder, play, random_world
 
 from thresher.engine.decoding import verify
 from thresher.engine.decoding.lanes import Lanes, StopBank
+from thresher.engine.decoding.sequences import Draw
 from thresher.engine.decoding.verify import Ints, keep_drawn, send_drawn
+from thresher.kernels import sampling
+from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -92,3 +100,42 @@ def test_rows_say_what_a_cpu_reads_in_place(
 
 def test_only_a_gpu_is_read_in_rows() -> None:
     assert verify.reads_rows(torch.device("cuda", 0)) and not verify.reads_rows(CPU)
+
+
+@pytest.mark.filterwarnings("ignore:.*(encountered|All-NaN).*:RuntimeWarning")  # numpy, on what is masked
+def test_drawn_and_read_as_on_a_gpu_a_rollout_has_the_same_tokens(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of the head's product, in Triton's interpreter; rows with filters beside them, and turns of every end."""
+    pytest.importorskip("triton")
+    from thresher.kernels.drawing import head_draw_triton
+
+    prompts, plans = random_world(Random(3), tiny_tokenizer.vocab_size, 6)
+    draws = (Draw(), Draw(0.0), Draw(0.7))
+    plans = [
+        replace(plan, draw=draws[number % 3], turns=tuple(replace(turn, room=min(turn.room, 6)) for turn in plan.turns))
+        for number, plan in enumerate(plans)
+    ]
+    plans[0] = replace(plans[0], draw=Draw(0.8, 5), arrive=6)
+    decoder = make_decoder(tiny_policy, tiny_tokenizer)
+    expected = play(decoder, prompts, plans)
+    calls = {"fused": 0, "rows": 0}
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(sampling, "_draws_fused", lambda *_: True)
+    monkeypatch.setattr(verify, "reads_rows", lambda _: True)
+    monkeypatch.setattr(head_draw_triton, "draw_fused", counted("fused", head_draw_triton.draw_fused))
+    monkeypatch.setattr(verify, "send_drawn", counted("rows", send_drawn))
+    found = play(decoder, prompts, plans)
+    assert 0 < calls["fused"] < calls["rows"], "some steps have filters and some have none"
+    for ours, theirs in zip(found, expected, strict=True):
+        for turn, as_on_cpu in zip(ours, theirs, strict=True):
+            assert (turn[0], *turn[2:]) == (as_on_cpu[0], *as_on_cpu[2:])
+            values, expected_values = ([float.fromhex(x) for x in one[1]] for one in (turn, as_on_cpu))
+            assert values == pytest.approx(expected_values, rel=0, abs=1e-5)
