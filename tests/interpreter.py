@@ -145,34 +145,53 @@ def program_order(order: Order) -> Iterator[None]:
 
 
 @dataclass
+class _Touched:
+    """What one instruction of one program touched: addresses of elements, each once, and the bytes of an element."""
+
+    addresses: np.ndarray
+    itemsize: int
+    program: int
+
+    def bytes_in(self, sorted_bytes: np.ndarray) -> np.ndarray:
+        """Of the bytes touched those that are in a sorted array of bytes."""
+        if not len(sorted_bytes):
+            return np.empty(0, np.int64)
+        at = np.searchsorted(sorted_bytes, self.addresses).clip(max=len(sorted_bytes) - 1)
+        found = sorted_bytes[at]
+        near = self.addresses[(found >= self.addresses) & (found < self.addresses + self.itemsize)]
+        spread = _spread(near, self.itemsize)
+        return spread[np.isin(spread, sorted_bytes)]
+
+
+@dataclass
 class _Accesses:
-    """Of one launch: bytes, and the program that touched each. inside: first and last byte + 1 of what it may touch."""
+    """Of one launch. inside: first byte, and last + 1, of each stretch of memory that it may touch."""
 
     inside: list[tuple[int, int]]
-    touched: dict[str, list[tuple[np.ndarray, int]]] = field(
-        default_factory=lambda: {"read": [], "write": [], "atomic": []}
-    )
-    values: list[np.ndarray] = field(default_factory=list)
+    keep: bool
+    reads: list[_Touched] = field(default_factory=list)
+    writes: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)  # bytes, their values, program
+    atomics: list[_Touched] = field(default_factory=list)
 
     def add(self, what: str, program: int, pointers: Any, mask: Any, itemsize: int, values: Any = None) -> None:
         addresses = np.asarray(pointers.data)
         live = np.broadcast_to(np.asarray(mask.data), addresses.shape).astype(bool)
         chosen = addresses[live].astype(np.int64)
         self._require_inside(what, chosen, itemsize)
-        spread = (chosen[:, None] + np.arange(itemsize)).ravel()
+        if not self.keep or not len(chosen):
+            return
         if values is None:
-            self.touched[what].append((np.unique(spread), program))
+            (self.reads if what == "read" else self.atomics).append(_Touched(np.unique(chosen), itemsize, program))
             return
         data = np.ascontiguousarray(np.broadcast_to(np.asarray(values.data), addresses.shape)[live])
-        written = data.view(np.uint8).reshape(-1)
+        spread, written = _spread(chosen, itemsize), data.view(np.uint8).reshape(-1)
         order = np.argsort(spread, kind="stable")
         spread, written = spread[order], written[order]
-        twice = (np.diff(spread) == 0) & (np.diff(written.astype(np.int16)) != 0)
-        if twice.any():
+        again = np.diff(spread) == 0
+        if (again & (written[1:] != written[:-1])).any():
             raise ProofError("one store writes a byte twice, with different values")
-        first = np.concatenate([[True], np.diff(spread) != 0])[: len(spread)]
-        self.touched[what].append((spread[first], program))
-        self.values.append(written[first])
+        first = np.concatenate([[True], ~again])
+        self.writes.append((spread[first], written[first], program))
 
     def _require_inside(self, what: str, addresses: np.ndarray, itemsize: int) -> None:
         allowed = np.zeros(len(addresses), bool)
@@ -184,50 +203,55 @@ class _Accesses:
     def races(self) -> list[str]:
         """What two programs do to one byte that they must not."""
         found = []
-        writes, writers = self._flat("write")
-        atomics, atomic_programs = self._flat("atomic")
-        reads, readers = self._flat("read")
-        values = np.concatenate(self.values) if self.values else np.empty(0, np.uint8)
+        none = np.empty(0, np.int64)
+        writes = np.concatenate([none, *(bytes_ for bytes_, _, _ in self.writes)])
+        writers = np.concatenate([none, *(np.full(len(bytes_), program) for bytes_, _, program in self.writes)])
+        values = np.concatenate([np.empty(0, np.uint8), *(value for _, value, _ in self.writes)])
         order = np.lexsort((values, writes))
         same = np.diff(writes[order]) == 0
-        differing = same & (np.diff(values[order].astype(np.int16)) != 0)
+        differing = writes[order][1:][same & (values[order][1:] != values[order][:-1])]
         # A program may well overwrite what it wrote itself: two programs are needed.
-        several = _of_several(writes, writers)
-        if count := len(np.intersect1d(writes[order][1:][differing], several)):
+        if count := len(np.intersect1d(differing, _of_several(writes, writers))):
             found.append(f"{count} bytes written by several programs, with different values")
-        for one, programs, other, other_programs, said in (
-            (writes, writers, reads, readers, "written by one program and read by another"),
-            (writes, writers, atomics, atomic_programs, "written by one program and changed atomically by another"),
-            (atomics, atomic_programs, reads, readers, "changed atomically by one program and read by another"),
+        changed, changers = _bytes_of(self.atomics)
+        for one, programs, others, said in (
+            (writes, writers, self.reads, "written by one program and read by another"),
+            (writes, writers, self.atomics, "written by one program and changed atomically by another"),
+            (changed, changers, self.reads, "changed atomically by one program and read by another"),
         ):
-            both = np.intersect1d(one, other)
-            chosen, others = np.isin(one, both), np.isin(other, both)
-            together = _of_several(
-                np.concatenate([one[chosen], other[others]]), np.concatenate([programs[chosen], other_programs[others]])
-            )
+            unique = np.unique(one)
+            meeting = [(touched.bytes_in(unique), touched.program) for touched in others]
+            places = np.concatenate([none, *(bytes_ for bytes_, _ in meeting)])
+            by = np.concatenate([none, *(np.full(len(bytes_), program) for bytes_, program in meeting)])
+            both = np.isin(one, places)
+            together = _of_several(np.concatenate([one[both], places]), np.concatenate([programs[both], by]))
             if len(together):
                 found.append(f"{len(together)} bytes {said}")
         return found
 
-    def _flat(self, what: str) -> tuple[np.ndarray, np.ndarray]:
-        entries = self.touched[what]
-        if not entries:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        return (
-            np.concatenate([bytes_ for bytes_, _ in entries]),
-            np.concatenate([np.full(len(bytes_), program) for bytes_, program in entries]),
-        )
+
+def _spread(addresses: np.ndarray, itemsize: int) -> np.ndarray:
+    """The bytes of elements at these addresses."""
+    return (addresses[:, None] + np.arange(itemsize)).ravel()
+
+
+def _bytes_of(touched: Sequence[_Touched]) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes, programs) of all of them."""
+    spread = [_spread(one.addresses, one.itemsize) for one in touched]
+    programs = [np.full(len(bytes_), one.program) for one, bytes_ in zip(touched, spread, strict=True)]
+    none = np.empty(0, np.int64)
+    return np.concatenate([none, *spread]), np.concatenate([none, *programs])
 
 
 def _of_several(addresses: np.ndarray, programs: np.ndarray) -> np.ndarray:
     """The addresses that more than one program touches."""
-    pairs = np.unique(np.stack([addresses, programs]), axis=1)[0]
-    unique, counts = np.unique(pairs, return_counts=True)
-    return unique[counts > 1]
+    order = np.lexsort((programs, addresses))
+    addresses, programs = addresses[order], programs[order]
+    return np.unique(addresses[1:][(np.diff(addresses) == 0) & (np.diff(programs) != 0)])
 
 
 @contextmanager
-def _recorded(accesses: _Accesses) -> Iterator[None]:
+def _recorded(accesses: _Accesses) -> Iterator[_Accesses]:
     """Each access of a launch is checked and noted before it is made."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
@@ -263,7 +287,7 @@ def _recorded(accesses: _Accesses) -> Iterator[None]:
         patch.object(Builder, "create_atomic_rmw", atomic_rmw),
         patch.object(Builder, "create_atomic_cas", atomic_cas),
     ):
-        yield
+        yield accesses
 
 
 # Launches
@@ -295,18 +319,16 @@ def _checked_launches(seen: Seen) -> Iterator[None]:
         seen.launches[name] += 1
         storages = _storages((*args, *kwargs.values()))
         before = {at: storage.clone() for at, storage in storages.items()}
-        accesses = _Accesses([(at, at + storage.nbytes()) for at, storage in storages.items()])
+        inside = [(at, at + storage.nbytes()) for at, storage in storages.items()]
+        races: list[str] = []
         left: dict[str, list[bytes]] = {}
         for order_name, order in reversed(ORDERS.items()):  # the natural one last, for its results stay
             for at, storage in storages.items():
                 storage.copy_(before[at])
             with ExitStack() as stack:
                 stack.enter_context(program_order(order))
-                # Which bytes are touched may itself depend on the order, but not without a race in this one.
-                if order is forwards:
-                    stack.enter_context(_recorded(accesses))
-                else:
-                    stack.enter_context(_recorded(_Accesses(accesses.inside)))
+                # Which bytes are touched may depend on the order only where there is a race in this one.
+                accesses = stack.enter_context(_recorded(_Accesses(inside, keep=order is forwards)))
                 try:
                     launch(self, *args, **kwargs)
                 except InterpreterError as error:
@@ -314,7 +336,8 @@ def _checked_launches(seen: Seen) -> Iterator[None]:
                         raise ProofError(f"{name}: {cause}") from error
                     raise
             left[order_name] = [_bytes(storage) for storage in storages.values()]
-        if races := accesses.races():
+            races += accesses.races()
+        if races:
             raise ProofError(f"{name}: {'; '.join(races)}")
         for order_name, found in left.items():
             if found != left["forwards"]:
@@ -331,7 +354,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _bytes(storage: torch.UntypedStorage) -> bytes:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()  # type: ignore[call-overload]
+    return torch.tensor([], dtype=torch.uint8).set_(storage).numpy().tobytes()  # type: ignore[call-overload]
 
 
 # Arithmetic as a GPU does it
