@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter_cases import DEVICE
+from interpreter import DEVICE
 from model_cases import make_config
 
 from thresher.kernels.attention.varlen import Varlen

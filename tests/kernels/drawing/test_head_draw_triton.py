@@ -4,11 +4,14 @@ within what rounding can do, ties, bits of the noise, and what lies beside the t
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from interpreter import DEVICE, ORDERS, poisoned_memory, program_order
 from torch import Tensor
 
 from thresher.kernels.drawing.noise import uniform_noise
@@ -92,6 +95,22 @@ class Case:
         budget_B = 2 * off_B + rounding_B + EPS * (columns + 8)
         error_B = (logprobs_B.double() - logp_BV.gather(1, ids_B[:, None])[:, 0]).abs()
         assert (error_B <= budget_B).all()
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def check(count: int, columns: int, tiling: DrawTiling, dtype: torch.dtype = torch.float32) -> None:
+        case = Case(count, columns, width=16, dtype=dtype)
+        with (
+            patch.object(head_draw_triton, "REDUCE_TILES", 2),
+            patch.object(draw_tiling, "draw_tilings", lambda *_: (tiling,)),
+        ):
+            case.check(*case.draw())
+
+    return {
+        "one token": lambda: check(1, 1, FLOAT32[0]),
+        "more tiles than the reduction takes at once": lambda: check(17, 150, FLOAT32[0]),
+        "two tiles of rows, in parts": lambda: check(66, 130, AMPERE[2], torch.bfloat16),
+    }
 
 
 @pytest.fixture
@@ -204,26 +223,13 @@ def test_the_clock_of_every_u_is_right_to_the_last_bits() -> None:
     assert ((found.double() - expected).abs() / expected).max() < 3 * EPS
 
 
-@pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
-def test_neither_order_nor_what_memory_held_changes_a_bit(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_neither_order_nor_what_memory_held_changes_a_bit(order: str) -> None:
     case = Case(130, 301)
     expected = case.draw()
-    new_empty = Tensor.new_empty
-
-    def poisoned(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        made = new_empty(self, *arguments, **options)
-        return made.fill_(torch.nan if made.is_floating_point() else -(2**31))
-
-    def arranged(*arguments: int) -> list[int]:
-        places = list(range(*arguments))
-        if order == "shuffled":
-            Random(1).shuffle(places)
-        return places[::-1] if order == "backwards" else places
-
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
-    if DEVICE == "cpu":  # the interpreter runs one program after the other
-        monkeypatch.setattr("triton.runtime.interpreter.range", arranged, raising=False)
-    assert all(torch.equal(a, b) for a, b in zip(case.draw(), expected, strict=True))
+    with poisoned_memory(lowest=True), program_order(ORDERS[order]):
+        found = case.draw()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_rows_beside_the_operands_are_not_read() -> None:

@@ -3,9 +3,11 @@
 On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from interpreter_cases import DEVICE, GuardedMemory, between_nans, round_to_nearest, shuffle_programs
+from interpreter import DEVICE, GuardedMemory, backwards, between_nans, program_order, shuffled
 
 from thresher.kernels.elementwise.layers import silu_gate
 
@@ -13,15 +15,13 @@ pytest.importorskip("triton")
 
 from thresher.kernels.elementwise.gate_triton import COLUMNS, fused_silu_gate
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy: e^200 is infinity
+pytestmark = [
+    pytest.mark.usefixtures("rounds_to_nearest"),
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # numpy: e^200 is infinity
+]
 
 UNIT32 = 2.0**-24
 TINY = 1e-35  # of |u| and |dy u|: where e^-g leaves float32, silu is 0 instead of -88 e^-88
-
-
-@pytest.fixture(autouse=True)
-def _nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_to_nearest(monkeypatch)
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -57,6 +57,18 @@ def assert_exact(gate_up: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, fou
     for ours, true, budget in budgets:
         assert ours.dtype == gate_up.dtype
         assert ((ours.double().cpu() - true).abs() <= budget + 1e-44).all()
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def check(T: int, inner: int, dtype: torch.dtype) -> None:
+        gate_up, grad = draw(T, 2 * inner, seed=1, dtype=dtype), draw(T, inner, seed=2, dtype=dtype)
+        assert_exact(gate_up, grad, *both(gate_up, grad))
+
+    return {
+        "ragged": lambda: check(5, 33, torch.float32),
+        "bfloat16": lambda: check(3, 8, torch.bfloat16),
+        "two tiles": lambda: check(2, COLUMNS + 40, torch.float32),
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -105,16 +117,16 @@ def test_a_row_has_its_own_bits(dtype: torch.dtype) -> None:
         assert alone[1].isfinite().all()
 
 
-def test_the_order_of_programs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_programs_does_not_matter() -> None:
     gate_up, grad = (
         draw(5, 2 * COLUMNS + 50, seed=1, dtype=torch.float32),
         draw(5, COLUMNS + 25, seed=2, dtype=torch.float32),
     )
     first = both(gate_up, grad)
-    for seed in (0, 1):
-        if DEVICE == "cpu":
-            shuffle_programs(monkeypatch, seed)
-        assert all(torch.equal(*pair) for pair in zip(first, both(gate_up, grad), strict=True))
+    for order in (backwards, shuffled):
+        with program_order(order):
+            again = both(gate_up, grad)
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
 def test_strides_and_broadcast_gradients() -> None:

@@ -4,11 +4,14 @@ An error is held to what rounding grants: a unit roundoff of the dtype for each 
 step of a sum. On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from interpreter_cases import DEVICE, GuardedMemory, between_nans, round_to_nearest, shuffle_programs
+from interpreter import DEVICE, GuardedMemory, backwards, between_nans, program_order, shuffled
 
 from thresher.kernels.elementwise.layers import add_norm
 
@@ -17,7 +20,10 @@ pytest.importorskip("triton")
 from thresher.kernels.elementwise import norm_triton
 from thresher.kernels.elementwise.norm_triton import MAX_WIDTH, backward_programs, fused_add_norm
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+pytestmark = [
+    pytest.mark.usefixtures("rounds_to_nearest"),
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # numpy, on lanes that are masked
+]
 
 EPS = 1e-6
 SHAPES = [(1, 8), (1, 896), (5, 33), (3, 1536), (70, 24)]
@@ -29,17 +35,18 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-@pytest.fixture(autouse=True)
-def _nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_to_nearest(monkeypatch)
+@contextmanager
+def few_programs() -> Iterator[None]:
+    """Small shapes go the way of large ones: a program has more than its fewest rows, a sum of parts takes two goes."""
+    with patch.object(norm_triton, "BACKWARD_WARPS", 11), patch.object(norm_triton, "SUM_ROWS", 8):
+        assert [backward_programs(T, 24) for T in (0, 1, 9, 44, 70)] == [0, 1, 3, 11, 11]
+        yield
 
 
 @pytest.fixture
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small shapes go the way of large ones: a program has more than its fewest rows, a sum of parts takes two goes."""
-    monkeypatch.setattr(norm_triton, "BACKWARD_WARPS", 11)
-    monkeypatch.setattr(norm_triton, "SUM_ROWS", 8)
-    assert [backward_programs(T, 24) for T in (0, 1, 9, 44, 70)] == [0, 1, 3, 11, 11]
+def _few_programs() -> Iterator[None]:
+    with few_programs():
+        yield
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -81,21 +88,41 @@ def budgets(s: torch.Tensor, w: torch.Tensor, ds: torch.Tensor, dy: torch.Tensor
     }
 
 
-@pytest.mark.usefixtures("_few_programs")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("T", "H"), SHAPES)
-def test_values_and_gradients(T: int, H: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(T: int, H: int, dtype: torch.dtype, found: list[torch.Tensor] | None = None) -> None:
+    """Outputs and gradients, or those that were found, of `arguments(T, H, dtype)`: each element within its budget."""
     x, more, w, ds, dy = arguments(T, H, dtype)
     truth = gradients(add_norm, [t.double().cpu() for t in (x, more, w)], (ds.double().cpu(), dy.double().cpu()))
     budget = budgets(truth[0], w.double().cpu(), ds.double().cpu(), dy.double().cpu(), dtype)
-    memory = GuardedMemory(monkeypatch)
-    found = gradients(fused_add_norm, [x, more, w], (ds, dy))
-    memory.check()
+    found = found or gradients(fused_add_norm, [x, more, w], (ds, dy))
     assert torch.equal(found[2], found[3])
     for name, ours, true in zip(("sum", "y", "dx", "dw"), (*found[:3], found[4]), (*truth[:3], truth[4]), strict=True):
         assert ours is not None and ours.dtype == dtype
         error = (ours.double().cpu() - true).abs()
         assert (error <= 1.01 * budget[name] + 1e-40).all(), (name, (error / budget[name]).max())
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def ragged(T: int, H: int, dtype: torch.dtype) -> None:
+        with few_programs():
+            check(T, H, dtype)
+
+    return {
+        "one row": lambda: ragged(1, 8, torch.float32),
+        "bfloat16": lambda: ragged(5, 33, torch.bfloat16),
+        "several rows a program": lambda: ragged(50, 12, torch.float32),
+    }
+
+
+@pytest.mark.usefixtures("_few_programs")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("T", "H"), SHAPES)
+def test_values_and_gradients(T: int, H: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, more, w, ds, dy = arguments(T, H, dtype)
+    with monkeypatch.context() as patched:
+        memory = GuardedMemory(patched)
+        found = gradients(fused_add_norm, [x, more, w], (ds, dy))
+    memory.check()
+    check(T, H, dtype, found)
 
 
 def test_in_bfloat16_it_rounds_where_qwen2_does() -> None:
@@ -153,13 +180,12 @@ def test_a_row_has_its_own_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_few_programs")
-def test_the_order_of_programs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_programs_does_not_matter() -> None:
     x, more, w, ds, dy = arguments(70, 12, torch.float32)
     first = gradients(fused_add_norm, [x, more, w], (ds, dy))
-    for seed in (0, 1):
-        if DEVICE == "cpu":
-            shuffle_programs(monkeypatch, seed)
-        again = gradients(fused_add_norm, [x, more, w], (ds, dy))
+    for order in (backwards, shuffled):
+        with program_order(order):
+            again = gradients(fused_add_norm, [x, more, w], (ds, dy))
         assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 

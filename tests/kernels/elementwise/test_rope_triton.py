@@ -3,11 +3,12 @@
 On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from interpreter_cases import DEVICE, GuardedMemory, between_nans, round_to_nearest, shuffle_programs
+from interpreter import DEVICE, GuardedMemory, backwards, between_nans, program_order, shuffled
 
 from thresher.kernels.elementwise.layers import rope_table, rotate, rotate_and_store
 
@@ -15,15 +16,12 @@ pytest.importorskip("triton")
 
 from thresher.kernels.elementwise.rope_triton import fused_rotate_and_store
 
+pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
+
 # query heads, key/value heads, head dimension, slots; the last two have more heads than a program takes
 SHAPES = [(1, 1, 2, 1), (3, 1, 10, 3), (2, 2, 64, 8), (14, 2, 64, 16), (5, 1, 24, 4), (28, 4, 8, 16), (20, 7, 6, 5)]
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCKS = 6
-
-
-@pytest.fixture(autouse=True)
-def _nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_to_nearest(monkeypatch)
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -60,40 +58,54 @@ def copied(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "k_PKSD": given["k_PKSD"].clone(), "v_PKSD": given["v_PKSD"].clone()}
 
 
+def check(given: dict[str, Any], q_TND: torch.Tensor) -> None:
+    """Queries, keys and values that were written, each within two roundings of float64; all else is NaN still."""
+    qkv, k_PKSD = given["qkv_TMD"], given["k_PKSD"]
+    N, K, dtype = q_TND.shape[1], given["kv_heads"], qkv.dtype
+    assert q_TND.is_contiguous() and q_TND.dtype == dtype
+    true_TMD = rotate(qkv[:, : N + K].double(), given["rope"].double())
+    cos, sin = given["rope"].double().abs()
+    a, b = qkv[:, : N + K].double().abs().chunk(2, -1)
+    # each product is rounded, and their sum
+    budget = torch.cat([a * cos + b * sin, b * cos + a * sin], -1) * torch.finfo(dtype).eps * 1.01
+
+    expected_k, expected_v = (torch.full_like(k_PKSD, torch.nan) for _ in range(2))
+    for row, (block, slot) in enumerate(zip(given["block_T"].tolist(), given["slot_T"].tolist(), strict=True)):
+        assert ((q_TND[row].double() - true_TMD[row, :N]).abs() <= budget[row, :N]).all()
+        if block >= 0:
+            ours_KD = k_PKSD[block, :, slot]
+            assert ((ours_KD.double() - true_TMD[row, N:]).abs() <= budget[row, N:]).all()
+            expected_k[block, :, slot] = ours_KD
+            expected_v[block, :, slot] = qkv[row, N + K :]
+    for cache, expected in ((k_PKSD, expected_k), (given["v_PKSD"], expected_v)):
+        assert torch.equal(cache.isnan(), expected.isnan())  # nothing is written but the rows' own places
+        assert torch.equal(cache.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def launch(T: int, shape: tuple[int, int, int, int], dtype: torch.dtype, apart: bool) -> None:
+        given = arguments(T, shape, dtype, apart)
+        check(given, fused_rotate_and_store(**given))
+
+    return {
+        "ragged": lambda: launch(7, (3, 1, 10, 3), torch.float32, False),
+        "more heads than a program takes": lambda: launch(5, (20, 7, 6, 5), torch.bfloat16, True),
+    }
+
+
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in turn"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_queries_keys_and_values(
     shape: tuple[int, int, int, int], dtype: torch.dtype, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    N, K, D, S = shape
-    for T in (1, min(11, BLOCKS * S)):
+    for T in (1, min(11, BLOCKS * shape[3])):
         given = arguments(T, shape, dtype, apart)
-        memory = GuardedMemory(monkeypatch)
-        q_TND = fused_rotate_and_store(**given)
+        with monkeypatch.context() as patched:
+            memory = GuardedMemory(patched)
+            q_TND = fused_rotate_and_store(**given)
         memory.check()
-        monkeypatch.undo()
-        round_to_nearest(monkeypatch)
-        assert q_TND.is_contiguous() and q_TND.dtype == dtype
-
-        qkv = given["qkv_TMD"]
-        true_TMD = rotate(qkv[:, : N + K].double(), given["rope"].double())
-        cos, sin = given["rope"].double().abs()
-        a, b = qkv[:, : N + K].double().abs().chunk(2, -1)
-        # each product is rounded, and their sum
-        budget = torch.cat([a * cos + b * sin, b * cos + a * sin], -1) * torch.finfo(dtype).eps * 1.01
-
-        expected_k, expected_v = caches(K, S, D, dtype, apart)
-        for row, (block, slot) in enumerate(zip(given["block_T"].tolist(), given["slot_T"].tolist(), strict=True)):
-            assert ((q_TND[row].double() - true_TMD[row, :N]).abs() <= budget[row, :N]).all()
-            if block >= 0:
-                ours_KD = given["k_PKSD"][block, :, slot]
-                assert ((ours_KD.double() - true_TMD[row, N:]).abs() <= budget[row, N:]).all()
-                expected_k[block, :, slot] = ours_KD
-                expected_v[block, :, slot] = qkv[row, N + K :]
-        for cache, expected in ((given["k_PKSD"], expected_k), (given["v_PKSD"], expected_v)):
-            assert torch.equal(cache.isnan(), expected.isnan())  # nothing is written but the rows' own places
-            assert torch.equal(cache.nan_to_num(7.0), expected.nan_to_num(7.0))
+        check(given, q_TND)
 
 
 @pytest.mark.parametrize("shape", [(14, 2, 64, 16), (3, 1, 10, 3)], ids=str)
@@ -108,15 +120,15 @@ def test_in_bfloat16_it_has_the_bits_of_torch(shape: tuple[int, int, int, int]) 
         assert theirs[name].isfinite().any()
 
 
-def test_the_order_of_programs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_programs_does_not_matter() -> None:
     given = arguments(9, (20, 7, 6, 5), torch.float32, True)
     first = copied(given)
     q_TND = fused_rotate_and_store(**first)
-    for seed in (0, 1):
-        if DEVICE == "cpu":
-            shuffle_programs(monkeypatch, seed)
+    for order in (backwards, shuffled):
         again = copied(given)
-        assert torch.equal(fused_rotate_and_store(**again), q_TND)
+        with program_order(order):
+            found_TND = fused_rotate_and_store(**again)
+        assert torch.equal(found_TND, q_TND)
         assert all(torch.equal(again[n].nan_to_num(7.0), first[n].nan_to_num(7.0)) for n in ("k_PKSD", "v_PKSD"))
 
 

@@ -1,9 +1,12 @@
 """The persistent kernel gives the plain one's bits, tile for tile; on a GPU, where TMA can be had, within rounding."""
 
 import math
+from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
+from interpreter import DEVICE
 from loss_cases import make_case
 
 from thresher.kernels.head.tiling import HOPPER, PERSISTENT, capability
@@ -16,8 +19,28 @@ from thresher.kernels.head.winners import takes_descriptors
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
 
 CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-without_tma = pytest.mark.skipif(CUDA and capability(DEVICE) < 90, reason="TMA came with sm_90")
+without_tma = pytest.mark.skipif(CUDA and capability(torch.device(DEVICE)) < 90, reason="TMA came with sm_90")
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    return {"part of a tile": lambda: check(3, 64, 40), "more tiles than programs": lambda: check(130, 64, 600)}
+
+
+def check(T: int, H: int, V: int) -> None:
+    """Log-probs, entropies and the stored distribution against float64."""
+    case = make_case(T, H=H, V=V, seed=T, scale=0.3)
+    hidden, head = case.hidden.to(DEVICE, torch.bfloat16), case.head.to(DEVICE, torch.bfloat16)
+    targets = case.targets.to(DEVICE)
+    with patch.object(backend, "tiling_for", lambda _: PERSISTENT):
+        made = backend.TritonHead(head, 0.7, T)
+        logprobs, entropy, exps = made.exps(hidden, targets, case.old.to(DEVICE, torch.float32))
+    true_RV = torch.log_softmax(hidden.double() @ head.double().t() / 0.7, 1)
+    # A logit is a sum of H float32 products, a log-prob one of V exponentials; what is stored is rounded to bfloat16.
+    budget = 2**-24 * (4 * H + V)
+    torch.testing.assert_close(logprobs.double(), true_RV.gather(1, targets[:, None])[:, 0], rtol=0, atol=budget)
+    torch.testing.assert_close(entropy.double(), -(true_RV.exp() * true_RV).sum(1), rtol=0, atol=budget)
+    logp_RV = exps.exps_RV[:, :V].double().log() - exps.log_normaliser_R.double()[:, None]
+    torch.testing.assert_close(logp_RV, true_RV, rtol=0, atol=2**-8 + budget)
 
 
 @without_tma

@@ -1,9 +1,11 @@
 """The tiles' sums brought together: against float64, in any number of tiles, with offsets that were off."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from interpreter import DEVICE
 
 pytest.importorskip("triton")
 
@@ -11,12 +13,25 @@ from thresher.kernels.head.reduce_triton import SLACK, launch_reduce
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-COLUMNS, AGAIN_ROWS = 8, 16
+COLUMNS = 8
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    return {
+        "one tile": lambda: check(rows=1, tiles=1),
+        "ragged": lambda: check(rows=17, tiles=65),
+        "programs that set one flag": lambda: check(rows=60, tiles=5, again_rows=64),
+    }
 
 
 @pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (17, 63), (64, 65), (100, 200)])
-def test_against_float64(rows: int, tiles: int) -> None:
+@pytest.mark.parametrize("again_rows", [16, 64])
+def test_against_float64(rows: int, tiles: int, again_rows: int) -> None:
+    check(rows, tiles, again_rows)
+
+
+def check(rows: int, tiles: int, again_rows: int = 16) -> None:
+    """One launch, whose first row and last one have a wrong offset."""
     noise = torch.Generator().manual_seed(rows)
     z = 6 * torch.randn(rows, tiles, COLUMNS, generator=noise, dtype=torch.float64)  # logits in powers of two
     targets = torch.randint(tiles * COLUMNS, (rows,), generator=noise)
@@ -30,10 +45,10 @@ def test_against_float64(rows: int, tiles: int) -> None:
     wrong[0], wrong[-1] = -1.01 * SLACK, math.nan if rows > 1 else 1.01 * SLACK
     offsets = ((nats.logsumexp(1) + wrong) / math.log(2)).to(DEVICE, torch.float32)
     found = torch.full((3, rows), math.nan, device=DEVICE)
-    again = torch.zeros(-(-rows // AGAIN_ROWS), dtype=torch.int32, device=DEVICE)
+    again = torch.zeros(-(-rows // again_rows), dtype=torch.int32, device=DEVICE)
     tensors = [tensor.to(DEVICE, torch.float32) for tensor in (parts, y)]
     launch_reduce(
-        tensors[0].flatten(), targets.to(DEVICE), tensors[1], offsets, again, *found, tiles, True, COLUMNS, AGAIN_ROWS
+        tensors[0].flatten(), targets.to(DEVICE), tensors[1], offsets, again, *found, tiles, True, COLUMNS, again_rows
     )
     logprobs, entropy, log_normaliser = found.cpu().double()
     # Powers of two up to 30 or so, rounded, and a sum over the tiles.
