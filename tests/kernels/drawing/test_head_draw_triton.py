@@ -28,7 +28,6 @@ from thresher.kernels.drawing.head_draw_triton import _minus_log, _row_words, _t
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(encountered|All-NaN).*:RuntimeWarning")  # numpy, on what is masked
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 EPS = 2.0**-24  # the largest relative error of a float32 operation
 VOCABULARY = 151_665
