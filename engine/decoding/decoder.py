@@ -97,6 +97,10 @@ class Decoder:
         self.stops = StopBank(tokenizer, policy.config.eos_token_ids, policy.device)
         self.begin(self.page_size, DecodeClock())
 
+    def held(self) -> list[torch.Tensor]:
+        """The cache's tensors, as far as there are any now."""
+        return [self.cache.k_LPKDS, self.cache.v_LPKSD] if isinstance(self.cache, PagedKV) else []
+
     def end(self) -> None:
         """Nothing is running, and others may want the memory; here it is kept."""
 

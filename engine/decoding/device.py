@@ -247,6 +247,9 @@ class DeviceDecoder(Decoder):
         self.wanted_blocks = self.num_blocks
         self.end()
 
+    def held(self) -> list[torch.Tensor]:
+        return [self.cache.k_LPKSD, self.cache.v_LPKSD] if self.has_cache else []
+
     def end(self) -> None:
         """Give the cache's memory back, and what was captured with it; `begin` takes as much as there is then."""
         self._steps: dict[tuple[int, bool], BucketStep] = {}

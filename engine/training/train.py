@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from thresher.engine import console
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
 from thresher.engine.config.recipe import Recipe, SystemSection
@@ -23,6 +25,7 @@ from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
 from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.engine.training.master_weights import starting_weights, trained_and_reference
+from thresher.engine.training.memory import out_of_memory
 from thresher.engine.training.metrics import run_summary, step_record
 from thresher.engine.training.step import Diverged, GrpoStep, check_trajectories
 from thresher.engine.training.update import Updater
@@ -157,7 +160,10 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, Any]:
         """One step, from questions to new weights; its trajectories are stored where due. Returns its metrics."""
-        result = self.grpo_step(step)
+        try:
+            result = self.grpo_step(step)
+        except torch.OutOfMemoryError:
+            raise out_of_memory(self.updater, self.rollout) from None
         self._warn_of_cuts(result.shown)
         keep = self.recipe.run.keep_trajectories
         if keep and step % keep == 0:
