@@ -53,13 +53,16 @@ class Parts:
     def rollout(self, retriever: Retriever | None) -> Rollout:
         limits = self.limits
         blocks = Rollout.blocks_for(limits)
+        if limits.attention != "torch":
+            # On a GPU the cache takes what memory there is when a rollout begins, and has to hold one context.
+            blocks = 1 + -(-limits.max_context // limits.page_size)
         needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.page_size, self.policy.dtype.itemsize)
         available = memory_bytes(self.policy.device)
         if needed > available:
             raise UserError(
-                f"the KV cache for rollout.max_running = {limits.max_running} samples of {limits.max_context} tokens "
-                f"takes {needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them, or set "
-                "rollout.kv_tokens"
+                f"the KV cache for {(blocks - 1) * limits.page_size} tokens, by rollout.max_running = "
+                f"{limits.max_running} and rollout.max_context = {limits.max_context}, takes {needed / 2**30:.1f} GiB, "
+                f"and there are {available / 2**30:.1f}; lower one of them, or set rollout.kv_tokens"
             )
         parts = (self.system, self.tools, self.renderer, limits)
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle

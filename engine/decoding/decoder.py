@@ -93,9 +93,10 @@ class Decoder:
         # Look-ups read the lanes' ids, which the host has only where it is the device.
         self.speculate: Speculate = speculate if policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
-        self.cache = self._make_cache()
+        self.cache: PagedKV | DeviceKV | None = None
         self.stops = StopBank(tokenizer, policy.config.eos_token_ids, policy.device)
-        self.begin(self.page_size, DecodeClock())
+        self._open_cache()
+        self._start_over(self.page_size, DecodeClock())
 
     def held(self) -> list[torch.Tensor]:
         """The cache's tensors, as far as there are any now."""
@@ -106,6 +107,10 @@ class Decoder:
 
     def begin(self, longest: int, clock: DecodeClock) -> None:
         """Start over, with nothing cached, for sequences of at most `longest` tokens. UserError if one does not fit."""
+        self._open_cache()
+        self._start_over(longest, clock)
+
+    def _start_over(self, longest: int, clock: DecodeClock) -> None:
         pool = BlockPool(self.num_blocks, self.page_size)
         if pool.blocks_for(longest) > pool.free:
             raise UserError(
@@ -125,8 +130,10 @@ class Decoder:
         self._busy = 0.0
         self._drawn: tuple[Ints, Ints] | None = None  # by the last step: lanes, and how many tokens each
 
-    def _make_cache(self) -> PagedKV | DeviceKV:
-        return PagedKV(self.policy.config, self.num_blocks, self.page_size, self.policy.dtype, self.policy.device)
+    def _open_cache(self) -> None:
+        policy = self.policy
+        if self.cache is None:
+            self.cache = PagedKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
 
     def _make_lanes(self, longest: int, blocks: int) -> Lanes:
         return Lanes(self.max_running, longest, blocks, self.policy.device)
@@ -197,6 +204,7 @@ class Decoder:
             blocks = [*prefix.blocks, *self.pool.take(count).tolist()]
             cached = len(prefix.blocks) * self.page_size + prefix.tail_tokens
             if prefix.tail is not None:
+                assert self.cache is not None
                 self.cache.copy([(prefix.tail, blocks[len(prefix.blocks)])])
             lane = self.lanes.open(sequence, cached, blocks)
             if self.drafter is not None:

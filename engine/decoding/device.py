@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
-from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV
+from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size
 from thresher.engine.decoding.lanes import Lanes, StopBank
 from thresher.engine.decoding.sequences import TokenSequence
 from thresher.kernels import sampling
@@ -237,41 +237,39 @@ class DeviceDecoder(Decoder):
     """`Decoder` whose steps are launched ahead of what is read back. Its results are those of `Decoder` up to rounding:
     the kernels add in another order."""
 
-    cache: DeviceKV
-
     def __init__(self, *arguments: Any, prefill: Backend = "triton", **options: Any) -> None:
         """prefill: who computes attention within fresh prompts; new rows over a history are Triton's."""
         self.fresh = None if prefill == "triton" else load_attention(prefill)
-        self.has_cache = False
+        self.wanted_blocks = 0  # known once it is made; memory is taken by `begin`
         super().__init__(*arguments, **{**options, "speculate": 0})
+        check_page_size(self.page_size)
         self.wanted_blocks = self.num_blocks
-        self.end()
 
     def held(self) -> list[torch.Tensor]:
-        return [self.cache.k_LPKSD, self.cache.v_LPKSD] if self.has_cache else []
+        return [self.cache.k_LPKSD, self.cache.v_LPKSD] if isinstance(self.cache, DeviceKV) else []
 
     def end(self) -> None:
         """Give the cache's memory back, and what was captured with it; `begin` takes as much as there is then."""
-        self._steps: dict[tuple[int, bool], BucketStep] = {}
-        self.has_cache = False
-        del self.cache
+        self._steps.clear()
+        self.cache = None
 
-    def begin(self, longest: int, clock: DecodeClock) -> None:
-        if not self.has_cache:
-            self.num_blocks = self._planned_blocks()
-            self.cache = self._make_cache()
-        super().begin(longest, clock)
+    def _open_cache(self) -> None:
+        if self.cache is None and self.wanted_blocks:
+            policy, self.num_blocks = self.policy, self._planned_blocks()
+            self.cache = DeviceKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
+
+    def _start_over(self, longest: int, clock: DecodeClock) -> None:
+        super()._start_over(longest, clock)
         self._flight: Flight | None = None
         self._ended: list[TokenSequence] = []  # since the last step, when somebody had to go
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
-        self._steps = {}
+        self._steps: dict[tuple[int, bool], BucketStep] = {}
         self._made_for: tuple[DrawRules, int] | None = None  # rules, and the version of the stop tables
         self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
 
-    def _make_cache(self) -> DeviceKV:
-        self.has_cache = True
-        policy = self.policy
-        return DeviceKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
+    def _cache(self) -> DeviceKV:
+        assert isinstance(self.cache, DeviceKV)
+        return self.cache
 
     def _planned_blocks(self) -> int:
         """Those that were asked for, or on CUDA as many as KV_SHARE of the free memory holds."""
@@ -336,7 +334,7 @@ class DeviceDecoder(Decoder):
         """Keys and values of new rows; nothing is drawn."""
         if len(runs.table_N):
             started = time.perf_counter()
-            step = DeviceStep(self.cache, self.lanes.table_BP, runs, self.policy.device, self.fresh)
+            step = DeviceStep(self._cache(), self.lanes.table_BP, runs, self.policy.device, self.fresh)
             self.policy.hidden(self.lanes.tokens_BL[step.lane_T, step.positions_T], step.positions_T, step)
             self.lanes.cached_B[runs.table_N] += runs.count_N
             rows = int(runs.count_N.sum())
@@ -398,9 +396,10 @@ class DeviceDecoder(Decoder):
         if self._made_for is None or self._made_for[0] is not made_for[0] or self._made_for[1] != made_for[1]:
             self._steps, self._made_for = {}, made_for
         if (size, shares) not in self._steps:
-            step = BucketStep(size, self.policy, self.tokenizer.vocab_size, self.cache, self.lanes, self.stops, shares)
-            alike = self.lanes.rules.temperature is not None and not self.lanes.rules.filtered
-            if self._pool is not None and alike:
+            step = BucketStep(
+                size, self.policy, self.tokenizer.vocab_size, self._cache(), self.lanes, self.stops, shares
+            )
+            if self._pool is not None and not self.lanes.rules.filtered:
                 step.capture(self._pool)
             self._steps[size, shares] = step
         return self._steps[size, shares]

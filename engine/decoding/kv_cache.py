@@ -42,7 +42,7 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        _check_page_size(page_size)
+        check_page_size(page_size)
         layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         tile = row_tile(dim, page_size, dtype, torch.device(device))
         self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size, tile)
@@ -97,7 +97,8 @@ class PagedStep:
         return paged_attention(q_TND, k_PKDS, v_PKSD, self.buckets)
 
 
-def _check_page_size(page_size: int) -> None:
+def check_page_size(page_size: int) -> None:
+    """UserError for a number of slots that softmax would treat otherwise (paged.py, SLOT_STEP)."""
     if page_size < 1 or page_size % SLOT_STEP:
         raise UserError(f"rollout.page_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
 
@@ -108,7 +109,7 @@ class DeviceKV:
     def __init__(
         self, config: ModelConfig, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        _check_page_size(page_size)
+        check_page_size(page_size)
         self.slots = page_size
         shape = (config.num_hidden_layers, num_blocks, config.num_key_value_heads, page_size, config.head_dim)
         # Not filled: the kernels read no slot that was not written.
