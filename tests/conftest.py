@@ -118,6 +118,12 @@ def transcript(draw: Random) -> str:
     return text + draw.choice((f"<answer>{answer}</answer>", f"<evaluate>{answer}</evaluate>{END_OF_TEXT}"))
 
 
+@pytest.fixture
+def tiny_model_config(tiny_tokenizer: Tokenizer) -> ModelConfig:
+    """What `tiny_policy` has, for tests that need no policy that was taught."""
+    return tiny_config(tiny_tokenizer)
+
+
 @pytest.fixture(scope="session")
 def make_tiny_policy(tiny_tokenizer: Tokenizer) -> Callable[..., Policy]:
     """make(seed=0, **changes of the config) -> Policy: a copy of one that was taught a little."""
@@ -181,7 +187,9 @@ def tiny_model_folder(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tmp_path: 
 
 
 @pytest.fixture
-def tiny_rollout(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_index: Index) -> Callable[..., Rollout]:
+def tiny_rollout(
+    request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer, tiny_index: Index
+) -> Callable[..., Rollout]:
     """make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens, shuffle,
     **limits) -> Rollout; everything has a default. `system` is a name or a System."""
     from thresher.engine.episode import Tools
@@ -215,7 +223,7 @@ def tiny_rollout(tiny_policy: Policy, tiny_tokenizer: Tokenizer, tiny_index: Ind
         )
         sizes = {"max_turn_tokens": 48, "max_policy_tokens": 160, "max_context": 360, "max_running": 64, **limits}
         return Rollout(
-            policy or tiny_policy,
+            policy or request.getfixturevalue("tiny_policy"),  # taught only where no other is given
             tokenizer,
             tiny_index if index is None else index,
             system,

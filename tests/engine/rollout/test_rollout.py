@@ -60,10 +60,10 @@ def babble(question: Question, tools: Any) -> Any:
 )
 @pytest.mark.parametrize("threads", [1, 3])
 def test_samples_are_batch_invariant_with_other_heads(
-    heads: int, kv_heads: int, dim: int, threads: int, tiny_policy: Policy, tiny_rollout: Make, tiny_questions: Any
+    heads: int, kv_heads: int, dim: int, threads: int, tiny_model_config: Any, tiny_rollout: Make, tiny_questions: Any
 ) -> None:
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * dim}
-    policy = init_policy(tiny_policy.config.replace(**shape, intermediate_size=100, tie_word_embeddings=False), 0)
+    policy = init_policy(tiny_model_config.replace(**shape, intermediate_size=100, tie_word_embeddings=False), 0)
     needs_invariant_policy(policy, threads)
     jobs = make_jobs(tiny_questions[:9])
     with using_threads(threads):

@@ -61,7 +61,7 @@ def interpreted() -> None:
 
 def _loss(T: int, **options: Any) -> None:
     """One call of the loss with the Triton backend, two row tiles and two chunks, held to float64."""
-    case = make_case(T, H=20, V=130, seed=T)
+    case = make_case(T, H=20, V=100, seed=T)
     truth, budget = brute(case, **options), float32_budget(case, **options)
     found = run(case.to(torch.float32), backend="triton", chunk_rows=100, **options)
     for name in ("logprobs", "entropy", "hidden_grad", "head_grad"):
