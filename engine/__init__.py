@@ -1,5 +1,5 @@
 """The engine: from questions to trajectories to gradients, a room for each stage.
-Imports: engine/config, engine/decoding, engine/protocol, engine/rollout, engine/scoring, engine/systems,
+Imports: engine/config, engine/decoding/cache, engine/protocol, engine/rollout, engine/scoring, engine/systems,
 kernels/attention/backends, policy, retrieval/data, retrieval/indexes, retrieval/questions.py, retrieval/retriever.py,
 retrieval/serving, rewards.
 

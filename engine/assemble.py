@@ -13,7 +13,7 @@ import torch
 
 from thresher.engine.config.recipe import DataSection, Recipe, RetrievalSection, SystemSection, load_recipe
 from thresher.engine.console import console
-from thresher.engine.decoding.kv_cache import PagedKV
+from thresher.engine.decoding.cache.kv_cache import PagedKV
 from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.rollout.rollout import Limits, Rollout

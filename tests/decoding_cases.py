@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.clock import DecodeClock
+from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer

@@ -64,7 +64,7 @@ def test_the_test_of_imports_can_tell(path: str, source: str, wrong: int) -> Non
     "module",
     [
         "rewards",
-        "engine.decoding.blocks",
+        "engine.decoding.cache.blocks",
         "engine.decoding.scheduler",
         "engine.decoding.sequences",
         "engine.decoding.stop_tags",

@@ -23,6 +23,7 @@ ROOMS = (
     ("retrieval/indexes",),
     ("retrieval/building", "retrieval/serving"),
     ("engine/config", "engine/console.py", "engine/episode.py"),
+    ("engine/decoding/cache",),
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
     ("engine/baselines", "engine/reporting", "engine/rollout", "engine/scoring"),
     ("engine/assemble.py",),
@@ -119,7 +120,11 @@ def test_a_room_imports_only_from_rooms_below_it() -> None:
         ("nowhere/a.py", "from thresher.policy.files import x", 1),  # a room that is not on the list
         ("rewards/__init__.py", "from thresher.rewards.papers.arena import x", 0),
         ("engine/__init__.py", "from thresher.engine.decoding.stop_tags import TagMatcher", 0),
-        ("engine/rollout/a.py", "from thresher.engine.decoding.blocks import x\nfrom thresher.kernels import y", 0),
+        (
+            "engine/rollout/a.py",
+            "from thresher.engine.decoding.cache.blocks import x\nfrom thresher.kernels import y",
+            0,
+        ),
         ("engine/assemble.py", "import json\nfrom thresher.engine import console", 0),
         ("cli/commands/group/a.py", "from thresher.cli.commands.train import x\nfrom thresher.cli import flags", 0),
     ],

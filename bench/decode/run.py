@@ -25,7 +25,8 @@ from thresher.bench.roofline.floors import DecodeShape, decode_parts, decode_sha
 from thresher.bench.roofline.models import MODELS
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, table
-from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.clock import DecodeClock
+from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.kernels.attention.backends.choice import resolve_attention

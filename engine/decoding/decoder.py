@@ -21,15 +21,15 @@ Axes: T rows of a step, N sequences that draw, L tokens of a sequence, H hidden,
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 import torch
 
-from thresher.engine.decoding.blocks import BlockPool
+from thresher.engine.decoding.cache.blocks import BlockPool
+from thresher.engine.decoding.cache.kv_cache import DeviceKV, PagedKV, PagedStep
+from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.drafts import Drafter, Drafts, Speculate
-from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
 from thresher.engine.decoding.lanes import Lanes, StopBank
 from thresher.engine.decoding.scheduler import Scheduler
 from thresher.engine.decoding.sequences import TokenSequence
@@ -43,30 +43,6 @@ from thresher.rewards.errors import UserError
 FORWARD_ROWS = 2048  # of one forward: those that decode, and as many of prompts as fit beside them
 
 
-@dataclass(slots=True)
-class DecodeClock:
-    """Where the time of decoding went, in seconds, and how much was done.
-
-    host: in Python around the forwards and draws. prefilled_tokens: rows of prompts and of appended text, those
-    computed a second time included; shared_tokens: those that another sequence had computed. On CUDA `prefill` is the
-    time to launch it; the GPU's own time is waited for in the draw, under `decode`.
-    """
-
-    decode: float = 0.0
-    prefill: float = 0.0
-    host: float = 0.0
-    total: float = 0.0
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    shared_tokens: int = 0
-    forwards: int = 0
-    forward_rows: int = 0
-    discarded_tokens: int = 0
-    preemptions: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 class Decoder:
     """Reusable: the cache's memory is kept, its contents are not (`begin`).
 
@@ -74,6 +50,8 @@ class Decoder:
     computed may serve another (off: the oracle, everything is computed afresh). share_prefix: whether rows of several
     sequences share the products of keys that they share. Neither changes a result.
     """
+
+    mirrors = False  # whether the host keeps ids and log-probs of its own (lanes.py)
 
     def __init__(
         self,
@@ -90,8 +68,7 @@ class Decoder:
         self.policy, self.tokenizer = policy, tokenizer
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
         self.reuse, self.share_prefix = reuse, share_prefix
-        # Look-ups read the lanes' ids, which the host has only where it is the device.
-        self.speculate: Speculate = speculate if policy.device.type == "cpu" else 0
+        self.speculate: Speculate = speculate if policy.device.type == "cpu" else 0  # look-ups read the lanes' ids
         self.drafter: Drafter | None = None
         self.cache: PagedKV | DeviceKV | None = None
         self.stops = StopBank(tokenizer, policy.config.eos_token_ids, policy.device)
@@ -119,7 +96,7 @@ class Decoder:
             )
         self.clock, self.pool = clock, pool
         self.scheduler = Scheduler(pool, self.max_running, self.reuse)
-        self.lanes = self._make_lanes(longest, pool.blocks_for(longest))
+        self.lanes = Lanes(self.max_running, longest, pool.blocks_for(longest), self.policy.device, self.mirrors)
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest)
         self._drafts: Drafts | None = None  # of this step
@@ -134,9 +111,6 @@ class Decoder:
         policy = self.policy
         if self.cache is None:
             self.cache = PagedKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
-
-    def _make_lanes(self, longest: int, blocks: int) -> Lanes:
-        return Lanes(self.max_running, longest, blocks, self.policy.device)
 
     @property
     def idle(self) -> bool:
@@ -274,8 +248,7 @@ class Decoder:
 
     def _give_way(self) -> bool:
         """Whether there is room, or may be, without anybody having to go: nobody goes for the sake of a guess."""
-        guesses = bool(self.lanes.drafted_B.any())
-        self.lanes.drafted_B[:] = 0
+        guesses, self.lanes.drafted_B[:] = bool(self.lanes.drafted_B.any()), 0
         return guesses
 
     def _runs(self) -> Pieces:
@@ -298,8 +271,8 @@ class Decoder:
     def _wanted_rows(self, lane_N: Ints) -> Ints:
         """How many tokens each lane has yet to be fed. Between turns the last one stays unfed: the next turn's first
         token is drawn in the step that feeds it, for its hidden state is kept no longer."""
-        wanted_N: Ints = self.lanes.known_B[lane_N] - self.lanes.cached_B[lane_N] - (self.lanes.room_B[lane_N] == 0)
-        return wanted_N
+        lanes = self.lanes
+        return lanes.known_B[lane_N] - lanes.cached_B[lane_N] - (lanes.room_B[lane_N] == 0)  # type: ignore[no-any-return]
 
     def _lane_order(self) -> Ints:
         """The lanes of the running sequences, by age."""
@@ -315,8 +288,7 @@ class Decoder:
         if not rows:
             return None
         shared_P = self.pool.owners_P > 1 if self.share_prefix else None
-        if shared_P is not None and not shared_P.any():
-            shared_P = None
+        shared_P = None if shared_P is not None and not shared_P.any() else shared_P
         assert isinstance(self.cache, PagedKV)
         step = PagedStep(self.cache, self.lanes.table_BP, runs, shared_P)
         started = time.perf_counter()

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.cache.kv_cache import PagedKV
+from thresher.engine.decoding.clock import DecodeClock
+from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.drafts import MOST, Speculate
-from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.kernels.attention.backends.choice import Choice, resolve_attention
 from thresher.policy.model import Policy

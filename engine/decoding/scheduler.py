@@ -13,7 +13,7 @@ import bisect
 from collections.abc import Iterator
 from operator import attrgetter
 
-from thresher.engine.decoding.blocks import BlockPool, Prefix
+from thresher.engine.decoding.cache.blocks import BlockPool, Prefix
 from thresher.engine.decoding.sequences import TokenSequence
 
 

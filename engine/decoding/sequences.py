@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from thresher.engine.decoding.blocks import Page
+from thresher.engine.decoding.cache.blocks import Page
 from thresher.engine.decoding.drafts import Int32s
 from thresher.engine.decoding.stop_tags import Hit
 

@@ -23,7 +23,7 @@ from random import Random
 
 import numpy as np
 
-from thresher.engine.decoding.decoder import DecodeClock
+from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.drafts import TURN_END, Int32s, Speculate
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence

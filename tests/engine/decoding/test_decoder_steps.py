@@ -15,7 +15,8 @@ import torch
 from decoding_cases import make_decoder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.clock import DecodeClock
+from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.kernels import sampling
 from thresher.kernels.attention import paged

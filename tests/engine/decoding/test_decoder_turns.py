@@ -8,7 +8,8 @@ from batch_invariance import needs_invariant_policy
 from decoding_cases import Plan, TurnPlan, alone, make_decoder, play
 
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.clock import DecodeClock
+from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer

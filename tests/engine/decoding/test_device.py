@@ -13,9 +13,10 @@ from decoding_cases import Plan as SequencePlan
 from decoding_cases import Record, TurnPlan, alone, blocks, make_decoder, play, random_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thresher.engine.decoding import device
-from thresher.engine.decoding.decoder import DecodeClock
-from thresher.engine.decoding.device import MEMBERS, BucketStep, DeviceDecoder, bucket_of, shared_prefixes
+from thresher.engine.decoding import bucket_step
+from thresher.engine.decoding.bucket_step import MEMBERS, BucketStep, bucket_of, shared_prefixes
+from thresher.engine.decoding.clock import DecodeClock
+from thresher.engine.decoding.device import DeviceDecoder
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.kernels.attention import cached
 from thresher.policy.model import Policy
@@ -85,9 +86,9 @@ def test_a_step_is_launched_before_the_last_is_read(
 ) -> None:
     object.__setattr__(tiny_policy.config, "eos_token_ids", ())
     events: list[str] = []
-    launch, read = BucketStep.launch, device.Flight.read
+    launch, read = BucketStep.launch, bucket_step.Flight.read
     monkeypatch.setattr(BucketStep, "launch", lambda self: events.append("launch") or launch(self))
-    monkeypatch.setattr(device.Flight, "read", lambda self: events.append("read") or read(self))
+    monkeypatch.setattr(bucket_step.Flight, "read", lambda self: events.append("read") or read(self))
     play(
         make_device_decoder(tiny_policy, tiny_tokenizer),
         [[5] * 20],
@@ -119,7 +120,7 @@ def test_on_the_kernels_themselves(
     """Prefill over history, decoding, and a prefix that two share, in Triton."""
     pytest.importorskip("triton")
     monkeypatch.setattr(cached, "_runs_triton", lambda q: True)
-    monkeypatch.setattr(device, "prefix_pays", lambda length, members: members > 1)
+    monkeypatch.setattr(bucket_step, "prefix_pays", lambda length, members: members > 1)
     turns = (TurnPlan(room=3), TurnPlan(room=2, appended=((7, 8, 9),)))
     plans = [SequencePlan(prompt=n // 2, seed=n, turns=turns) for n in range(3)]
     prompts = [[3] * 20, [4] * 9]
@@ -165,9 +166,9 @@ def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
     running: Callable[[int], DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Apart from the kernels, which stand-ins replace: their grids follow from shapes."""
-    monkeypatch.setattr(device.sampling, "draw_in_blocks", lambda *_: None)
-    monkeypatch.setattr(device, "decode_attention", lambda q_BQND, *_: q_BQND)
-    monkeypatch.setattr(device, "rotate_and_store", lambda qkv, rope, kv_heads, *_: qkv[:, : -2 * kv_heads])
+    monkeypatch.setattr(bucket_step.sampling, "draw_in_blocks", lambda *_: None)
+    monkeypatch.setattr(bucket_step, "decode_attention", lambda q_BQND, *_: q_BQND)
+    monkeypatch.setattr(bucket_step, "rotate_and_store", lambda qkv, rope, kv_heads, *_: qkv[:, : -2 * kv_heads])
     found = []
     for count in (3, 13):
         decoder = running(count)
@@ -210,7 +211,7 @@ def test_buckets_are_few() -> None:
 
 
 def test_groups_are_those_who_hold_the_same_blocks_and_gain_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "prefix_pays", lambda length, members: length >= 32 and members > 1)
+    monkeypatch.setattr(bucket_step, "prefix_pays", lambda length, members: length >= 32 and members > 1)
     table_NP = np.array([[1, 2, 9, 0], [1, 2, 8, 0], [3, 4, 5, 6], [7, 10, 0, 0], [1, 2, 11, 0], [12, 13, 0, 0]])
     found = shared_prefixes(table_NP, np.array([2, 2, 1, 0, 2, 1]), 16)
     assert found is not None
@@ -226,11 +227,11 @@ def test_groups_are_those_who_hold_the_same_blocks_and_gain_by_it(monkeypatch: p
 def test_siblings_read_their_prompt_once(
     tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "prefix_pays", lambda length, members: members > 1)
+    monkeypatch.setattr(bucket_step, "prefix_pays", lambda length, members: members > 1)
     shared: list[Any] = []
-    attention = device.decode_attention
+    attention = bucket_step.decode_attention
     monkeypatch.setattr(
-        device, "decode_attention", lambda q, k, v, rows: shared.append(rows.prefix) or attention(q, k, v, rows)
+        bucket_step, "decode_attention", lambda q, k, v, rows: shared.append(rows.prefix) or attention(q, k, v, rows)
     )
     plans = [SequencePlan(prompt=n % 2, seed=n, turns=(TurnPlan(room=20),)) for n in range(7)]
     prompts = [[3] * 50, [4] * 33]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.decoding.blocks import BlockPool, Page
+from thresher.engine.decoding.cache.blocks import BlockPool, Page
 from thresher.engine.decoding.scheduler import Scheduler
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 
