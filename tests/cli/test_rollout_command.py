@@ -119,7 +119,12 @@ def test_a_killed_rollout_goes_on_to_the_same_bytes(
         file.write(half)
     asked: list[int] = []
     real = Rollout.run
-    monkeypatch.setattr(Rollout, "run", lambda self, jobs, *more: asked.append(len(jobs)) or real(self, jobs, *more))
+
+    def counted(self: Rollout, jobs: Any, *more: Any, **options: Any) -> Any:
+        asked.append(len(jobs))
+        return real(self, jobs, *more, **options)
+
+    monkeypatch.setattr(Rollout, "run", counted)
     assert run("cut.jsonl", *sampling, "--resume", "--max-running", "4").read_bytes() == whole
     assert asked == [8, 1]  # the rest, and nothing twice
     assert run("cut.jsonl", *sampling, "--resume").read_bytes() == whole and asked == [8, 1]
@@ -215,8 +220,8 @@ def test_a_log_prob_that_is_no_number_is_refused(
 ) -> None:
     real = Rollout.run
 
-    def broken(self: Rollout, *arguments: Any) -> Any:
-        found = real(self, *arguments)
+    def broken(self: Rollout, *arguments: Any, **options: Any) -> Any:
+        found = real(self, *arguments, **options)
         found[0].segments[1].logprobs[0] = float("nan")
         return found
 
