@@ -3,6 +3,7 @@
 The sequences' own keys are test_decode_triton.py's. Everything that is not to be read is NaN (cached_cases.py).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -110,3 +111,12 @@ def test_any_order_of_programs_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(interpreter, "range", shuffled, raising=False)
     assert torch.equal(decode_attention(q_BQND, *case.caches(), rows, splits=2), expected)
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def check(queries: int, splits: int) -> None:
+        case = CachedCase((2, 1, 32), 16, [40, 20, 37], [(32, [2, 0])])
+        q_BQND, rows, judged = case.decode([queries, 1, queries], queries, share=True)
+        judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=splits))
+
+    return {"a prefix of two": lambda: check(1, 1), "drafts, in parts": lambda: check(2, 2)}

@@ -7,6 +7,7 @@ that is not to be read is NaN (cached_cases.py).
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -207,3 +208,15 @@ def test_lengths_share_one_binary_and_keys_come_in_16_bytes(tmp_path: Any) -> No
     names = ("_decode_kernel", "_prefix_kernel", "_merge_kernel", "_prefill_kernel")
     assert kinds == str(dict.fromkeys(names, 1))
     assert decode.endswith("['0x10']") and prefill.endswith("['0x10']")
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def check(heads: tuple[int, int, int], lengths: list[int], counts: list[int], splits: int) -> None:
+        case = CachedCase(heads, 16, lengths)
+        q_BQND, rows, judged = case.decode(counts, max(counts))
+        judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=splits))
+
+    return {
+        "one part": lambda: check((3, 1, 24), [17, 1], [1, 1], 1),
+        "drafts in two parts": lambda: check((2, 2, 32), [70, 9], [2, 0], 2),
+    }

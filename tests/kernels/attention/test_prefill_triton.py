@@ -3,6 +3,7 @@
 Everything that is not to be read is NaN (cached_cases.py); how often it is compiled is in test_decode_triton.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -85,3 +86,15 @@ def test_drafts_are_the_same_rows_as_a_decoding_step_gives() -> None:
     judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=2))
     q_TND, runs, judged = case.prefill([3, 3])
     judged.holds(prefill_attention(q_TND, *case.caches(), runs))
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def check(heads: tuple[int, int, int], lengths: list[int], counts: list[int]) -> None:
+        case = CachedCase(heads, 16, lengths)
+        q_TND, rows, judged = case.prefill(counts)
+        judged.holds(prefill_attention(q_TND, *case.caches(), rows))
+
+    return {
+        "ragged runs": lambda: check((3, 1, 24), [20, 9], [20, 3]),
+        "two tiles": lambda: check((2, 2, 32), [70, 65], [70, 0]),
+    }
