@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from thresher.engine.config.recipe import DataSection, Recipe, RetrievalSection, SystemSection, load_recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
 from thresher.engine.console import console
 from thresher.engine.decoding.cache.kv_cache import PagedKV
 from thresher.engine.episode import System, Tools, read_template

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from model_cases import make_config
 
-from thresher.engine.config.recipe import OptimSection, Recipe, SftSection, from_dict
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import OptimSection, SftSection
+from thresher.engine.config.tables import from_dict
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.training import sft as sft_module
 from thresher.engine.training.sft import encode_transcript

@@ -33,7 +33,7 @@ import torch
 from thresher.bench.machine import checkout, facts
 from thresher.bench.measure import spread
 from thresher.bench.step.setting import Seconds, Setting, StepShape, make_setting, reward_of
-from thresher.engine.config.recipe import GrpoSection, OptimSection
+from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.console import console, table
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools
 from thresher.engine.protocol.render import Renderer

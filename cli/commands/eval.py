@@ -14,7 +14,8 @@ from typing import Any
 
 from thresher.cli import flags
 from thresher.engine import console
-from thresher.engine.config.recipe import Recipe, RolloutSection, make_recipe, read_tables
+from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
+from thresher.engine.config.sections import RolloutSection
 from thresher.engine.store.best_checkpoint import Best, best_checkpoint
 from thresher.engine.store.run_folder import RunFolder
 from thresher.rewards.errors import UserError

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
 
 def run_sft(recipe: "Recipe", out: Path) -> None:
     """Fine-tune `model.path`, all of it or adapters; `out` becomes a model folder with its measurements beside."""
-    from thresher.engine.config.recipe import SftSection
+    from thresher.engine.config.sections import SftSection
     from thresher.engine.training.sft_data import say_unused
     from thresher.engine.training.sft_run import load_fine_tuning
 

@@ -22,7 +22,8 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.assemble import Parts, check_gold_indices, load_judges, load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
-from thresher.engine.config.recipe import DataSection, Recipe, SystemSection
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import DataSection, SystemSection
 from thresher.engine.episode import System, first_prompt
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.evaluation.folder import EvalFolder, Generated, check_belongs

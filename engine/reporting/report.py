@@ -23,7 +23,8 @@ import torch
 from rich.padding import Padding
 from rich.text import Text
 
-from thresher.engine.config.recipe import Recipe, RetrievalSection, load_recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.console import console
 from thresher.engine.console import shown as shown_number
 from thresher.engine.reporting.charts import ENDINGS, charts_of

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-from thresher.engine.config.recipe import JudgeSection
+from thresher.engine.config.sections import JudgeSection
 from thresher.retrieval.serving.http import in_words, json_of, service_address
 from thresher.rewards.errors import UserError
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from thresher.engine.config.recipe import JudgeSection
+from thresher.engine.config.sections import JudgeSection
 from thresher.retrieval.encoders.classifier import load_classifier
 
 Pair = tuple[str, str]

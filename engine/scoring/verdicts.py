@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from thresher.engine.config.recipe import JudgeSection
+from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
 
 PROMPT = """\

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from thresher.engine import console
-from thresher.engine.config.recipe import OptimSection, SftSection
+from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.assemble import Parts, load_parts
-from thresher.engine.config.recipe import Recipe, SftSection
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import SftSection
 from thresher.engine.training.master_weights import put_adapters
 from thresher.engine.training.sft import SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused

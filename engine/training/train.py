@@ -15,7 +15,8 @@ import torch
 
 from thresher.engine import console
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
-from thresher.engine.config.recipe import Recipe, SystemSection
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import summarise
 from thresher.engine.protocol.passages import Fitted, show_passages

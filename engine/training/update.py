@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from thresher.engine.config.recipe import GrpoSection, OptimSection
+from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from thresher.engine.config.recipe import GrpoSection, Recipe, RetrievalSection, load_recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.sections import GrpoSection, RetrievalSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory

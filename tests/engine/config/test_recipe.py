@@ -12,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import FULL, SMALLEST, refusal, writer
 
-from thresher.engine.config.recipe import (
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.sections import (
     DataSection,
     GrpoSection,
     ModelSection,
     OptimSection,
-    Recipe,
     RolloutSection,
     SystemSection,
-    from_dict,
-    load_recipe,
 )
-from thresher.engine.config.tables import to_toml, toml_value
+from thresher.engine.config.tables import from_dict, to_toml, toml_value
 from thresher.rewards.errors import UserError
 
 

@@ -10,18 +10,16 @@ from typing import Any, get_args
 import pytest
 from recipe_cases import FULL, refusal, writer
 
-from thresher.engine.config.recipe import (
-    MAY_CHANGE,
+from thresher.engine.config.recipe import MAY_CHANGE, Recipe, load_recipe
+from thresher.engine.config.sections import (
     Attention,
     DataSection,
     ModelSection,
-    Recipe,
     RetrievalSection,
     RolloutSection,
     RunSection,
     SftSection,
     SystemSection,
-    load_recipe,
 )
 from thresher.engine.config.tables import Section, hints, section_in
 from thresher.kernels.attention.backends.choice import Choice

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollout_cases import record
 
 from thresher.engine.baselines import load_baseline
-from thresher.engine.config.recipe import GrpoSection
+from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory

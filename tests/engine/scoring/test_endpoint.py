@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from chat_server import ChatServer, completion
 
-from thresher.engine.config.recipe import JudgeSection
+from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring import endpoint as endpoint_module
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
 from thresher.engine.scoring.verdicts import RESPONSE_CHARACTERS, Verdicts, load_verdicts, read_verdict

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from thresher.engine.config.recipe import JudgeSection
+from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring.entailment import LexicalJudge, ModelJudge, RememberingJudge, load_judge
 from thresher.rewards.errors import UserError
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from thresher.engine.config.recipe import GrpoSection, ModelSection, OptimSection, Recipe, RunSection, load_recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.sections import GrpoSection, ModelSection, OptimSection, RunSection
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_name, step_of
 from thresher.rewards.errors import UserError
 
@@ -142,7 +143,8 @@ def test_only_one_writer_at_a_time(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys
-from thresher.engine.config.recipe import ModelSection, Recipe
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import ModelSection
 from thresher.engine.store.run_folder import RunFolder
 run = RunFolder.create(sys.argv[1], Recipe(model=ModelSection(path="m")))
 print("locked", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
-from thresher.engine.config.recipe import SystemSection
+from thresher.engine.config.sections import SystemSection
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import score
 from thresher.engine.systems import NAMES, load_system

@@ -13,7 +13,9 @@ from batch_invariance import needs_invariant_policy, using_threads
 from safetensors.torch import load_file
 
 from thresher.engine import assemble
-from thresher.engine.config.recipe import GrpoSection, OptimSection, Recipe, SftSection, from_dict
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
+from thresher.engine.config.tables import from_dict
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.samples import Job
 from thresher.engine.training import master_weights as trained

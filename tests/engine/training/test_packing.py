@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.config.recipe import GrpoSection
+from thresher.engine.config.sections import GrpoSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training.update import Batch, Item, make_items, pack
 from thresher.kernels import token_logprobs

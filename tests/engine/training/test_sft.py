@@ -11,7 +11,7 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.engine.config.recipe import OptimSection, SftSection
+from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.protocol.render import Renderer, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID

@@ -11,7 +11,9 @@ import torch
 
 from thresher.cli import main as cli
 from thresher.cli.commands.sft import run_sft
-from thresher.engine.config.recipe import Recipe, SftSection, from_dict
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import SftSection
+from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import Prompt
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.systems import load_system

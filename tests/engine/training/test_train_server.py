@@ -21,7 +21,8 @@ from train_cases import (
     what_happened,
 )
 
-from thresher.engine.config.recipe import JudgeSection, Recipe
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import JudgeSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.scoring.score import score
 from thresher.engine.training.train import Progress, train

@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.engine.config.recipe import GrpoSection, OptimSection
+from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training import update as grpo_module
 from thresher.engine.training.update import (

@@ -8,7 +8,8 @@ import torch
 from backend_fakes import install
 from model_cases import make_config
 
-from thresher.engine.config.recipe import GrpoSection, OptimSection, Recipe, SftSection
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
 from thresher.engine.training import update
 from thresher.engine.training.sft import SftTrainer, Transcript
 from thresher.engine.training.train import train

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.config.recipe import GrpoSection, OptimSection
+from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training.update import advantages, make_items, make_optimizer, scheduled_lr, step_optimizer
 from thresher.policy.model import Policy

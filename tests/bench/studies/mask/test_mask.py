@@ -16,7 +16,7 @@ from thresher.bench.studies.mask.batch import Subject, retrieved_rows, stretched
 from thresher.bench.studies.mask.peak_memory import LiveBytes
 from thresher.bench.studies.mask.run import compare, compare_parts, gradient, poison_changes_nothing, removal
 from thresher.bench.studies.mask.steps import TREATMENTS, head_loss, run_step, treat, turns
-from thresher.engine.config.recipe import GrpoSection
+from thresher.engine.config.sections import GrpoSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy

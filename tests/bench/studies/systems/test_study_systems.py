@@ -20,7 +20,7 @@ from thresher.bench.studies.systems.run import (
     world_stages,
 )
 from thresher.cli.main import build_parser, run
-from thresher.engine.config.recipe import DataSection, RetrievalSection, SystemSection
+from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
 from thresher.engine.systems import load_system
 from thresher.rewards.errors import UserError

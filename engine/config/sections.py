@@ -1,0 +1,246 @@
+"""The sections of a recipe: one frozen dataclass each, one line a field.
+
+A field's type carries its bounds, and the reader, the writer, the digest and the errors follow from it (tables.py).
+recipe.py puts the sections together and says what a resumed run may change.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from thresher.engine.config.tables import (
+    BelowOne,
+    Count,
+    FieldError,
+    Natural,
+    NotNegative,
+    Positive,
+    Section,
+    Share,
+    Within,
+    shown,
+)
+
+Estimator = Literal["k1", "k2", "k3", "k3_ratio", "none"]
+Attention = Literal["auto", "torch", "triton", "flash", "xformers"]  # kernels/attention/backends/choice.py has them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(Section):
+    """[model] the policy to start from."""
+
+    path: str  # folder: config.json, safetensors, tokenizer.json
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; trained weights stay float32
+    device: Literal["cpu", "cuda"] = "cpu"
+    prompt: Literal["raw", "chat"] = "raw"  # chat: through the model's own chat template
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(Section):
+    """[data] questions."""
+
+    train: str  # JSONL, one question a line
+    dev: str | None = None  # JSONL, for evaluation
+    limit: Count | None = None  # only the first so many training questions
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalSection(Section):
+    """[retrieval] where searches go: an index in this process, or a server; neither, if questions bring passages."""
+
+    index: str | None = None  # folder that `thresher index` wrote
+    url: str | None = None  # of `thresher serve-retriever`, or of a server that speaks Search-R1's /retrieve
+    timeout: Positive = 60.0  # seconds that one answer of the server may take
+    patience: NotNegative = 120.0  # seconds that the server may stay away before the run ends, to be resumed
+    k: Count = 3  # passages a search returns
+    passage_format: str = 'Doc {number}(Title: "{title}") {text}'  # one line per passage
+    shuffle: bool = False  # show a search's passages in an order drawn from the sample's seed, not by score
+
+    def check(self) -> None:
+        if self.index is not None and self.url is not None:
+            raise FieldError("index", "expected either index, a folder, or url, a server, got both")
+
+    @classmethod
+    def wants(cls) -> str:
+        return "index or url"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemSection(Section):
+    """[system] the paper's protocol: prompt, tags, episode, reward."""
+
+    name: str  # of engine/systems/, or the path of a file of one's own
+    template: str | None = None  # file that replaces the built-in prompt template
+    options: dict[str, Any] = field(default_factory=dict)  # the system's own switches, checked by it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSection(Section):
+    """[rollout] how trajectories are sampled. Lengths are in tokens."""
+
+    group_size: Count = 8  # samples a question, G
+    questions_per_step: Count = 16
+    max_turns: Count = 5  # of the policy, whatever they hold
+    max_turn_tokens: Count = 256  # one turn of the policy
+    max_policy_tokens: Count | None = None  # all turns of a trajectory together
+    max_context: Count = 4096  # the whole trajectory, prompt and passages included
+    max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
+    temperature: Positive = 1.0
+    max_running: Count = 128  # sequences decoded at once
+    kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
+    page_size: Count = 64  # positions in a block of the KV cache (what others call a page)
+    speculate: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
+    attention: Attention = "auto"  # what computes it
+    share_prefix: bool = True  # attention to what several samples share: computed once, not for each; same results
+
+    FORMER: ClassVar[Mapping[tuple[str, str], str]] = {
+        ("attention", "shared"): "leave it out, for what it meant is rollout.share_prefix = true, the default",
+        ("attention", "separate"): "what it meant is now written rollout.share_prefix = false",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSection(Section):
+    """[grpo] from rewards to the loss; symbols as in kernels/loss.py."""
+
+    clip_low: BelowOne = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: NotNegative = 0.2
+    dual_clip: Annotated[float, Within(1, open_low=True)] | None = None  # bounds the ratio if advantage < 0
+    kl_value: Estimator = "k3"  # what is added to the loss and logged
+    kl_gradient: Estimator | None = None  # None: the gradient of kl_value
+    beta: NotNegative = 1e-3  # weight of the KL; 0 needs no reference model
+    entropy_coef: NotNegative = 0.0
+    aggregation: Literal["trajectory", "token", "constant"] = "trajectory"  # mean over what
+    aggregation_constant: Positive | None = None  # "constant" divides a trajectory's sum by so many tokens
+    std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor)
+    sample_std: bool = False  # divide by n - 1 instead of n
+    drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
+    updates_per_batch: Count = 1  # optimiser steps per rollout batch, whole groups split among them
+    shuffle_rewards: bool = False  # the control: rewards shuffled within each group
+
+    def check(self) -> None:
+        if (self.aggregation == "constant") != (self.aggregation_constant is not None):
+            expected = "a number > 0" if self.aggregation == "constant" else "no value"
+            got = "nothing" if self.aggregation_constant is None else shown(self.aggregation_constant)
+            raise FieldError(
+                "aggregation_constant",
+                f'expected {expected} with aggregation = "{self.aggregation}", got {got}',
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSection(Section):
+    """[optim] AdamW on float32 weights. `lr`, `warmup_ratio`, `schedule` are GRPO's, the rest SFT's too."""
+
+    lr: NotNegative = 1e-6
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; 0 after the last step
+    max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # inf: no clipping
+    micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
+    attention: Attention = "auto"  # what computes it, forward and backward
+    loss_workspace_bytes: Count | None = None  # None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
+
+    def depends_on_steps(self) -> bool:
+        """Whether the learning rate of a step depends on how many there are in all."""
+        return self.schedule != "constant" or self.warmup_ratio > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection(Section):
+    """[run] how long, how often."""
+
+    steps: Natural = 100
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0
+    eval_every: Count | None = None  # steps; None: only before and after
+    eval_questions: Count | None = None  # None: all of data.dev
+    save_every: Count = 50  # steps between checkpoints
+    keep_checkpoints: Count = 2  # the newest so many, and beside them the one of best dev exact match
+    keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSection(Section):
+    """[sft] supervised fine-tuning, on segmented transcripts or on questions with their answers.
+
+    With a gate, copying accuracy on the held-out transcripts is measured every `gate_every` steps: training
+    ends at the first that reaches `gate`, and starts over from another seed if `steps` pass without one.
+    """
+
+    transcripts: str | None = None  # JSONL of segmented transcripts
+    data: str | None = None  # or JSONL of questions, whose first gold answer is trained
+    format: Literal["qa", "closed-book", "direct", "reasoning"] = "qa"  # of data: see engine/training/sft_data.py
+    answer: Literal["tagged", "plain"] = "tagged"  # of data: <answer>gold</answer>, or the bare gold
+    template: str | None = None  # of data: file that replaces the format's own prompt template
+    steps: Count = 1000
+    batch_size: Count = 32  # transcripts a step
+    lr: NotNegative = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_ratio: BelowOne = 0.0
+    held_out: BelowOne = 0.05  # share of the transcripts that is measured and never trained on
+    gate: Share | None = None
+    gate_every: Count = 50
+    min_steps: Natural = 0  # the gate is not asked before
+    max_restarts: Natural = 2
+
+    def check(self) -> None:
+        if (self.transcripts is None) == (self.data is None):
+            got = "neither" if self.data is None else "both"
+            raise FieldError("transcripts", f"expected either transcripts or data, questions, got {got}")
+        if self.format == "reasoning" and (self.template is not None or self.answer != "tagged"):
+            raise FieldError("format", "reasoning has its system's template and tags; leave out template and answer")
+        if self.gate is not None and self.held_out == 0:
+            raise FieldError("held_out", "expected a number > 0 where there is a gate, got 0.0")
+
+    @classmethod
+    def wants(cls) -> str:
+        return "transcripts or data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSection(Section):
+    """[judge] who is asked where a reward or a measure needs entailment (a classifier) or a verdict (a chat model)."""
+
+    entailment: str | None = None  # folder of an NLI classifier; None: overlap of words, the stated stand-in
+    labels: tuple[str, ...] | None = None  # of its outputs, in their order, where its config.json does not name them
+    max_tokens: Count | None = None  # premise and hypothesis together; None: as many as the classifier can take
+    batch_tokens: Count | None = None  # padded tokens of one forward; None: what suits the device
+    device: Literal["cpu", "cuda"] = "cpu"
+    remember: Natural = 65_536  # judged pairs kept in memory
+    # A server that speaks OpenAI's /v1/chat/completions, for verdicts: of all answers in `eval`, and in `train` where
+    # the system is rewarded by them.
+    url: str | None = None
+    model: str | None = None  # the chat model's name there
+    key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
+    timeout: Positive = 120.0  # seconds that one reply may take
+    patience: NotNegative = 300.0  # seconds that the server may stay away
+    concurrency: Count = 4  # requests under way at once
+    replies: str | None = None  # JSONL file that keeps all replies, so that none is paid for twice
+
+    def check(self) -> None:
+        if self.labels is not None and self.entailment is None:
+            raise FieldError("labels", "expected none without entailment, the classifier that they belong to")
+        if (self.url is None) != (self.model is None):
+            missing, given = ("url", "model") if self.url is None else ("model", "url")
+            raise FieldError(missing, f"expected a string, as there is a {given}, got nothing")
+        # Whoever put the key itself here must not see it printed.
+        if self.key_env is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.key_env):
+            raise FieldError("key_env", "expected the name of an environment variable such as API_KEY, not a key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSection(Section):
+    """[lora] low-rank adapters in place of all weights, for `sft` and `train`; without the section all are trained."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0  # what the adapters add is scaled by alpha / rank
+    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of the adapters' first values
+
+    def check(self) -> None:
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise FieldError("targets", f"expected at least one, each once, got {shown(list(self.targets))}")
