@@ -3,7 +3,7 @@
 Shapes, dtypes and devices are known on the host and checked at once. What only the data can tell (a target
 outside the vocabulary, a NaN in an unmasked row) is gathered into one flag, read together with the row
 counts in the one host sync of a call; only when it is raised is the first offending index looked for.
-Everything raises ValueError.
+Everything raises ValueError, and NotFinite, which is one, where hidden states are not finite.
 
 Axes: T tokens, H hidden width, V vocabulary (docs/notation.md).
 """
@@ -21,8 +21,12 @@ from thresher.kernels.matmul import compute_dtype
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+class NotFinite(ValueError):
+    """A hidden state is not finite: the weights are at fault, and not whoever called."""
+
+
 class RowCheck(NamedTuple):
-    """One kind of bad data: the rows that have it, and the words for it."""
+    """One kind of bad data: the rows that have it, and the words for it. values_T None: a row of hidden states."""
 
     name: str
     bad_T: Tensor
@@ -111,10 +115,11 @@ def any_bad(checks: list[RowCheck]) -> Tensor:
 
 
 def raise_first(checks: list[RowCheck]) -> None:
-    """Raises ValueError for the first bad row of the first check that has one. Syncs."""
+    """Raises ValueError (NotFinite) for the first bad row of the first check that has one. Syncs."""
     for check in checks:
         index = check.bad_T.nonzero()
         if len(index):
             row = int(index[0])
-            found = "is not" if check.values_T is None else f"is {check.values_T[row].item()}, not"
-            raise ValueError(f"{check.name}[{row}] {found} {check.expected}")
+            if check.values_T is None:
+                raise NotFinite(f"{check.name}[{row}] is not {check.expected}")
+            raise ValueError(f"{check.name}[{row}] is {check.values_T[row].item()}, not {check.expected}")

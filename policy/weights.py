@@ -60,7 +60,7 @@ def read_weights(
     be absent. An optional name that `expected` lacks may be present but is not yielded; `lm_head.weight` is
     then the copy of a tied head and must equal the embedding. All checks are made before this returns;
     UserError names file and tensor. The tensors are backed by the files: copy what is to be kept or
-    changed.
+    changed. A number that is not finite is a UserError when its tensor's turn has come.
     """
     folder = Path(folder)
     entries = _locate(folder)
@@ -82,10 +82,10 @@ def read_weights(
 def write_weights(folder: str | Path, tensors: Mapping[str, torch.Tensor], *, max_shard_bytes: int = 5 * 2**30) -> None:
     """Writes model.safetensors, or shards and their index where the tensors take more than `max_shard_bytes`.
 
-    Tensors keep their dtype and may be on any device. Each file appears whole or not at all, and weights
-    that were in the folder in the other layout are removed once the new ones are complete. A kill while
-    shards replace shards leaves no index, hence a folder that reads as incomplete, never a mixture; to keep
-    the old weights until the new ones are there, write into a `staged_folder`.
+    Tensors keep their dtype and may be on any device. UserError where a number is not finite: that is no result.
+    Each file appears whole or not at all, and weights that were in the folder in the other layout are removed once
+    the new ones are complete. A kill while shards replace shards leaves no index, hence a folder that reads as
+    incomplete, never a mixture; to keep the old weights until the new ones are there, write into a `staged_folder`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,12 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 def _save_to(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    for name, tensor in on_cpu.items():
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise UserError(
+                f"{path.parent}: not written, since {name} holds numbers that are not finite; train again with a lower "
+                "learning rate"
+            )
     save_file(on_cpu, path, metadata={"format": "pt"})
 
 
@@ -273,4 +279,15 @@ def _stream(entries: Mapping[str, _Entry]) -> Iterator[tuple[str, torch.Tensor]]
         with _open(file) as weights:
             for name, entry in entries.items():
                 if entry.file == file:
-                    yield name, weights.get_tensor(name)
+                    tensor = weights.get_tensor(name)
+                    if entry.dtype in _BYTES_OF_DTYPE and not is_finite(tensor):
+                        raise UserError(
+                            f"{file}: tensor {name} holds numbers that are not finite; fetch it again, or train it "
+                            "again with a lower learning rate"
+                        )
+                    yield name, tensor
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number of it is NaN or infinite. One pass over the numbers, which makes no tensor of their size."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

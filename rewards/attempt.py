@@ -4,16 +4,26 @@ A reward is a pure function of an Attempt. What takes a model to know (an entail
 found out beforehand and passed in as a number, so that a reward can be recomputed from what a run folder stores.
 """
 
+import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from thresher.rewards.transcript import Piece
 
+_WORD = re.compile(r"[^\W_]+")
+
 
 def count_words(text: str) -> int:
-    """The length of a text where there is no tokenizer: its words, as white space divides them."""
-    return len(text.split())
+    """The length of a text where there is no tokenizer: its words, which are runs of letters and digits.
+
+    Whatever else stands between them divides them, so that no invisible character makes one word of many. Marks that
+    combine with a letter (accents, vowel signs) belong to it.
+    """
+    if not text.isascii():
+        text = "".join(c for c in unicodedata.normalize("NFC", text) if not unicodedata.category(c).startswith("M"))
+    return len(_WORD.findall(text))
 
 
 def hash_uniform(id_: str, pieces: Sequence[Piece]) -> float:

@@ -15,28 +15,16 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.evaluation.generated import Generated, read_generated
 from thresher.engine.store.run_folder import lock_folder
 from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.rewards.errors import UserError
-from thresher.rewards.transcript import Source
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """A trajectory; of the passages found or given, which hold a gold; and its shares of what is known of its part as a
-    whole: the rollout's seconds, and the branches that found no room in the context."""
-
-    trajectory: Trajectory
-    seconds: float
-    relevant: list[bool]
-    branches_without_room: float = 0.0
 
 
 class EvalFolder:
@@ -82,7 +70,8 @@ class EvalFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not self._generated.exists():
+        unfinished = not (self.path / "metrics.json").exists()
+        if error is not None and unfinished and not self._generated.exists():
             shutil.rmtree(self.path)
         os.close(self._lock)
 
@@ -95,8 +84,8 @@ class EvalFolder:
         if whole != data:
             with self._generated.open("r+b") as file:
                 file.truncate(len(whole))
-        records = [json.loads(line) for line in whole.splitlines()]
-        return [Generated(**{**record, "trajectory": _trajectory(record["trajectory"])}) for record in records]
+        places = [f"{self._generated}:{number}" for number in range(1, whole.count(b"\n") + 1)]
+        return [read_generated(line, where) for line, where in zip(whole.split(b"\n"), places, strict=False)]
 
     def append(self, entries: Iterable[Generated]) -> None:
         """Add to what was generated, handed to the operating system before this returns."""
@@ -116,12 +105,6 @@ def check_belongs(done: Sequence[Generated], ids: Sequence[str], path: Path) -> 
     """UserError unless the trajectories answer the first of these questions."""
     if [entry.trajectory.question_id for entry in done] != list(ids[: len(done)]):
         raise UserError(f"{path}: holds trajectories of other questions; choose another folder for the evaluation")
-
-
-def _trajectory(record: dict[str, Any]) -> Trajectory:
-    segments = [Segment(**{**segment, "source": Source(segment["source"])}) for segment in record.pop("segments")]
-    branches = {name: _trajectory(branch) for name, branch in record.pop("branches").items()}
-    return Trajectory(**record, segments=segments, branches=branches)
 
 
 def _shown(value: object) -> str:

@@ -26,13 +26,14 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import DataSection, SystemSection
 from thresher.engine.episode import System, first_prompt
 from thresher.engine.evaluation.evaluate import jobs_of
-from thresher.engine.evaluation.folder import EvalFolder, Generated, check_belongs
+from thresher.engine.evaluation.folder import EvalFolder, check_belongs
+from thresher.engine.evaluation.generated import Generated, check_generated
 from thresher.engine.evaluation.metrics import measures_of, parts_of, ranking_measures
 from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_of
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_noise, with_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.scoring.score import Judges, Scored, check_all, score
+from thresher.engine.scoring.score import Judges, Scored, check_all, check_finite, score
 from thresher.engine.store.best_checkpoint import Best
 from thresher.engine.systems import own_digest
 from thresher.retrieval.data.formats import Passage
@@ -97,7 +98,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     with EvalFolder.open(out, settings) as folder:
         judges = load_judges(recipe, parts.system, out / "replies.jsonl")
         try:
-            done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder)
+            done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder, recipe.model.path)
             scored = _score(questions, done, parts, judges)
         except UserError as error:
             raise UserError(f"{error} ({out} keeps all so far: the same command goes on from there)") from error
@@ -172,12 +173,14 @@ def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
 
 
 def _generate(
-    rollout: Rollout, questions: Sequence[Question], temperature: float, seed: int, folder: EvalFolder
+    rollout: Rollout, questions: Sequence[Question], temperature: float, seed: int, folder: EvalFolder, model: str
 ) -> list[Generated]:
     """All trajectories, those that the folder holds already among them."""
     done = folder.generated()
     check_belongs(done, [question.id for question in questions], folder.path)
-    size = PART * rollout.limits.max_running
+    limits = rollout.limits
+    check_generated(done, rollout.tokenizer, rollout.system.tags, limits.max_context, folder.path / "generated.jsonl")
+    size = PART * limits.max_running
     with console.progress_line("eval", len(questions)) as line:
         count = len(done)
 
@@ -190,7 +193,7 @@ def _generate(
             line.to(count, "from before")
         while len(done) < len(questions):
             part = questions[len(done) : len(done) + size]
-            done += _part(rollout, part, temperature, seed, len(done), progress)
+            done += _part(rollout, part, temperature, seed, len(done), progress, model)
             folder.append(done[-len(part) :])
     return done
 
@@ -202,8 +205,11 @@ def _part(
     seed: int,
     first: int,
     progress: Callable[[int], None],
+    model: str,
 ) -> list[Generated]:
     trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, progress, recall=True)
+    for trajectory in trajectories:
+        check_finite(trajectory, model)
     clock = rollout.clock
     shares = {
         "seconds": clock.total / len(questions),

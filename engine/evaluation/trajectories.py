@@ -15,7 +15,6 @@ Deliberately absent: a record of the settings beside the file. Each line says wh
 """
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from thresher.engine.protocol.passages import show_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
-from thresher.engine.scoring.score import asked_record, check_whole
+from thresher.engine.scoring.score import asked_record, check_finite, check_whole
 from thresher.retrieval.data.jsonl import Record, as_object, parse_json
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.errors import UserError
@@ -171,11 +170,7 @@ def _draw(rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: 
 def _records(jobs: Sequence[Job], trajectories: Sequence[Trajectory], parts: Parts, temperature: float) -> list[Record]:
     records = []
     for job, trajectory in zip(jobs, trajectories, strict=True):
-        if not all(math.isfinite(value) for value in trajectory.policy_logprobs()):
-            raise UserError(
-                f"{parts.recipe.model.path}: the log-prob of a token that it drew for question {job.question.id} is no "
-                "finite number; give a model whose weights are whole"
-            )
+        check_finite(trajectory, parts.recipe.model.path)
         check_whole(trajectory, parts.tokenizer, parts.system.tags, parts.limits.max_context)
         written = trajectory.to_dict(parts.tokenizer)
         branches = [(written["branches"][name], branch) for name, branch in trajectory.branches.items()]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
 from functools import partial
 from hashlib import blake2b, sha256
-from math import isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from thresher.rewards.result import RewardResult
 from thresher.rewards.transcript import Piece, Source
 
 MEASURES = ("em", "f1", "answered")  # among the parts of every reward
+LARGEST = 1e9  # of a reward and its parts: their squares are summed over a group, and written as JSON
 
 T = TypeVar("T")
 
@@ -84,8 +84,10 @@ def _wrong(result: object) -> str | None:
     for name, value in {"reward": result.reward, **result.parts}.items():
         if value is None and name not in ("reward", *MEASURES):
             continue  # a part that nobody measured
-        if not isinstance(value, int | float) or not isfinite(value):
-            return f"{name} = {value!r}, which is no finite number"
+        if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+            huge = isinstance(value, int) and value.bit_length() > 64  # which Python may refuse to spell out
+            found = "a huge number" if huge else repr(value)
+            return f"{name} = {found}, which is no finite number of at most {LARGEST:.0e}"
     if not isinstance(result.answer, str | None):
         return f"an answer of {type(result.answer).__name__}; it should be a string, or None without one"
     return None

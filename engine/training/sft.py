@@ -11,6 +11,7 @@ of their tokens come out right on held-out transcripts is the gate: copying a na
 seeds, and reinforcement cannot teach a policy that never does it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from thresher.engine.protocol.render import Renderer
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
 from thresher.engine.training.update import Item, choose_attention, make_optimizer, pack, scheduled_lr, step_optimizer
 from thresher.kernels import grpo_loss
+from thresher.kernels.checks import NotFinite
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import to_passage
@@ -209,8 +211,14 @@ class SftTrainer:
                 order.extend(rng.sample(self.training, len(self.training)))
             batch, order = order[: sft.batch_size], order[sft.batch_size :]
             lr = scheduled_lr(sft.lr, sft.schedule, sft.warmup_ratio, step, sft.steps)
-            loss, tokens = self._backward(batch)
+            try:
+                loss, tokens = self._backward(batch)
+            except NotFinite:
+                loss = math.nan
             norm = step_optimizer(self.policy, optimizer, self.optim, lr)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                what = "gradient" if math.isfinite(loss) else "policy"
+                raise UserError(f"sft: step {step + 1}: the {what} is not finite; start again with a lower sft.lr")
             record = {
                 "step": step + 1,
                 "restart": restart,

@@ -38,6 +38,7 @@ from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.training.update import Updater, UpdateStats, advantages, make_items
+from thresher.kernels.checks import NotFinite
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -92,7 +93,10 @@ class GrpoStep:
             items = make_items(trajectories[start:end], advantage[start:end], recipe.grpo)
             if not items:
                 continue  # every group of this part was without a signal, and the recipe drops those
-            updates.append(self.updater.update(items, step - 1, temperature))
+            try:
+                updates.append(self.updater.update(items, step - 1, temperature))
+            except NotFinite:  # in a second update of the step; before the first, what was sampled tells
+                raise diverged(step, "policy") from None
             if not math.isfinite(updates[-1].grad_norm):
                 raise diverged(step, "gradient")
         return StepResult(

@@ -7,7 +7,7 @@
         0          else
     EQR = P(the last note entails "<gold> is the answer to '<question>'"), the largest over the golds
 
-    format       the grammar above and nothing else (grammar.py); a note without text is none [assumed]
+    format       the grammar above and nothing else (grammar.py); a note or an answer without text is none [assumed]
     answer       EM
     note-taking  the notes carry both marks: `*` for key facts, `-` for uncertain ones (either one, as a switch)
 
@@ -122,7 +122,7 @@ def _formatted(pieces: Sequence[Piece], tag: str | None) -> bool:
     turns = re.compile(rf"(?:(?:think )?search information {note})+(?:think )?answer ")
     if names is None or not turns.fullmatch("".join(f"{name} " for name in names)):
         return False
-    return tag is None or all(span.text for span in blocks(pieces, tag))
+    return all(span.text for name in ("answer", tag) if name for span in blocks(pieces, name))
 
 
 def _marked(noted: Sequence[str], marks: Marks) -> bool:

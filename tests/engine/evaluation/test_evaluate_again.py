@@ -12,12 +12,17 @@ from thresher.cli import main as cli
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.evaluation.folder import EvalFolder, Generated
+from thresher.engine.evaluation.folder import EvalFolder
+from thresher.engine.evaluation.generated import Generated, check_generated
+from thresher.engine.evaluation.metrics import measures_of
 from thresher.engine.evaluation.run import EvalOptions, settings_of
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.scoring.score import score
 from thresher.engine.store.best_checkpoint import best_checkpoint, steps_by_dev
 from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.systems import load_system
+from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
@@ -102,6 +107,70 @@ def test_questions_that_changed_are_another_evaluation(
         assert cli.run([*searching, "--out", str(tmp_path / "out")]) == 130
     asked.write_text(asked.read_text().replace("What", "Which"))
     assert "with the questions' content = " in refusal(capsys, *searching, "--out", str(tmp_path / "out"))
+
+
+def test_an_interrupt_after_the_end_deletes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), EvalFolder.open(tmp_path / "out", {"seed": 1}) as folder:
+        folder.append([])
+        folder.finish([], "table", {"em": 1.0})
+        raise KeyboardInterrupt
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == {"em": 1.0}
+
+
+def damages(line: str) -> list[str]:
+    """A line of generated.jsonl, damaged in each of its values and keys, as a bit or a careless editor may."""
+    found = [line[: len(line) // 2], line.replace('"policy"', '"nobody"'), "[]", "null", line[:-1], "{}"]
+
+    def walk(value: Any, put: Any) -> None:
+        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, child in list(children):
+            for bad in (None, "x", -7, 10**30, float("nan"), [None], {"x": 1}, True):
+                if type(bad) is not type(child) or bad != bad or isinstance(child, int):
+                    value[key] = bad
+                    found.append(put())
+            value[key] = child
+            walk(child, put)
+        if isinstance(value, dict):
+            for key in list(value):
+                child = value.pop(key)
+                found.append(put())
+                value[key] = child
+
+    record = json.loads(line)
+    walk(record, lambda: json.dumps(record))
+    return found
+
+
+def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
+    searching: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_tokenizer: Tokenizer,
+    tiny_questions: list[Question],
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        cut_after(1, patch)
+        assert cli.run([*searching, "--out", str(out)]) == 130
+    kept = out / "generated.jsonl"
+    first, *rest = kept.read_text().splitlines()
+    system, refused = load_system("search_r1", {}), 0
+    many = damages(first)
+    for damaged in many:
+        kept.write_text("\n".join([damaged, *rest]) + "\n")
+        folder = EvalFolder.open(out, json.loads((out / "settings.json").read_text()))
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("shutil.rmtree", lambda path: pytest.fail("deleted"))
+                with folder:
+                    entries = folder.generated()
+            check_generated(entries, tiny_tokenizer, system.tags, 4096, kept)
+            scored = score(tiny_questions[:1], [entries[0].trajectory], system, tiny_tokenizer)
+            assert measures_of(scored[0], system.tags)["searches"] >= 0
+        except UserError as error:
+            assert str(error).startswith(f"{kept}:1: "), error
+            refused += 1
+    assert refused > 0.6 * len(many)
 
 
 def test_two_processes_do_not_write_to_one_evaluation(tmp_path: Path) -> None:

@@ -167,6 +167,9 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
             "returned em = None, which is no finite number",
         ),
         (f"return RewardResult(float('nan'), {NONE_YET}, None)", "returned reward = nan, which is no finite number"),
+        (f"return RewardResult(1e308, {NONE_YET}, None)", "returned reward = 1e+308, which is no finite number of at"),
+        (f"return RewardResult(10**400, {NONE_YET}, None)", "returned reward = a huge number, which is no finite"),
+        (f"return RewardResult(10**9999, {NONE_YET}, None)", "returned reward = a huge number, which is no finite"),
         (f"return RewardResult(0, {NONE_YET}, 3)", "returned an answer of int; it should be a string"),
     ],
 )

@@ -271,6 +271,25 @@ def test_another_attempt_sees_another_order_and_the_same_seed_the_same() -> None
     assert first[:4] != pytest.approx(first[4:], abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("changes", "optim", "what"),
+    [({"lr": 1e38}, {}, "policy"), ({"lr": 1e18}, {"max_grad_norm": float("inf")}, "policy")],
+)
+def test_a_training_that_diverges_ends_in_a_sentence(changes: dict[str, Any], optim: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserError, match=rf"^sft: step \d: the {what} is not finite; start again with a lower sft\.lr$"):
+        run(make_policy(), sft(steps=6, **changes), **optim)
+
+
+def test_a_last_update_that_diverges_is_not_written(tmp_path: Path) -> None:
+    policy = make_policy()
+    with pytest.MonkeyPatch.context() as patch:  # whose step ends in infinity, as a float32 may
+        patch.setattr("torch.optim.AdamW.step", lambda self: policy.embed_VH.data.fill_(float("inf")))
+        run(policy, sft(steps=1))
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight holds numbers that are not finite; train again"):
+        policy.save(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
 def test_holding_out_everything_is_refused() -> None:
     with pytest.raises(UserError, match=r"every transcript is held out; lower sft\.held_out"):
         SftTrainer(make_policy(), COPIES[:1], sft(), OptimSection(), VOCAB, 0)

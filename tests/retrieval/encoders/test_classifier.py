@@ -292,6 +292,9 @@ def test_weights_without_a_head_or_with_a_damaged_one(folder: Path, tmp_path: Pa
     write(tensors | {"classifier.bias": torch.zeros(2)})
     refused(copy, "tensor classifier.bias has shape [2], the config asks for [3]")
     write(tensors | {"classifier.bias": torch.full([3], float("nan"))})
+    refused(copy, "tensor classifier.bias holds numbers that are not finite")
+    huge = {name: torch.full_like(x, 3e38) for name, x in tensors.items() if name.endswith("layer.0.output.dense.bias")}
+    write(tensors | huge)
     refused(copy, "makes logits that are not finite")
 
 

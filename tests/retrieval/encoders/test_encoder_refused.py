@@ -130,8 +130,16 @@ def test_bad_folders(copy: Callable[[str], Path], change: Callable[[Path], None]
 def test_damaged_numbers(copy: Callable[[str], Path]) -> None:
     folder = copy("e5-base")
     model = transformers.BertModel.from_pretrained(folder)
+    bias = model.encoder.layer[1].output.dense.bias
     with torch.no_grad():
-        model.encoder.layer[1].output.dense.bias[3] = torch.nan
+        bias[3] = torch.nan
+    model.save_pretrained(folder)
+    assert "tensor encoder.layer.1.output.dense.bias holds numbers that are not finite" in folders.refusal(
+        lambda: load_encoder(folder)
+    )
+    with torch.no_grad():
+        model.encoder.layer[1].output.LayerNorm.weight.fill_(3e38)
+        bias[3] = 0.0
     model.save_pretrained(folder)
     assert "makes vectors that are not finite" in folders.refusal(
         lambda: load_encoder(folder).encode_passages(folders.TEXTS)

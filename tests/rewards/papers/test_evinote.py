@@ -117,7 +117,7 @@ SEN = [
     ("a note before the passages", [f"p:{NOTE}{SEARCH}", INFORMATION, f"p:{PARIS}"], 0, 1, 1, 0),
     ("a note as evidence", episode(NOTE.replace("summary", "evidence")), 0, 1, 0, 0),
     ("no answer", episode(NOTE, ""), 0, 0, 1, 0),
-    ("an empty answer", episode(NOTE, "<answer></answer>"), 1, 0, 1, 0.6),
+    ("an empty answer", episode(NOTE, "<answer></answer>"), 0, 0, 1, 0),
     ("an unclosed note", episode("<summary>* a\n- b"), 0, 1, 0, 0),
     ("an unclosed answer", episode(NOTE, "<answer>Paris"), 0, 0, 1, 0),
     ("a nested note", episode(f"<summary>x{NOTE}</summary>"), 0, 1, 1, 0),
@@ -283,7 +283,7 @@ def test_what_a_judge_is_asked() -> None:
 
 @pytest.mark.parametrize(
     ("gold", "answer", "right"),
-    [("no", "No.", 1), ("no", "I do not know", 0), ("The", "the", 0), ("", "", 0), ("KÖLN", "Köln", 1)],
+    [("no", "No.", 1), ("no", "I do not know", 0), ("The", "the", 0), ("", ".", 0), ("KÖLN", "Köln", 1)],
 )
 def test_golds_that_fool(gold: str, answer: str, right: float) -> None:
     tried = attempt(*episode(NOTE, f"<answer>{answer}</answer>"), golds=(gold,), entailment=0.0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_cases import GOLDS, LONG, PIECES, attempt, transcript
 
-from thresher.rewards import Attempt, Piece, RewardResult, UserError, eviomni_reward
+from thresher.rewards import Attempt, Piece, RewardResult, UserError, count_words, eviomni_reward
 from thresher.rewards.papers.eviomni import (
     evidence_length_reward,
     evidence_of,
@@ -300,6 +300,20 @@ def test_any_bytes(pieces: list[Piece], golds: list[str], beside: dict[str, list
     assert eviomni_reward(tried, full=full) == result
 
 
+@pytest.mark.parametrize("between", [" ", "\u200b", "\u2060", "\u00a0", "\ufeff", "_", ".", "\n"])
+def test_what_joins_words_shortens_nothing(between: str) -> None:
+    """Evidence that is the passage, however its words are put together: nothing was saved."""
+    passage = [("", "one two three four five six seven eight nine ten")]
+    evidence = passage[0][1].replace(" ", between)
+    tried = attempt(f"p:<reason>r</reason><extract>{evidence}</extract>{PARIS}", passages=passage)
+    assert eviomni_reward(tried).parts["length_evidence"] == 0.0
+
+
+def test_words() -> None:
+    texts = {"": 0, "...": 0, "a b": 2, "U.S.": 2, "don't": 2, "हिन्दी में": 2, "cafe\u0301 noir": 2, "x=1, y=22": 4}
+    assert {text: count_words(text) for text in texts} == texts
+
+
 @pytest.mark.parametrize("number", range(len(LONG)))
 def test_a_hundred_kilobytes(number: int) -> None:
     text = LONG[number]
@@ -310,6 +324,5 @@ def test_a_hundred_kilobytes(number: int) -> None:
     )
     result = eviomni_reward(tried)
     assert result.parts["format"] == float("answer>" not in text)
-    words = len(text.split())
-    assert result.parts["length_rationale"] == pytest.approx(0.5 if words else 0.0)
+    assert result.parts["length_rationale"] == pytest.approx(0.5 if any(map(str.isalnum, text)) else 0.0)
     assert result.answer == "Paris" and isinstance(result, RewardResult)
