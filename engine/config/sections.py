@@ -19,6 +19,7 @@ from thresher.engine.config.tables import (
     Positive,
     Section,
     Share,
+    SmallCount,
     Within,
     shown,
 )
@@ -54,7 +55,7 @@ class RetrievalSection(Section):
     url: str | None = None  # of `thresher serve-retriever`, or of a server that speaks Search-R1's /retrieve
     timeout: Positive = 60.0  # seconds that one answer of the server may take
     patience: NotNegative = 120.0  # seconds that the server may stay away before the run ends, to be resumed
-    k: Count = 3  # passages a search returns
+    k: SmallCount = 3  # passages a search returns
     passage_format: str = 'Doc {number}(Title: "{title}") {text}'  # one line per passage
     shuffle: bool = False  # show a search's passages in an order drawn from the sample's seed, not by score
 
@@ -80,15 +81,15 @@ class SystemSection(Section):
 class RolloutSection(Section):
     """[rollout] how trajectories are sampled. Lengths are in tokens."""
 
-    group_size: Count = 8  # samples a question, G
-    questions_per_step: Count = 16
-    max_turns: Count = 5  # of the policy, whatever they hold
+    group_size: SmallCount = 8  # samples a question, G
+    questions_per_step: SmallCount = 16
+    max_turns: SmallCount = 5  # of the policy, whatever they hold
     max_turn_tokens: Count = 256  # one turn of the policy
     max_policy_tokens: Count | None = None  # all turns of a trajectory together
     max_context: Count = 4096  # the whole trajectory, prompt and passages included
     max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
     temperature: Positive = 1.0
-    max_running: Count = 128  # sequences decoded at once
+    max_running: SmallCount = 128  # sequences decoded at once
     kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
     page_size: Count = 64  # positions in a block of the KV cache (what others call a page)
     speculate: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
@@ -113,7 +114,9 @@ class GrpoSection(Section):
     beta: NotNegative = 1e-3  # weight of the KL; 0 needs no reference model
     entropy_coef: NotNegative = 0.0
     aggregation: Literal["trajectory", "token", "constant"] = "trajectory"  # mean over what
-    aggregation_constant: Positive | None = None  # "constant" divides a trajectory's sum by so many tokens
+    aggregation_constant: Annotated[float, Within(1e-3, 1e9)] | None = (
+        None  # "constant" divides a trajectory's sum by so many tokens
+    )
     std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor)
     sample_std: bool = False  # divide by n - 1 instead of n
     drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
@@ -177,7 +180,7 @@ class SftSection(Section):
     answer: Literal["tagged", "plain"] = "tagged"  # of data: <answer>gold</answer>, or the bare gold
     template: str | None = None  # of data: file that replaces the format's own prompt template
     steps: Count = 1000
-    batch_size: Count = 32  # transcripts a step
+    batch_size: SmallCount = 32  # transcripts a step
     lr: NotNegative = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_ratio: BelowOne = 0.0
@@ -218,7 +221,7 @@ class JudgeSection(Section):
     key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
     timeout: Positive = 120.0  # seconds that one reply may take
     patience: NotNegative = 300.0  # seconds that the server may stay away
-    concurrency: Count = 4  # requests under way at once
+    concurrency: SmallCount = 4  # requests under way at once
     replies: str | None = None  # JSONL file that keeps all replies, so that none is paid for twice
 
     def check(self) -> None:
@@ -236,7 +239,7 @@ class JudgeSection(Section):
 class LoraSection(Section):
     """[lora] low-rank adapters in place of all weights, for `sft` and `train`; without the section all are trained."""
 
-    rank: Count = 16
+    rank: SmallCount = 16
     alpha: Positive = 32.0  # what the adapters add is scaled by alpha / rank
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = ("q", "k", "v", "o", "gate", "up", "down")
     seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of the adapters' first values

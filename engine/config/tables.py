@@ -44,6 +44,7 @@ class Within:
 
 
 Count = Annotated[int, Within(1)]
+SmallCount = Annotated[int, Within(1, 65_536)]  # of what is made before it is used: samples, lanes, requests
 Natural = Annotated[int, Within(0)]
 Positive = Annotated[float, Within(0, open_low=True)]
 NotNegative = Annotated[float, Within(0)]

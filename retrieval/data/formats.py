@@ -34,6 +34,7 @@ from thresher.retrieval.data.jsonl import (
     iter_list,
     parse_json,
     read_head,
+    read_whole,
     string_field,
 )
 from thresher.rewards.errors import UserError
@@ -163,10 +164,8 @@ def _iter_jsonl(path: Path) -> Iterator[tuple[str, int, Record]]:
 
 
 def _iter_titles(path: Path) -> Iterator[tuple[str, int, Record]]:
-    content = b"".join(line for _, line in iter_lines(path)).removeprefix(BOM)
     # As pairs: a title may occur twice, and a dict would drop one passage without a word.
-    pairs = parse_json(content, str(path), pairs=True)
-    del content
+    pairs = parse_json(read_whole(path), str(path), pairs=True)
     for title, value in pairs if isinstance(pairs, list) else []:
         where = f"{path}: title {title!r}"
         sentences = [value] if isinstance(value, str) else value

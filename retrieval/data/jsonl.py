@@ -11,6 +11,7 @@ offset (`corpus`).
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from thresher.rewards.errors import UserError
 Record = dict[str, Any]
 BOM = b"\xef\xbb\xbf"
 HEAD_BYTES = 1 << 16
+WHOLE_LIMIT = 4 << 30
+LINE_LIMIT = "THRESHER_LINE_LIMIT"
 
 
 def iter_jsonl(path: str | Path) -> Iterator[tuple[int, Record]]:
@@ -56,8 +59,7 @@ def iter_records(path: str | Path) -> Iterator[tuple[str, Record]]:
 
 def iter_list(path: Path) -> Iterator[tuple[str, Record]]:
     """`iter_records` of one JSON list, whatever the file is called. It is parsed whole."""
-    content = b"".join(line for _, line in iter_lines(path)).removeprefix(BOM)
-    records = parse_json(content, str(path))
+    records = parse_json(read_whole(path), str(path))
     if not isinstance(records, list):
         raise UserError(f"{path}: expected a JSON list of objects, found {json_kind(records)}; convert the file")
     for number, record in enumerate(records, 1):
@@ -121,11 +123,36 @@ def id_field(record: Record, row: int, where: str, *, key: str = "id") -> str:
 
 def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number from 1, line with its line feed) of `path`, decompressed where the name ends in `.gz`.
-    UserError when it is absent, unreadable or truncated."""
-    number = 0
+    UserError when it is absent, unreadable or truncated, and for a line longer than `line_limit`: a few kilobytes of
+    gzip may hold one that fills the memory."""
+    number, limit = 0, line_limit()
     with readable(path, lambda: f"after line {number}") as file:
-        for number, line in enumerate(file, 1):
+        while line := file.readline(limit + 1):
+            number += 1
+            if len(line) > limit:
+                raise UserError(
+                    f"{path}:{number}: the line is longer than {limit:,} bytes; convert the file to records of a line "
+                    f"each, or set the environment variable {LINE_LIMIT} to more bytes"
+                )
             yield number, line
+
+
+def read_whole(path: Path) -> bytes:
+    """What `path` holds, decompressed where the name ends in `.gz`, without a byte order mark. UserError as
+    `iter_lines`, here for more than WHOLE_LIMIT bytes."""
+    with readable(path, lambda: "at its beginning") as file:
+        content = file.read(WHOLE_LIMIT + 1)
+    if len(content) > WHOLE_LIMIT:
+        raise UserError(f"{path}: holds more than {WHOLE_LIMIT:,} bytes in one JSON value; convert the file to JSONL")
+    return content.removeprefix(BOM)
+
+
+def line_limit() -> int:
+    """Bytes that a line may have: 64 MB, unless the environment says otherwise."""
+    said = os.environ.get(LINE_LIMIT, "64000000")
+    if not said.isdecimal() or not 0 < int(said) < 2**62:
+        raise UserError(f"{LINE_LIMIT} is {said!r}; expected a number of bytes, such as 64000000")
+    return int(said)
 
 
 def read_head(path: Path) -> bytes:

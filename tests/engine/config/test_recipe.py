@@ -126,9 +126,9 @@ def test_toml_value(value: Any, text: str) -> None:
         (SMALLEST + "[grpo]\nclip_hi = 1", "r.toml: [grpo] clip_hi: unknown key; did you mean clip_high?"),
         (SMALLEST + "[run]\nzzz = 1", "r.toml: [run] zzz: unknown key; expected one of steps, seed,"),
         # a wrong type for every kind of field
-        (SMALLEST + "[rollout]\ngroup_size = 4.0", "[rollout] group_size: expected an integer >= 1, got 4.0"),
-        (SMALLEST + "[rollout]\ngroup_size = true", "expected an integer >= 1, got true"),
-        (SMALLEST + '[rollout]\nmax_turns = "4"', 'expected an integer >= 1, got "4"'),
+        (SMALLEST + "[rollout]\ngroup_size = 4.0", "[rollout] group_size: expected an integer >= 1 and <= 65536, got 4.0"),
+        (SMALLEST + "[rollout]\ngroup_size = true", "expected an integer >= 1 and <= 65536, got true"),
+        (SMALLEST + '[rollout]\nmax_turns = "4"', 'expected an integer >= 1 and <= 65536, got "4"'),
         (SMALLEST + '[optim]\nlr = "1e-6"', '[optim] lr: expected a number >= 0, got "1e-6"'),
         (SMALLEST + "[optim]\nlr = true", "expected a number >= 0, got true"),
         (SMALLEST + f"[optim]\nlr = {10**400}", "[optim] lr: expected a number >= 0, got 10000"),
@@ -175,7 +175,8 @@ def float_or_int(text: str) -> float | int:
     [
         ("rollout.temperature", ["1e-3", "2"], ["0", "-1", "inf"]),
         ("rollout.page_size", ["1"], ["0"]),
-        ("rollout.questions_per_step", ["1"], ["0", "-3"]),
+        ("rollout.questions_per_step", ["1", "65536"], ["0", "-3", "65537"]),
+        ("rollout.group_size", ["65536"], ["1000000000"]),
         ("grpo.clip_low", ["0", "0.999"], ["1", "-0.1"]),
         ("grpo.clip_high", ["0", "5"], ["-0.1"]),
         ("grpo.dual_clip", ["1.01", "3"], ["1", "0"]),
@@ -219,7 +220,7 @@ def test_sections_made_in_python_are_checked_too() -> None:
     assert OptimSection(lr=1, betas=[0, 0.5]).betas == (0.0, 0.5)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=re.escape("clip_low: expected a number >= 0 and < 1, got 1")):
         GrpoSection(clip_low=1)
-    with pytest.raises(UserError, match="group_size: expected an integer >= 1, got 0"):
+    with pytest.raises(UserError, match="group_size: expected an integer >= 1 and <= 65536, got 0"):
         replace(RolloutSection(), group_size=0)
     with pytest.raises(UserError, match="model: expected a section, got nothing"):
         Recipe(model=None)  # type: ignore[arg-type]

@@ -217,5 +217,5 @@ def test_a_second_update_that_diverges_ends_in_the_same_sentence(
     tmp_path: Path, make_recipe: Callable[..., Recipe]
 ) -> None:
     change = {"grpo": {"updates_per_batch": 2}, "optim": {"lr": 1e38, "max_grad_norm": float("inf")}}
-    with pytest.raises(UserError, match="step 1: the policy is not finite; start again with a lower optim.lr"):
+    with pytest.raises(UserError, match=r"step 1: the policy is not finite; start again with a lower optim\.lr"):
         train(make_recipe(**change), tmp_path / "run")

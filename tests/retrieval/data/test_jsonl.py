@@ -113,3 +113,40 @@ def test_writing_leaves_nothing_half_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="does not exist"):
         write_jsonl(tmp_path / "none" / "out.jsonl", [])
+
+
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    bomb = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(bomb, "wb") as file:
+        file.write(b'{"a": 1}\n{"a": "')
+        for _ in range(80):
+            file.write(b" " * 10**6)
+        file.write(b'"}\n')
+    assert bomb.stat().st_size < 10**5
+    records = iter_jsonl(bomb)
+    assert next(records) == (1, {"a": 1})
+    with pytest.raises(UserError, match=f"{bomb}:2: the line is longer than 64,000,000 bytes; convert the file"):
+        next(records)
+    monkeypatch.setenv("THRESHER_LINE_LIMIT", "99000000")
+    assert [number for number, _ in iter_jsonl(bomb)] == [1, 2]
+    monkeypatch.setenv("THRESHER_LINE_LIMIT", "9")  # the line feed is one of them
+    assert next(iter_jsonl(bomb)) == (1, {"a": 1})
+
+
+@pytest.mark.parametrize("said", ["64 MB", "-1", "0", "", "9" * 30])
+def test_a_limit_that_is_none_is_refused(tmp_path, monkeypatch, said):
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n")
+    monkeypatch.setenv("THRESHER_LINE_LIMIT", said)
+    with pytest.raises(UserError, match=r"THRESHER_LINE_LIMIT is .*; expected a number of bytes"):
+        list(iter_jsonl(tmp_path / "a.jsonl"))
+
+
+def test_a_list_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("thresher.retrieval.data.jsonl.WHOLE_LIMIT", 12)
+    for text, kept in ((b'[{"a": 123}]', 1), (b'[{"a": 1234}]', None)):
+        (tmp_path / "a.json").write_bytes(text)
+        if kept:
+            assert len(list(iter_records(tmp_path / "a.json"))) == kept
+        else:
+            with pytest.raises(UserError, match=r"a\.json: holds more than 12 bytes in one JSON value; convert"):
+                list(iter_records(tmp_path / "a.json"))
