@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from thresher.cli import commands
 from thresher.cli.registry import add_commands
+from thresher.policy.files import remedy
 from thresher.rewards.errors import UserError
 
 
@@ -28,9 +29,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"thresher: {error}", file=sys.stderr)
         return 2
-    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        # A path to write that nobody looked at before. Anything else the system may say is ours to explain.
-        print(f"thresher: {error.filename2 or error.filename}: {error.strerror}; choose another path", file=sys.stderr)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+        return 141
+    except OSError as error:
+        # A path that nobody looked at before. What the system says without naming one is ours to explain.
+        path = error.filename2 or error.filename
+        if path is None:
+            raise
+        print(f"thresher: {path}: {error.strerror}; {remedy(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(
@@ -39,9 +46,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
-        return 141
     return 0
 
 

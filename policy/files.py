@@ -9,6 +9,7 @@ or malformed.
 Deliberately absent: locks. Two writers of one file both succeed and the later one stays.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -54,10 +55,55 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object(read_bytes(path), str(path))
 
 
+class Unwritable(UserError):
+    """A file or folder that the system would not write, in a sentence."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"{path}: cannot be written ({error.strerror}); {remedy(error)}")
+        self.path, self.error = path, error
+
+
+def remedy(error: OSError) -> str:
+    """What to do about a path that the system refuses."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return "make room for it" if full else "choose another path"
+
+
+def append_bytes(path: Path, data: bytes) -> None:
+    """Add to a file's end; when this returns, it survives a kill of the process. UserError where it cannot be written;
+    what of `data` is then there is half a line, which readers of such a file cut off."""
+    try:
+        with path.open("ab", buffering=0) as file:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+    except OSError as error:
+        raise Unwritable(path, error) from None
+
+
+@contextmanager
+def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """What cannot be written to `path`, or to the temporary sibling that will be it, ends in a sentence that names
+    `path`. Errors that name another file go on their way."""
+    temporary = temporary or path
+    try:
+        yield
+    except Unwritable as inner:
+        if inner.path.is_relative_to(temporary):
+            raise Unwritable(path / inner.path.relative_to(temporary), inner.error) from None
+        raise
+    except OSError as error:
+        if error.filename is None:
+            raise Unwritable(path, error) from None
+        if Path(error.filename).is_relative_to(temporary):
+            raise Unwritable(path / Path(error.filename).relative_to(temporary), error) from None
+        raise
+
+
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yields a temporary sibling of `path` to write to; it becomes `path` when the block ends, or vanishes
-    if it raises.
+    if it raises. UserError where it cannot be written.
 
     The folder must exist. For writers that insist on opening the file themselves; else use
     `atomic_write_bytes`.
@@ -65,9 +111,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     temporary = _temporary_sibling(path)
     try:
-        yield temporary
-        _flush(temporary)
-        os.replace(temporary, path)
+        with writing(path, temporary):
+            yield temporary
+            _flush(temporary)
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -97,15 +144,19 @@ def staged_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """
     path = Path(path)
     _refuse_existing(path, replace)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_sibling(path)
-    temporary.mkdir()
     try:
-        yield temporary
-        for file in sorted(temporary.rglob("*")):
-            _flush(file)
-        _refuse_existing(path, replace)
-        _move_into_place(temporary, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unwritable(path, error) from None
+    temporary = _temporary_sibling(path)
+    try:
+        with writing(path, temporary):
+            temporary.mkdir()
+            yield temporary
+            for file in sorted(temporary.rglob("*")):
+                _flush(file)
+            _refuse_existing(path, replace)
+            _move_into_place(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

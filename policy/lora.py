@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from thresher.policy.files import atomic_path, atomic_write_text, read_json_object
+from thresher.policy.weights import save_tensors
 from thresher.rewards.errors import UserError
 
 # The linear maps of a layer, by the names that a recipe uses, and where Hugging Face keeps each.
@@ -204,7 +204,7 @@ def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
         "base_model_name_or_path": None,
     }
     with atomic_path(folder / WEIGHTS) as temporary:
-        save_file({name: value.detach().cpu() for name, value in _tensors(policy).items()}, temporary)
+        save_tensors(temporary, {name: value.detach().cpu() for name, value in _tensors(policy).items()})
     atomic_write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

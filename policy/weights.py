@@ -11,6 +11,7 @@ and renaming of tensors, which is the model's business.
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
@@ -137,7 +138,22 @@ def _save_to(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{path.parent}: not written, since {name} holds numbers that are not finite; train again with a lower "
                 "learning rate"
             )
-    save_file(on_cpu, path, metadata={"format": "pt"})
+    save_tensors(path, on_cpu, {"format": "pt"})
+
+
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """`tensors`, on the CPU and contiguous, as the safetensors file `path`, with the mode that the umask gives.
+    OSError where it cannot be written."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:  # the library's word for whatever the system said
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), os.fspath(path)) from None
+    path.chmod(mode)
 
 
 def _remove_shards(folder: Path, keep: set[str]) -> None:

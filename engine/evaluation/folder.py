@@ -22,7 +22,7 @@ from typing import Any
 
 from thresher.engine.evaluation.generated import Generated, read_generated
 from thresher.engine.store.run_folder import lock_folder
-from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
+from thresher.policy.files import append_bytes, atomic_write_text, read_json_object, staged_folder
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.rewards.errors import UserError
 
@@ -90,8 +90,7 @@ class EvalFolder:
     def append(self, entries: Iterable[Generated]) -> None:
         """Add to what was generated, handed to the operating system before this returns."""
         data = b"".join(json.dumps(asdict(entry)).encode("ascii") + b"\n" for entry in entries)
-        with self._generated.open("ab") as file:
-            file.write(data)
+        append_bytes(self._generated, data)
 
     def finish(self, records: Iterable[dict[str, Any]], table: str, figures: Mapping[str, Any]) -> None:
         """Write the results; metrics.json, by which the evaluation counts as complete, last."""

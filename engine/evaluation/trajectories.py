@@ -31,6 +31,7 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import asked_record, check_finite, check_whole
+from thresher.policy.files import append_bytes
 from thresher.retrieval.data.jsonl import Record, as_object, parse_json
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.errors import UserError
@@ -189,8 +190,4 @@ def _add_logprobs(written: Sequence[Record], trajectory: Trajectory) -> None:
 def _append(out: Path, records: Sequence[Record]) -> None:
     """At the file's end, handed to the operating system before this returns."""
     data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    try:
-        with out.open("ab", buffering=0) as file:
-            file.write(data.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); make room for it") from None
+    append_bytes(out, data.encode("utf-8", "backslashreplace"))

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import urllib3
 
 from thresher.engine.config.sections import JudgeSection
+from thresher.policy.files import Unwritable, append_bytes
 from thresher.retrieval.serving.http import in_words, json_of, service_address
 from thresher.rewards.errors import UserError
 
@@ -95,10 +96,9 @@ class Replies:
                 return
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("ab", buffering=0) as file:
-                    file.write(line)
             except OSError as error:
-                raise UserError(f"{self._path}: cannot be written ({error.strerror}); make room for it") from None
+                raise Unwritable(self._path, error) from None
+            append_bytes(self._path, line)
 
 
 def _read_replies(path: Path) -> dict[str, str]:

@@ -25,10 +25,10 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from thresher.engine.store.run_folder import step_name, step_of
 from thresher.policy.files import read_json_object, staged_folder
+from thresher.policy.weights import save_tensors
 from thresher.rewards.errors import UserError
 
 OPTIMIZER = "optimizer.safetensors"
@@ -79,7 +79,7 @@ def save_checkpoint(
         policy.save(staged)
         if tokenizer is not None:
             tokenizer.save(staged)
-        save_file(tensors, staged / OPTIMIZER, metadata={"parameters": json.dumps(names)})
+        save_tensors(staged / OPTIMIZER, tensors, {"parameters": json.dumps(names)})
         (staged / STATE).write_text(text, encoding="utf-8")
     return path
 

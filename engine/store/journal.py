@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.policy.files import append_bytes, atomic_write_text, read_json_object
 from thresher.retrieval.data.jsonl import Record, iter_jsonl, write_jsonl
 from thresher.rewards.errors import UserError
 
@@ -47,11 +47,7 @@ class Journal:
         if not self.path.exists():
             self._write_side({})  # first, for a file without it is not gone on with
         line = json.dumps(record, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace")
-        try:
-            with self.path.open("ab", buffering=0) as file:
-                file.write(line + b"\n")
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}); make room for it") from None
+        append_bytes(self.path, line + b"\n")
         self._note(record)
 
     def records(self) -> Iterator[Record]:

@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import Any
 
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.policy.files import atomic_write_bytes, atomic_write_text, staged_folder
+from thresher.policy.files import append_bytes, atomic_write_bytes, atomic_write_text, staged_folder
 from thresher.rewards.errors import UserError
 
 
@@ -88,11 +88,9 @@ class RunFolder:
                 for name in ("trajectories", "evaluations", "checkpoints", "plots"):
                     (staged / name).mkdir()
                 lock = lock_folder(staged)  # held through the rename, so that the folder is never seen unlocked
-        except BaseException as error:
+        except BaseException:
             if lock is not None:
                 os.close(lock)
-            if isinstance(error, OSError):
-                raise UserError(f"{path}: cannot make the run folder ({error.strerror}); choose another") from None
             raise
         return cls(path, lock)
 
@@ -152,8 +150,7 @@ class RunFolder:
         """
         if not isinstance(record.get("step"), int):
             raise ValueError(f'a metrics record needs an integer "step", got {record.get("step")!r}')
-        with self.metrics_file.open("ab") as file:
-            file.write(_json_line(record))
+        append_bytes(self.metrics_file, _json_line(record))
 
     def write_trajectories(self, step: int, trajectories: Iterable[Mapping[str, Any]]) -> Path:
         """Write trajectories/step_XXXXXX.jsonl, one a line, whole or not at all; returns its path."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from thresher.policy.files import atomic_write_text
+from thresher.policy.files import atomic_write_text, writing
 from thresher.rewards.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -60,15 +60,16 @@ class VectorFile:
         start = self.done()
         if values_ND.shape[1:] != (self.dim,) or start + len(values_ND) > self.rows:
             raise ValueError(f"{self.path}: {values_ND.shape} behind {start} rows does not fit {self.rows, self.dim}")
-        if start == 0:
-            self._counted.unlink(missing_ok=True)
-            self._write_header()
-        with self.path.open("r+b") as file:
-            file.seek(self._header_bytes() + start * self._row_bytes)
-            file.write(np.ascontiguousarray(values_ND, self.dtype).data)
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
+        with writing(self.path):
+            if start == 0:
+                self._counted.unlink(missing_ok=True)
+                self._write_header()
+            with self.path.open("r+b") as file:
+                file.seek(self._header_bytes() + start * self._row_bytes)
+                file.write(np.ascontiguousarray(values_ND, self.dtype).data)
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
         if start + len(values_ND) < self.rows:
             atomic_write_text(self._counted, str(start + len(values_ND)))
         else:

@@ -18,6 +18,7 @@ import numpy as np
 from thresher.policy.files import atomic_path
 from thresher.retrieval.vectors.exact import faiss
 from thresher.retrieval.vectors.file import Array, VectorFile
+from thresher.rewards.errors import UserError
 
 # Sampled rows that are widened to float64 at a time.
 DIRECTIONS_CHUNK = 8192
@@ -84,4 +85,7 @@ def reserve(vector: Any, elements: int) -> None:
 def write(index: Any, path: Path, flags: int = 0) -> None:
     """`index` in the file `path`, which appears whole or not at all."""
     with atomic_path(path) as temporary:
-        faiss.write_index(index, os.fspath(temporary), flags)
+        try:
+            faiss.write_index(index, os.fspath(temporary), flags)
+        except RuntimeError as error:  # FAISS's word for whatever the system said
+            raise UserError(f"{path}: cannot be written ({str(error).strip()[-120:]}); make room for it") from None

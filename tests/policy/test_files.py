@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thresher.policy.files import atomic_path, atomic_write_bytes, atomic_write_text, staged_folder
+from thresher.policy.files import Unwritable, atomic_path, atomic_write_bytes, atomic_write_text, staged_folder
 from thresher.rewards.errors import UserError
 
 
@@ -36,14 +36,14 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="disk"), atomic_path(target) as temporary:
         temporary.write_text("half")
         raise RuntimeError("disk")
-    with pytest.raises(FileNotFoundError), atomic_path(target):
+    with pytest.raises(Unwritable, match=r"file\.txt: cannot be written \(No such file"), atomic_path(target):
         pass  # a block that writes nothing is a mistake, not an empty file
     assert target.read_text() == "old" and names(tmp_path) == ["file.txt"]
 
 
 KILLED = """
 import os, signal
-from thresher.policy.files import {helper}
+from thresher.policy.files import Unwritable, {helper}
 with {helper}({target!r}) as temporary:
     {write}
     os.kill(os.getpid(), signal.SIGKILL)

@@ -199,11 +199,11 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, moment: str, mo
     elif moment == "tokenizer":
         monkeypatch.setattr(words, "save", fail)
     elif moment == "optimizer":
-        monkeypatch.setattr("thresher.engine.store.checkpoint.save_file", fail)
+        monkeypatch.setattr("thresher.engine.store.checkpoint.save_tensors", fail)
     else:
         monkeypatch.setattr(Path, "write_text", fail)
     for step in (1, 2):
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); make room for it"):
             save_checkpoint(tmp_path, step, policy, optimizer, {"n": 2}, tokenizer=words)
         assert names(tmp_path) == ["step_000001"]
         assert latest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step_000001", 1, {"n": 1})

@@ -55,13 +55,16 @@ def test_create_leaves_nothing_when_it_fails(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Recipe, "write", fail)
-    assert "cannot make the run folder (No space left on device)" in refusal(RunFolder.create, tmp_path / "run", RECIPE)
+    said = refusal(RunFolder.create, tmp_path / "run", RECIPE)
+    assert "run: cannot be written (No space left on device); make room" in said
     assert tree(tmp_path) == []
 
 
 def test_create_under_a_file_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "cannot make the run folder" in refusal(RunFolder.create, tmp_path / "file" / "run", RECIPE)
+    assert "run: cannot be written (File exists); choose another path" in refusal(
+        RunFolder.create, tmp_path / "file" / "run", RECIPE
+    )
     assert tree(tmp_path) == ["file"]
 
 

@@ -1,0 +1,77 @@
+"""Fills chat templates, in a process of its own: a template is a program that came with somebody's weights.
+
+One request a line on standard input, one reply a line on standard output, in JSON:
+
+    {"template", "messages", "names", "add_generation_prompt"}  ->  {"text"}, or {"error"}
+
+Jinja's sandbox keeps it from Python's objects; what it cannot keep it from is to loop, to recurse and to grow, so this
+process has little memory (resource.RLIMIT_AS) and whoever started it has a clock (chat.py). Run by its path, it imports
+nothing of the package.
+"""
+
+import json
+import resource
+import sys
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+MEMORY = 2 << 30  # bytes, the interpreter's own included
+LONGEST = 10_000_000  # characters of a prompt
+
+
+def fill(request: dict[str, Any]) -> str:
+    """The template filled, as Hugging Face fills it. Raises whatever the template does."""
+    return compiled(request["template"]).render(
+        messages=request["messages"],
+        add_generation_prompt=request["add_generation_prompt"],
+        tools=None,
+        documents=None,
+        **request["names"],
+    )
+
+
+@lru_cache(maxsize=16)
+def compiled(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(source)
+
+
+def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+    """Jinja's own filter escapes HTML and sorts keys; chat templates expect plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def reply(line: str) -> dict[str, str]:
+    try:
+        text = fill(json.loads(line))
+        return {"text": text} if len(text) <= LONGEST else {"error": f"its text has {len(text):,} characters"}
+    except jinja2.TemplateError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY >> 30} GiB of memory"}
+    except RecursionError:
+        return {"error": "it calls itself without end"}
+    except Exception as error:  # a template may raise anything
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for line in sys.stdin:
+        print(json.dumps(reply(line)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

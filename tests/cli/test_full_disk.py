@@ -1,0 +1,90 @@
+"""Commands on a disk that is full, or that takes no more than so many bytes of a file: one sentence, nothing half
+written under a name that counts, and the same command goes on once there is room."""
+
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cli_cases import finished_folder, recipe_in
+
+from thresher.cli import main as cli
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_folder(tmp_path_factory.mktemp("whole"))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writes beyond `size` bytes of a file fail, as on a disk that is full (EFBIG in ENOSPC's place)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+WRITERS: dict[str, Callable[[Path], list[str]]] = {
+    "init": lambda at: [
+        *("init", "--config", f"{at}/config.json", "--tokenizer", f"{at}/model", "--out", f"{at}/out"),
+    ],
+    "train": lambda at: ["train", f"{at}/recipe.toml", "--out", f"{at}/out"],
+    "sft": lambda at: ["sft", f"{at}/recipe.toml", "--out", f"{at}/out"],
+    "sft of adapters": lambda at: ["sft", f"{at}/recipe.toml", "--set", "lora.rank=2", "--out", f"{at}/out"],
+    "eval": lambda at: ["eval", f"{at}/recipe.toml", "--out", f"{at}/out"],
+    "rollout": lambda at: [
+        *(
+            "rollout",
+            "--recipe",
+            f"{at}/recipe.toml",
+            "--questions",
+            f"{at}/questions.jsonl",
+            "--out",
+            f"{at}/out.jsonl",
+        ),
+    ],
+    "index build": lambda at: ["index", "build", "--corpus", f"{at}/corpus.jsonl", "--out", f"{at}/out"],
+    "index build of words": lambda at: [
+        *("index", "build", "--corpus", f"{at}/corpus.jsonl", "--encoder", "bm25", "--out", f"{at}/out"),
+    ],
+    "index build of a graph": lambda at: [
+        *("index", "build", "--corpus", f"{at}/corpus.jsonl", "--kind", "HNSW8", "--out", f"{at}/out"),
+    ],
+    "score": lambda at: [
+        *("score", "--system", "search_r1", "--transcripts", f"{at}/scored.jsonl", "--out", f"{at}/out.jsonl"),
+    ],
+}
+
+
+@pytest.mark.parametrize("size", [0, 40, 3000])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_ends_in_a_sentence_and_the_command_goes_on(
+    finished: Path, tmp_path: Path, name: str, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = shutil.copytree(finished, tmp_path / "here")
+    recipe_in(here)
+    command = WRITERS[name](here)
+    capsys.readouterr()
+    with files_of_at_most(size):
+        status = cli.run(command)
+    message = capsys.readouterr().err
+    assert status in ((2,) if size == 0 else (0, 2)), message
+    if status == 0:
+        return  # it all fits
+    assert message.startswith("thresher: ") and message.count("\n") == 1, message
+    assert "cannot " in message and "File too large" in message and str(here / "out") in message, message
+    if (here / "out").exists():
+        assert cli.run([*command, *(["--resume"] if name == "train" else [])]) == 0
+    else:
+        assert cli.run([*command, *(["--resume"] if name == "rollout" else [])]) == 0
+    assert not list(here.rglob("*.tmp"))
+
+
+def test_weights_have_the_mode_that_the_umask_gives(finished: Path) -> None:
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (finished / "model").iterdir()}
+    assert len(set(modes.values())) == 1 and "model.safetensors" in modes, modes
