@@ -216,7 +216,7 @@ class Generator:
         if request.prompt_ids is not None:
             ids = list(request.prompt_ids)
         elif request.prompt_text is not None:
-            ids = self.tokenizer.encode(request.prompt_text)
+            ids = [*self.tokenizer.begin_ids, *self.tokenizer.encode(request.prompt_text)]
         else:
             messages = [dict(message) for message in request.prompt_messages or ()]
             if not messages:

@@ -115,6 +115,8 @@ def encode_transcript(
         passages = fit(prompt.passages, renderer, str(record.get("id", "")))
         cut = passages != tuple(prompt.passages)
         ids = renderer.prompt(replace(prompt, passages=passages))
+    else:
+        ids = renderer.begin(segments[0]["text"])
     for segment in segments:
         source = Source(segment["source"])
         new = (

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.elementwise.norm_triton import SUM_COLUMNS, SUM_ROWS, _sum_parts_kernel, _sum_specialisation
+from thresher.kernels.elementwise.norm_triton import SUM_COLUMNS, SUM_ROWS, _sum_parts_kernel
 from thresher.kernels.launch.dispatch import check_dense, check_dtype, on_device
 from thresher.kernels.launch.registry import Specialisation
 
@@ -58,11 +58,11 @@ def _norm_heads_kernel(
     inside = (head < N + 2 * K) & (column < D)
     at = row * ((N + 2 * K) * D) + head * D + column
     s = tl.load(qkv_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    q_weight = tl.load(q_weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    # A weight for each head of the tile: as wide a load as the tile's, from the cache.
+    weight = tl.load(tl.where(head < N, q_weight_ptr, k_weight_ptr) + column, mask=inside, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)[:, None]
     normed = (s * r).to(y_ptr.dtype.element_ty).to(tl.float32)
-    y = tl.where(head < N + K, tl.where(head < N, q_weight, k_weight) * normed, s)
+    y = tl.where(head < N + K, weight * normed, s)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -88,8 +88,7 @@ def _norm_heads_backward_kernel(
     head = (program % groups * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     inside = (head < N + 2 * K) & (column < D)
-    q_weight = tl.load(q_weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    weights = tl.where(head < N, q_weight_ptr, k_weight_ptr) + column
     total = tl.zeros((HEADS, WIDTH), tl.float32)
     start = (program // groups).to(tl.int64) * ((N + 2 * K) * D)
     for _ in range(program // groups, count, tl.num_programs(0) // groups):
@@ -98,7 +97,7 @@ def _norm_heads_backward_kernel(
         grad_y = tl.load(grad_y_ptr + at, mask=inside, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)[:, None]
         normed = s * r
-        g = tl.where(head < N, q_weight, k_weight) * grad_y
+        g = tl.load(weights, mask=inside, other=0.0).to(tl.float32) * grad_y  # from the cache, row by row
         grad = r * (g - normed * (tl.sum(g * normed, 1) / D)[:, None])
         tl.store(grad_ptr + at, tl.where(head < N + K, grad, grad_y).to(grad_ptr.dtype.element_ty), mask=inside)
         if HAS_PARTS:
@@ -112,7 +111,7 @@ def _norm_heads_backward_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
+class _HeadShape:
     """The shape that the kernels are compiled for: query heads, key/value heads, head dimension."""
 
     N: int
@@ -156,7 +155,7 @@ class _NormHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv_heads: int, eps: float) -> Tensor:
         T, M, D = qkv_TMD.shape
-        heads = _Heads(M - 2 * kv_heads, kv_heads, D)
+        heads = _HeadShape(M - 2 * kv_heads, kv_heads, D)
         y_TMD = torch.empty_like(qkv_TMD)
         if T:
             with on_device(qkv_TMD):
@@ -205,19 +204,18 @@ class _NormHeads(torch.autograd.Function):
 def specialisations() -> tuple[Specialisation, ...]:
     """The heads of Qwen3 0.6B and 1.7B, 4B and 8B, 14B, 32B in bfloat16, the first in float32 and with frozen weights,
     too."""
-    shapes = [_Heads(16, 8, 128), _Heads(32, 8, 128), _Heads(40, 8, 128), _Heads(64, 8, 128)]
+    shapes = [_HeadShape(16, 8, 128), _HeadShape(32, 8, 128), _HeadShape(40, 8, 128), _HeadShape(64, 8, 128)]
     listed = [_forward_specialisation("*bf16", heads) for heads in shapes]
     listed += [_backward_specialisation("*bf16", heads, True) for heads in shapes]
     listed += [
         _backward_specialisation("*bf16", shapes[0], False),
         _forward_specialisation("*fp32", shapes[0]),
         _backward_specialisation("*fp32", shapes[0], True),
-        _sum_specialisation("*bf16", 2 * shapes[0].D),
     ]
     return tuple(listed)
 
 
-def _forward_specialisation(pointer: str, heads: _Heads) -> Specialisation:
+def _forward_specialisation(pointer: str, heads: _HeadShape) -> Specialisation:
     pointers = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "y_ptr")
     return Specialisation(
         name=f"heads' norm {pointer[1:]} heads {heads.N}/{heads.K} D {heads.D}",
@@ -229,7 +227,7 @@ def _forward_specialisation(pointer: str, heads: _Heads) -> Specialisation:
     )
 
 
-def _backward_specialisation(pointer: str, heads: _Heads, has_parts: bool) -> Specialisation:
+def _backward_specialisation(pointer: str, heads: _HeadShape, has_parts: bool) -> Specialisation:
     pointers = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "grad_y_ptr", "grad_ptr")
     parts = "*fp32" if has_parts else pointer
     return Specialisation(
