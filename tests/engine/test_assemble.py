@@ -46,7 +46,10 @@ def test_a_tokenizer_that_cannot_be_the_models_is_refused(
         ({"vocab_size": PADDING}, None),
         ({"vocab_size": PADDING + 1}, "the model's head has 1,025 rows, the tokenizer only 380 tokens; check"),
         ({"eos_token_ids": (32, 377)}, "eos_token_id 32 is not an added token of the tokenizer but the text 'A'; ch"),
-        ({"bos_token_id": 33, "vocab_size": 5000}, "bos_token_id 33 is not .* 'B', and the model's head has 5,000 rows"),
+        (
+            {"bos_token_id": 33, "vocab_size": 5000},
+            "bos_token_id 33 is not .* 'B', and the model's head has 5,000",
+        ),
     ],
 )
 def test_what_sizes_alone_cannot_tell_is_asked(

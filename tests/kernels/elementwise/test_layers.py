@@ -7,6 +7,7 @@ import torch
 
 from thresher.kernels.elementwise.layers import (
     UNCUT,
+    norm_heads,
     rms_norm,
     rope_table,
     rotate,
@@ -125,6 +126,16 @@ def test_rope_table_rounds_after_the_cosine() -> None:
     exact = rope_table(torch.arange(3000), 32, 1e4, torch.float32)
     assert table.shape == (2, 3000, 1, 16) and table.dtype == torch.bfloat16
     assert torch.equal(table, exact.bfloat16())
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (3, 1, 10)])
+def test_heads_are_normed_alike_in_every_batch(heads: int, kv_heads: int, dim: int) -> None:
+    qkv_TMD = randn(700, heads + 2 * kv_heads, dim)
+    weights = 1 + 0.5 * randn(2, dim, seed=1)
+    together_TMD = norm_heads(qkv_TMD, *weights, kv_heads, 1e-6)
+    for rows in (slice(0, 1), slice(17, 18), slice(5, 40), slice(300, 699)):
+        assert torch.equal(norm_heads(qkv_TMD[rows], *weights, kv_heads, 1e-6), together_TMD[rows])
 
 
 def test_silu_gate_by_the_formula_and_its_gradient() -> None:
