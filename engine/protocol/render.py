@@ -42,7 +42,7 @@ class Renderer:
         text = request.template.replace("{question}", _QUESTION).replace("{passages}", _PASSAGES)
         if self.chat:
             text = self.tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
-        ids = self.begin(text)
+        ids: list[int] = []
         # A space before the question is encoded with it: the tokenizer makes one token of " Who", as in running text.
         for part in re.split(f"( ?{_QUESTION}|{_PASSAGES})", text):
             if part.endswith(_QUESTION):
@@ -52,14 +52,13 @@ class Renderer:
                 ids += self._given(request.passages)
             else:
                 ids += self.tokenizer.encode_template(part)
-        return ids
+        return self.begin(ids) + ids
 
-    def begin(self, text: str) -> list[int]:
-        """The ids that the model expects before a prompt of this text: none in a chat, whose template has written them,
-        nor where the text begins with them."""
+    def begin(self, ids: list[int]) -> list[int]:
+        """What the model expects before a prompt of these ids: nothing in a chat, whose template has written it, nor
+        where they begin with it."""
         expected = list(self.tokenizer.begin_ids)
-        spelled = self.tokenizer.decode(expected)
-        return [] if self.chat or text.startswith(spelled) else expected
+        return [] if self.chat or ids[: len(expected)] == expected else expected
 
     def _given(self, passages: Sequence[Passage]) -> list[int]:
         """A prompt's passages, whole. UserError where they exceed their budget: nothing is cut unrecorded."""

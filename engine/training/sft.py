@@ -115,13 +115,13 @@ def encode_transcript(
         passages = fit(prompt.passages, renderer, str(record.get("id", "")))
         cut = passages != tuple(prompt.passages)
         ids = renderer.prompt(replace(prompt, passages=passages))
-    else:
-        ids = renderer.begin(segments[0]["text"])
     for segment in segments:
         source = Source(segment["source"])
         new = (
             tokenizer.encode_template(segment["text"]) if source is Source.PROMPT else tokenizer.encode(segment["text"])
         )
+        if not ids and source is Source.PROMPT:
+            ids = renderer.begin(new)
         start = len(ids)
         ids.extend(new)
         if source is Source.POLICY:

@@ -67,6 +67,8 @@ def test_transcripts_begin_as_prompts_do(chat: bool, tmp_path: Path) -> None:
     plain = tokenizer.encode("Who?") + tokenizer.encode("the zoo")
     assert ids("Who?") == (plain if chat else begin + plain), "a chat's prompt has what its template wrote"
     assert ids(LLAMA_TOKENS[0] + "Who?") == begin + plain
+    with pytest.raises(TypeError):  # read_transcripts names the line
+        encode_transcript({"segments": [{"source": "prompt", "text": 3}]}, tokenizer, make(tokenizer), "{question}")
     asked = {"question": "Who?", "segments": [{"source": "policy", "text": "the zoo"}]}
     if not chat:
         assert encode_transcript(asked, tokenizer, make(tokenizer), "{question}").ids == begin + plain
