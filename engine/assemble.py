@@ -30,6 +30,8 @@ from thresher.retrieval.retriever import Retriever
 from thresher.retrieval.serving.client import RemoteRetriever
 from thresher.rewards.errors import UserError
 
+# A head's rows are padded to some multiple below this: Qwen2.5's 151,665 tokens have 151,936 or 152,064.
+PADDING = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -88,6 +90,8 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
     tokenizer = load_tokenizer(folder)
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
+    if doubts := fit_doubts(policy, tokenizer, folder):
+        _say(doubts)
     attention = rollout_attention(recipe, policy)
     if recipe.model.prompt == "chat" and tokenizer.chat_template is None:
         raise UserError(f'{folder}: model.prompt is "chat", but the model has no chat template; set it to "raw"')
@@ -134,12 +138,43 @@ def load_on_device(recipe: Recipe, folder: str | Path) -> Policy:
 
 
 def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
-    """UserError if the tokenizer has ids that the head does not."""
+    """UserError if the tokenizer has ids that the head does not, or lacks a token that ends or begins the model's
+    texts: it is another model's then."""
     if tokenizer.vocab_size > policy.config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's head only "
             f"{policy.config.vocab_size}; use the tokenizer that belongs to the model"
         )
+    for key, token in _text_marks(policy):
+        if token >= tokenizer.vocab_size:
+            raise UserError(
+                f"{folder}: {key} is {token}, but the tokenizer has only {tokenizer.vocab_size} tokens; use the "
+                "tokenizer that belongs to the model, or correct the id in config.json and generation_config.json"
+            )
+
+
+def fit_doubts(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> str | None:
+    """Why the tokenizer may be another model's though `check_fit` lets it pass, in one sentence; None: it looks right.
+
+    Published models mark the ends of texts by added tokens, and have no more rows than padding explains.
+    """
+    rows, added = policy.config.vocab_size, set(tokenizer.added_tokens.values())
+    padded = -(-tokenizer.vocab_size // PADDING) * PADDING
+    found = [
+        f"{key} {token} is not an added token of the tokenizer but the text {tokenizer.decode([token])!r}"
+        for key, token in _text_marks(policy)
+        if token not in added
+    ]
+    if rows > padded:
+        found.append(f"the model's head has {rows:,} rows, the tokenizer only {tokenizer.vocab_size:,} tokens")
+    return f"{folder}: {', and '.join(found)}; check that the tokenizer is the model's" if found else None
+
+
+def _text_marks(policy: Policy) -> list[tuple[str, int]]:
+    """The ids that end and begin texts, each with its key in config.json. What pads is not used here."""
+    config = policy.config
+    begin = [] if config.bos_token_id is None else [("bos_token_id", config.bos_token_id)]
+    return [*(("eos_token_id", token) for token in config.eos_token_ids), *begin]
 
 
 def rollout_attention(recipe: Recipe, policy: Policy) -> Backend:

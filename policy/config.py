@@ -5,12 +5,15 @@ Qwen's instruct models end a turn with `<|im_end|>`, and only the generation fil
 tokens. Both dialects of config.json are understood: transformers 4 writes `rope_theta` and `torch_dtype`,
 transformers 5 writes `rope_parameters` and `dtype`. What is written is the older dialect, which both load.
 
+RoPE scaling is read for every family, in the one kind that Llama 3.1 brought ("llama3"). The others are refused, YaRN
+among them, which Qwen's pages offer for contexts beyond those that the models were made for.
+
 What one family needs or refuses beyond this stands in its own file, as `ConfigRules`. That file holds its layer
 too, so it is imported when a config is made; this one needs no torch.
 
 Deliberately absent: defaults for the shape (a missing key is refused, since what another library assumes
-for it changes from version to version), RoPE scaling, sliding windows and quantised weights. The dtype is not
-kept: the reader of the weights chooses it.
+for it changes from version to version), sliding windows and quantised weights. The dtype is not kept: the
+reader of the weights chooses it.
 """
 
 import dataclasses
@@ -19,9 +22,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.policy.files import atomic_write_text, read_json_object, refuse_hub_id
 from thresher.policy.models.registry import FAMILIES, find_family, infer_model_type, load_layer_class
 from thresher.rewards.errors import UserError
 
@@ -30,7 +33,6 @@ Found = TypeVar("Found")
 Accepted = tuple[tuple[object, ...], str]
 # Keys that are read in order to refuse a model, of whichever family.
 _ACCEPTED: dict[str, Accepted] = {
-    "rope_scaling": ((None,), "null"),
     "partial_rotary_factor": ((None, 1.0), "1.0"),
     "quantization_config": ((None,), "none (weights in float32, bfloat16 or float16)"),
 }
@@ -49,6 +51,15 @@ _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_f
 _NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "layer_types", *_ROPE_KEYS}
 
 
+class RopeScaling(NamedTuple):
+    """RoPE of type "llama3", under config.json's names; what it computes: kernels/elementwise/layers.py."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConfigRules:
     """What one family asks of config.json.
@@ -56,12 +67,14 @@ class ConfigRules:
     constants: keys with the one value that the family's layer computes: written always, any other value refused.
     accepted: keys that are only read, to refuse what the layer does not compute.
     integers: fields that config.json must spell out, and that are written, where other families may leave them open.
+    written: fields that config.json may leave open, and that are written.
     check: raises UserError for sizes that contradict each other in this family, where any do.
     """
 
     constants: Mapping[str, object]
     accepted: Mapping[str, Accepted] = field(default_factory=dict)
     integers: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
     check: Callable[["ModelConfig"], None] = lambda config: None
 
 
@@ -84,6 +97,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: RopeScaling | None = None
     max_position_embeddings: int
     tie_word_embeddings: bool
     initializer_range: float = 0.02
@@ -143,6 +157,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     Raises UserError naming file and key for a file that is absent or malformed, a key that is missing or of
     the wrong type, sizes that do not fit together, and every architecture or feature that is not supported.
     """
+    refuse_hub_id(folder)
     folder = Path(folder)
     path = folder / "config.json"
     config = config_from_dict(read_json_object(path), str(path))
@@ -181,7 +196,7 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
         values["head_dim"] = _integer(d, "head_dim", where)
     values["model_type"] = model_type
     values["rms_norm_eps"] = _number(d, "rms_norm_eps", where)
-    values["rope_theta"] = _rope_theta(d, where)
+    values["rope_theta"], values["rope_scaling"] = _rope(d, where)
     if "initializer_range" in d:
         values["initializer_range"] = _number(d, "initializer_range", where)
     if not isinstance(tied := _present(d, "tie_word_embeddings", where, "true or false"), bool):
@@ -207,7 +222,9 @@ def write_config(config: ModelConfig, folder: str | Path) -> None:
         "pad_token_id": config.pad_token_id,
     }
     rules = rules_of(config.model_type)
-    shape = {name: getattr(config, name) for name in (*_WRITTEN, *rules.integers)}
+    shape = {name: getattr(config, name) for name in (*_WRITTEN, *rules.integers, *rules.written)}
+    if config.rope_scaling is not None:
+        shape["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling._asdict()}
     fixed = {
         "architectures": [find_family(config.model_type).architecture],
         "model_type": config.model_type,
@@ -236,29 +253,49 @@ def _refuse_unsupported(d: dict[str, Any], rules: ConfigRules, where: str) -> No
             raise UserError(f"{where}: {key} is {_short(d[key])}, only {words} is supported; use a model without it")
 
 
-def _rope_theta(d: dict[str, Any], where: str) -> float:
-    """The RoPE base from either dialect, which must agree where both are present."""
+def _rope(d: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """The RoPE base and scaling from either dialect, which must agree where both are present."""
     parameters = d.get("rope_parameters")
     if parameters is None:
-        return _number(d, "rope_theta", where)
-    if not isinstance(parameters, dict):
-        raise _wrong(where, "rope_parameters", parameters, "an object with rope_theta")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    others = sorted(parameters.keys() - {"rope_theta", "rope_type", "type"})
-    if parameters.get("partial_rotary_factor") in (None, 1.0):
-        others = [key for key in others if key != "partial_rotary_factor"]
-    if kind != "default" or others:
-        found = f"rope_type {kind!r}" + (f" with {', '.join(others)}" if others else "")
-        raise UserError(
-            f"{where}: rope_parameters has {found}, only the type 'default' with rope_theta is supported; "
-            "use a model without RoPE scaling"
-        )
+        return _number(d, "rope_theta", where), _rope_scaling(d, "rope_scaling", where)
+    scaling = _rope_scaling(d, "rope_parameters", where)
     theta = _number(parameters, "rope_theta", f"{where}: rope_parameters")
     if d.get("rope_theta") is not None and _number(d, "rope_theta", where) != theta:
         raise UserError(
             f"{where}: rope_theta is {d['rope_theta']} but rope_parameters says {theta}; remove the wrong one"
         )
-    return theta
+    if d.get("rope_scaling") is not None and _rope_scaling(d, "rope_scaling", where) != scaling:
+        raise UserError(f"{where}: rope_scaling is not what rope_parameters says; remove the wrong one")
+    return theta, scaling
+
+
+def _rope_scaling(d: dict[str, Any], key: str, where: str) -> RopeScaling | None:
+    """What the object `key` says beside a base: None for plain RoPE. UserError for every kind but Llama 3.1's."""
+    found = d.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise _wrong(where, key, found, "an object with rope_type")
+    kind = found.get("rope_type", found.get("type", "default"))
+    others = found.keys() - {"rope_theta", "rope_type", "type", *(RopeScaling._fields if kind == "llama3" else ())}
+    if found.get("partial_rotary_factor") in (None, 1.0):
+        others -= {"partial_rotary_factor"}
+    if kind not in ("default", "llama3") or others:
+        named = f"rope_type {kind!r}" + (f" with {', '.join(sorted(others))}" if others else "")
+        raise UserError(
+            f"{where}: {key} has {named}, only the types 'default' and 'llama3' are supported; use a model without "
+            "such scaling, or take it out where it was added for longer contexts, as YaRN to a Qwen model"
+        )
+    if kind == "default":
+        return None
+    inside = f"{where}: {key}"
+    factor, low, high = (_number(found, name, inside) for name in RopeScaling._fields[:3])
+    if factor < 1 or low >= high:
+        raise UserError(
+            f"{inside}: factor {factor}, low_freq_factor {low} and high_freq_factor {high} are no scaling, expected a "
+            "factor of at least 1 and low below high; correct the file or fetch it again"
+        )
+    return RopeScaling(factor, low, high, _integer(found, RopeScaling._fields[3], inside))
 
 
 def _with_location(where: str, build: Callable[[], Found]) -> Found:

@@ -12,6 +12,7 @@ Deliberately absent: locks. Two writers of one file both succeed and the later o
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from thresher.rewards.errors import UserError
+
+# owner/model; nobody on the Hub may be called "models", which is where such folders often lie.
+_HUB_ID = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def refuse_hub_id(path: str | Path) -> None:
+    """UserError, with the command that downloads it, where there is no `path` and it may be a model's name on the
+    Hugging Face Hub. Whoever takes a model's folder asks this first; nothing is ever downloaded unasked."""
+    path = Path(path)
+    if _HUB_ID.fullmatch(str(path)) and not path.exists() and not path.parent.is_dir():
+        raise UserError(
+            f"{path}: no such folder; if it is a model's name on the Hugging Face Hub, download it and give its "
+            f"folder: hf download {path} --local-dir models/{path.name}"
+        )
 
 
 def read_bytes(path: Path) -> bytes:

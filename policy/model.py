@@ -9,7 +9,7 @@ are some, add to a layer's linear maps, in both.
 Parameters may be fused (q, k and v are one matrix); the names and pieces that Hugging Face files use are views of them
 (`hf_views`), so loading and saving are one table read in two directions.
 
-Deliberately absent: dropout, sliding windows, rope scaling (refused when the config is read), any notion of batch.
+Deliberately absent: dropout, sliding windows (refused when the config is read), any notion of batch.
 Axes: T packed tokens, H hidden, V vocabulary.
 """
 
@@ -80,7 +80,7 @@ class Policy(nn.Module):
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Packed ids [T] int64 and their positions [T] int64 -> hidden states after the last norm [T, H]."""
         config = self.config
-        rope = rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype)
+        rope = rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype, config.rope_scaling)
         x_TH, more_TH = F.embedding(ids_T, self.embed_VH), None
         for index, layer in enumerate(self.layers):
             x_TH, more_TH = layer(x_TH, more_TH, rope, attend, index)

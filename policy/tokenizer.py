@@ -10,13 +10,15 @@ Decoding goes through a table of each token's exact bytes, because a tag's bound
 inside a token: what was sampled is cut by bytes, never by text.
 
 Deliberately absent: other kinds of tokenizer (refused, as they have no exact bytes), truncation and
-padding, automatic begin or end tokens, and the clock in chat templates (`strftime_now`), which would make a
-prompt depend on the day.
+padding, begin or end tokens that come unasked (`begin_ids` says what a model expects before a raw prompt), and
+the clock in chat templates (`strftime_now`), which would make a prompt depend on the day: Llama 3.2's template
+falls back on a fixed date.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes
+from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes, refuse_hub_id
 from thresher.rewards.errors import UserError
 
 _COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
@@ -137,6 +139,23 @@ class Tokenizer:
         return self._id_of_bytes.get(content.encode("utf-8", errors="surrogatepass"))
 
     @cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What Hugging Face's tokenizer puts before a text, such as Llama 3's begin of text; Qwen's have
+        nothing. A raw prompt needs it; a chat template writes it itself.
+
+        `add_bos_token` of tokenizer_config.json decides where it is given (Qwen, R1-Distill), else the
+        post-processor of tokenizer.json (Llama 3), which is all that transformers 5 looks at.
+        """
+        asked = self._settings.get("add_bos_token")
+        if isinstance(asked, bool):
+            begin = _content(self._settings.get("bos_token"))
+            token = self.token_id(begin) if asked and isinstance(begin, str) else None
+            return () if token is None else (token,)
+        encoding = self._template_encoder.encode("a", add_special_tokens=True)
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return tuple(token for token, _ in takewhile(lambda pair: pair[1], marked))
+
+    @cached_property
     def _id_of_bytes(self) -> dict[bytes, int]:
         return {token: token_id for token_id, token in enumerate(self._table)}
 
@@ -203,6 +222,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises UserError, naming the file, when it is absent, malformed or not byte-level BPE with every byte.
     """
+    refuse_hub_id(path)
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and not file.exists() and (path / "vocab.json").exists():

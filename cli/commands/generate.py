@@ -107,7 +107,7 @@ def _load(options: argparse.Namespace) -> "Generator":
 
 def _prompt_ids(options: argparse.Namespace, text: str, tokenizer: "Tokenizer") -> list[int]:
     if not options.chat:
-        return tokenizer.encode(text)
+        return [*tokenizer.begin_ids, *tokenizer.encode(text)]
     if tokenizer.chat_template is None:
         raise UserError(f"{options.model}: the model has no chat template; leave out --chat")
     from thresher.engine.episode import Prompt

@@ -37,8 +37,8 @@ CPU_SHARE = 0.5  # of the memory that there is, at most, for keys and values
 class GenerateRequest:
     """One prompt, and how `n` samples of it are drawn.
 
-    The prompt is given as ids, as plain text (control tokens in it are spelled out), or as messages for the model's
-    chat template. stop: strings at which a sample ends, found in its bytes however they are cut into tokens.
+    The prompt is given as ids, as plain text (control tokens in it are spelled out; what the model expects before a
+    text, such as Llama 3's begin of text, is put before it), or as messages for the model's chat template. stop: strings at which a sample ends, found in its bytes however they are cut into tokens.
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave nothing out. Sample j's noise is a function of (seed,
     j).
     """
@@ -216,7 +216,7 @@ class Generator:
         if request.prompt_ids is not None:
             ids = list(request.prompt_ids)
         elif request.prompt_text is not None:
-            ids = self.tokenizer.encode(request.prompt_text)
+            ids = [*self.tokenizer.begin_ids, *self.tokenizer.encode(request.prompt_text)]
         else:
             messages = [dict(message) for message in request.prompt_messages or ()]
             if not messages:

@@ -52,7 +52,13 @@ class Renderer:
                 ids += self._given(request.passages)
             else:
                 ids += self.tokenizer.encode_template(part)
-        return ids
+        return self.begin(ids) + ids
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """What the model expects before a prompt of these ids: nothing in a chat, whose template has written it, nor
+        where they begin with it."""
+        expected = list(self.tokenizer.begin_ids)
+        return [] if self.chat or ids[: len(expected)] == expected else expected
 
     def _given(self, passages: Sequence[Passage]) -> list[int]:
         """A prompt's passages, whole. UserError where they exceed their budget: nothing is cut unrecorded."""

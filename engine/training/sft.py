@@ -122,6 +122,8 @@ def encode_transcript(
         new = (
             tokenizer.encode_template(segment["text"]) if source is Source.PROMPT else tokenizer.encode(segment["text"])
         )
+        if not ids and source is Source.PROMPT:
+            ids = renderer.begin(new)
         start = len(ids)
         ids.extend(new)
         if source is Source.POLICY:

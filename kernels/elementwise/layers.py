@@ -1,16 +1,19 @@
-"""What a Qwen2 layer does beside its matmuls and its attention: norm, rotation, gate.
+"""What a layer does beside its matmuls and its attention: norm, rotation, gate.
 
     RMSNorm   y = w * x / sqrt(mean_H(x^2) + eps)                         (Zhang and Sennrich 2019, equation 4)
+    QK norm   the same over D of each query head and each key head        (Qwen3; Henry et al. 2020)
     RoPE      angle[t, i] = position[t] * theta^(-2i/D)   i in 0 .. D/2 - 1   (Su et al. 2021, equation 34)
               (a, b) = halves of x        y = (a cos - b sin, b cos + a sin), the half-split layout of Qwen2
+              Llama 3.1 divides the angles of a pair that turns fewer than `low` times in its first context by
+              `factor`, leaves those above `high` turns, and goes linearly, in turns, from one to the other
     SwiGLU    y = silu(g) * u             g, u = halves of the fused gate-and-up projection   (Shazeer 2020)
 
 The mean of the norm is taken in float32 whatever the dtype of x, and the weight is applied after the cast back, as
 Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
 
-`add_norm`, `silu_gate` and `rotate_and_store` are one kernel each where Triton serves (norm_triton.py,
-gate_triton.py, rope_triton.py), which is what `uses_triton` says and nothing else decides. What stands here is their
-reference, and all that a CPU runs.
+`add_norm`, `norm_heads`, `silu_gate` and `rotate_and_store` are one kernel each where Triton serves (norm_triton.py,
+heads_triton.py, gate_triton.py, rope_triton.py), which is what `uses_triton` says and nothing else decides. What stands
+here is their reference, and all that a CPU runs.
 
 Deliberately absent: a fused rotation for training, where attention's own kernels ask for q and k apart.
 
@@ -18,6 +21,7 @@ Axes: T tokens, H hidden, N heads (of queries, or of queries or keys), K key/val
 D head dimension, I intermediate, P blocks of the KV cache, S slots of a block (docs/notation.md).
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -37,18 +41,30 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Te
     return weight_H * x.to(x_TH.dtype)
 
 
-def rope_table(positions_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> torch.Tensor:
+# Llama 3.1's scaling: factor, low and high (turns), and the positions of the context that these turns are counted in.
+Scaling = tuple[float, float, float, float]
+
+
+def rope_table(
+    positions_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None
+) -> torch.Tensor:
     """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared
     by the layers."""
-    angle = positions_T.float()[:, None] / _wavelengths(head_dim, theta, positions_T.device)
+    angle = positions_T.float()[:, None] / _wavelengths(head_dim, theta, positions_T.device, scaling)
     return torch.stack([angle.cos(), angle.sin()])[:, :, None, :].to(dtype)
 
 
 @lru_cache
-def _wavelengths(head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
-    """theta^(2i/D) of every pair, [D/2] float32."""
+def _wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Scaling | None = None) -> torch.Tensor:
+    """Positions to a radian of every pair, [D/2] float32: theta^(2i/D), stretched where there is a scaling."""
     with torch.inference_mode(False):  # the tensor outlives whoever asks first
-        return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        plain = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        if scaling is None:
+            return plain
+        factor, low, high, context = scaling
+        turns = context / (2 * math.pi * plain)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # the share of the angle that is not divided
+        return plain / (kept + (1 - kept) / factor)
 
 
 def rotate(x_TND: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -109,6 +125,20 @@ def add_norm(
         return fused_add_norm(x_TH, more_TH, weight_H, eps)
     x_TH = x_TH if more_TH is None else x_TH + more_TH
     return x_TH, rms_norm(x_TH, weight_H, eps)
+
+
+def norm_heads(
+    qkv_TMD: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, kv_heads: int, eps: float
+) -> torch.Tensor:
+    """A fused projection [T, N + 2K, D] with the `rms_norm` of each query head by `q_weight_D` and of each key head by
+    `k_weight_D`, the values as they are; a new tensor, dense."""
+    if uses_triton(qkv_TMD):
+        from thresher.kernels.elementwise.heads_triton import fused_norm_heads
+
+        return fused_norm_heads(qkv_TMD, q_weight_D, k_weight_D, kv_heads, eps)
+    heads = qkv_TMD.shape[1] - 2 * kv_heads
+    q_TND, k_TKD, v_TKD = qkv_TMD.split([heads, kv_heads, kv_heads], dim=1)
+    return torch.cat([rms_norm(q_TND, q_weight_D, eps), rms_norm(k_TKD, k_weight_D, eps), v_TKD], dim=1)
 
 
 def silu_gate(gate_up_T2I: torch.Tensor) -> torch.Tensor:

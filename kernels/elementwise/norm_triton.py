@@ -226,11 +226,11 @@ def backward_programs(count: int, columns: int) -> int:
 
 def specialisations() -> tuple[Specialisation, ...]:
     """The widths of Qwen2.5 0.5B, 1.5B, 3B, 7B and 72B in bfloat16, and what is left out where it may be; one width in
-    float32."""
+    float32. The sum's 256 are heads_triton.py's two weights."""
     widths = (896, 1536, 2048, 3584, 8192)
     listed = [_forward_specialisation("*bf16", width, True) for width in widths]
     listed += [_backward_specialisation("*bf16", width, True, True) for width in widths]
-    listed += [_sum_specialisation("*bf16", width) for width in (896, 3584)]
+    listed += [_sum_specialisation("*bf16", width) for width in (256, 896, 3584)]
     listed += [
         _forward_specialisation("*bf16", 896, False),
         _backward_specialisation("*bf16", 896, False, True),

@@ -30,6 +30,18 @@ FAMILIES = {
         module="thresher.policy.models.qwen2",
         layer="Qwen2Layer",
     ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        models="Qwen3",
+        module="thresher.policy.models.qwen3",
+        layer="Qwen3Layer",
+    ),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        models="Llama 3",
+        module="thresher.policy.models.llama",
+        layer="LlamaLayer",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from thresher.policy.files import refuse_hub_id
 from thresher.retrieval.building.build import BuildSettings, build_folder, refuse_existing, work_folder
 from thresher.retrieval.data.corpus import (
     COPY_FILE,
@@ -112,6 +113,7 @@ def _open(path: Path, out: Path, chunk_words: int, skip_empty: bool) -> Corpus:
 
 def _encoder(name: str, corpus: Corpus, embed: str, dim: int, options: dict[str, Any]) -> Encoder:
     if name != LexicalEncoder.name:
+        refuse_hub_id(name)
         if not Path(name).is_dir():
             raise UserError(f"encoder is {name!r}; expected {LexicalEncoder.name}, {WORDS} or the folder of a model")
         # Lazily, for it imports torch.

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.policy.files import read_json_object
+from thresher.policy.files import read_json_object, refuse_hub_id
 from thresher.policy.weights import read_weights, tensor_shapes
 from thresher.retrieval.encoders.bert import LENGTH_STEP, Bert, load_bert
 from thresher.retrieval.encoders.deberta import MODEL_TYPE as DEBERTA
@@ -140,6 +140,7 @@ def load_classifier(
     suits the device. device: where the encoder runs, in float32 on a CPU and in bfloat16 on CUDA. UserError for a
     folder that is damaged, has no such head, or another number of labels.
     """
+    refuse_hub_id(folder)
     folder = Path(folder)
     device = pick_device(device)
     path = folder / "config.json"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import read_json_object
+from thresher.policy.files import read_json_object, refuse_hub_id
 from thresher.retrieval.encoders.bert import BertConfig, read_bert_config
 from thresher.rewards.errors import UserError
 
@@ -86,6 +86,7 @@ def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -
     UserError naming the file, or what has to be given, for a folder that does not say enough or says what is not
     supported.
     """
+    refuse_hub_id(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the folder of an encoder (config.json and its weights)")
     found: _Found = {name: (value, origin) for name, value in given.items() if value is not None}

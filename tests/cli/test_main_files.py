@@ -111,7 +111,7 @@ MODELS: list[tuple[Callable[[Path], None], str]] = [
         "has shape [16, 24], the config asks for [16, 32]",
     ),
     (lambda here: edit(here / "model/config.json", num_hidden_layers=2), "model.layers.1."),
-    (lambda here: edit(here / "model/config.json", model_type="llama"), "config.json: model_type is"),
+    (lambda here: edit(here / "model/config.json", model_type="mistral"), "config.json: model_type is"),
     (lambda here: (here / "model/config.json").write_text("{"), "config.json: line 1 is not valid JSON"),
     (lambda here: truncate(here / "model/tokenizer.json"), "tokenizer.json: "),
     (enlarge, "the model's head only"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from thresher.policy.config import ModelConfig, config_from_dict, read_config, write_config
+from thresher.policy.config import ModelConfig, RopeScaling, config_from_dict, read_config, write_config
 from thresher.rewards.errors import UserError
 
 SMALL: dict[str, Any] = {
@@ -34,6 +34,13 @@ SMALL: dict[str, Any] = {
     "vocab_size": 64,
 }
 WITHOUT = object()
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -120,6 +127,29 @@ def test_reads_what_the_installed_transformers_writes_and_it_reads_ours(tmp_path
     assert again.architectures == ["Qwen2ForCausalLM"]
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "ours")
     assert generation.eos_token_id == [3, 4] and generation.pad_token_id == 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": {("type" if key == "rope_type" else key): value for key, value in LLAMA3.items()}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 300.0}, "rope_theta": WITHOUT},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 300.0}, "rope_scaling": LLAMA3},
+    ],
+)
+def test_llama3_scaling_in_both_dialects(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """What is written is the older one; the installed transformers reads it as it reads its own."""
+    config = config_from_dict(changed(**changes), "here")
+    assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 64) and config.rope_theta == 300.0
+    assert hash(config) != hash(config.replace(rope_scaling=None)) and not config.extra.keys() & {"rope_parameters"}
+    write_config(config, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["rope_scaling"], written["rope_theta"]) == (LLAMA3, 300.0)
+    assert read_config(tmp_path) == config
+    transformers = pytest.importorskip("transformers")
+    again = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (getattr(again, "rope_parameters", None) or again.rope_scaling).items() >= LLAMA3.items()
 
 
 def test_what_is_written_is_read_back_and_keeps_what_it_does_not_know(tmp_path: Path) -> None:
@@ -238,7 +268,7 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 16}, "head_dim 16"),
         ({"head_dim": 8}, None),
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "mistral"}, "model_type is 'mistral'"),
         ({"model_type": WITHOUT}, None),
         ({"model_type": WITHOUT, "architectures": WITHOUT}, "model_type is None"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "architectures is "),
@@ -249,7 +279,26 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
         ({"use_sliding_window": True}, "use_sliding_window is true"),
         ({"use_sliding_window": WITHOUT}, None),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling is "),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling has rope_type 'yarn' with factor, only"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "take it out where it was added for longer contexts",
+        ),
+        ({"rope_scaling": {"rope_type": ["llama3"]}}, "rope_scaling has rope_type ['llama3']"),
+        ({"rope_scaling": {"rope_type": "default"}}, None),
+        ({"rope_scaling": 8.0}, "rope_scaling is 8.0, expected an object"),
+        ({"rope_scaling": LLAMA3 | {"beta_fast": 32}}, "rope_type 'llama3' with beta_fast"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, "rope_scaling: factor 0.5, low_freq_factor 1.0 and"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor 4.0 and high_freq_factor 4.0 are no"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: key low_freq_factor is missing"),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64.5}},
+            "original_max_position_embeddings is 64.5",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 300, "rope_type": "default"}, "rope_scaling": LLAMA3},
+            "rope_scaling is not",
+        ),
         ({"rope_scaling": None}, None),
         ({"rope_parameters": {"rope_theta": 300.0, "rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

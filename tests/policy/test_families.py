@@ -13,10 +13,10 @@ from model_cases import make_config
 from rollout_cases import Make, assert_logprobs_match, make_jobs
 from safetensors.torch import load_file
 
-from thresher.policy.config import ConfigRules, ModelConfig, config_from_dict, read_config, rules_of
+from thresher.policy.config import ConfigRules, config_from_dict, read_config, rules_of
 from thresher.policy.lora import adapters, add_lora
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
-from thresher.policy.models.qwen2 import Qwen2Layer
+from thresher.policy.models.decoder import DecoderLayer
 from thresher.policy.models.registry import FAMILIES, Family
 from thresher.rewards.errors import UserError
 
@@ -60,28 +60,10 @@ def test_a_family_computes_what_transformers_computes(model_type: str, tied: boo
     assert load_policy(tmp_path / "ours").config == policy.config
 
 
-class ToyLayer(Qwen2Layer):
+class ToyLayer(DecoderLayer):
     """A family that only this test knows: Qwen2 without biases, its heads as wide as they like."""
 
     rules = ConfigRules(constants={"toy_bias": False}, integers=("head_dim",))
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        del self.qkv_bias
-        self.register_parameter("qkv_bias", None)  # Qwen2's forward reads it
-
-    def hf_views(self) -> dict[str, torch.Tensor]:
-        rows = [self.q_rows, self.kv_rows, self.kv_rows]
-        gate, up = self.gate_up_weight.data.chunk(2)
-        projections = dict(zip("qkv", self.qkv_weight.data.split(rows), strict=True))
-        return {f"self_attn.{name}_proj.weight": weight for name, weight in projections.items()} | {
-            "self_attn.o_proj.weight": self.o_weight.data,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": self.down_weight.data,
-            "input_layernorm.weight": self.input_norm.data,
-            "post_attention_layernorm.weight": self.post_norm.data,
-        }
 
 
 @pytest.fixture
@@ -171,11 +153,11 @@ def test_a_familys_rules_are_its_own(toy_family: str) -> None:
 
 
 def test_an_unknown_family_is_answered_with_those_there_are(toy_family: str) -> None:
-    for table in ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, {"model_type": ["qwen2"]}):
+    for table in ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, {"model_type": ["qwen2"]}):
         with pytest.raises(UserError, match=r"^here: .* expected one of .*; use a Qwen2 / Qwen2\.5 or .*Toy model$"):
             config_from_dict(table, "here")
-    with pytest.raises(UserError, match=r"model_type is 'llama', expected one of 'qwen2',.* 'toy'"):
-        make_config(model_type="llama")
+    with pytest.raises(UserError, match=r"model_type is 'mistral', expected one of 'qwen2',.* 'toy'"):
+        make_config(model_type="mistral")
 
 
 @pytest.mark.parametrize("module", ["policy.config", "policy.models.registry"])

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from thresher.policy.files import Unwritable, atomic_path, atomic_write_bytes, atomic_write_text, staged_folder
+from thresher.policy.files import (
+    Unwritable,
+    atomic_path,
+    atomic_write_bytes,
+    atomic_write_text,
+    refuse_hub_id,
+    staged_folder,
+)
 from thresher.rewards.errors import UserError
 
 
@@ -114,3 +121,25 @@ def test_a_target_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
         target.mkdir()
         (target / "theirs").write_text("y")
     assert names(tmp_path) == ["one"] and names(target) == ["theirs"]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "intfloat/e5-base-v2", "meta-llama/Llama-3.2-1B", "a/b_c"])
+def test_a_hub_id_is_answered_with_the_command_that_downloads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = name.partition("/")[2]
+    with pytest.raises(UserError, match=rf"^{name}: no such folder; .*: hf download {name} --local-dir models/{own}$"):
+        refuse_hub_id(name)
+    (tmp_path / name).parent.mkdir()
+    refuse_hub_id(name)  # a folder of that owner's name makes it a path with a mistake in it, which others answer
+    (tmp_path / name).mkdir()
+    refuse_hub_id(name)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["Qwen3-8B", "models/Qwen3-8B", "/Qwen/Qwen3-8B", "./x/y/z", "../Qwen/Qwen3", "a/b/c", "a b/c", "."],
+)
+def test_what_can_be_no_hub_id_is_left_to_others(path: str) -> None:
+    refuse_hub_id(path)

@@ -117,7 +117,7 @@ GIVEN = ["--tokenizer", "{here}/tokenizer"]
             "config.json has no such key, and nothing reads it; did you mean num_hidden_layers?",
         ),
         ([*GIVEN, "--set", "zzz=1"], "--set zzz: "),
-        ([*GIVEN, "--set", "model_type=llama"], "config.json: model_type is"),
+        ([*GIVEN, "--set", "model_type=mistral"], "config.json: model_type is"),
         ([*GIVEN, "--set", "use_sliding_window=true"], "config.json: use_sliding_window"),
         (
             ["--train-tokenizer", "{here}/texts.jsonl", "--vocab-size", "256"],

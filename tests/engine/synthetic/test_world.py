@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from thresher.engine.protocol.render import Renderer
 from thresher.engine.synthetic.invent import K, invent_files
 from thresher.engine.synthetic.world import (
     BLIND_HOPS,
@@ -254,9 +255,10 @@ def test_copied_ranges_are_whole_tokens(files: Path) -> None:
     """A gate that measured no token, or the tag after the name, would open for the wrong reason."""
     texts = [text for path in sorted(files.iterdir()) for text in path.read_text(encoding="utf-8").splitlines()]
     tokenizer = train_bpe(texts, 500, ["<|endoftext|>"])
+    renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=9, passage_format="{text}")
     for record in lines(files / "warmup.jsonl")[:20]:
         record["segments"].insert(0, {"source": "prompt", "text": "Q"})
-        found = encode_transcript(record, tokenizer, None, "")  # type: ignore[arg-type]
+        found = encode_transcript(record, tokenizer, renderer, "")
         names = [
             segment["text"][start:end] for segment in record["segments"] for start, end in segment.get("copied", ())
         ]

@@ -7,6 +7,7 @@ import torch
 
 from thresher.kernels.elementwise.layers import (
     UNCUT,
+    norm_heads,
     rms_norm,
     rope_table,
     rotate,
@@ -67,6 +68,48 @@ def test_rotation_by_the_formula(dim: int, theta: float) -> None:
     assert torch.equal(turned_TND[0], x_TND[0]), "position 0 is not turned"
 
 
+LLAMA_3_1 = (8.0, 1.0, 4.0, 8192)
+
+
+def test_scaled_angles_by_the_formula() -> None:
+    """Long waves are divided by the factor, short ones left, and those between lie between, as Llama 3.1 says it: with
+    wavelengths, where the code has turns."""
+    factor, low, high, context = LLAMA_3_1
+    positions_T = torch.tensor([0, 1, 17, 400, 2047])
+    plain = 5e5 ** (-2 * torch.arange(64).double() / 128)
+    wave = 2 * torch.pi / plain
+    between = (context / wave - low) / (high - low)
+    expected = torch.where(wave > context / low, plain / factor, plain)
+    middle = (wave <= context / low) & (wave >= context / high)
+    expected = torch.where(middle, (1 - between) * plain / factor + between * plain, expected)
+    assert 0 < middle.sum() < 10 and (expected < 0.2 * plain).any() and (expected == plain).any()
+    table = rope_table(positions_T, 128, 5e5, torch.float32, LLAMA_3_1)
+    angle = positions_T.double()[:, None] * expected
+    torch.testing.assert_close(table[0, :, 0].double(), angle.cos(), rtol=0, atol=5e-4)
+    torch.testing.assert_close(table[1, :, 0].double(), angle.sin(), rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("scaling", [LLAMA_3_1, (32.0, 1.0, 4.0, 8192), (1.5, 0.5, 3.0, 64)])
+def test_scaled_angles_are_those_of_transformers(scaling: tuple[float, float, float, float]) -> None:
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    config = modeling.LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        rope_theta=5e5,
+        rope_scaling={"rope_type": "llama3", **dict(zip(names, scaling, strict=True))},
+        max_position_embeddings=131_072,
+    )
+    positions_T = torch.arange(0, 131_072, 997)
+    cos, sin = modeling.LlamaRotaryEmbedding(config)(torch.ones(1), positions_T[None])
+    table = rope_table(positions_T, 64, 5e5, torch.float32, scaling)
+    # An angle of up to 131,072 radians in float32 is off by half a unit in the last place, 2^-8, and two roundings of
+    # its factor by as much again.
+    for ours, theirs in zip(table[:, :, 0], (cos[0], sin[0]), strict=True):
+        limit = 3 * 2.0**-24 * positions_T[:, None] + 1e-6
+        assert ((ours - theirs[:, :32]).abs() <= limit).all()
+
+
 def test_scores_depend_on_the_distance_only() -> None:
     q, k = randn(1, 1, 16), randn(1, 1, 16, seed=1)
 
@@ -83,6 +126,16 @@ def test_rope_table_rounds_after_the_cosine() -> None:
     exact = rope_table(torch.arange(3000), 32, 1e4, torch.float32)
     assert table.shape == (2, 3000, 1, 16) and table.dtype == torch.bfloat16
     assert torch.equal(table, exact.bfloat16())
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (3, 1, 10)])
+def test_heads_are_normed_alike_in_every_batch(heads: int, kv_heads: int, dim: int) -> None:
+    qkv_TMD = randn(700, heads + 2 * kv_heads, dim)
+    weights = 1 + 0.5 * randn(2, dim, seed=1)
+    together_TMD = norm_heads(qkv_TMD, *weights, kv_heads, 1e-6)
+    for rows in (slice(0, 1), slice(17, 18), slice(5, 40), slice(300, 699)):
+        assert torch.equal(norm_heads(qkv_TMD[rows], *weights, kv_heads, 1e-6), together_TMD[rows])
 
 
 def test_silu_gate_by_the_formula_and_its_gradient() -> None:

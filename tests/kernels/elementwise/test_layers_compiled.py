@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 LENGTHS = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
-from thresher.kernels.elementwise import gate_triton, norm_triton, rope_triton
+from thresher.kernels.elementwise import gate_triton, heads_triton, norm_triton, rope_triton
 
 class Driver:  # enough of one to ask the launcher what it would compile, without a GPU
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
@@ -33,7 +33,7 @@ def count(kernel):
         bound, specialisation, chosen = binder(*arguments, **options)
         seen.setdefault(kernel.fn.__name__, set()).add(str(specialisation) + str(sorted(chosen.items())))
     kernel.run = run
-for module in (gate_triton, norm_triton, rope_triton):
+for module in (gate_triton, heads_triton, norm_triton, rope_triton):
     for entry in module.specialisations():
         count(entry.kernel)
 w = torch.ones(896, dtype=torch.bfloat16, requires_grad=True)
@@ -41,6 +41,8 @@ for T in (1, 2, 16, 63, 1000):
     x = torch.ones(T, 896, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.backward(norm_triton.fused_add_norm(x, x, w, 1e-6), (x.detach(), x.detach()))
     gate_triton.fused_silu_gate(x).backward(x.detach()[:, :448])
+    heads = x.view(T, 14, 64)
+    heads_triton.fused_norm_heads(heads, w[:64], w[:64], 2, 1e-6).backward(heads.detach())
     qkv, rope = torch.ones(T, 18, 64), torch.ones(2, T, 1, 32)
     caches = torch.ones(2, 5, 2, 16, 64)
     places = torch.zeros(3, T, dtype=torch.int32)
@@ -55,11 +57,11 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
-from thresher.kernels.elementwise import gate_triton, norm_triton, rope_triton
+from thresher.kernels.elementwise import gate_triton, heads_triton, norm_triton, rope_triton
 
 CUDABackend.make_cubin = lambda *_: b""  # PTX is all that is looked at
 found = {}
-for module in (gate_triton, norm_triton, rope_triton):
+for module in (gate_triton, heads_triton, norm_triton, rope_triton):
     for entry in module.specialisations():
         kernel, constants = entry.kernel, entry.constants
         types = {name: "constexpr" if name in constants else entry.signature[name] for name in kernel.arg_names}
@@ -76,8 +78,12 @@ for module in (gate_triton, norm_triton, rope_triton):
 print(json.dumps(found))
 """
 
-# Beside vectors: the block and slot of a row, and an element of dw.
-SINGLE = {"_rotate_and_store_kernel": {"ld4": 2}, "_sum_parts_kernel": {"st2": 1}}
+# Beside vectors: the block and slot of a row, an element of dw, and a program's part of it, written once.
+SINGLE = {
+    "_rotate_and_store_kernel": {"ld4": 2},
+    "_sum_parts_kernel": {"st2": 1},
+    "_norm_heads_backward_kernel": {"st4": 2},
+}
 
 
 def said(script: str, cache: Path) -> dict[str, Any]:
@@ -95,7 +101,9 @@ def test_five_lengths_share_one_specialisation(tmp_path: Path) -> None:
     assert said(LENGTHS, tmp_path) == {
         "_add_norm_kernel": 1,
         "_add_norm_backward_kernel": 1,
-        "_sum_parts_kernel": 1,
+        "_sum_parts_kernel": 2,  # its two users' widths
+        "_norm_heads_kernel": 1,
+        "_norm_heads_backward_kernel": 1,
         "_silu_gate_kernel": 1,
         "_silu_gate_backward_kernel": 1,
         "_rotate_and_store_kernel": 1,
@@ -108,5 +116,5 @@ def test_loads_and_stores_are_of_16_bytes(tmp_path: Path) -> None:
     for name, accesses in found.items():
         vectors = {access: accesses.pop(access, 0) for access in ("ld16", "st16")}
         kernel = name.partition(" ")[0]
-        assert accesses == SINGLE.get(kernel, {}), name
+        assert accesses == ({} if name.endswith("no dw") else SINGLE.get(kernel, {})), name
         assert vectors["ld16"] > 0 and (vectors["st16"] > 0 or kernel == "_sum_parts_kernel"), name

@@ -1,0 +1,58 @@
+"""Every family through both decoders: what shares a batch, a prefix or the cache changes nothing but rounding."""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from decoding_cases import alone, blocks, make_decoder, play, random_world
+from model_cases import make_config
+
+from thresher.engine.decoding.device import DeviceDecoder
+from thresher.kernels.attention import cached
+from thresher.policy.config import RopeScaling
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer
+
+GAP = 1e-4  # nats: float32 sums of other orders
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": False},
+    "llama": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_size": 48,
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64),
+    },
+}
+
+
+@pytest.fixture(params=SHAPES)
+def policy(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> Policy:
+    end = tiny_tokenizer.added_tokens["<|endoftext|>"]
+    sizes = {"vocab_size": tiny_tokenizer.vocab_size + 4, "max_position_embeddings": 2048, "eos_token_ids": (end,)}
+    policy = init_policy(make_config(model_type=request.param, **sizes | SHAPES[request.param]), 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return policy.requires_grad_(False)
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_results_are_those_of_one_sequence_at_a_time(
+    device: bool, policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(cached, "_runs_triton", lambda q: False)  # the interpreter would take minutes
+    prompts, plans = random_world(Random(7), tiny_tokenizer.vocab_size, 8)
+    wanted = alone(policy, tiny_tokenizer, prompts, plans)
+    sizes = {"num_blocks": blocks(prompts, plans, 3), "page_size": 16, "max_running": 5}
+    make = DeviceDecoder if device else make_decoder
+    found = play(make(policy, tiny_tokenizer, **sizes), prompts, plans)
+    assert sum(len(turn[0]) for record in wanted for turn in record) > 20
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert [(turn[0], *turn[2:]) for turn in mine] == [(turn[0], *turn[2:]) for turn in theirs]
+        for (_, a, *_), (_, b, *_) in zip(mine, theirs, strict=True):
+            assert max(abs(float.fromhex(x) - float.fromhex(y)) for x, y in zip(a, b, strict=True)) < GAP
