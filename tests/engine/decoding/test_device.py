@@ -11,6 +11,7 @@ import pytest
 import torch
 from decoding_cases import Adversary, Record, TurnPlan, alone, blocks, play, random_world, whole
 from decoding_cases import Plan as SequencePlan
+from rollout_cases import make_jobs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thresher.engine.decoding import bucket_step
@@ -20,9 +21,11 @@ from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.device import DeviceDecoder
 from thresher.engine.decoding.drafts import MOST, PATIENCE, PAUSE
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.rollout.rollout import Rollout
 from thresher.kernels.attention import cached
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
 
 GAP = 1e-4  # nats: float32 sums of other orders
 
@@ -98,7 +101,7 @@ def test_a_turn_ends_within_its_guesses(
 ) -> None:
     """Each of the three ways to end occurs where a true guess came before and another guess behind."""
     object.__setattr__(tiny_policy.config, "eos_token_ids", tuple(range(0, tiny_tokenizer.vocab_size, 20)))
-    turns = (TurnPlan(room=12, stop=("q", "z")), TurnPlan(room=7, appended=((5, 6),)))
+    turns = (TurnPlan(room=12, stop=("q", "z", "k", "w", "b")), TurnPlan(room=7, appended=((5, 6),)))
     plans = [SequencePlan(prompt=0, seed=n, turns=turns) for n in range(30)]
     wanted = alone(tiny_policy, tiny_tokenizer, [[5] * 20], plans)
     guessing(Random(0), [whole([[5] * 20], plan, record) for plan, record in zip(plans, wanted, strict=True)])
@@ -264,6 +267,27 @@ def test_on_the_kernels_themselves(
     decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
     agree(play(decoder, prompts, plans), wanted)
     assert bool(decoder.clock.accepted_tokens) == bool(speculate)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rollout_repeats_what_it_wrote_in_fewer_forwards(
+    temperature: float, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
+) -> None:
+    """`rollout.speculate` reaches the decoder of `rollout.attention`, and so do the trajectories of earlier calls."""
+
+    def written(run: Rollout) -> Any:
+        found = run.run(make_jobs(tiny_questions[:4], samples=2), temperature, recall=True)
+        return [([segment.ids for segment in one.segments], one.reason, one.searches) for one in found]
+
+    plain, run = tiny_rollout(attention="triton"), tiny_rollout(attention="triton", speculate=8)
+    assert isinstance(run.decoder, DeviceDecoder)
+    expected = written(plain)
+    assert written(run) == expected
+    first = run.clock.forwards
+    assert written(run) == expected
+    assert run.clock.forwards < first <= plain.clock.forwards
+    assert 0 < run.clock.accepted_tokens <= run.clock.drafted_tokens
+    assert run.clock.sampled_tokens == plain.clock.sampled_tokens
 
 
 # --- The step as a function of buffers
