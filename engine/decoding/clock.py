@@ -10,7 +10,7 @@ import torch
 class Lap:
     """`with Lap(device) as lap:` how long takes what is launched in it. host: seconds until all of it was launched.
     seconds(): those that it took, on CUDA by two events on its stream; to be asked once what was launched is known to
-    be done, since then nobody waits."""
+    be done, for it waits until it is."""
 
     __slots__ = ("_events", "host")
 
@@ -35,6 +35,7 @@ class Lap:
         if not self._events:
             return self.host
         begun, ended = self._events
+        ended.synchronize()
         milliseconds: float = begun.elapsed_time(ended)
         return milliseconds / 1000
 

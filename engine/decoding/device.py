@@ -169,8 +169,8 @@ class DeviceDecoder(Decoder):
     def _prefill(self, runs: Pieces) -> None:
         """Keys and values of new rows; nothing is drawn."""
         if len(runs.table_N):
+            step = DeviceStep(self._cache(), self.lanes.table_BP, runs, self.policy.device, self.fresh)
             with Lap(self.policy.device) as lap:
-                step = DeviceStep(self._cache(), self.lanes.table_BP, runs, self.policy.device, self.fresh)
                 self.policy.hidden(self.lanes.tokens_BL[step.lane_T, step.positions_T], step.positions_T, step)
             self.lanes.cached_B[runs.table_N] += runs.count_N
             rows = int(runs.count_N.sum())
@@ -253,11 +253,9 @@ class DeviceDecoder(Decoder):
         self.clock.add(flight.laps)
         self.clock.discarded_tokens += int(drawn.taken_N[~alive_N].sum())
         drawn, lane_N, drafted_N = drawn.of(alive_N), flight.lane_N[alive_N], flight.drafted_N[alive_N]
-        some = np.nonzero(drawn.stands_NQ)
-        row, column = some
-        lanes.note_drawn(
-            lane_N[row], flight.position_N[alive_N][row] + column, drawn.ids_NQ[some], drawn.logprobs_NQ[some]
-        )
+        row, column = np.nonzero(drawn.stands_NQ)
+        position = flight.position_N[alive_N][row] + column
+        lanes.note_drawn(lane_N[row], position, drawn.ids_NQ[row, column], drawn.logprobs_NQ[row, column])
         self.clock.sampled_tokens += int(drawn.taken_N.sum())
         if flight.drafts:
             accepted_N = drawn.taken_N - 1
