@@ -1,4 +1,5 @@
-"""What the tests of the decoder share: sequences with turns, played against any decoder, and all of them to compare by.
+"""What the tests of the decoder share: sequences with turns, played against any decoder, and all of them to compare by;
+and a drafter that is often wrong.
 
 Every sequence does what its plan says whatever the others do, so that results can be compared bit for bit.
 """
@@ -8,8 +9,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.drafts import MOST, Drafter, Drafts
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -109,6 +113,36 @@ def _goes_on(decoder: Decoder, one: _Playing) -> bool:
         return False
     _begin(decoder, one)
     return True
+
+
+def whole(prompts: Sequence[Sequence[int]], plan: Plan, record: Record) -> list[int]:
+    """All ids of a sequence whose turns have been played."""
+    ids = list(prompts[plan.prompt])
+    for turn, (written, *_) in zip(plan.turns, record, strict=True):
+        ids += [token for text in turn.appended for token in text] + written
+    return ids
+
+
+class Adversary(Drafter):
+    """Guesses what will be written, what was written elsewhere, and anything, in any number up to `most`."""
+
+    rng = Random(0)
+    written: list[list[int]] = []  # noqa: RUF012  set by the test
+    most = MOST
+
+    def looks(self, sequences: int) -> bool:
+        return self.rng.random() < 0.9
+
+    def draft(self, tokens_BL: Any, known_B: Any, lane_N: Any, most_N: Any) -> Drafts | None:
+        ids_NK, count_N = np.zeros((len(lane_N), MOST), np.int64), np.zeros(len(lane_N), np.int64)
+        for row, (lane, most) in enumerate(zip(lane_N.tolist(), most_N.tolist(), strict=True)):
+            own = tokens_BL[lane, : known_B[lane]].tolist()
+            true = next((ids[len(own) :] for ids in self.written if ids[: len(own)] == own), [])
+            guess = [*true[:MOST], *(self.rng.randrange(100) for _ in range(MOST))][:MOST]
+            if self.rng.random() < 0.4:
+                guess[self.rng.randrange(MOST)] = self.rng.randrange(100)
+            ids_NK[row], count_N[row] = guess, min(self.rng.randrange(self.most + 1), most)
+        return Drafts(ids_NK, count_N) if count_N.any() else None
 
 
 def alone(

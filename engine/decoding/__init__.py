@@ -3,7 +3,7 @@ Imports: engine/decoding/cache, kernels, kernels/attention, kernels/attention/ba
 kernels/elementwise, policy, rewards.
 
     decoder.py      the loop: admit, one forward, one draw; where to begin. clock.py: what it counts
-    device.py       the same loop for a GPU, launched ahead of what is read; bucket_step.py: one step of it
+    device.py       the same loop for a GPU, launched ahead of what is read; bucket_step.py: one step of it, with drafts
     sequences.py    what the host keeps of a sequence; lanes.py: the arrays that a step reads and writes
     scheduler.py    who runs; cache/: the KV cache, its blocks and its tensors
     drafts.py       guesses at what comes next; verify.py: of what was drawn, what stands

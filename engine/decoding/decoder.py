@@ -28,8 +28,8 @@ import torch
 
 from thresher.engine.decoding.cache.blocks import BlockPool
 from thresher.engine.decoding.cache.kv_cache import DeviceKV, PagedKV, PagedStep
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.drafts import Drafter, Drafts, Speculate
+from thresher.engine.decoding.clock import DecodeClock, Lap
+from thresher.engine.decoding.drafts import ON_CPU, Costs, Drafter, Speculate
 from thresher.engine.decoding.lanes import Lanes, StopBank
 from thresher.engine.decoding.scheduler import Scheduler
 from thresher.engine.decoding.sequences import TokenSequence
@@ -68,7 +68,8 @@ class Decoder:
         self.policy, self.tokenizer = policy, tokenizer
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
         self.reuse, self.share_prefix = reuse, share_prefix
-        self.speculate: Speculate = speculate if policy.device.type == "cpu" else 0  # look-ups read the lanes' ids
+        # Look-ups read the lanes' ids.
+        self.speculate: Speculate = speculate if self.mirrors or policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
         self.cache: PagedKV | DeviceKV | None = None
         self.stops = StopBank(tokenizer, policy.config.eos_token_ids, policy.device)
@@ -98,14 +99,17 @@ class Decoder:
         self.scheduler = Scheduler(pool, self.max_running, self.reuse)
         self.lanes = Lanes(self.max_running, longest, pool.blocks_for(longest), self.policy.device, self.mirrors)
         if self.speculate:
-            self.drafter = Drafter(self.speculate, self.max_running, longest)
-        self._drafts: Drafts | None = None  # of this step
+            self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
+        self._laps: list[tuple[Lap, float]] = []  # not yet read: of forwards, and the share of each that was prefill
         self._of_lane: dict[int, TokenSequence] = {}
         self._lanes_N: Ints | None = None  # of the running sequences, by age; None: they changed
         self._prefilling: list[TokenSequence] = []
         self._from_prompt: list[TokenSequence] = []  # all is cached: they draw from their prompt's last hidden state
         self._busy = 0.0
         self._drawn: tuple[Ints, Ints] | None = None  # by the last step: lanes, and how many tokens each
+
+    def _draft_costs(self) -> Costs:
+        return ON_CPU
 
     def _open_cache(self) -> None:
         policy = self.policy
@@ -188,41 +192,14 @@ class Decoder:
                 sequence.begun = True
                 sequence.prompt.waiting -= 1
                 self.clock.shared_tokens += cached
-            if cached == len(sequence.ids):
-                self._from_prompt.append(sequence)
-            else:
-                self._prefilling.append(sequence)
-                sequence.prompt.filling = self.reuse and len(sequence.ids) == len(sequence.prompt.ids)
-            sequence.page, sequence.noted = prefix.last, len(prefix.blocks) * self.page_size
-            if self.reuse:
-                self._remember(sequence, sequence.ids, blocks, ready=False)
-
-    def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
-        """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
-        if sequence.page is None or not self.pool.knows(sequence.page):
-            sequence.page, sequence.noted = self.pool.root, 0
-        path = self.pool.remember(ids, blocks, sequence.page, sequence.noted, ready)
-        for number, page in enumerate(path):
-            end = min(sequence.noted + (number + 1) * self.page_size, len(ids))
-            if not page.ready and page.block == blocks[(end - 1) // self.page_size]:
-                sequence.unready.append((page, end))
-        full = len(ids) // self.page_size * self.page_size
-        if full > sequence.noted:
-            sequence.page = path[(full - sequence.noted) // self.page_size - 1]
-            sequence.noted = full
+            (self._from_prompt if cached == len(sequence.ids) else self._prefilling).append(sequence)
+            self.scheduler.begin(sequence, prefix, cached, blocks)
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
         lane, blocks = sequence.lane, self.lanes.blocks_of(sequence)
         cached = int(self.lanes.cached_B[lane])
         self.lanes.close(sequence)
-        if self.reuse:
-            if cached < len(sequence.prompt.ids):
-                sequence.prompt.filling = False
-            self.pool.forget_unready([page for page, _ in sequence.unready])
-            sequence.unready = []
-            if keep:
-                self._remember(sequence, sequence.ids[:cached], blocks, ready=True)
-        self.pool.release(blocks)
+        self.scheduler.leave(sequence, cached, blocks, keep)
         del self._of_lane[lane]
         self._lanes_N = None
         for listed in (self._prefilling, self._from_prompt):
@@ -291,16 +268,13 @@ class Decoder:
         shared_P = None if shared_P is not None and not shared_P.any() else shared_P
         assert isinstance(self.cache, PagedKV)
         step = PagedStep(self.cache, self.lanes.table_BP, runs, shared_P)
-        started = time.perf_counter()
-        ids_T = self.lanes.tokens_BL[step.lane_T, step.positions_T]
-        hidden_TH = self.policy.hidden(ids_T, step.positions_T, step)
+        with Lap(self.policy.device) as lap:
+            ids_T = self.lanes.tokens_BL[step.lane_T, step.positions_T]
+            hidden_TH = self.policy.hidden(ids_T, step.positions_T, step)
         self.lanes.cached_B[runs.table_N] += runs.count_N
-        seconds = time.perf_counter() - started
-        self._busy += seconds
+        self._busy += lap.host
         prefilled = self._count_prefilled(runs)
-        # A forward that decodes and prefills at once is shared out by rows.
-        self.clock.prefill += seconds * prefilled / rows
-        self.clock.decode += seconds * (rows - prefilled) / rows
+        self._laps.append((lap, prefilled / rows))  # what decodes and prefills at once is shared out by rows
         self.clock.prefilled_tokens += prefilled
         self.clock.forward_rows += rows
         self.clock.forwards += 1
@@ -337,22 +311,33 @@ class Decoder:
     def _mark_ready(self, sequence: TokenSequence) -> int:
         """How many of its tokens are cached; others that wait for its pages may have them."""
         cached = int(self.lanes.cached_B[sequence.lane])
-        while sequence.unready and sequence.unready[0][1] <= cached:
-            sequence.unready.pop(0)[0].ready = True
+        self.scheduler.computed(sequence, cached)
         return cached
 
     def _draft(self) -> None:
         """Guesses at what the lanes that decode write next, where they pay."""
-        self._drafts, lanes = None, self.lanes
+        lanes = self.lanes
         lanes.drafted_B[:] = 0
         if self.drafter is None:
             return
-        lane_N = self._lane_order()
-        lane_N = lane_N[(lanes.known_B[lane_N] == lanes.cached_B[lane_N] + 1) & (lanes.room_B[lane_N] > 1)]
+        lane_N = self._may_draft()
+        if not len(lane_N) or not self.drafter.looks(len(lane_N)):
+            return
+        lane_N = self._before_look_up(lane_N)
         if len(lane_N):
-            self._drafts = self.drafter.draft(lanes.host_tokens(), lanes.known_B, lane_N, lanes.room_B[lane_N] - 1)
-            if self._drafts is not None:
-                lanes.put_drafts(lane_N, self._drafts)
+            drafts = self.drafter.draft(lanes.host_tokens(), lanes.known_B, lane_N, lanes.room_B[lane_N] - 1)
+            if drafts is not None:
+                lanes.put_drafts(lane_N, drafts)
+
+    def _may_draft(self) -> Ints:
+        """Lanes that decode, and have room for more than the next token."""
+        lanes, lane_N = self.lanes, self._lane_order()
+        may_N = (lanes.known_B[lane_N] == lanes.cached_B[lane_N] + 1) & (lanes.room_B[lane_N] > 1)
+        return lane_N[np.flatnonzero(may_N)]
+
+    def _before_look_up(self, lane_N: Ints) -> Ints:
+        """Which of the lanes may draft, once all that was drawn is known; here it always is."""
+        return lane_N
 
     def _draw(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
         """A token for everyone who is writing and has been fed whole, and one more for every draft that comes true; the
@@ -363,7 +348,6 @@ class Decoder:
         due_N &= lanes.room_B[fed_N] > 0
         lane_N, last_N = fed_N[due_N], (runs.row_N + runs.count_N - 1)[due_N]
         drafted_N = lanes.drafted_B[lane_N]
-        started = time.perf_counter()
         hidden = []
         if hidden_TH is not None:
             row_F = np.repeat(last_N - drafted_N, 1 + drafted_N) + places(1 + drafted_N)
@@ -376,10 +360,12 @@ class Decoder:
         self._drawn = None
         if not len(lane_N):
             return []
-        code_N, taken_N = self._write(torch.cat(hidden), lane_N, drafted_N)
-        seconds = time.perf_counter() - started
-        self._busy += seconds
-        self.clock.decode += seconds
+        with Lap(self.policy.device) as lap:
+            code_N, taken_N = self._write(torch.cat(hidden), lane_N, drafted_N)
+        self._laps.append((lap, 0.0))
+        self._busy += lap.host
+        self.clock.add(self._laps)
+        self._laps = []
         self._drawn = lane_N, taken_N
         self._count_drawn(lane_N, drafted_N, taken_N)
         over = (code_N > 0) | (lanes.room_B[lane_N] == 0)
@@ -400,15 +386,19 @@ class Decoder:
         lanes.known_B[lane_N] += taken_N
         lanes.room_B[lane_N] -= taken_N
         self.clock.sampled_tokens += int(taken_N.sum())
-        if self._drafts is None or self.drafter is None:
-            return
-        lanes.cached_B[lane_N] = lanes.known_B[lane_N] - 1  # rows of drafts that did not come true are written anew
-        lanes.taken_B[lane_N] += taken_N - 1
-        lanes.tried_B[lane_N] += drafted_N
+        if drafted_N.any():
+            lanes.cached_B[lane_N] = lanes.known_B[lane_N] - 1  # rows of drafts that did not come true are written anew
+            self._count_drafts(lane_N, drafted_N, taken_N - 1)
+
+    def _count_drafts(self, lane_N: Ints, drafted_N: Ints, accepted_N: Ints) -> None:
+        """How many guesses were fed, and how many came true."""
+        assert self.drafter is not None
+        self.lanes.tried_B[lane_N] += drafted_N
+        self.lanes.taken_B[lane_N] += accepted_N
         self.clock.drafted_tokens += int(drafted_N.sum())
-        self.clock.accepted_tokens += int(taken_N.sum()) - len(taken_N)
+        self.clock.accepted_tokens += int(accepted_N.sum())
         some = drafted_N > 0
-        self.drafter.note(lane_N[some], drafted_N[some], taken_N[some] - 1)
+        self.drafter.note(lane_N[some], drafted_N[some], accepted_N[some])
 
     def _end_turn(self, lane: int, code: int) -> TokenSequence:
         sequence = self._of_lane[lane]

@@ -1,23 +1,29 @@
 """Decoding on a GPU: the same loop, arranged so that the GPU need not wait for the host.
 
+    draft      where guesses pay: read what is under way, and look up what may come next (drafts.py)
     prefill    new rows of prompts and of appended text, all but a sequence's last token: one forward, nothing is drawn
-    decode     a row for every sequence that writes: feed its last token, draw the next. One function of buffers that
-               stay where they are (bucket_step.py), so on CUDA one graph
-    receive    what the step before drew: a row of (id, log-prob, code) a sequence, copied to the host meanwhile
+    launch     a row for every sequence that writes, and one for each draft: feed its last token and the drafts, draw
+               behind each, keep what stands. One function of buffers that stay where they are (bucket_step.py), so on
+               CUDA one graph
+    receive    what the step before drew: a row of ids, log-probs and a code a sequence, copied to the host meanwhile
 
-A decode step is launched before the one before it has been read: it takes its tokens from the device's own arrays. So
-where a turn turns out to have ended, one token too many has been drawn; it is discarded and counted. Its key was never
-written, and the ended turn's last token, which was fed with it, is where it belongs.
+Without drafts a step is launched before the one before it has been read: it takes its tokens from the device's own
+arrays. So where a turn turns out to have ended, one token too many has been drawn; it is discarded and counted. Its key
+was never written, and the ended turn's last token, which was fed with it, is where it belongs.
 
     launch n     known += 1, room -= 1: a token is there, though the host has not seen it
     receive n    ids and log-probs to the host's mirror; turns end; of those that ended launch n + 1 is taken back
 
+Guesses follow from the last token, and how many stand is known only from the step that verified them. So a step is
+read before the next is launched where it has drafts, or where the next is to have some; whether it is follows from
+counts alone (Drafter.looks). The GPU waits for the host then, which the costs of a draft account for.
+
+    receive n    with drafts: known += those that came true, room -= as many
+
 The rest, who runs, blocks, prefixes, preemption, is decoder.py's. Sequences whose prompts share blocks read them once
 where that pays (kernels/attention/cached.py).
 
-Deliberately absent: drafts, whose look-up would have to wait for the last token's id.
-
-Axes: N sequences of a decode step, P blocks of a sequence, L tokens of a lane.
+Axes: N sequences of a decode step, Q rows of a sequence, K drafts, P blocks of a sequence, L tokens of a lane.
 """
 
 import time
@@ -27,10 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from thresher.engine.decoding.bucket_step import BucketStep, Flight, bucket_of, shared_prefixes
+from thresher.engine.decoding.bucket_step import BucketStep, Flight, bucket_of, drafts_bucket, shared_prefixes
 from thresher.engine.decoding.cache.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size
-from thresher.engine.decoding.clock import DecodeClock
+from thresher.engine.decoding.clock import DecodeClock, Lap
 from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.drafts import Costs, gpu_costs
 from thresher.engine.decoding.sequences import TokenSequence
 from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.paged import Ints, Pieces
@@ -58,7 +65,7 @@ class DeviceDecoder(Decoder):
         """prefill: who computes attention within fresh prompts; new rows over a history are Triton's."""
         self.fresh = None if prefill == "triton" else load_attention(prefill)
         self.wanted_blocks = 0  # known once it is made; memory is taken by `begin`
-        super().__init__(*arguments, **{**options, "speculate": 0})
+        super().__init__(*arguments, **options)
         check_page_size(self.page_size)
         self.wanted_blocks = self.num_blocks
 
@@ -78,9 +85,9 @@ class DeviceDecoder(Decoder):
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         super()._start_over(longest, clock)
         self._flight: Flight | None = None
-        self._ended: list[TokenSequence] = []  # since the last step, when somebody had to go
+        self._ended: list[TokenSequence] = []  # in this step
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
-        self._steps: dict[tuple[int, bool], BucketStep] = {}
+        self._steps: dict[tuple[int, int, bool], BucketStep] = {}
         self._made_for: tuple[DrawRules, int] | None = None  # rules, and the version of the stop tables
         self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
 
@@ -100,24 +107,23 @@ class DeviceDecoder(Decoder):
 
     @property
     def idle(self) -> bool:
-        return super().idle and self._flight is None and not self._ended
+        return super().idle and self._flight is None
 
     @torch.inference_mode()
     def step(self) -> list[TokenSequence]:
         """Launch what is to be computed, then read what the step before has drawn; the sequences whose turn has ended,
         the oldest first."""
         started, self._busy = time.perf_counter(), 0.0
-        self._new_ids = []
+        self._new_ids, self._ended = [], []
         self._admit()
+        self._draft()
         runs = self._make_room()
         decodes = self.lanes.known_B[runs.table_N] == self.lanes.cached_B[runs.table_N] + 1
         self._prefill(runs[np.flatnonzero(~decodes)])
-        flight = self._flight
-        self._flight = self._launch(runs.table_N[decodes])
-        ended = [*self._ended, *(self._receive(flight) if flight is not None else ())]
-        self._ended = []
+        before, self._flight = self._flight, self._launch(runs.table_N[decodes])
+        self._receive(before)
         self.clock.host += time.perf_counter() - started - self._busy
-        return sorted(ended, key=attrgetter("number"))
+        return sorted(self._ended, key=attrgetter("number"))
 
     def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
         """What the last step read back."""
@@ -131,10 +137,13 @@ class DeviceDecoder(Decoder):
         return np.where(missing_N == 1, self.lanes.room_B[lane_N] > 0, missing_N - 1).astype(np.int64)
 
     def _give_way(self) -> bool:
-        """Nobody goes while a token of its own is under way."""
+        """Guesses go first; and nobody goes while a token of its own is under way."""
+        return super()._give_way() or self._land()
+
+    def _land(self) -> bool:
+        """Read what is under way, if anything is, before more is launched."""
         flight, self._flight = self._flight, None
-        if flight is not None:
-            self._ended += self._receive(flight)
+        self._receive(flight)
         return flight is not None
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
@@ -142,22 +151,35 @@ class DeviceDecoder(Decoder):
             self._flight.alive_N &= self._flight.lane_N != sequence.lane
         super()._leave(sequence, keep)
 
+    # --- Drafts
+
+    def _draft_costs(self) -> Costs:
+        return gpu_costs(sum(weight.numel() * weight.element_size() for weight in self.policy.parameters()))
+
+    def _draft(self) -> None:
+        if self._flight is not None and self._flight.drafts:
+            self._land()
+        super()._draft()
+
+    def _before_look_up(self, lane_N: Ints) -> Ints:
+        return self._may_draft() if self._land() else lane_N
+
     # --- Prefill
 
     def _prefill(self, runs: Pieces) -> None:
         """Keys and values of new rows; nothing is drawn."""
         if len(runs.table_N):
-            started = time.perf_counter()
             step = DeviceStep(self._cache(), self.lanes.table_BP, runs, self.policy.device, self.fresh)
-            self.policy.hidden(self.lanes.tokens_BL[step.lane_T, step.positions_T], step.positions_T, step)
+            with Lap(self.policy.device) as lap:
+                self.policy.hidden(self.lanes.tokens_BL[step.lane_T, step.positions_T], step.positions_T, step)
             self.lanes.cached_B[runs.table_N] += runs.count_N
             rows = int(runs.count_N.sum())
             self._count_prefilled(runs)
             self.clock.prefilled_tokens += rows
             self.clock.forward_rows += rows
             self.clock.forwards += 1
-            self.clock.prefill += time.perf_counter() - started
-            self._busy += time.perf_counter() - started
+            self._laps.append((lap, 1.0))
+            self._busy += lap.host
         for sequence in self._prefilling:
             if self._mark_ready(sequence) >= len(sequence.prompt.ids) - 1:
                 sequence.prompt.filling = False
@@ -165,36 +187,31 @@ class DeviceDecoder(Decoder):
     # --- Decode
 
     def _launch(self, lane_N: Ints) -> Flight | None:
-        """Feed these lanes' last tokens and draw the next, as far as the host is concerned at once."""
+        """Feed these lanes' last tokens and drafts, and draw; as far as the host is concerned a token each at once."""
         if not len(lane_N):
             return None
-        started, lanes = time.perf_counter(), self.lanes
-        table_NP = lanes.table_BP[lane_N]
-        prefix = None
+        lanes, drafted_N = self.lanes, self.lanes.drafted_B[lane_N]
+        drafts = drafts_bucket(int(drafted_N.max()))
+        table_NP, prefix = lanes.table_BP[lane_N], None
         if self.share_prefix:
             # In no longer a prefix than lies before the first new row, whose block is its own.
             blocks_N = np.minimum(lanes.prompt_B[lane_N], lanes.cached_B[lane_N]) // self.page_size
             prefix = shared_prefixes(table_NP, blocks_N, self.page_size)
-        step = self._step_for(bucket_of(len(lane_N)), prefix is not None)
-        step.load(lane_N, lanes.cached_B[lane_N], table_NP, prefix)
-        packed_B3, done = step.launch()
+        step = self._step_for(bucket_of(len(lane_N)), drafts, prefix is not None)
+        step.load(lane_N, lanes.cached_B[lane_N], table_NP, prefix, lanes.drafts_of(lane_N, drafts), drafted_N)
+        with Lap(self.policy.device) as lap:
+            rows = step.launch()
+        self._busy += lap.host
+        laps, self._laps = [*self._laps, (lap, 0.0)], []
+        position_N = lanes.known_B[lane_N]
         lanes.known_B[lane_N] += 1
         lanes.cached_B[lane_N] += 1
         lanes.room_B[lane_N] -= 1
         if self._prefilling:
             self._end_prefills(lane_N)
         self.clock.forwards += 1
-        self.clock.forward_rows += len(lane_N)
-        self.clock.decode += time.perf_counter() - started
-        self._busy += time.perf_counter() - started
-        return Flight(
-            lane_N,
-            lanes.known_B[lane_N] - 1,
-            np.ones(len(lane_N), bool),
-            lanes.room_B[lane_N] == 0,
-            packed_B3,
-            done,
-        )
+        self.clock.forward_rows += len(lane_N) + int(drafted_N.sum())
+        return Flight(lane_N, position_N, drafted_N, np.ones(len(lane_N), bool), lanes.room_B[lane_N], rows, laps)
 
     def _end_prefills(self, lane_N: Ints) -> None:
         """The last token of a prompt, or of appended text, is prefilled by the step that draws behind it."""
@@ -205,36 +222,57 @@ class DeviceDecoder(Decoder):
             self.clock.prefilled_tokens += 1
         self._prefilling = [one for one in self._prefilling if one.lane not in launched]
 
-    def _step_for(self, size: int, shares: bool) -> BucketStep:
+    def _step_for(self, size: int, drafts: int, shares: bool) -> BucketStep:
         made_for = (self.lanes.rules, self.stops.version)
         if self._made_for is None or self._made_for[0] is not made_for[0] or self._made_for[1] != made_for[1]:
             self._steps, self._made_for = {}, made_for
-        if (size, shares) not in self._steps:
+        if (size, drafts, shares) not in self._steps:
             step = BucketStep(
-                size, self.policy, self.tokenizer.vocab_size, self._cache(), self.lanes, self.stops, shares
+                size,
+                drafts,
+                shares,
+                policy=self.policy,
+                columns=self.tokenizer.vocab_size,
+                cache=self._cache(),
+                lanes=self.lanes,
+                stops=self.stops,
             )
             if self._pool is not None and not self.lanes.rules.filtered:
                 step.capture(self._pool)
-            self._steps[size, shares] = step
-        return self._steps[size, shares]
+            self._steps[size, drafts, shares] = step
+        return self._steps[size, drafts, shares]
 
-    def _receive(self, flight: Flight) -> list[TokenSequence]:
-        """What a step drew, to the host; the sequences whose turn it ended."""
-        started, lanes, alive_N = time.perf_counter(), self.lanes, flight.alive_N
-        ids_N, logprobs_N, code_N = flight.read()
-        ids_N, logprobs_N, code_N = ids_N[alive_N], logprobs_N[alive_N], code_N[alive_N]
-        self.clock.decode += time.perf_counter() - started
+    def _receive(self, flight: Flight | None) -> None:
+        """What a step drew, to the host; turns that it ended are over."""
+        if flight is None:
+            return
+        lanes, alive_N = self.lanes, flight.alive_N
+        started = time.perf_counter()
+        drawn = flight.read()
         self._busy += time.perf_counter() - started
-        lane_N = flight.lane_N[alive_N]
-        lanes.note_drawn(lane_N, flight.position_N[alive_N], ids_N, logprobs_N)
-        self.clock.sampled_tokens += len(lane_N)
-        self.clock.discarded_tokens += len(alive_N) - len(lane_N)
+        self.clock.add(flight.laps)
+        self.clock.discarded_tokens += int(drawn.taken_N[~alive_N].sum())
+        drawn, lane_N, drafted_N = drawn.of(alive_N), flight.lane_N[alive_N], flight.drafted_N[alive_N]
+        row, column = np.nonzero(drawn.stands_NQ)
+        position = flight.position_N[alive_N][row] + column
+        lanes.note_drawn(lane_N[row], position, drawn.ids_NQ[row, column], drawn.logprobs_NQ[row, column])
+        self.clock.sampled_tokens += int(drawn.taken_N.sum())
+        if flight.drafts:
+            accepted_N = drawn.taken_N - 1
+            lanes.known_B[lane_N] += accepted_N
+            lanes.cached_B[lane_N] += accepted_N  # rows of drafts that did not come true are written anew
+            lanes.room_B[lane_N] -= accepted_N
+            self._count_drafts(lane_N, drafted_N, accepted_N)
         self._new_ids += [
-            (self._of_lane[lane], [token]) for lane, token in zip(lane_N.tolist(), ids_N.tolist(), strict=True)
+            (self._of_lane[lane], ids[:taken])
+            for lane, ids, taken in zip(*(x.tolist() for x in (lane_N, drawn.ids_NQ, drawn.taken_N)), strict=True)
         ]
-        over_N = (code_N > 0) | flight.last_N[alive_N]
+        over_N = (drawn.code_N > 0) | (flight.room_N[alive_N] == drawn.taken_N - 1)
         self._take_back(lane_N[over_N])
-        return [self._end_turn(int(lane), int(code)) for lane, code in zip(lane_N[over_N], code_N[over_N], strict=True)]
+        self._ended += [
+            self._end_turn(int(lane), int(code))
+            for lane, code in zip(lane_N[over_N], drawn.code_N[over_N], strict=True)
+        ]
 
     def _take_back(self, ended_N: Ints) -> None:
         """The token too many, of lanes whose turn has turned out to be over."""

@@ -11,12 +11,15 @@ same question, or in its own context, since extracts copy passages. It ends wher
 
 With "auto" a row is spent only where it is likely to be used. A forward of n sequences with drafts takes
 
-    1 + DRAFTING + c(n) x drafts / n        c(n) = ROW_COST + ROW_COST_EACH n
+    1 + drafting + c(n) x drafts / n        c(n) = row + row_each n         (Costs)
 
 times as long as one without, and with p the share of guesses of a kind that came true so far, the i-th draft of a lane
 is used with chance p^i. So a lane gets as many drafts as have p^i > c(n), and all go unused where together they would
 not make up for the first term. Where that has been so for a while, guesses are looked up only now and then. All from
 counts and stored costs, never from the clock.
+
+On a GPU every lane of a step has as many rows as the one with the most drafts (bucket_step.py), so these rows are what
+is paid for, and lanes get at most the number, of STACKED, with which the step writes the most tokens in its time.
 
 Axes: B lanes, L tokens of a sequence, N lanes that decode, K drafts of a lane.
 """
@@ -35,11 +38,36 @@ Speculate = Literal["auto"] | int
 MOST = 8  # drafts of a lane
 TURN_END = -1  # in earlier ids, behind the last token of a turn
 WINDOW = 4096  # tokens that are looked through, the last ones of the longest lane's
-DRAFTING, ROW_COST, ROW_COST_EACH = 0.25, 0.1, 0.0014  # as measured on a CPU (docs/log.md)
+STACKED = (1, 2, 4, 8)  # numbers of drafts for which a GPU has a step
 PATIENCE, PAUSE = 4, 16  # after so many steps in which drafts did not pay, look only every so many steps
 # Kinds of a guess: after 4 or 2 equal tokens of the earlier text, after 3 of the own context.
 EARLIER_4, EARLIER_2, OWN_3 = range(3)
 BEGIN = ((9.0, 1.0), (3.0, 1.0), (1.0, 1.0))  # guesses that came true and that did not, to begin with
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What drafts add to a forward of n sequences, in forwards: drafting + (row / n + row_each) x rows. stacked:
+    whether every lane has the rows of the one with the most."""
+
+    drafting: float
+    row: float
+    row_each: float
+    stacked: bool = False
+
+
+ON_CPU = Costs(0.25, 0.1, 0.0014)  # as measured (docs/log.md)
+BYTES_PER_S = 2.0e12  # a GPU's memory: an A100 of 80 GB, the slowest that is meant
+ROWS_FREE = (
+    150  # an A100's bfloat16 operations a byte: with fewer rows, reading the weights takes longer than using them
+)
+HOST_S = 1e-3  # of a step: bookkeeping and look-up, which wait for the tokens and the GPU for them
+
+
+def gpu_costs(weight_bytes: int) -> Costs:
+    """A forward takes at least as long as reading its weights takes, and a row more at most 1 / ROWS_FREE of that. A
+    step that drafts is not launched ahead, so the host's part of it is added. By arithmetic; not measured yet."""
+    return Costs(HOST_S * BYTES_PER_S / weight_bytes, 0.0, 1 / ROWS_FREE, stacked=True)
 
 
 @dataclass(slots=True)
@@ -54,8 +82,8 @@ class Drafter:
     """`speculate`: "auto", or the number of drafts that every lane with a guess gets. counts: guesses of each kind that
     came true, and that did not; from the first step of a rollout on, so that a resumed run drafts as it would have."""
 
-    def __init__(self, speculate: Speculate, lanes: int, length: int) -> None:
-        self.speculate = speculate
+    def __init__(self, speculate: Speculate, lanes: int, length: int, costs: Costs = ON_CPU) -> None:
+        self.speculate, self.costs = speculate, costs
         self.earlier_BL = np.full((lanes, length), -1, np.int64)
         self.earlier_B = np.zeros(lanes, np.int64)  # lengths
         self.kind_B = np.zeros(lanes, np.int64)  # of the last guess
@@ -70,12 +98,16 @@ class Drafter:
             self.earlier_BL[lane, : len(ids)] = ids
             self.earlier_B[lane] = len(ids)
 
+    def looks(self, sequences: int) -> bool:
+        """Whether guesses are looked up in this step, in which so many decode; to be asked once a step. It takes no
+        token to know."""
+        self.steps += 1
+        wanted = any(self._drafts_wanted(kind, sequences) for kind in range(len(BEGIN)))
+        return wanted and (self.refused <= PATIENCE or self.steps % PAUSE == 0)
+
     def draft(self, tokens_BL: Ints, known_B: Ints, lane_N: Ints, most_N: Ints) -> Drafts | None:
         """Guesses for lanes that decode, at most `most_N` each; None where nobody has one that pays."""
-        wanted = [self._drafts_wanted(kind, len(lane_N)) for kind in range(3)]
-        self.steps += 1
-        if not max(wanted) or (self.refused > PATIENCE and self.steps % PAUSE):
-            return None
+        wanted = [self._drafts_wanted(kind, len(lane_N)) for kind in range(len(BEGIN))]
         known_N = known_B[lane_N]
         found_N, kind_N = np.full(len(lane_N), -1), np.zeros(len(lane_N), np.int64)
         from_earlier_N = np.zeros(len(lane_N), bool)
@@ -99,7 +131,7 @@ class Drafter:
     def _drafts_wanted(self, kind: int, sequences: int) -> int:
         if self.speculate != "auto":
             return min(self.speculate, MOST)
-        return int((self._chances(kind) > ROW_COST + ROW_COST_EACH * sequences).sum())
+        return int((self._chances(kind) > self.costs.row + self.costs.row_each * sequences).sum())
 
     def _chances(self, kind: int) -> Floats:
         """That the 1st, 2nd .. draft is used."""
@@ -107,16 +139,23 @@ class Drafter:
         chances: Floats = (yes / (yes + no)) ** np.arange(1, MOST + 1)
         return chances
 
-    def _pays(self, count_N: Ints, kind_N: Ints) -> bool:
-        """Whether these drafts are likely to write more than they cost."""
+    def _most_that_pay(self, count_N: Ints, kind_N: Ints) -> int:
+        """How many drafts a lane gets at most, so that the forward is likely to write the most in its time; 0: none
+        make up for what they cost."""
         if self.speculate != "auto":
-            return True
+            return MOST
         used = np.concatenate([np.zeros((len(BEGIN), 1)), [np.cumsum(self._chances(x)) for x in range(len(BEGIN))]], 1)
-        sequences = len(count_N)
-        cost = DRAFTING + (ROW_COST / sequences + ROW_COST_EACH) * float(count_N.sum())
-        pays = float(used[kind_N, count_N].sum()) > cost * sequences
-        self.refused = 0 if pays else self.refused + 1
-        return pays
+        sequences, costs = len(count_N), self.costs
+        most, best = 0, float(sequences)
+        for cap in STACKED if costs.stacked else (MOST,):
+            some_N = np.minimum(count_N, cap)
+            rows = sequences * cap if costs.stacked else int(some_N.sum())
+            time = 1 + costs.drafting + (costs.row / sequences + costs.row_each) * rows
+            written = (sequences + float(used[kind_N, some_N].sum())) / time
+            if written > best:
+                most, best = cap, written
+        self.refused = 0 if most else self.refused + 1
+        return most
 
     def _read(
         self,
@@ -138,7 +177,8 @@ class Drafter:
         ids_NK = np.where(from_earlier_N[:, None], earlier_NK, own_NK)
         left_NK = np.where(ids_NK == TURN_END, np.arange(ids_NK.shape[1]), MOST)
         count_N = np.minimum(count_N, left_NK.min(1, initial=MOST))
-        if not self._pays(count_N, kind_N) or not count_N.any():
+        count_N = np.minimum(count_N, self._most_that_pay(count_N, kind_N))
+        if not count_N.any():
             return None
         self.kind_B[lane_N] = kind_N
         return Drafts(ids_NK[:, : int(count_N.max())], count_N)

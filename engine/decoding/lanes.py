@@ -104,10 +104,17 @@ class Lanes:
         row, column = np.nonzero(place_NK < drafts.count_N[:, None])
         self.host_tokens()[lane_N[row], self.known_B[lane_N[row]] + column] = drafts.ids_NK[row, column]
 
+    def drafts_of(self, lane_N: Ints, most: int) -> Ints:
+        """The guesses behind what is known, [N, most]; anything behind the last of a lane."""
+        place_NK = self.known_B[lane_N, None] + np.arange(most)
+        drafts_NK: Ints = self.host_tokens()[lane_N[:, None], np.minimum(place_NK, self.length - 1)]
+        return drafts_NK
+
     def host_tokens(self) -> Ints:
-        """tokens_BL as the host's own array; only where the device is the CPU."""
-        assert isinstance(self._tokens, np.ndarray)
-        return self._tokens
+        """tokens_BL as the host's own array: the mirror, or the very one where the device is the CPU."""
+        tokens = self._tokens if self._mirror is None else self._mirror[0]
+        assert isinstance(tokens, np.ndarray)
+        return tokens
 
     def close(self, sequence: TokenSequence) -> None:
         """Take the lane back; what was written of a turn goes to the sequence first, which may come again."""
@@ -131,7 +138,7 @@ class Lanes:
         self.known_B[lane] = known + len(ids)
 
     def note_drawn(self, lane_N: Ints, position_N: Ints, ids_N: Ints, logprobs_N: Floats) -> None:
-        """What was drawn, read back, for the host's own copy."""
+        """What was drawn there, read back, for the host's own copy."""
         assert self._mirror is not None
         self._mirror[0][lane_N, position_N] = ids_N
         self._mirror[1][lane_N, position_N] = logprobs_N

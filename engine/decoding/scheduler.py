@@ -6,11 +6,13 @@ kept, its blocks given up (their content may still be found when it comes back),
 Of the sequences that run the oldest can always go on, for the pool holds the longest that was accepted; so there is no
 deadlock, and every sequence comes to its end.
 
-A sequence whose beginning another is about to compute is passed over until that has been done.
+A sequence whose beginning another is about to compute is passed over until that has been done. For this the pool's tree
+is told what a sequence's blocks are about to hold when it begins, what has been computed of it, and what they hold when
+it leaves.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from thresher.engine.decoding.cache.blocks import BlockPool, Prefix
@@ -67,6 +69,46 @@ class Scheduler:
         # All of it is of use only where the last token's hidden state is known as well.
         whole = sequence.prompt.hidden_H is not None and len(sequence.ids) == len(sequence.prompt.ids)
         return self.pool.match(sequence.ids, len(sequence.ids) - (0 if whole else 1))
+
+    def begin(self, sequence: TokenSequence, prefix: Prefix, cached: int, blocks: Sequence[int]) -> None:
+        """It has its blocks, `cached` tokens of it in the first of them, and is about to compute the rest."""
+        page_size = self.pool.page_size
+        if cached < len(sequence.ids):
+            sequence.prompt.filling = self.reuse and len(sequence.ids) == len(sequence.prompt.ids)
+        sequence.page, sequence.noted = prefix.last, len(prefix.blocks) * page_size
+        if self.reuse:
+            self._remember(sequence, sequence.ids, blocks, ready=False)
+
+    def computed(self, sequence: TokenSequence, cached: int) -> None:
+        """Others that wait for its pages may have those of its first `cached` tokens."""
+        while sequence.unready and sequence.unready[0][1] <= cached:
+            sequence.unready.pop(0)[0].ready = True
+
+    def leave(self, sequence: TokenSequence, cached: int, blocks: Sequence[int], keep: bool) -> None:
+        """It gives its blocks up, in which `cached` tokens of it are; keep: others shall find them."""
+        if self.reuse:
+            if cached < len(sequence.prompt.ids):
+                sequence.prompt.filling = False
+            self.pool.forget_unready([page for page, _ in sequence.unready])
+            sequence.unready = []
+            if keep:
+                self._remember(sequence, sequence.ids[:cached], blocks, ready=True)
+        self.pool.release(blocks)
+
+    def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
+        """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
+        page_size = self.pool.page_size
+        if sequence.page is None or not self.pool.knows(sequence.page):
+            sequence.page, sequence.noted = self.pool.root, 0
+        path = self.pool.remember(ids, blocks, sequence.page, sequence.noted, ready)
+        for number, page in enumerate(path):
+            end = min(sequence.noted + (number + 1) * page_size, len(ids))
+            if not page.ready and page.block == blocks[(end - 1) // page_size]:
+                sequence.unready.append((page, end))
+        full = len(ids) // page_size * page_size
+        if full > sequence.noted:
+            sequence.page = path[(full - sequence.noted) // page_size - 1]
+            sequence.noted = full
 
     def preempt(self) -> TokenSequence:
         """The youngest, which gives its blocks up; it waits again if it has something to write."""

@@ -3,10 +3,12 @@
 A sequence without drafts has one row, and what was drawn there is its next token. With drafts a token was drawn behind
 each of them, and those stand that would have been drawn one by one: the first always; the next only if the draft before
 it was what was drawn there, and did not end the turn. So drafts are walked through column by column, for all sequences
-at once.
+at once, in operations whose shapes are known beforehand: a CUDA graph may hold them.
 
-Axes: B lanes, L tokens of a lane, N sequences that draw, F rows at which they draw, 1 + drafts of each, one sequence
-after the other.
+What a GPU has drawn comes to the host in one copy, a row of int32 a sequence (`pack_drawn`, `DrawnRows`).
+
+Axes: B lanes, L tokens of a lane, N sequences that draw, Q rows of each, its last token's and its drafts' (K = Q - 1),
+F the rows of all where some have fewer, one sequence after the other.
 """
 
 from typing import NamedTuple
@@ -19,50 +21,77 @@ from thresher.engine.decoding.lanes import Lanes, StopBank
 from thresher.kernels.attention.paged import places
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class Drawn(NamedTuple):
-    """What a step drew of each sequence, on the host: the last token that stands, its log-prob, the code of
-    `StopBank.advance` for it, and how many tokens stand."""
+    """What a step drew of each sequence, on the host: ids and log-probs of its rows, the code of `StopBank.advance` for
+    the last token that stands, and how many stand."""
 
-    ids_N: Ints
-    logprobs_N: npt.NDArray[np.float32]
+    ids_NQ: Ints
+    logprobs_NQ: npt.NDArray[np.float32]
     code_N: Ints
     taken_N: Ints
 
+    def of(self, some_N: Bools) -> "Drawn":
+        """These sequences'."""
+        return Drawn(self.ids_NQ[some_N], self.logprobs_NQ[some_N], self.code_N[some_N], self.taken_N[some_N])
+
+    @property
+    def stands_NQ(self) -> Bools:
+        stands: Bools = np.arange(self.ids_NQ.shape[1]) < self.taken_N[:, None]
+        return stands
+
 
 class DrawnRows(NamedTuple):
-    """`Drawn` on its way: a row of four int32 a sequence, the log-prob by its bits. done: None where it is there."""
+    """`Drawn` on its way: a row of `pack_drawn` a sequence, and more behind them. done: None where they are there."""
 
-    rows_N4: torch.Tensor
+    rows_BX: torch.Tensor
     done: "torch.cuda.Event | None"
 
-    def read(self) -> Drawn:
+    def read(self, count: int) -> Drawn:
+        """The first `count` sequences', once they are there."""
         if self.done is not None:
             self.done.synchronize()
-        columns_4N = np.ascontiguousarray(self.rows_N4.numpy().T)
-        ids_N, code_N, taken_N = columns_4N[[0, 2, 3]].astype(np.int64)
-        return Drawn(ids_N, columns_4N[1].view(np.float32), code_N, taken_N)
+        columns_XN = np.ascontiguousarray(self.rows_BX.numpy()[:count].T)
+        code_N, taken_N = columns_XN[:2].astype(np.int64)
+        ids_QN, logprobs_QN = np.split(columns_XN[2:], 2)
+        return Drawn(ids_QN.T.astype(np.int64), logprobs_QN.view(np.float32).T, code_N, taken_N)
 
 
-def send_drawn(ids_N: torch.Tensor, logprobs_N: torch.Tensor, code_N: torch.Tensor, taken_N: torch.Tensor) -> DrawnRows:
-    """The four of `Drawn` (ids below 2^31) as one copy to the host, which waits for it when it reads, and not before:
-    from CUDA into pinned memory."""
-    columns = (ids_N.int(), logprobs_N.float().view(torch.int32), code_N.int(), taken_N.int())
-    rows_N4 = torch.stack(columns, 1)
-    if not rows_N4.is_cuda:
-        return DrawnRows(rows_N4.cpu(), None)
-    # torch keeps pinned memory for the next step, and knows when a copy is done with it.
-    host_N4 = torch.empty(rows_N4.shape, dtype=rows_N4.dtype, pin_memory=True)
-    host_N4.copy_(rows_N4, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return DrawnRows(host_N4, done)
+def drawn_width(rows: int) -> int:
+    """int32 of a row of `pack_drawn`, for so many rows of a sequence."""
+    return 2 + 2 * rows
 
 
-def reads_rows(device: torch.device) -> bool:
-    """Whether what was drawn is read back in rows; a CPU reads it where it lies."""
-    return device.type == "cuda"
+def pack_drawn(
+    ids_NQ: torch.Tensor, logprobs_NQ: torch.Tensor, code_N: torch.Tensor, taken_N: torch.Tensor, out_NX: torch.Tensor
+) -> None:
+    """A row a sequence, int32: code, taken, ids (below 2^31), and the bits of the log-probs."""
+    columns = (code_N.int()[:, None], taken_N.int()[:, None], ids_NQ.int(), logprobs_NQ.float().view(torch.int32))
+    torch.cat(columns, 1, out=out_NX)
+
+
+def what_stands(
+    stops: StopBank, state_N: torch.Tensor, ids_NQ: torch.Tensor, drafts_NK: torch.Tensor, drafted_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the automaton's states behind the last token that stands, its codes, how many stand), int64 [N].
+
+    ids_NQ: drawn, the first behind what is known, the others behind the drafts, of which a sequence has drafted_N."""
+    state_N, code_N = stops.advance(state_N, ids_NQ[:, 0])
+    taken_N = torch.ones_like(code_N)
+    if not drafts_NK.shape[1]:
+        return state_N, code_N, taken_N
+    true_NK = ids_NQ[:, :-1] == drafts_NK
+    true_NK &= torch.arange(drafts_NK.shape[1], device=drafted_N.device) < drafted_N[:, None]
+    alive_N = code_N == 0
+    for column in range(drafts_NK.shape[1]):
+        alive_N = alive_N & true_NK[:, column]
+        next_N, found_N = stops.advance(state_N, ids_NQ[:, column + 1])
+        state_N, code_N = torch.where(alive_N, next_N, state_N), torch.where(alive_N, found_N, code_N)
+        taken_N = taken_N + alive_N
+        alive_N = alive_N & (code_N == 0)
+    return state_N, code_N, taken_N
 
 
 def keep_drawn(
@@ -72,39 +101,23 @@ def keep_drawn(
 
     Between the ends of turns this is the one place where a step reads back from the device, in one copy.
     """
-    count_N = 1 + drafted_N
     first_N, known_N, left_N, lane = (
         torch.from_numpy(x).to(lanes.device)
-        for x in (np.cumsum(count_N) - count_N, lanes.known_B[lane_N], drafted_N, lane_N)
+        for x in (np.cumsum(1 + drafted_N) - 1 - drafted_N, lanes.known_B[lane_N], drafted_N, lane_N)
     )
     if not drafted_N.any():
         lanes.tokens_BL[lane, known_N] = ids_F
         lanes.logprobs_BL[lane, known_N] = logprobs_F.float()
-        state_N, code_N = stops.advance(lanes.state_B[lane], ids_F)
-        lanes.state_B[lane] = state_N
-        if reads_rows(lanes.device):
-            drawn = send_drawn(ids_F, logprobs_F, code_N, torch.ones_like(code_N)).read()
-            return drawn.code_N, drawn.taken_N
+        lanes.state_B[lane], code_N = stops.advance(lanes.state_B[lane], ids_F)
         return code_N.cpu().numpy(), np.ones_like(lane_N)
-    state_N, alive_N = lanes.state_B[lane], torch.ones_like(left_N, dtype=torch.bool)
-    code_N, taken_N = torch.zeros_like(left_N), torch.zeros_like(left_N)
-    for column in range(int(count_N.max())):
-        # A sequence with fewer drafts looks at its last row again, and changes nothing.
-        row_N = first_N + left_N.clamp(max=column)
-        place_N = known_N + left_N.clamp(max=column)
-        ids_N, draft_N = ids_F[row_N], lanes.tokens_BL[lane, place_N]
-        lanes.tokens_BL[lane, place_N] = torch.where(alive_N, ids_N, draft_N)
-        kept_N = lanes.logprobs_BL[lane, place_N]
-        lanes.logprobs_BL[lane, place_N] = torch.where(alive_N, logprobs_F[row_N].float(), kept_N)
-        next_N, found_N = stops.advance(state_N, ids_N)
-        state_N, code_N = torch.where(alive_N, next_N, state_N), torch.where(alive_N, found_N, code_N)
-        taken_N += alive_N
-        alive_N = alive_N & (left_N > column) & (ids_N == draft_N) & (code_N == 0)
-    lanes.state_B[lane] = state_N
-    if reads_rows(lanes.device):
-        last_N = first_N + taken_N - 1
-        drawn = send_drawn(ids_F[last_N], logprobs_F[last_N], code_N, taken_N).read()
-        return drawn.code_N, drawn.taken_N
+    # A sequence with fewer drafts has its last row again, where no draft is compared.
+    column_NQ = torch.arange(int(drafted_N.max()) + 1, device=lanes.device).minimum(left_N[:, None])
+    row_NQ, place_NQ, lane_N1 = first_N[:, None] + column_NQ, known_N[:, None] + column_NQ, lane[:, None]
+    ids_NQ, drafts_NK = ids_F[row_NQ], lanes.tokens_BL[lane_N1, place_NQ[:, :-1]]
+    lanes.state_B[lane], code_N, taken_N = what_stands(stops, lanes.state_B[lane], ids_NQ, drafts_NK, left_N)
+    # Behind what stands they are written, too, and written anew before they are read.
+    lanes.tokens_BL[lane_N1, place_NQ] = ids_NQ
+    lanes.logprobs_BL[lane_N1, place_NQ] = logprobs_F[row_NQ].float()
     codes, taken = torch.stack([code_N, taken_N]).cpu().numpy()
     return codes, taken
 

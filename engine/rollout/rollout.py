@@ -16,7 +16,7 @@ the decoder, and `_take` puts what was written on the trajectory. What happens b
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -44,6 +44,7 @@ from thresher.engine.episode import (
 from thresher.engine.protocol.passages import fit_passages
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
+from thresher.engine.rollout.background import Background
 from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids
 from thresher.engine.rollout.samples import Job, Sample
 from thresher.kernels.attention.backends.choice import Backend
@@ -79,8 +80,9 @@ class Limits:
 
 @dataclass(slots=True)
 class RolloutClock(DecodeClock):
-    """Where the time of a rollout went, in seconds, and how much was done. host: all that is Python around the rest.
-    cut_search_tokens: of retrieved passages, beyond the budget of a search."""
+    """Where the time of a rollout went, in seconds, and how much was done. host: what passed beside the rest, in
+    Python; on CUDA, while the GPU had nothing to do. cut_search_tokens: of retrieved passages, beyond the budget of a
+    search."""
 
     search: float = 0.0
     search_queries: int = 0
@@ -160,7 +162,8 @@ class Rollout:
         run.finish(samples)
         self.decoder.end()
         self.clock.total = time.perf_counter() - started
-        self.clock.host = self.clock.total - self.clock.decode - self.clock.prefill - self.clock.search
+        elsewhere = self.clock.decode + self.clock.prefill + self.clock.search
+        self.clock.host = max(self.clock.total - elsewhere, 0.0)  # a search may pass while a GPU decodes
         for sample in samples if recall else ():
             self._written[sample.job.question.id] = _ids_by_turns(sample.trajectory)
             self._written.move_to_end(sample.job.question.id)
@@ -242,7 +245,7 @@ class _Run:
 
     def finish(self, samples: list[Sample]) -> None:
         """Step until all of them, and the branches that they ask for, have ended."""
-        with ThreadPoolExecutor(max_workers=1) as self.searcher:
+        with Background[list[list[Hit]]]() as self.searcher:
             self._serve([(sample, None) for sample in samples])
             while self.searches or not self.decoder.idle:
                 if self.searches and (self.decoder.idle or self.searches[0][0].done()):
@@ -306,7 +309,7 @@ class _Run:
             self.clock.search_calls += 1
             retriever, queries = self._retriever(), [query for _, query in waiting]
             if retriever.elsewhere:
-                search = self.searcher.submit(retriever.search, queries, self.rollout.renderer.k)
+                search = self.searcher.submit(partial(retriever.search, queries, self.rollout.renderer.k))
                 self.searches.append((search, waiting))
                 return
             started = time.perf_counter()

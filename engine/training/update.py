@@ -215,6 +215,8 @@ class Updater:
             self._backward(batch, temperature, stats)
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
         stats.grad_norm = self._step(stats.lr)
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.policy.device)  # or the optimiser's time would be the next rollout's
         stats.seconds = time.perf_counter() - started
         return stats
 

@@ -325,11 +325,11 @@ STRIDES = ("q_stride_b", "q_stride_q", "q_stride_n", "k_stride", "v_stride")
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """What `launch_decode` asks for at the models' shapes: one new row a sequence, and one with four drafts. Once each:
-    the output written directly, blocks shorter than KEYS, float32."""
-    models = [_specialisation(*model, queries) for model in MODELS for queries in (1, 5)]
+    """What `launch_decode` asks for at the models' shapes: one new row a sequence, and one with 2, 4 and 8 drafts, as
+    far as their tiles differ. Once each: the output written directly, blocks shorter than KEYS, float32."""
+    models = [_specialisation(*model, queries) for model in MODELS for queries in (1, 3, 5, 9)]
     return (
-        *models,
+        *{one.name: one for one in models}.values(),
         _specialisation(128, 6, 2, 1, direct=True),
         _specialisation(128, 6, 2, 1, slots=16),
         _specialisation(128, 6, 2, 1, dtype="fp32"),

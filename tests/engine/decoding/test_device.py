@@ -2,25 +2,30 @@
 before the last one is read; and a step that is a function of its buffers."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from decoding_cases import Adversary, Record, TurnPlan, alone, blocks, play, random_world, whole
 from decoding_cases import Plan as SequencePlan
-from decoding_cases import Record, TurnPlan, alone, blocks, make_decoder, play, random_world
+from rollout_cases import make_jobs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thresher.engine.decoding import bucket_step
-from thresher.engine.decoding.bucket_step import MEMBERS, BucketStep, bucket_of, shared_prefixes
+from thresher.engine.decoding import decoder as decoder_module
+from thresher.engine.decoding.bucket_step import MEMBERS, BucketStep, bucket_of, drafts_bucket, shared_prefixes
 from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.device import DeviceDecoder
+from thresher.engine.decoding.drafts import MOST, PATIENCE, PAUSE
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.rollout.rollout import Rollout
 from thresher.kernels.attention import cached
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
 
 GAP = 1e-4  # nats: float32 sums of other orders
 
@@ -57,6 +62,87 @@ def test_whatever_is_asked_the_results_are_those_of_one_sequence_at_a_time(
         agree(play(decoder, prompts, plans), wanted)
         assert decoder.pool.free == decoder.pool.num_blocks - 1 and not decoder.pool.owners_P.any()
         assert decoder.clock.sampled_tokens == sum(len(turn[0]) for record in wanted for turn in record)
+
+
+@pytest.fixture
+def guessing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Random, list[list[int]]], None]:
+    """Every decoder that drafts has an adversary for a drafter, which knows what will be written."""
+
+    def set_up(rng: Random, written: list[list[int]]) -> None:
+        monkeypatch.setattr(decoder_module, "Drafter", Adversary)
+        monkeypatch.setattr(Adversary, "rng", rng)
+        monkeypatch.setattr(Adversary, "written", written)
+
+    return set_up
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_guess_changes_a_result(
+    seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+) -> None:
+    """Turns that end, by a stop, the end of text or their room, within guesses; sequences that have to go; filters."""
+    rng = Random(100 + seed)
+    prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, 8)
+    if seed % 2:
+        object.__setattr__(tiny_policy.config, "eos_token_ids", tuple(range(0, tiny_tokenizer.vocab_size, 12)))
+    wanted = alone(tiny_policy, tiny_tokenizer, prompts, plans)
+    guessing(rng, [whole(prompts, plan, record) for plan, record in zip(plans, wanted, strict=True)])
+    full = {"num_blocks": blocks(prompts, plans, rng.randrange(4)), "max_running": 5}
+    for changes in ({}, full, {"reuse": False, "share_prefix": False}):
+        decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=4, **changes)
+        agree(play(decoder, prompts, plans), wanted)
+        assert decoder.pool.free == decoder.pool.num_blocks - 1 and not decoder.pool.owners_P.any()
+        assert decoder.clock.sampled_tokens == sum(len(turn[0]) for record in wanted for turn in record)
+        assert 0 < decoder.clock.accepted_tokens < decoder.clock.drafted_tokens
+
+
+def test_a_turn_ends_within_its_guesses(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the three ways to end occurs where a true guess came before and another guess behind."""
+    object.__setattr__(tiny_policy.config, "eos_token_ids", tuple(range(0, tiny_tokenizer.vocab_size, 20)))
+    turns = (TurnPlan(room=12, stop=("q", "z", "k", "w", "b")), TurnPlan(room=7, appended=((5, 6),)))
+    plans = [SequencePlan(prompt=0, seed=n, turns=turns) for n in range(30)]
+    wanted = alone(tiny_policy, tiny_tokenizer, [[5] * 20], plans)
+    guessing(Random(0), [whole([[5] * 20], plan, record) for plan, record in zip(plans, wanted, strict=True)])
+    ends: Counter[str] = Counter()
+    end_turn, read = DeviceDecoder._end_turn, bucket_step.Flight.read
+    taken: dict[int, tuple[int, int]] = {}
+
+    def note(flight: bucket_step.Flight) -> Any:
+        drawn = read(flight)
+        pairs = zip(drawn.taken_N.tolist(), flight.drafted_N.tolist(), strict=True)
+        taken.update(zip(flight.lane_N.tolist(), pairs, strict=True))
+        return drawn
+
+    def end(decoder: DeviceDecoder, lane: int, code: int) -> TokenSequence:
+        sequence = end_turn(decoder, lane, code)
+        stands, guessed = taken[lane]
+        if stands > 1 and (stands <= guessed or sequence.finish == "length"):
+            ends[sequence.finish] += 1
+        return sequence
+
+    monkeypatch.setattr(bucket_step.Flight, "read", note)
+    monkeypatch.setattr(DeviceDecoder, "_end_turn", end)
+    agree(play(make_device_decoder(tiny_policy, tiny_tokenizer, speculate=8), [[5] * 20], plans), wanted)
+    assert min(ends[finish] for finish in ("stop", "eos", "length")) > 0, ends
+
+
+def test_guesses_go_before_anybody_has_to(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+) -> None:
+    """Two sequences in as many blocks as they fill: a guess beyond them sends nobody away."""
+    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+    prompts, plans = [[1] * 15, [2] * 15], [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=17),)) for n in (0, 1)]
+    wanted = alone(tiny_policy, tiny_tokenizer, prompts, plans)
+    rng = Random(3)
+    for spare, sent in ((2, False), (1, True)):
+        guessing(rng, [whole(prompts, plan, record) for plan, record in zip(plans, wanted, strict=True)])
+        decoder = make_device_decoder(
+            tiny_policy, tiny_tokenizer, speculate=8, num_blocks=blocks(prompts, plans, spare), max_running=2
+        )
+        agree(play(decoder, prompts, plans), wanted)
+        assert bool(decoder.clock.preemptions) == sent and decoder.clock.accepted_tokens > 0
 
 
 def test_who_has_to_go_takes_along_what_was_under_way(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
@@ -97,37 +183,111 @@ def test_a_step_is_launched_before_the_last_is_read(
     assert events == ["launch", *["launch", "read"] * 5, "read"]
 
 
-def test_what_is_streamed_is_what_was_written(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
-    decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
-    decoder.begin(80, DecodeClock())
-    shared = SharedPrompt([7] * 20)
-    sequences = [TokenSequence(shared, seed, Draw()) for seed in range(5)]
-    for sequence in sequences:
-        decoder.begin_turn(sequence, ("e", "o"), 30)
-    streamed: dict[int, list[int]] = {sequence.seed: [] for sequence in sequences}
-    while not decoder.idle:
-        ended = decoder.step()
-        for sequence, ids in decoder.new_ids():
-            streamed[sequence.seed] += ids
-        for sequence in ended:
-            decoder.release(sequence)
-    assert streamed == {sequence.seed: sequence.turn_ids for sequence in sequences}
-
-
-def test_on_the_kernels_themselves(
-    tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("speculate", "waiting"), [(0, [1]), ("auto", [1, 2, 3, 4, 5, 16, 32]), (2, range(1, 99))])
+def test_only_where_guesses_are_looked_up_is_a_step_read_before_the_next_is_launched(
+    speculate: Any,
+    waiting: Sequence[int],
+    tiny_policy: Policy,
+    tiny_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefill over history, decoding, and a prefix that two share, in Triton."""
+    """On "auto", where none pays, a few times and then every PAUSE steps; where they are wanted, always."""
+    assert PATIENCE == 4 and PAUSE == 16
+    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+    air, found = 0, []
+    launch, read = BucketStep.launch, bucket_step.Flight.read
+
+    def launched(step: BucketStep) -> Any:
+        nonlocal air
+        found.append(air)
+        air += 1
+        return launch(step)
+
+    def was_read(flight: bucket_step.Flight) -> Any:
+        nonlocal air
+        air -= 1
+        return read(flight)
+
+    monkeypatch.setattr(BucketStep, "launch", launched)
+    monkeypatch.setattr(bucket_step.Flight, "read", was_read)
+    decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
+    play(decoder, [range(20)], [SequencePlan(prompt=0, seed=0, turns=(TurnPlan(room=40),))])
+    assert bool(decoder.clock.drafted_tokens) == (speculate == 2)
+    found.pop()  # there is no room for a guess then
+    assert [before == 0 for before in found] == [step in waiting for step in range(1, len(found) + 1)] and air == 0
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_what_is_streamed_is_what_was_written(
+    guesses: bool, tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+) -> None:
+    def stream(speculate: int) -> tuple[dict[int, list[int]], dict[int, list[int]], int]:
+        decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
+        decoder.begin(80, DecodeClock())
+        shared = SharedPrompt([7] * 20)
+        sequences = [TokenSequence(shared, seed, Draw()) for seed in range(5)]
+        for sequence in sequences:
+            decoder.begin_turn(sequence, ("ng",), 30)
+        streamed: dict[int, list[int]] = {sequence.seed: [] for sequence in sequences}
+        while not decoder.idle:
+            ended = decoder.step()
+            for sequence, ids in decoder.new_ids():
+                streamed[sequence.seed] += ids
+            for sequence in ended:
+                decoder.release(sequence)
+        assert sum(one.accepted for one in sequences) == decoder.clock.accepted_tokens
+        return streamed, {sequence.seed: sequence.turn_ids for sequence in sequences}, decoder.clock.accepted_tokens
+
+    streamed, written, _ = stream(0)
+    assert streamed == written
+    if guesses:
+        guessing(Random(0), [[7] * 20 + ids for ids in written.values()])
+        streamed, again, accepted = stream(4)
+        assert streamed == again == written and accepted > 0
+
+
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_on_the_kernels_themselves(
+    speculate: int,
+    tiny_policy: Policy,
+    tiny_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    guessing: Callable[..., None],
+) -> None:
+    """Prefill over history, decoding, a prefix that two share, and drafts, in Triton."""
     pytest.importorskip("triton")
     monkeypatch.setattr(cached, "_runs_triton", lambda q: True)
     monkeypatch.setattr(bucket_step, "prefix_pays", lambda length, members: members > 1)
     turns = (TurnPlan(room=3), TurnPlan(room=2, appended=((7, 8, 9),)))
     plans = [SequencePlan(prompt=n // 2, seed=n, turns=turns) for n in range(3)]
     prompts = [[3] * 20, [4] * 9]
-    agree(
-        play(make_device_decoder(tiny_policy, tiny_tokenizer), prompts, plans),
-        alone(tiny_policy, tiny_tokenizer, prompts, plans),
-    )
+    wanted = alone(tiny_policy, tiny_tokenizer, prompts, plans)
+    guessing(Random(0), [whole(prompts, plan, record) for plan, record in zip(plans, wanted, strict=True)])
+    monkeypatch.setattr(Adversary, "most", 2)
+    decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
+    agree(play(decoder, prompts, plans), wanted)
+    assert bool(decoder.clock.accepted_tokens) == bool(speculate)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rollout_repeats_what_it_wrote_in_fewer_forwards(
+    temperature: float, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
+) -> None:
+    """`rollout.speculate` reaches the decoder of `rollout.attention`, and so do the trajectories of earlier calls."""
+
+    def written(run: Rollout) -> Any:
+        found = run.run(make_jobs(tiny_questions[:4], samples=2), temperature, recall=True)
+        return [([segment.ids for segment in one.segments], one.reason, one.searches) for one in found]
+
+    plain, run = tiny_rollout(attention="triton"), tiny_rollout(attention="triton", speculate=8)
+    assert isinstance(run.decoder, DeviceDecoder)
+    expected = written(plain)
+    assert written(run) == expected
+    first = run.clock.forwards
+    assert written(run) == expected
+    assert run.clock.forwards < first <= plain.clock.forwards
+    assert 0 < run.clock.accepted_tokens <= run.clock.drafted_tokens
+    assert run.clock.sampled_tokens == plain.clock.sampled_tokens
 
 
 # --- The step as a function of buffers
@@ -146,11 +306,14 @@ class Computed(TorchDispatchMode):
 
 
 @pytest.fixture
-def running(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Iterator[Callable[[int], DeviceDecoder]]:
+def running(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+) -> Iterator[Callable[[int, int], DeviceDecoder]]:
     object.__setattr__(tiny_policy.config, "eos_token_ids", ())
 
-    def make(count: int) -> DeviceDecoder:
-        decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
+    def make(count: int, drafts: int) -> DeviceDecoder:
+        guessing(Random(count), [])
+        decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=drafts)
         decoder.begin(120, DecodeClock())
         for n in range(count):
             decoder.begin_turn(TokenSequence(SharedPrompt([n + 1] * 40), n, Draw()), ("zzzz",), 60)
@@ -161,9 +324,10 @@ def running(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Iterator[Callable
     yield make
 
 
+@pytest.mark.parametrize("drafts", [0, 8])
 @torch.inference_mode()
 def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
-    running: Callable[[int], DeviceDecoder], monkeypatch: pytest.MonkeyPatch
+    drafts: int, running: Callable[[int, int], DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Apart from the kernels, which stand-ins replace: their grids follow from shapes."""
     monkeypatch.setattr(bucket_step.sampling, "draw_in_blocks", lambda *_: None)
@@ -171,9 +335,9 @@ def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
     monkeypatch.setattr(bucket_step, "rotate_and_store", lambda qkv, rope, kv_heads, *_: qkv[:, : -2 * kv_heads])
     found = []
     for count in (3, 13):
-        decoder = running(count)
-        (step,) = decoder._steps.values()
-        assert step.size == bucket_of(count)
+        decoder = running(count, drafts)
+        step = decoder._steps[bucket_of(count), drafts, False]
+        assert step.size == bucket_of(count) and len(step.row_Q) == 1 + drafts
         with Computed() as computed:
             step.run()
         assert not [name for name in computed.names if "_local_scalar_dense" in name or "scalar_tensor" in name]
@@ -182,19 +346,20 @@ def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
     assert found[0] == found[1], "as many operations for 13 sequences as for 3"
 
 
+@pytest.mark.parametrize("drafts", [0, 8])
 @torch.inference_mode()
-def test_the_same_buffers_give_the_same_step(running: Callable[[int], DeviceDecoder]) -> None:
-    decoder = running(5)
-    (step,) = decoder._steps.values()
+def test_the_same_buffers_give_the_same_step(drafts: int, running: Callable[[int, int], DeviceDecoder]) -> None:
+    decoder = running(5, drafts)
+    step = decoder._steps[8, drafts, False]
     lanes, kept = decoder.lanes, [decoder.lanes.tokens_BL, decoder.lanes.state_B, decoder.cache.k_LPKSD, step.sent]
     before = [x.clone() for x in kept]
     step.run()
-    first = step.packed_B3.clone(), [x.clone() for x in kept]
+    first = step.packed_BX.clone(), [x.clone() for x in kept]
     for x, old in zip(kept, before, strict=True):
         x.copy_(old)
-    step.packed_B3.zero_()
+    step.packed_BX.zero_()
     step.run()
-    assert torch.equal(step.packed_B3, first[0])
+    assert torch.equal(step.packed_BX, first[0])
     assert all(torch.equal(x, y) for x, y in zip(kept[:2], first[1][:2], strict=True))
     unused = sorted(set(range(len(lanes.known_B) - 1)) - set(lanes_of(decoder)))
     assert torch.equal(lanes.tokens_BL[unused], before[0][unused]), "rows that fill it up write to the spare lane alone"
@@ -208,6 +373,7 @@ def test_buckets_are_few() -> None:
     sizes = [bucket_of(count) for count in range(1, 257)]
     assert all(size >= count for count, size in enumerate(sizes, start=1)) and len(set(sizes)) == 20
     assert sizes[:5] == [1, 2, 4, 4, 8] and sizes[16] == 32 and sizes[255] == 256
+    assert [drafts_bucket(count) for count in range(MOST + 1)] == [0, 1, 2, 4, 4, 8, 8, 8, 8]
 
 
 def test_groups_are_those_who_hold_the_same_blocks_and_gain_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,4 +406,3 @@ def test_siblings_read_their_prompt_once(
         alone(tiny_policy, tiny_tokenizer, prompts, plans),
     )
     assert any(prefix is not None for prefix in shared)
-    assert make_decoder(tiny_policy, tiny_tokenizer).speculate == 0

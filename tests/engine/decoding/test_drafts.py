@@ -8,13 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_invariance import needs_invariant_policy
+from decoding_cases import Adversary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_cases import make_jobs, record
 
 from thresher.engine import GenerateRequest, Generator
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.drafts import BEGIN, MOST, PATIENCE, PAUSE, TURN_END, Drafter, Drafts
+from thresher.engine.decoding.drafts import (
+    BEGIN,
+    PATIENCE,
+    PAUSE,
+    TURN_END,
+    Drafter,
+    gpu_costs,
+)
 from thresher.engine.rollout.rollout import Rollout
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -22,24 +30,6 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
 Make = Callable[..., Rollout]
-
-
-class Adversary(Drafter):
-    """Guesses what will be written, what was written elsewhere, and anything, in any number."""
-
-    rng = Random(0)
-    written: list[list[int]] = []  # noqa: RUF012  set by the test
-
-    def draft(self, tokens_BL: Any, known_B: Any, lane_N: Any, most_N: Any) -> Drafts | None:
-        ids_NK, count_N = np.zeros((len(lane_N), MOST), np.int64), np.zeros(len(lane_N), np.int64)
-        for row, (lane, most) in enumerate(zip(lane_N.tolist(), most_N.tolist(), strict=True)):
-            own = tokens_BL[lane, : known_B[lane]].tolist()
-            true = next((ids[len(own) :] for ids in self.written if ids[: len(own)] == own), [])
-            guess = [*true[:MOST], *(self.rng.randrange(100) for _ in range(MOST))][:MOST]
-            if self.rng.random() < 0.4:
-                guess[self.rng.randrange(MOST)] = self.rng.randrange(100)
-            ids_NK[row], count_N[row] = guess, min(self.rng.randrange(MOST + 1), most)
-        return Drafts(ids_NK, count_N) if count_N.any() else None
 
 
 def requests_of(rng: Random, vocab: int) -> list[GenerateRequest]:
@@ -147,7 +137,10 @@ def test_auto_looks_only_now_and_then_where_nothing_is_found(monkeypatch: pytest
     read = Drafter._read
     monkeypatch.setattr(Drafter, "_read", lambda *args: looked.append(1) or read(*args))
     for _ in range(10 * PAUSE):
-        assert drafter.draft(np.arange(8)[None], np.array([6]), np.array([0]), np.array([2])) is None
+        assert (
+            not drafter.looks(1)
+            or drafter.draft(np.arange(8)[None], np.array([6]), np.array([0]), np.array([2])) is None
+        )
     assert PATIENCE < len(looked) <= PATIENCE + 11
 
 
@@ -164,3 +157,27 @@ def test_auto_stops_where_guesses_fail_and_where_rows_are_dear() -> None:
 def test_what_speculate_may_be(speculate: Any, tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r'speculate is .*; expected "auto" or 0 to 8'):
         Generator(tiny_policy, tiny_tokenizer, speculate=speculate)
+
+
+# --- What a GPU pays for
+
+
+def drafted(lanes: int, some: int, weight_bytes: float = 15e9, speculate: Any = "auto") -> list[int] | None:
+    """Drafts of lanes of which `some` repeat what they wrote, where 8 of 10 guesses have come true."""
+    drafter = Drafter(speculate, lanes, 64, gpu_costs(int(weight_bytes)))
+    drafter.counts[:] = [80.0, 20.0]
+    tokens_BL = np.arange(lanes)[:, None] * 100 + np.arange(64)
+    tokens_BL[:some, 20:24] = tokens_BL[:some, :4]
+    assert drafter.looks(lanes)
+    drafts = drafter.draft(tokens_BL, np.full(lanes, 24), np.arange(lanes), np.full(lanes, 40))
+    return None if drafts is None else drafts.count_N.tolist()
+
+
+def test_a_gpu_pays_for_the_rows_of_lanes_that_have_no_guess() -> None:
+    assert drafted(8, 8) == [8] * 8, "rows are cheap while they are few"
+    assert drafted(8, 2) == [4] * 2 + [0] * 6, "the other six have four rows more, too"
+    assert drafted(8, 1) is None
+    assert drafted(60, 60) == [2] * 60 and drafted(60, 30) is None
+    assert drafted(8, 2, weight_bytes=1e9) is None, "it would wait for the host longer than it computes"
+    assert drafted(60, 1, speculate=3) == [3] + [0] * 59, "who asks for drafts gets them"
+    assert not Drafter("auto", 200, 64, gpu_costs(15_000_000_000)).looks(200), "as many rows as are free decode already"

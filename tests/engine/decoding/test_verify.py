@@ -1,4 +1,5 @@
-"""What was drawn, into the lanes and to the host: in packed rows, as from a GPU, comes what a CPU reads in place."""
+"""What was drawn, into the lanes and to the host: those stand that would have been drawn one by one, and a packed row
+brings back every bit."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,10 +12,9 @@ import pytest
 import torch
 from decoding_cases import make_decoder, play, random_world
 
-from thresher.engine.decoding import verify
 from thresher.engine.decoding.lanes import Lanes, StopBank
 from thresher.engine.decoding.sequences import Draw
-from thresher.engine.decoding.verify import Ints, keep_drawn, send_drawn
+from thresher.engine.decoding.verify import DrawnRows, Ints, drawn_width, keep_drawn, pack_drawn, what_stands
 from thresher.kernels import sampling
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -23,18 +23,26 @@ CPU = torch.device("cpu")
 COUNT, KNOWN, DRAFTS = 24, 5, 3
 
 
-def test_a_row_brings_back_every_bit() -> None:
+def packed(ids_NQ: torch.Tensor, logprobs_NQ: torch.Tensor, code_N: torch.Tensor, taken_N: torch.Tensor) -> DrawnRows:
+    """As a step of a bucket leaves them, two rows longer than there are sequences."""
+    out_NX = torch.full((len(ids_NQ), drawn_width(ids_NQ.shape[1])), -7, dtype=torch.int32)
+    pack_drawn(ids_NQ, logprobs_NQ, code_N, taken_N, out_NX)
+    return DrawnRows(torch.cat([out_NX, torch.full((2, out_NX.shape[1]), -7, dtype=torch.int32)]), None)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_brings_back_every_bit(rows: int) -> None:
     bits = torch.tensor([0, 1, -1, 2**31 - 1, -(2**31), 0x7FC00001, -0x400000], dtype=torch.int32)
-    ids_N = torch.tensor([0, 1, 151_664, 2**31 - 1, 5, 6, 7])
+    bits_NQ = torch.stack([bits.roll(n) for n in range(rows)], 1)
+    ids_NQ = torch.stack([torch.tensor([0, 1, 151_664, 2**31 - 1, 5, 6, 7]).roll(n) for n in range(rows)], 1)
     code_N, taken_N = torch.tensor([0, 1, 2, 300, 0, 0, 1]), torch.tensor([1, 1, 17, 1, 2, 3, 4])
-    rows = send_drawn(ids_N, bits.view(torch.float32), code_N, taken_N)
-    assert rows.rows_N4.shape == (7, 4) and rows.rows_N4.element_size() == 4
-    drawn = rows.read()
-    for found, sent in zip((drawn.ids_N, drawn.code_N, drawn.taken_N), (ids_N, code_N, taken_N), strict=True):
+    drawn = packed(ids_NQ, bits_NQ.view(torch.float32), code_N, taken_N).read(7)
+    for found, sent in zip((drawn.ids_NQ, drawn.code_N, drawn.taken_N), (ids_NQ, code_N, taken_N), strict=True):
         assert found.dtype == np.int64 and found.tolist() == sent.tolist()
-    assert drawn.logprobs_N.dtype == np.float32 and drawn.logprobs_N.view(np.int32).tolist() == bits.tolist()
-    none = send_drawn(*(x[:0] for x in (ids_N, bits.view(torch.float32), code_N, taken_N))).read()
-    assert [len(column) for column in none] == [0] * 4
+    assert drawn.logprobs_NQ.dtype == np.float32 and drawn.logprobs_NQ.view(np.int32).tolist() == bits_NQ.tolist()
+    some = drawn.of(np.array([False, True] * 3 + [False]))
+    assert some.ids_NQ.tolist() == ids_NQ[1::2].tolist() and some.taken_N.tolist() == [1, 1, 3]
+    assert some.stands_NQ.sum(1).tolist() == [min(count, rows) for count in (1, 1, 3)]
 
 
 @pytest.fixture
@@ -56,54 +64,66 @@ def drafted_lanes(tokenizer: Tokenizer, stops: StopBank, seed: int) -> tuple[Lan
     return lanes, np.random.default_rng(seed).permutation(COUNT)[: COUNT - 5]
 
 
+def one_by_one(lanes: Lanes, stops: StopBank, lane: int, drafted: int, ids: list[int]) -> tuple[list[int], int, int]:
+    """What stands of the tokens drawn behind a lane's last one and its drafts, the code of the last, and the state: as
+    they would have been drawn with nobody guessing."""
+    kept, state_N = [], lanes.state_B[lane : lane + 1]
+    for column, token in enumerate(ids):
+        kept.append(token)
+        state_N, code_N = stops.advance(state_N, torch.tensor([token]))
+        guessed = column < drafted and int(lanes.tokens_BL[lane, KNOWN + column]) == token
+        if code_N[0] or not guessed:
+            break
+    return kept, int(code_N[0]), int(state_N[0])
+
+
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
-def test_rows_say_what_a_cpu_reads_in_place(
-    drafts: int, tiny_tokenizer: Tokenizer, stops: StopBank, monkeypatch: pytest.MonkeyPatch
+def test_those_stand_that_would_have_been_drawn_one_by_one(
+    drafts: int, tiny_tokenizer: Tokenizer, stops: StopBank
 ) -> None:
+    """By the decoder's walk over rows, and by a device's over columns, of which some are nobody's."""
     ends = [tiny_tokenizer.encode_template("x</search>")[-1], tiny_tokenizer.added_tokens["<|endoftext|>"]]
     seen_codes, seen_taken = set(), set()
     for seed in range(8):
         lanes, lane_N = drafted_lanes(tiny_tokenizer, stops, seed)
         draw = np.random.default_rng(100 + seed)
-        drafted_N = draw.integers(0, drafts + 1, len(lane_N))
-        rows, ids = 1 + drafted_N, []
-        for lane, count in zip(lane_N, rows, strict=True):
+        drafted_N, ids = draw.integers(0, drafts + 1, len(lane_N)), []
+        for lane, count in zip(lane_N, 1 + drafted_N, strict=True):
             guessed = lanes.tokens_BL[lane, KNOWN : KNOWN + count].tolist()  # true guesses, but for some
-            ids += [token if draw.random() < 0.6 else int(draw.choice([*ends, 7])) for token in guessed]
-        ids_F, logprobs_F = torch.tensor(ids), -torch.rand(len(ids), generator=torch.Generator().manual_seed(seed))
-        arguments = (lane_N, drafted_N, ids_F, logprobs_F)
-        in_place, in_rows = deepcopy(lanes), deepcopy(lanes)
-        code_N, taken_N = keep_drawn(in_place, stops, *arguments)
+            ids.append([token if draw.random() < 0.6 else int(draw.choice([*ends, 7])) for token in guessed])
+        wanted = [one_by_one(lanes, stops, *row) for row in zip(lane_N.tolist(), drafted_N.tolist(), ids, strict=True)]
 
-        sent: list[verify.DrawnRows] = []
+        in_place = deepcopy(lanes)
+        ids_F = torch.tensor([token for row in ids for token in row])
+        logprobs_F = -torch.rand(len(ids_F), generator=torch.Generator().manual_seed(seed))
+        code_N, taken_N = keep_drawn(in_place, stops, lane_N, drafted_N, ids_F, logprobs_F)
+        first_N = np.cumsum(1 + drafted_N) - 1 - drafted_N
+        for row, (lane, (kept, code, state)) in enumerate(zip(lane_N.tolist(), wanted, strict=True)):
+            assert (taken_N[row], code_N[row], int(in_place.state_B[lane])) == (len(kept), code, state)
+            there = slice(KNOWN, KNOWN + len(kept))
+            assert in_place.tokens_BL[lane, there].tolist() == kept
+            assert torch.equal(in_place.logprobs_BL[lane, there], logprobs_F[first_N[row] :][: len(kept)])
+        others = sorted(set(range(COUNT)) - set(lane_N.tolist()))
+        assert torch.equal(in_place.tokens_BL[others], lanes.tokens_BL[others])
+        assert torch.equal(in_place.tokens_BL[:, :KNOWN], lanes.tokens_BL[:, :KNOWN])
 
-        def send(*columns: torch.Tensor, sent: list[verify.DrawnRows] = sent) -> verify.DrawnRows:
-            sent.append(send_drawn(*columns))
-            return sent[-1]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(verify, "reads_rows", lambda _: True)
-            patch.setattr(verify, "send_drawn", send)
-            found_code_N, found_taken_N = keep_drawn(in_rows, stops, *arguments)
-        assert np.array_equal(found_code_N, code_N) and np.array_equal(found_taken_N, taken_N)
-        for name in ("tokens_BL", "logprobs_BL", "state_B"):
-            assert torch.equal(getattr(in_rows, name), getattr(in_place, name))
-        (row,) = sent  # one copy
-        last_N = KNOWN + taken_N - 1
-        assert np.array_equal(row.read().ids_N, in_place.tokens_BL.numpy()[lane_N, last_N])
-        assert np.array_equal(row.read().logprobs_N, in_place.logprobs_BL.numpy()[lane_N, last_N])
-        assert np.array_equal(row.read().code_N, code_N) and np.array_equal(row.read().taken_N, taken_N)
+        wide = drafts + 2  # columns behind a sequence's drafts hold true guesses, which count for nothing
+        ids_NQ, drafts_NK = torch.zeros(len(ids), 1 + wide, dtype=torch.int64), torch.zeros(len(ids), wide).long()
+        for row, lane in enumerate(lane_N.tolist()):
+            ids_NQ[row, : len(ids[row])] = torch.tensor(ids[row])
+            drafts_NK[row, : drafted_N[row]] = lanes.tokens_BL[lane, KNOWN : KNOWN + drafted_N[row]]
+            drafts_NK[row, drafted_N[row] :] = ids_NQ[row, drafted_N[row] : -1]
+        state_N = lanes.state_B[torch.from_numpy(lane_N)]
+        columns = what_stands(stops, state_N, ids_NQ, drafts_NK, torch.from_numpy(drafted_N))
+        found = [tuple(row) for row in torch.stack(columns, 1).tolist()]
+        assert found == [(state, code, len(kept)) for kept, code, state in wanted]
         seen_codes |= set(code_N.tolist())
         seen_taken |= set(taken_N.tolist())
     assert {0, 1} < seen_codes and seen_taken == set(range(1, drafts + 2)), "too little was seen"
 
 
-def test_only_a_gpu_is_read_in_rows() -> None:
-    assert verify.reads_rows(torch.device("cuda", 0)) and not verify.reads_rows(CPU)
-
-
 @pytest.mark.filterwarnings("ignore:.*(encountered|All-NaN).*:RuntimeWarning")  # numpy, on what is masked
-def test_drawn_and_read_as_on_a_gpu_a_rollout_has_the_same_tokens(
+def test_drawn_as_on_a_gpu_a_rollout_has_the_same_tokens(
     tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of the head's product, in Triton's interpreter; rows with filters beside them, and turns of every end."""
@@ -119,7 +139,7 @@ def test_drawn_and_read_as_on_a_gpu_a_rollout_has_the_same_tokens(
     plans[0] = replace(plans[0], draw=Draw(0.8, 5), arrive=6)
     decoder = make_decoder(tiny_policy, tiny_tokenizer)
     expected = play(decoder, prompts, plans)
-    calls = {"fused": 0, "rows": 0}
+    calls = {"fused": 0, "all": 0}
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -129,11 +149,10 @@ def test_drawn_and_read_as_on_a_gpu_a_rollout_has_the_same_tokens(
         return call
 
     monkeypatch.setattr(sampling, "_draws_fused", lambda *_: True)
-    monkeypatch.setattr(verify, "reads_rows", lambda _: True)
     monkeypatch.setattr(head_draw_triton, "draw_fused", counted("fused", head_draw_triton.draw_fused))
-    monkeypatch.setattr(verify, "send_drawn", counted("rows", send_drawn))
+    monkeypatch.setattr(sampling, "draw_from_head", counted("all", sampling.draw_from_head))
     found = play(decoder, prompts, plans)
-    assert 0 < calls["fused"] < calls["rows"], "some steps have filters and some have none"
+    assert 0 < calls["fused"] < calls["all"], "some steps have filters and some have none"
     for ours, theirs in zip(found, expected, strict=True):
         for turn, as_on_cpu in zip(ours, theirs, strict=True):
             assert (turn[0], *turn[2:]) == (as_on_cpu[0], *as_on_cpu[2:])

@@ -185,7 +185,7 @@ for n in (1, 2, 3, 16, 63):
     runs = cached.PrefillRows(ints(n, n + 3), ints(n + 1)[1:], ints(n), ints(n), n)
     prefill_triton.triton_prefill(torch.zeros(n, 14, 64, dtype=torch.bfloat16), cache, cache, runs)
 print({name: len(kinds) for name, kinds in seen.items()})
-for entry, capability in ((decode_triton.specialisations()[2], 80), (prefill_triton.specialisations()[1], 90)):
+for entry, capability in ((decode_triton.specialisations()[3], 80), (prefill_triton.specialisations()[1], 90)):
     kernel, constants = entry.kernel, entry.constants
     types = {name: "constexpr" if name in constants else entry.signature[name] for name in kernel.arg_names}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in entry.aligned}

@@ -1,0 +1,44 @@
+"""Calls that are made meanwhile, one after the other, in a thread that nobody has to wait for."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """`with Background() as background: future = background.submit(call)`. Who is interrupted leaves at once: what is
+    being called goes on alone, and what was yet to be called is not. A ThreadPoolExecutor would be waited for, here and
+    when the program ends."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._over = False
+
+    def __enter__(self) -> "Background[T]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over = True
+        self._calls.put(None)
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """What it returns, or raises, will be there."""
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        if self._thread is None:
+            self._thread = Thread(target=self._work, daemon=True)
+            self._thread.start()
+        return future
+
+    def _work(self) -> None:
+        while (asked := self._calls.get()) is not None and not self._over:
+            future, call = asked
+            try:
+                future.set_result(call())
+            except BaseException as error:  # whoever asks for the result is to have it
+                future.set_exception(error)

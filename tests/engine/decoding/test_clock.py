@@ -1,0 +1,131 @@
+"""Laps: the host's seconds on a CPU, and on CUDA the time between two events that is asked for when it has passed."""
+
+from typing import Any
+
+import pytest
+import torch
+from decoding_cases import Plan, TurnPlan, play
+
+from thresher.engine.decoding import clock as clock_module
+from thresher.engine.decoding.clock import DecodeClock, Lap
+from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.device import DeviceDecoder
+from thresher.kernels.attention import cached
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+
+
+class Gpu:
+    """A queue of work and events. The host is ahead of it, until somebody waits: then all has been done."""
+
+    def __init__(self) -> None:
+        self.now, self.reached = 0.0, 0.0  # milliseconds: when the queue will be empty, and what is known to be done
+
+    def event(self, enable_timing: bool = False) -> "FakeEvent":
+        assert enable_timing
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.at = gpu, -1.0
+
+    def record(self) -> None:
+        self.at = self.gpu.now
+
+    def synchronize(self) -> None:
+        assert 0 <= self.at <= self.gpu.reached, "the host would wait"
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert 0 <= self.at <= end.at <= self.gpu.reached, "torch would raise"
+        return end.at - self.at
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    return gpu
+
+
+def test_on_cuda_a_lap_is_the_gpus_own(gpu: Gpu) -> None:
+    cuda = torch.device("cuda")
+    with Lap(cuda) as first:
+        gpu.now += 30.0
+    with Lap(cuda) as second:
+        gpu.now += 500.0
+    gpu.reached = 30.0
+    assert first.seconds() == pytest.approx(0.03) and first.host < 0.02, "the host did not wait for it"
+    with pytest.raises(AssertionError, match="would wait"):
+        second.seconds()
+    gpu.reached = gpu.now
+    clock = DecodeClock()
+    clock.add([(first, 1.0), (second, 0.25)])
+    assert clock.prefill == pytest.approx(0.155) and clock.decode == pytest.approx(0.375)
+
+
+def test_on_a_cpu_it_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([5.0, 7.5])
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(ticks))
+    with Lap(torch.device("cpu")) as lap:
+        pass
+    assert lap.seconds() == lap.host == 2.5
+
+
+@pytest.mark.parametrize("kind", [Decoder, DeviceDecoder])
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
+    kind: type[Decoder],
+    speculate: int,
+    gpu: Gpu,
+    tiny_policy: Policy,
+    tiny_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prefills of 7 ms, decode steps and draws of 2 ms, on a GPU that has done what was read back and no more."""
+    monkeypatch.setattr(cached, "_runs_triton", lambda q: False)
+    module = __import__(kind.__module__, fromlist=["Lap"])
+    monkeypatch.setattr(module, "Lap", lambda device: Lap(torch.device("cuda")))
+    hidden, prefills, decodes = Policy.hidden, 0, 0
+
+    def forward(policy: Policy, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Any) -> torch.Tensor:
+        nonlocal prefills, decodes
+        long = len(set(positions_T.tolist())) > 8
+        prefills, decodes = prefills + long, decodes + (not long)
+        gpu.now += 7.0 if long else 2.0
+        return hidden(policy, ids_T, positions_T, attend)
+
+    monkeypatch.setattr(Policy, "hidden", forward)
+    decoder = kind(tiny_policy, tiny_tokenizer, num_blocks=40, page_size=16, max_running=4, speculate=speculate)
+    if isinstance(decoder, DeviceDecoder):
+        from thresher.engine.decoding.bucket_step import BucketStep, Flight
+
+        launch, read, times = BucketStep.launch, Flight.read, []
+
+        def launched(step: BucketStep) -> Any:
+            rows = launch(step)
+            times.append(gpu.now)
+            return rows
+
+        def was_read(flight: Flight) -> Any:
+            gpu.reached = times.pop(0)
+            return read(flight)
+
+        monkeypatch.setattr(BucketStep, "launch", launched)
+        monkeypatch.setattr(Flight, "read", was_read)
+    else:
+        write = Decoder._write
+
+        def written(decoder: Decoder, *rows: Any) -> Any:
+            done = write(decoder, *rows)
+            gpu.reached = gpu.now
+            return done
+
+        monkeypatch.setattr(Decoder, "_write", written)
+    turns = (TurnPlan(room=6), TurnPlan(room=5, appended=(tuple(range(30)),)))
+    play(decoder, [list(range(40))], [Plan(prompt=0, seed=seed, turns=turns) for seed in range(3)])
+    assert prefills and decodes
+    total = (7.0 * prefills + 2.0 * decodes) / 1000
+    assert decoder.clock.prefill + decoder.clock.decode == pytest.approx(total)
+    if kind is DeviceDecoder:
+        assert decoder.clock.prefill == pytest.approx(prefills * 0.007)
