@@ -18,7 +18,7 @@ _SYMBOLS, _STRINGS, _FUNCTION = 2, 3, 2  # types: of sections, and of a symbol
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ElfSection:
     """As its header has it; `link` and `info` mean what the type says. number: its place among the headers."""
 
     name: str
@@ -48,7 +48,7 @@ def merged(cubins: Sequence[bytes]) -> bytes:
     """A file in which the code of cubin n is section `.text.n.<name>`. All for one GPU. Raises ValueError otherwise."""
     if len({cubin[16:20] + cubin[48:52] for cubin in cubins}) != 1:  # type, machine, and flags, which name the GPU
         raise ValueError("expected cubins for one GPU")
-    code: list[Section] = []
+    code: list[ElfSection] = []
     functions: list[Function] = []
     for number, cubin in enumerate(cubins):
         found = sections(cubin)
@@ -68,29 +68,29 @@ def merged(cubins: Sequence[bytes]) -> bytes:
         at += len(one.name) + 1
     count = len(code)
     tables = (
-        Section(".strtab", count + 1, _STRINGS, 0, names),
-        Section(".symtab", count + 2, _SYMBOLS, 0, symbols, link=count + 1, info=1, align=8, entry=_SYMBOL.size),
+        ElfSection(".strtab", count + 1, _STRINGS, 0, names),
+        ElfSection(".symtab", count + 2, _SYMBOLS, 0, symbols, link=count + 1, info=1, align=8, entry=_SYMBOL.size),
     )
     return _written(cubins[0], [*code, *tables], symbols_at=count + 2)
 
 
-def sections(file: bytes) -> list[Section]:
+def sections(file: bytes) -> list[ElfSection]:
     """Of an ELF file, in the order of their headers."""
     (start,) = struct.unpack_from("<Q", file, 40)
     count, of_names = struct.unpack_from("<HH", file, 60)
     heads = [_SECTION.unpack_from(file, start + number * _SECTION.size) for number in range(count)]
     names = heads[of_names][4]
 
-    def read(number: int) -> Section:
+    def read(number: int) -> ElfSection:
         name, kind, flags, _, at, size, link, info, align, entry = heads[number]
         end = file.index(b"\0", names + name)
         text = file[names + name : end].decode()
-        return Section(text, number, kind, flags, file[at : at + size], link, info, align, entry)
+        return ElfSection(text, number, kind, flags, file[at : at + size], link, info, align, entry)
 
     return [read(number) for number in range(count)]
 
 
-def _functions(found: Sequence[Section]) -> Iterator[Function]:
+def _functions(found: Sequence[ElfSection]) -> Iterator[Function]:
     for table in found:
         if table.kind == _SYMBOLS:
             names = found[table.link].data
@@ -99,17 +99,17 @@ def _functions(found: Sequence[Section]) -> Iterator[Function]:
                     yield Function(names[name : names.index(b"\0", name)], info, other, section, value, size)
 
 
-def _numbered(section: Section, cubin: int, place: int) -> Section:
+def _numbered(section: ElfSection, cubin: int, place: int) -> ElfSection:
     name = f"{CODE}{cubin}.{section.name.removeprefix(CODE)}"
-    return Section(name, place, section.kind, section.flags, section.data, 0, section.info, section.align)
+    return ElfSection(name, place, section.kind, section.flags, section.data, 0, section.info, section.align)
 
 
-def _written(like: bytes, chosen: Sequence[Section], symbols_at: int) -> bytes:
+def _written(like: bytes, chosen: Sequence[ElfSection], symbols_at: int) -> bytes:
     """An ELF file of these sections, for the machine of `like`."""
     names = bytearray(b"\0")
     body = bytearray()
     heads = [bytes(_SECTION.size)]
-    own = Section(".shstrtab", len(chosen) + 1, _STRINGS, 0, b"")
+    own = ElfSection(".shstrtab", len(chosen) + 1, _STRINGS, 0, b"")
     for section in (*chosen, own):
         body.extend(bytes(-(_HEADER + len(body)) % max(section.align, 1)))
         name = len(names)
