@@ -112,7 +112,7 @@ def test_racecheck_sees_every_file_of_kernels() -> None:
         "head_triton",
         "reduce_triton",
         "persistent_triton",
-    }  # the last one is not chosen unless it was timed
+    }  # the last: once it was timed
     assert files | of_the_loss == {module.rpartition(".")[2] for module in triton_modules()}
 
 
