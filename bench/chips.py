@@ -3,7 +3,8 @@
 Peak is that of dense bfloat16 products with float32 sums: SMs x products a cycle of one x the boost clock. Bandwidth is
 the memory's. Both are ceilings of data sheets, and a bare matmul or a bare copy stays below them.
 
-    data sheets of NVIDIA: A100 40GB and 80GB SXM, A800 80GB SXM (an A100 with slower NVLink), H100 SXM, H200 SXM
+    data sheets of NVIDIA: A100 40GB and 80GB SXM, A800 80GB SXM (an A100 with slower NVLink), H100 SXM and PCIe, H800
+    SXM (an H100 with slower NVLink), H200 SXM
     latency of a load that misses every cache, in cycles: Luo et al. 2024, "Benchmarking and Dissecting the Nvidia
     Hopper GPU Architecture via Microbenchmarking", the table of memory latencies: 466 on an A100, 479 on an H100. The
     H200 is taken for an H100 with other memory.
@@ -15,7 +16,9 @@ and not sufficient.
 Deliberately absent: anything measured here, NVLink and PCIe, the L2 cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 GB, TB, TERA = 1e9, 1e12, 1e12
 
@@ -79,8 +82,22 @@ CHIPS = {
         _hopper("H200", 141 * GB, 4.8 * TB),
     )
 }
+# Nobody's prediction is asked for on these, but they may be what a bench runs on.
+_H800 = _hopper("H800", 80 * GB, 3.35 * TB)
+_H100_PCIE = replace(_hopper("H100-PCIe", 80 * GB, 2.0 * TB), sms=114, clock_hz=1.755e9, flops_per_s=756 * TERA)
 
 
 def fastest(capability: int) -> Chip:
     """Of the chips with this compute capability the one whose memory asks for most bytes in flight."""
     return max((chip for chip in CHIPS.values() if chip.capability == capability), key=lambda chip: chip.bytes_per_s)
+
+
+def this_chip(device: torch.device) -> Chip | None:
+    """The chip that a device is, by its name and memory; None for one that is not known here."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    if "A100" in found.name:
+        return CHIPS["A100-80" if found.total_memory > 50e9 else "A100-40"]
+    known = {"H100 PCIe": _H100_PCIE, **{chip.name: chip for chip in (_H800, *CHIPS.values())}}
+    return next((chip for name, chip in known.items() if name in found.name), None)

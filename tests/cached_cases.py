@@ -1,14 +1,13 @@
 """What the tests of attention to a cache in blocks share: sequences in poisoned blocks, what is right, by how much.
 
 All that nobody wrote is NaN: blocks that no sequence owns, slots behind a sequence's last key, rows of q that do not
-exist, memory that torch hands out (`poison`).
+exist.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import make_qkv, variances
@@ -163,17 +162,3 @@ class CachedCase:
 
 def ints(values: Sequence[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
-
-
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch hands out unwritten is NaN, or a number of nothing."""
-
-    def filled(make):  # type: ignore[no-untyped-def]
-        def made(*arguments, **options):  # type: ignore[no-untyped-def]
-            tensor = make(*arguments, **options)
-            return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**20)
-
-        return made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
+
 END_OF_TEXT = "<|endoftext|>"
 TEACHING_STEPS = 80
 TEMPLATE = "<search> or <answer>: {question}\n"
@@ -48,6 +50,30 @@ FACTS = [
     for number, name in enumerate(NAMES)
     for offset, relation in enumerate(RELATIONS)
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ints_of_one_element() -> Iterator[None]:
+    """Triton 3.6's interpreter makes an int of an array of shape [1], as where a loop ends at a number that was read.
+    NumPy 2.4 refuses that, and Triton 3.7 does not ask for it."""
+    try:
+        old = version("triton").startswith("3.6.")
+    except PackageNotFoundError:
+        old = False
+    if not old or os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_lang_tensor", patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,6 @@ LONG = {
     ("kernels/drawing/head_draw_triton.py", "_draw_kernel"): "one Triton program, from the product to what is stored",
     ("kernels/attention/decode_triton.py", "_decode_kernel"): "one Triton program, an argument a line",
     ("kernels/attention/cascade_triton.py", "_prefix_kernel"): "one Triton program, an argument a line",
-    ("kernels/attention/prefill_triton.py", "_prefill_kernel"): "one Triton program, an argument a line",
     ("kernels/loss.py", "grpo_loss"): "the public function: three quarters of it are its arguments and their docs",
     ("retrieval/building/commands.py", "build"): "a build from first to last, in the order in which it may be killed",
 }

@@ -2,8 +2,8 @@
 Imports: bench/chips.py, bench/machine.py, engine/console.py, kernels/launch, rewards.
 
     run.py         the command: the table, the rows, and the same under another Triton
-    compiler.py    one kernel for one target: Triton's compiler, the assembler's log, and what is a fault
-    sass.py        the machine code: prologue, loops, epilogue, widths, spills
+    compiler.py    kernels for targets: Triton's compiler, the assembler's log, and what is a fault
+    sass.py        the machine code: prologue, loops, epilogue, widths, spills; elf.py: several cubins as one
     predict.py     bytes in flight beside Little's law, and a predicted share of peak
     target.py      sm_80 and sm_90, and how many blocks a multiprocessor holds
 """

@@ -1,4 +1,4 @@
-"""One kernel compiled for one target, what the assembler wrote down, and what of it is a fault.
+"""Kernels compiled for a target each, what the assembler wrote down, and what of it is a fault.
 
 Triton brings NVIDIA's assembler and disassembler. Registers, stack frame, spilled bytes, shared memory, and whether
 Hopper's matrix instructions had to be serialised, are read from the assembler's log and the PTX of the very
@@ -19,7 +19,7 @@ import contextlib
 import io
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from thresher.bench.compile.sass import Code, disassemble, read_code
@@ -57,8 +57,37 @@ class Result:
     faults: tuple[str, ...]
 
 
-def compile_one(specialisation: Specialisation, target: Target) -> Result:
-    """Compile, read log and code, check. Raises what Triton raises for a kernel that is no valid Triton."""
+def compile_all(
+    wanted: Sequence[tuple[Specialisation, Target]], assembled: Callable[[int, str], None] = lambda count, what: None
+) -> list[Result]:
+    """Compile each, read logs and code, check. `assembled` is called after each with their number so far and a name.
+    Raises what Triton raises for a kernel that is no valid Triton."""
+    made: list[_Assembled] = []
+    for specialisation, target in wanted:
+        made.append(_assemble(specialisation, target))
+        assembled(len(made), f"{specialisation.name} for {target.name}")
+    code: dict[int, Code] = {}
+    for target in dict.fromkeys(target for _, target in wanted):
+        places = [place for place, one in enumerate(made) if one.target == target and one.figures is not None]
+        if places:
+            with tempfile.TemporaryDirectory() as folder:
+                texts = disassemble([made[place].cubin for place in places], folder)
+            code |= dict(zip(places, map(read_code, texts), strict=True))
+    return [_result(one, code.get(place)) for place, one in enumerate(made)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Assembled:
+    """What ptxas made, or why it made nothing."""
+
+    specialisation: Specialisation
+    target: Target
+    figures: Figures | None
+    cubin: bytes
+    faults: tuple[str, ...]
+
+
+def _assemble(specialisation: Specialisation, target: Target) -> _Assembled:
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -73,19 +102,26 @@ def compile_one(specialisation: Specialisation, target: Target) -> Result:
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in specialisation.aligned},
     )
     options = {name: getattr(specialisation, name) for name in ("num_warps", "num_stages", "maxnreg")}
-    with _assembler_log() as (written, folder):
+    with _assembler_log() as written:
         try:
             compiled = triton_compile(source, target=GPUTarget("cuda", target.capability, WARP), options=options)
         except PTXASError as error:
             fault = f"does not compile: {ptxas_complaint(str(error))}"
-            return Result(specialisation=specialisation, target=target, figures=None, code=None, faults=(fault,))
+            return _Assembled(specialisation=specialisation, target=target, figures=None, cubin=b"", faults=(fault,))
         except Exception as error:
             error.add_note(f"while compiling {specialisation.name} for {target.name}")
             raise
-        code = read_code(disassemble(compiled.asm["cubin"], folder))
     figures = read_figures(written.getvalue(), compiled.asm["ptx"], compiled.metadata.shared)
-    found = faults(figures, code, target, specialisation)
-    return Result(specialisation=specialisation, target=target, figures=figures, code=code, faults=found)
+    return _Assembled(
+        specialisation=specialisation, target=target, figures=figures, cubin=compiled.asm["cubin"], faults=()
+    )
+
+
+def _result(one: _Assembled, code: Code | None) -> Result:
+    found = one.faults
+    if one.figures is not None and code is not None:
+        found += faults(one.figures, code, one.target, one.specialisation)
+    return Result(specialisation=one.specialisation, target=one.target, figures=one.figures, code=code, faults=found)
 
 
 def expected_matrix(specialisation: Specialisation, target: Target) -> str | None:
@@ -108,9 +144,8 @@ def check(specialisation: Specialisation) -> None:
 
 
 @contextlib.contextmanager
-def _assembler_log() -> Iterator[tuple[io.StringIO, str]]:
-    """What the assembler writes while kernels are compiled (Triton prints it, and much more where it fails), and a
-    folder that lives as long."""
+def _assembler_log() -> Iterator[io.StringIO]:
+    """What the assembler writes while a kernel is compiled (Triton prints it, and much more where it fails)."""
     from triton import knobs
 
     written = io.StringIO()
@@ -122,7 +157,7 @@ def _assembler_log() -> Iterator[tuple[io.StringIO, str]]:
     ):
         knobs.cache.dir = folder
         knobs.nvidia.dump_ptxas_log = True
-        yield written, folder
+        yield written
 
 
 def ptxas_complaint(message: str) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.table import Table
 
-from thresher.bench.compile.compiler import Result, compile_one
+from thresher.bench.compile.compiler import Result, compile_all
 from thresher.bench.compile.predict import Prediction, predict
 from thresher.bench.compile.sass import Code
 from thresher.bench.compile.target import KIB, TARGETS
@@ -50,11 +50,8 @@ def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str |
     ]
     compiler, gpus = f"Triton {package_version('triton')}", " and ".join(targets)
     console.print(f"{len(wanted)} compilations for {gpus} with {compiler}; no GPU is asked for")
-    results = []
     with progress_line("compiled", len(wanted)) as line:
-        for _, specialisation, target in wanted:
-            results.append(compile_one(specialisation, target))
-            line.to(len(results), f"{specialisation.name} for {target.name}")
+        results = compile_all([(specialisation, target) for _, specialisation, target in wanted], line.to)
     _show(results)
     if out is not None:
         head = facts(("triton",))

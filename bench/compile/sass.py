@@ -1,10 +1,10 @@
 """What the assembler made of a kernel: its machine code, disassembled, and cut into prologue, loops and epilogue.
 
-The disassembler is NVIDIA's nvdisasm, which Triton brings. Its text gives instructions in the order of their addresses,
-labels, and the labels that branches go to. From these a graph of basic blocks is made. An instruction is in a loop
-where its block can be reached from itself: a strongly connected component of the graph (Tarjan 1972). A jump backwards
-is not enough, for ptxas puts rare paths behind the end of a kernel, and they jump back. A subroutine is in a loop where
-a call to it is.
+The disassembler is NVIDIA's nvdisasm, which Triton brings; it is run once for all kernels (elf.py). Its text gives
+instructions in the order of their addresses, labels, and the labels that branches go to. From these a graph of basic
+blocks is made. An instruction is in a loop where its block can be reached from itself: a strongly connected component
+of the graph (Tarjan 1972). A jump backwards is not enough, for ptxas puts rare paths behind the end of a kernel, and
+they jump back. A subroutine is in a loop where a call to it is.
 
     prologue   not in a loop, and a loop can be reached from it
     loop       in a loop; a loop inside another counts once
@@ -21,9 +21,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from thresher.bench.compile.elf import merged
+
 _LABEL = re.compile(r"^(\.L_\w+|\.L\d+):")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _GOES_TO = re.compile(r"`\((\.L\w+)\)")
+# A section's number, and what follows up to the next one.
+_CODE_OF = re.compile(r"^\s*\.section\s+\.text\.(\d+)\.(.*?)(?=^\s*\.section\s|\Z)", re.MULTILINE | re.DOTALL)
 _ENDS = ("EXIT", "RET", "BRX", "JMP", "KILL")
 _WIDE = 16
 # More than this share of the bytes, moved by narrower instructions, is no bulk path any more: a few scalars are.
@@ -124,17 +128,22 @@ class Code:
         return tuple(found)
 
 
-def disassemble(cubin: bytes, folder: str) -> str:
-    """nvdisasm's text of a cubin; `folder` is for a file that it reads."""
+def disassemble(cubins: Sequence[bytes], folder: str) -> list[str]:
+    """nvdisasm's text of each cubin, all for one GPU; `folder` is for a file that it reads."""
     from triton import knobs
 
-    path = f"{folder}/kernel.cubin"
+    path = f"{folder}/kernels.cubin"
     with open(path, "wb") as file:
-        file.write(cubin)
-    done = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", path], capture_output=True, text=True, check=False)
+        file.write(merged(cubins))
+    # Without its analysis of data flow, which gives the same text of what ptxas makes of Triton's kernels.
+    command = [knobs.nvidia.nvdisasm.path, "-c", "-ndf", path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"nvdisasm could not read a kernel: {done.stderr.strip()}")
-    return done.stdout
+        raise RuntimeError(f"nvdisasm could not read the kernels: {done.stderr.strip()}")
+    texts = [""] * len(cubins)
+    for number, text in _CODE_OF.findall(done.stdout):
+        texts[int(number)] += text
+    return texts
 
 
 def read_code(text: str) -> Code:

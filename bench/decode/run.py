@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from thresher.bench.chips import CHIPS, Chip
+from thresher.bench.chips import this_chip
 from thresher.bench.machine import facts
 from thresher.bench.measure import spread
 from thresher.bench.roofline.floors import DecodeShape, decode_parts, decode_share, floor_s
@@ -184,17 +184,6 @@ def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def this_chip(device: torch.device) -> Chip | None:
-    """The chip of bench/chips.py that this device is; None for any other."""
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.get_device_properties(device)
-    names = [name for name in ("H200", "H100", "A800") if name in found.name]
-    if "A100" in found.name:
-        names = ["A100-80" if found.total_memory > 50e9 else "A100-40"]
-    return CHIPS[names[0]] if names else None
 
 
 def _contexts(shape: DecodeShape) -> str:

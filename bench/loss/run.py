@@ -6,7 +6,8 @@ three bare matmuls of the loss's shapes among them. A contender that cannot run,
 place of figures. If ours fails or is wrong, the command ends with status 1 once all rows are written.
 
     floor       6 x R x H x V operations: logits, dX and dW, each once, for the unmasked rows
-    nominal     that floor at the GPU's specified dense bfloat16 rate; measured: at the rate of the bare matmuls
+    nominal     that floor at the GPU's specified dense bfloat16 rate (bench/chips.py)
+    measured    the same at the rate of the bare matmuls
     extra       the most that torch held during a call beyond what it held before; workspace: without the gradients
                 that the call hands over
     ratio       a peer's time by ours, of neighbouring calls
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 
+from thresher.bench.chips import this_chip
 from thresher.bench.loss.cases import Errors, LossCase, LossShape, LossTruth, errors_of, make_case, truth_of
 from thresher.bench.loss.peers import PEERS, Contender, Run, contenders, usual_chunk
 from thresher.bench.machine import facts
@@ -54,15 +56,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Largest errors that are still right: log-prob in nats, loss and gradients relative. Peers may round logits.
 LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (1e-3, 1e-2)}
 PEER_LIMITS = {torch.float32: (1e-2, 1e-2), torch.bfloat16: (0.2, 0.1)}
-# Dense bfloat16 operations per second, by what the device's name contains; the first that fits.
-NOMINAL = (
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("H800", 989e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-)
 CASE_SECONDS = {"cuda": 3.0, "cpu": 8.0}  # of timed rounds, within FEWEST and MOST
 FEWEST, MOST = 5, 50
 MIB = 2**20
@@ -289,8 +282,8 @@ def bare_matmuls(case: LossCase, rows: int) -> list[Callable[[], Any]]:
 def _nominal(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((rate for part, rate in NOMINAL if part in name), None)
+    chip = this_chip(device)
+    return None if chip is None else chip.flops_per_s
 
 
 def _floor(shape: LossShape, rate: float | None) -> float | None:

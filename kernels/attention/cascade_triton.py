@@ -30,17 +30,18 @@ from torch import Tensor
 
 from thresher.kernels.attention.decode_triton import (
     FLOAT32,
-    INTERPRETED,
-    LOG2_E,
     MODEL_SLOTS,
     MODELS,
-    STRIDES,
     KeyTiling,
     attend_keys,
     gpu,
     is_exact,
+    key_specialisation,
     launch_decode,
+    leave_part,
     model_constants,
+    no_keys,
+    options,
     strides,
 )
 from thresher.kernels.attention.rows import KEYS, DecodeRows, SharedPrefix, decode_splits
@@ -112,37 +113,16 @@ def _prefix_kernel(
     q = tl.load(q_ptr + q_at[:, None] + depth[None, :], mask=present[:, None] & across, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    o = tl.zeros((ROWS, WIDTH), tl.float32)
+    highest, total, o = no_keys(ROWS, WIDTH)
     last = tl.full((ROWS,), 0, tl.int32) + (length - 1)
+    whole: tl.constexpr = SLOTS % KEYS == 0  # a prefix is whole blocks
     highest, total, o = attend_keys(
-        q,
-        highest,
-        total,
-        o,
-        last,
-        low,
-        high,
-        table_ptr + g * table_stride,
-        k_ptr + kv * SLOTS * D,
-        v_ptr + kv * SLOTS * D,
-        k_stride,
-        v_stride,
-        scale,
-        D,
-        WIDTH,
-        SLOTS,
-        KEYS,
-        SLOTS % KEYS != 0,  # a prefix is whole blocks
-        UPCAST,
-    )
-    used = i < members * queries * PER_KV
-    first_at = ((split * groups + g) * KV_HEADS + kv) * (members * queries * PER_KV)
-    tl.store(lse_ptr + first_at + i, highest + tl.log2(tl.maximum(total, 1e-30)), mask=used)
-    if low < high:
-        o = o / tl.maximum(total, 1e-30)[:, None]
-        tl.store(o_ptr + first_at * D + (i[:, None] * D + depth[None, :]), o, mask=used[:, None] & across)
+        q, highest, total, o, last, low, high, table_ptr + g * table_stride, k_ptr + kv * SLOTS * D,
+        v_ptr + kv * SLOTS * D, k_stride, v_stride, scale, D, WIDTH, SLOTS, KEYS, not whole, UPCAST,
+    )  # fmt: skip
+    rows = members * queries * PER_KV
+    first_at = ((split * groups + g) * KV_HEADS + kv) * rows
+    leave_part(o_ptr, lse_ptr, highest, total, o, first_at, i, rows, low < high, D, WIDTH)
 
 
 @triton.jit
@@ -288,7 +268,7 @@ def _launch_prefix(
     place_B: Tensor,
 ) -> None:
     """After `launch_decode`, which says of every sequence that it has no place."""
-    (Q, N, D), (K, S), (G, M) = q_BQND.shape[1:], k_PKSD.shape[1:3], prefix.members_GM.shape
+    Q, K, (G, M) = q_BQND.shape[1], k_PKSD.shape[1], prefix.members_GM.shape
     splits = parts.o.shape[0]
     _prefix_kernel[(G * _tiles(prefix, q_BQND, K), K, splits)](
         q_BQND,
@@ -308,10 +288,7 @@ def _launch_prefix(
         prefix.members_GM.stride(0),
         splits,
         *strides(q_BQND, k_PKSD, v_PKSD),
-        LOG2_E * D**-0.5,
-        **model_constants(N, K, D, S),
-        **prefix_tiling(is_exact(q_BQND)).options(),
-        UPCAST=INTERPRETED,
+        **options(q_BQND, k_PKSD, prefix_tiling(is_exact(q_BQND))),
     )
 
 
@@ -361,19 +338,14 @@ def specialisations() -> tuple[Specialisation, ...]:
 
 
 def _prefix_specialisation(dim: int, per_kv: int, kv_heads: int, dtype: str = "bf16") -> Specialisation:
-    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}") | dict.fromkeys(("o_ptr", "lse_ptr"), "*fp32")
-    tiling = prefix_tiling(dtype == "fp32")
     integers = dict.fromkeys(("table_ptr", "length_ptr", "members_ptr", "count_ptr", "place_ptr"), "*i32")
-    return Specialisation(
-        name=f"prefix {dtype} D {dim} {per_kv} x {kv_heads}",
-        kernel=_prefix_kernel,
-        signature=pointers | integers | dict.fromkeys((*_PREFIX_SIZES, *STRIDES), "i32") | {"scale": "fp32"},
-        constants=model_constants(per_kv * kv_heads, kv_heads, dim, MODEL_SLOTS)
-        | {"ROWS": tiling.rows, "KEYS": tiling.keys, "UPCAST": False},
-        aligned=("q_ptr", "k_ptr", "v_ptr", "o_ptr", *STRIDES),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        tensor_cores=dtype == "bf16",
+    return key_specialisation(
+        f"prefix {dtype} D {dim} {per_kv} x {kv_heads}",
+        _prefix_kernel,
+        prefix_tiling(dtype == "fp32"),
+        dtype,
+        others=dict.fromkeys(("o_ptr", "lse_ptr"), "*fp32") | integers | dict.fromkeys(_PREFIX_SIZES, "i32"),
+        constants=model_constants(per_kv * kv_heads, kv_heads, dim, MODEL_SLOTS),
     )
 
 

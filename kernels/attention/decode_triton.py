@@ -28,6 +28,7 @@ Axes: B sequences, Q rows, N query heads, K KV heads, R query heads of a KV head
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -146,6 +147,37 @@ def attend_keys(
     return highest, total, o
 
 
+@triton.jit
+def no_keys(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(highest, total, o) of `attend_keys` before the first one."""
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    return highest, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+
+
+@triton.jit
+def leave_part(
+    o_ptr,  # [.., rows, D] fp32
+    lse_ptr,  # [.., rows] fp32
+    highest,
+    total,
+    o,
+    first_at,  # of the rows under one KV head, int64
+    i,  # [ROWS] places among them
+    rows,
+    some,  # whether the part has keys
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A part's e_p and o_p, in the tile's own order: one pointer and its constant distances are all that it takes."""
+    depth = tl.arange(0, WIDTH)
+    used = i < rows
+    tl.store(lse_ptr + first_at + i, highest + tl.log2(tl.maximum(total, 1e-30)), mask=used)
+    if some:
+        o = o / tl.maximum(total, 1e-30)[:, None]
+        there = used[:, None] & (depth < D)[None, :]
+        tl.store(o_ptr + first_at * D + (i[:, None] * D + depth[None, :]), o, mask=there)
+
+
 # Lengths, and the alignment that they give a slice, must not make a kernel be compiled anew.
 _SIZES = ["sequences", "queries", "table_stride", "splits"]
 _DECODE_NARROW = ["table_ptr", "start_ptr", "count_ptr", "first_ptr", "lse_ptr", "place_ptr"]
@@ -211,45 +243,22 @@ def _decode_kernel(
     q = tl.load(q_ptr + b.to(tl.int64) * q_stride_b + q_at, mask=present[:, None] & across, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    o = tl.zeros((ROWS, WIDTH), tl.float32)
+    highest, total, o = no_keys(ROWS, WIDTH)
     table = table_ptr + b.to(tl.int64) * table_stride
     highest, total, o = attend_keys(
-        q,
-        highest,
-        total,
-        o,
-        start + row,
-        low,
-        high,
-        table,
-        k_ptr + kv * SLOTS * D,
-        v_ptr + kv * SLOTS * D,
-        k_stride,
-        v_stride,
-        scale,
-        D,
-        WIDTH,
-        SLOTS,
-        KEYS,
-        True,
-        UPCAST,
-    )
-    o = o / tl.maximum(total, 1e-30)[:, None]
+        q, highest, total, o, start + row, low, high, table, k_ptr + kv * SLOTS * D, v_ptr + kv * SLOTS * D,
+        k_stride, v_stride, scale, D, WIDTH, SLOTS, KEYS, True, UPCAST,
+    )  # fmt: skip
     if DIRECT:
+        o = o / tl.maximum(total, 1e-30)[:, None]
         o = tl.where(present[:, None], o, 0.0).to(o_ptr.dtype.element_ty)
         at = row * (KV_HEADS * PER_KV) + head
         first_at = b.to(tl.int64) * queries * (KV_HEADS * PER_KV * D)
         o_ptrs = o_ptr + first_at + (at[:, None] * D + depth[None, :])
         tl.store(o_ptrs, o, mask=(row < queries)[:, None] & across)
     else:
-        # In the tile's own order, so that one pointer and its constant distances are all that it takes.
-        used = i < queries * PER_KV
         first_at = ((split * sequences + b).to(tl.int64) * KV_HEADS + kv) * (queries * PER_KV)
-        tl.store(lse_ptr + first_at + i, highest + tl.log2(tl.maximum(total, 1e-30)), mask=used)
-        if low < high:
-            tl.store(o_ptr + first_at * D + (i[:, None] * D + depth[None, :]), o, mask=used[:, None] & across)
+        leave_part(o_ptr, lse_ptr, highest, total, o, first_at, i, queries * PER_KV, low < high, D, WIDTH)
         if PREFIX:  # noqa: SIM102, a constant beside a value
             if (kv == 0) & (split == 0) & (tl.program_id(0) % tiles == 0):
                 tl.store(place_ptr + b, -1)
@@ -266,7 +275,7 @@ def launch_decode(
     place_B: Tensor | None,
 ) -> None:
     """One launch of `_decode_kernel`. lse None: o is the output itself. place_B None: nobody has a prefix."""
-    (B, Q, N, D), (K, S) = q_BQND.shape, k_PKSD.shape[1:3]
+    (B, Q, N, _), K = q_BQND.shape, k_PKSD.shape[1]
     tiling = decode_tiling(is_exact(q_BQND), Q * N // K)
     # What is neither read nor written is any pointer.
     first_B = rows.start_B if rows.first_B is None else rows.first_B
@@ -286,13 +295,10 @@ def launch_decode(
         rows.table_BP.stride(0),
         splits,
         *strides(q_BQND, k_PKSD, v_PKSD),
-        LOG2_E * D**-0.5,
-        **model_constants(N, K, D, S),
-        **tiling.options(),
+        **options(q_BQND, k_PKSD, tiling),
         FIRST=rows.first_B is not None,
         DIRECT=lse is None,
         PREFIX=place_B is not None,
-        UPCAST=INTERPRETED,
     )
 
 
@@ -310,9 +316,15 @@ def gpu(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, 10 * properties.major + properties.minor
 
 
-def strides(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor) -> tuple[int, ...]:
-    """`STRIDES` of a launch."""
-    return *q_BQND.stride()[:3], k_PKSD.stride(0), v_PKSD.stride(0)
+def strides(q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor) -> tuple[int, ...]:
+    """Of a launch: q's, [.., N, D], but the last, and from block to block."""
+    return *q.stride()[:-1], k_PKSD.stride(0), v_PKSD.stride(0)
+
+
+def options(q: Tensor, k_PKSD: Tensor, tiling: KeyTiling) -> dict[str, Any]:
+    """What every launch that reads keys has in common. q: [.., N, D]."""
+    (N, D), (K, S) = q.shape[-2:], k_PKSD.shape[1:3]
+    return {"scale": LOG2_E * D**-0.5, "UPCAST": INTERPRETED, **model_constants(N, K, D, S), **tiling.options()}
 
 
 def model_constants(heads: int, kv_heads: int, dim: int, slots: int) -> dict[str, int]:
@@ -346,21 +358,42 @@ def _specialisation(
     dtype: str = "bf16",
 ) -> Specialisation:
     tiling = decode_tiling(dtype == "fp32", queries * per_kv)
-    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
-    pointers |= dict.fromkeys(("o_ptr", "lse_ptr"), f"*{dtype}" if direct else "*fp32")
+    results = dict.fromkeys(("o_ptr", "lse_ptr"), f"*{dtype}" if direct else "*fp32")
     integers = dict.fromkeys(("table_ptr", "start_ptr", "count_ptr", "first_ptr", "place_ptr"), "*i32")
     kind = f"{' direct' if direct else ''}{f' S {slots}' if slots != MODEL_SLOTS else ''}"
-    flags = {"FIRST": not direct, "DIRECT": direct, "PREFIX": not direct, "UPCAST": False}
-    return Specialisation(
-        name=f"decode {dtype} D {dim} {per_kv} x {kv_heads} rows {tiling.rows}{kind}",
-        kernel=_decode_kernel,
-        signature=pointers | integers | dict.fromkeys((*_SIZES, *STRIDES), "i32") | {"scale": "fp32"},
+    return key_specialisation(
+        f"decode {dtype} D {dim} {per_kv} x {kv_heads} rows {tiling.rows}{kind}",
+        _decode_kernel,
+        tiling,
+        dtype,
+        others=results | integers | dict.fromkeys(_SIZES, "i32"),
         constants=model_constants(per_kv * kv_heads, kv_heads, dim, slots)
-        | {"ROWS": tiling.rows, "KEYS": tiling.keys}
-        | flags,
-        aligned=("q_ptr", "k_ptr", "v_ptr", "o_ptr", *STRIDES),
+        | {"FIRST": not direct, "DIRECT": direct, "PREFIX": not direct},
+        wgmma=tiling.rows >= 64,
+    )
+
+
+def key_specialisation(
+    name: str,
+    kernel: Any,
+    tiling: KeyTiling,
+    dtype: str,
+    *,
+    others: dict[str, str],
+    constants: dict[str, Any],
+    strides: tuple[str, ...] = STRIDES,
+    **more: Any,
+) -> Specialisation:
+    """Of a kernel that reads keys. others: types of the arguments that not all of them have; `o_ptr` is among them."""
+    operands = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
+    return Specialisation(
+        name=name,
+        kernel=kernel,
+        signature=operands | others | dict.fromkeys(strides, "i32") | {"scale": "fp32"},
+        constants=constants | {"ROWS": tiling.rows, "KEYS": tiling.keys, "UPCAST": False},
+        aligned=(*operands, "o_ptr", *strides),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         tensor_cores=dtype == "bf16",
-        wgmma=tiling.rows >= 64,
+        **more,
     )

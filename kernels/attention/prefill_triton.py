@@ -24,15 +24,17 @@ from torch import Tensor
 
 from thresher.kernels.attention.decode_triton import (
     FLOAT32,
-    INTERPRETED,
-    LOG2_E,
     MODEL_SLOTS,
     MODELS,
     KeyTiling,
     attend_keys,
     gpu,
     is_exact,
+    key_specialisation,
     model_constants,
+    no_keys,
+    options,
+    strides,
 )
 from thresher.kernels.attention.rows import KEYS, PrefillRows
 from thresher.kernels.launch.registry import Specialisation
@@ -86,9 +88,7 @@ def _prefill_kernel(
     q = tl.load(q_ptr + first_row * q_stride_t + q_at, mask=present, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    o = tl.zeros((ROWS, WIDTH), tl.float32)
+    highest, total, o = no_keys(ROWS, WIDTH)
     last = start + row
     # Keys that the tile's first row sees, and those that its last one does.
     full = (start + tile * ROWS // PER_KV + 1) // KEYS * KEYS
@@ -96,47 +96,13 @@ def _prefill_kernel(
     k_head, v_head = k_ptr + kv * SLOTS * D, v_ptr + kv * SLOTS * D
     table = table_ptr + run.to(tl.int64) * table_stride
     highest, total, o = attend_keys(
-        q,
-        highest,
-        total,
-        o,
-        last,
-        0,
-        full,
-        table,
-        k_head,
-        v_head,
-        k_stride,
-        v_stride,
-        scale,
-        D,
-        WIDTH,
-        SLOTS,
-        KEYS,
-        False,
-        UPCAST,
-    )
+        q, highest, total, o, last, 0, full, table, k_head, v_head, k_stride, v_stride, scale,
+        D, WIDTH, SLOTS, KEYS, False, UPCAST,
+    )  # fmt: skip
     highest, total, o = attend_keys(
-        q,
-        highest,
-        total,
-        o,
-        last,
-        full,
-        end,
-        table,
-        k_head,
-        v_head,
-        k_stride,
-        v_stride,
-        scale,
-        D,
-        WIDTH,
-        SLOTS,
-        KEYS,
-        True,
-        UPCAST,
-    )
+        q, highest, total, o, last, full, end, table, k_head, v_head, k_stride, v_stride, scale,
+        D, WIDTH, SLOTS, KEYS, True, UPCAST,
+    )  # fmt: skip
     o = o / total[:, None]  # every row sees a key, its own at the least
     o_at = (row * (KV_HEADS * PER_KV * D) + head * D)[:, None] + depth[None, :]
     tl.store(o_ptr + first_row * (KV_HEADS * PER_KV * D) + o_at, o.to(o_ptr.dtype.element_ty), mask=present)
@@ -146,8 +112,8 @@ def triton_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillR
     """`prefill_attention` of cached.py, which has checked what comes here."""
     (T, N, D), (K, S) = q_TND.shape, k_PKSD.shape[1:3]
     out_TND = q_TND.new_zeros(T, N, D)
-    constants = model_constants(N, K, D, S)
-    tiling = prefill_tiling(is_exact(q_TND), constants["WIDTH"], gpu(q_TND.device)[1])
+    width = model_constants(N, K, D, S)["WIDTH"]
+    tiling = prefill_tiling(is_exact(q_TND), width, gpu(q_TND.device)[1])
     _prefill_kernel[(triton.cdiv(rows.longest * N // K, tiling.rows), K, rows.row_N.shape[0])](
         q_TND,
         k_PKSD,
@@ -158,14 +124,8 @@ def triton_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillR
         rows.count_N,
         out_TND,
         rows.table_NP.stride(0),
-        q_TND.stride(0),
-        q_TND.stride(1),
-        k_PKSD.stride(0),
-        v_PKSD.stride(0),
-        LOG2_E * D**-0.5,
-        **constants,
-        **tiling.options(),
-        UPCAST=INTERPRETED,
+        *strides(q_TND, k_PKSD, v_PKSD),
+        **options(q_TND, k_PKSD, tiling),
     )
     return out_TND
 
@@ -187,19 +147,14 @@ def specialisations() -> tuple[Specialisation, ...]:
 def _specialisation(
     dim: int, per_kv: int, kv_heads: int, capability: int, dtype: str = "bf16", slots: int = MODEL_SLOTS
 ) -> Specialisation:
-    strides = ("q_stride_t", "q_stride_n", "k_stride", "v_stride")
-    pointers = ("q_ptr", "k_ptr", "v_ptr", "o_ptr")
-    signature = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(_INDICES, "*i32")
     constants = model_constants(per_kv * kv_heads, kv_heads, dim, slots)
-    tiling = prefill_tiling(dtype == "fp32", constants["WIDTH"], capability)
-    return Specialisation(
-        name=f"prefill {dtype} D {dim} {per_kv} x {kv_heads}{f' S {slots}' if slots != MODEL_SLOTS else ''}",
-        kernel=_prefill_kernel,
-        signature=signature | dict.fromkeys(("table_stride", *strides), "i32") | {"scale": "fp32"},
-        constants=constants | {"ROWS": tiling.rows, "KEYS": tiling.keys, "UPCAST": False},
-        aligned=(*pointers, *strides),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        tensor_cores=dtype == "bf16",
+    return key_specialisation(
+        f"prefill {dtype} D {dim} {per_kv} x {kv_heads}{f' S {slots}' if slots != MODEL_SLOTS else ''}",
+        _prefill_kernel,
+        prefill_tiling(dtype == "fp32", constants["WIDTH"], capability),
+        dtype,
+        others={"o_ptr": f"*{dtype}", "table_stride": "i32"} | dict.fromkeys(_INDICES, "*i32"),
+        constants=constants,
+        strides=("q_stride_t", "q_stride_n", "k_stride", "v_stride"),
         capabilities=(capability,),
     )

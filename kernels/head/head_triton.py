@@ -357,7 +357,8 @@ def specialisations() -> tuple[Specialisation, ...]:
     return (*heads, *again)
 
 
-_TYPES = {
+# Of what a tile leaves behind, and of the numbers that it takes.
+TILE_TYPES = {
     "targets_ptr": "*i64",
     "offsets_ptr": "*fp32",
     "below_target_ptr": "*fp32",
@@ -366,7 +367,6 @@ _TYPES = {
     "store": "i32",
     "parts_stride": "i32",
     "scale": "fp32",
-    "head_stride_v": "i32",
     "exps_stride_r": "i32",
 }
 
@@ -379,7 +379,7 @@ def _head_specialisation(
     return Specialisation(
         name=f"head {pointer[1:]} V {columns:,} H {width:,}",
         kernel=_head_kernel,
-        signature=_TYPES | dict.fromkeys(("rows_ptr", "head_ptr", "exps_ptr"), pointer),
+        signature=TILE_TYPES | {"head_stride_v": "i32"} | dict.fromkeys(("rows_ptr", "head_ptr", "exps_ptr"), pointer),
         constants={"head_stride_h": 1, **tile_constants(tiling, columns, width), "INTERPRETED": False},
         aligned=("rows_ptr", "head_ptr", "parts_ptr", "exps_ptr", "exps_stride_r", *stride),
         num_warps=tiling.num_warps,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from thresher.kernels.head.head_triton import LENGTHS, NARROW, leave_tile, tile_constants
+from thresher.kernels.head.head_triton import LENGTHS, NARROW, TILE_TYPES, leave_tile, tile_constants
 from thresher.kernels.head.tiling import PERSISTENT, Tiling, processors
 from thresher.kernels.launch.registry import Specialisation
 
@@ -101,17 +101,14 @@ def launch_persistent_head(
 
 def specialisations() -> tuple[Specialisation, ...]:
     """The one tiling that is a candidate, at the trainer's vocabulary."""
-    tiling, pointer = PERSISTENT, "*bf16"
+    tiling = PERSISTENT
     blocks = {"rows": [tiling.rows, tiling.width], "head": [tiling.columns, tiling.width]}
-    numbers = dict.fromkeys(("count", "store", "parts_stride", "exps_stride_r"), "i32")
+    descriptors = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return (
         Specialisation(
             name="persistent head bf16 V 151,665 H 1,536",
             kernel=_persistent_head_kernel,
-            signature={name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
-            | {"targets_ptr": "*i64", "exps_ptr": pointer, "scale": "fp32"}
-            | dict.fromkeys(("offsets_ptr", "below_target_ptr", "parts_ptr"), "*fp32")
-            | numbers,
+            signature=descriptors | TILE_TYPES | {"exps_ptr": "*bf16"},
             constants={**tile_constants(tiling, 151_665, 1536), "INTERPRETED": False},
             aligned=("parts_ptr", "exps_ptr", "exps_stride_r"),
             num_warps=tiling.num_warps,

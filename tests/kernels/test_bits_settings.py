@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,14 +55,12 @@ def promised(settings: dict[str, str], threads: int) -> bool:
     return settings.get("MKL_CBWR", "").endswith("STRICT") or (AVX512 and not settings and threads == 1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "threads"),
-    SETTINGS,
-    ids=[" ".join([*(f"{name}={value}" for name, value in s.items()), f"{n} threads"]) for s, n in SETTINGS],
-)
-def test_bits_under(settings: dict[str, str], threads: int) -> None:
+IDS = [" ".join([*(f"{name}={value}" for name, value in s.items()), f"{n} threads"]) for s, n in SETTINGS]
+
+
+def run_under(settings: dict[str, str], threads: int) -> subprocess.CompletedProcess[str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith(READ)}
-    done = subprocess.run(
+    return subprocess.run(
         [
             sys.executable,
             "-P",
@@ -80,7 +80,20 @@ def test_bits_under(settings: dict[str, str], threads: int) -> None:
         text=True,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[list[Future[subprocess.CompletedProcess[str]]]]:
+    """Of each of SETTINGS, as many at a time as there are processors, for most of a run keeps one busy."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    yield [pool.submit(run_under, settings, threads) for settings, threads in SETTINGS]
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=IDS)
+def test_bits_under(number: int, runs: list[Future[subprocess.CompletedProcess[str]]]) -> None:
+    done = runs[number].result()
     assert done.returncode == 0, done.stdout + done.stderr
     ran = re.search(r"(\d+) passed", done.stdout)
-    if promised(settings, threads):
+    if promised(*SETTINGS[number]):
         assert ran and int(ran[1]) >= 8 and NOT_INVARIANT not in done.stdout, done.stdout

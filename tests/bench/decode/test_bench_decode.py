@@ -7,9 +7,8 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.bench.chips import CHIPS
 from thresher.bench.decode import run
-from thresher.bench.decode.run import DecodeBench, random_policy, run_decode_bench, this_chip
+from thresher.bench.decode.run import DecodeBench, random_policy, run_decode_bench
 from thresher.rewards.errors import UserError
 
 
@@ -56,22 +55,3 @@ def test_a_budget_leaves_shapes_out(capsys: pytest.CaptureFixture[str]) -> None:
         run_decode_bench(DecodeBench(models=["tiny"], batch=8, own=4, shared=8, steps=1, device="cpu", budget=-1)) == []
     )
     assert capsys.readouterr().out.count("the budget was used up") == 2
-
-
-def test_chips_are_known_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Found:
-        name, total_memory = "", 80e9
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Found)
-    for name, chip in (
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80"),
-        ("NVIDIA A800-SXM4-80GB", "A800"),
-    ):
-        Found.name = name
-        assert this_chip(torch.device("cuda")) is CHIPS[chip]
-    Found.name, Found.total_memory = "NVIDIA A100-SXM4-40GB", 42e9
-    assert this_chip(torch.device("cuda")) is CHIPS["A100-40"]
-    Found.name = "Tesla T4"
-    assert this_chip(torch.device("cuda")) is None and this_chip(torch.device("cpu")) is None

@@ -1,5 +1,6 @@
 """The runner of `make gpu-check` with parts that need no GPU: what fails or hangs costs its own part alone."""
 
+import ast
 import json
 import sys
 import time
@@ -12,6 +13,7 @@ import torch
 from thresher.bench.gpu_check import run as module
 from thresher.bench.gpu_check.parts import (
     LOSS_TARGETS,
+    RACED,
     CheckPart,
     TableLine,
     decode_lines,
@@ -23,6 +25,7 @@ from thresher.bench.gpu_check.parts import (
 from thresher.bench.gpu_check.run import failure, run_gpu_check
 from thresher.cli.commands.bench.gpu_check import PARTS
 from thresher.cli.main import run as cli
+from thresher.kernels.launch.registry import triton_modules
 from thresher.rewards.errors import UserError
 
 ROW = """
@@ -94,6 +97,23 @@ def test_the_parts_fit_into_eight_minutes_and_are_those_that_the_command_names(t
     assert [part.name for part in found] == list(PARTS)
     assert sum(part.seconds for part in found) <= 450 and not missing(found[0])
     assert not any("shared/data" in argument or "http" in argument for part in found for argument in part.command)
+
+
+def test_racecheck_sees_every_file_of_kernels() -> None:
+    """By tests that are there, and that are one case each."""
+    root = Path(__file__).parents[2] / "kernels"
+    files = set()
+    for name in RACED:
+        path, _, function = name.partition("::")
+        (found,) = [node for node in ast.parse((root / path).read_text()).body if getattr(node, "name", "") == function]
+        assert isinstance(found, ast.FunctionDef) and not found.decorator_list, name
+        files.add(path.rpartition("/")[2].removeprefix("test_").removesuffix(".py"))
+    of_the_loss = {
+        "head_triton",
+        "reduce_triton",
+        "persistent_triton",
+    }  # the last: once it was timed
+    assert files | of_the_loss == {module.rpartition(".")[2] for module in triton_modules()}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from thresher.engine.decoding.sequences import Draw
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
-FUZZED = int(os.environ.get("THRESHER_FUZZ", "300"))  # sequences
+FUZZED = int(os.environ.get("THRESHER_FUZZ", "150"))  # sequences
 AT_ONCE = 25  # of which so many share a decoder
 
 

@@ -28,11 +28,11 @@ def policy_text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
 
 def test_samples_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]) -> None:
     needs_invariant_policy(tiny_policy)
-    jobs = make_jobs(tiny_questions)
+    jobs = make_jobs(tiny_questions[:20])
     batched_run = tiny_rollout()
     batch = batched_run.run(jobs, 1.0)
     # The batch is a mixed one: it searches, goes on after a search, ends in several ways and at different times.
-    assert batched_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in batch}) > 20
+    assert batched_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in batch}) > 10
     assert len({trajectory.reason for trajectory in batch}) >= 3
     single_run = tiny_rollout(max_running=1)
     for job, together in zip(jobs, batch, strict=True):

@@ -5,16 +5,13 @@ The sequences' own keys are test_decode_triton.py's. Everything that is not to b
 
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
-from typing import Any
 
 import pytest
 import torch
-from cached_cases import DEVICE, CachedCase, poison
+from cached_cases import DEVICE, CachedCase
+from interpreter import program_order, shuffled
 
 pytest.importorskip("triton")
-
-import triton.runtime.interpreter as interpreter
 
 from thresher.kernels.attention import cascade_triton, decode_triton
 from thresher.kernels.attention.cached import decode_attention
@@ -31,9 +28,8 @@ def groups(length: int) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize("per_kv", [1, 4, 6, 7, 8])
 @pytest.mark.parametrize("slots", [16, 64])
-def test_rows_with_shared_prefixes_are_right(per_kv: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_shared_prefixes_are_right(per_kv: int, slots: int, poisoned: None) -> None:
     """Ragged groups, one that does not exist, D 64 and 128; a prefix of 48 keys ends within a step."""
-    poison(monkeypatch)
     dim = 64 if per_kv % 2 else 128
     case = CachedCase((per_kv, 1, dim), slots, LENGTHS, groups(48 if slots == 16 else 128))
     q_BQND, rows, judged = case.decode([1] * 5, 1, share=True)
@@ -42,9 +38,8 @@ def test_rows_with_shared_prefixes_are_right(per_kv: int, slots: int, monkeypatc
 
 @pytest.mark.parametrize("queries", [2, 5])
 @pytest.mark.parametrize("splits", [1, 2, 4])
-def test_drafts_and_absent_rows_behind_a_prefix(queries: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_and_absent_rows_behind_a_prefix(queries: int, splits: int, poisoned: None) -> None:
     """Two KV heads; with 5 x 7 rows of three members a tile ends within a member. One member is absent."""
-    poison(monkeypatch)
     lengths = [70, 90, 75, 140]
     case = CachedCase((14, 2, 24), 16, lengths, [(64, [2, 0, 1])])
     q_BQND, rows, judged = case.decode([queries, 0, 1, queries - 1], queries, share=True)
@@ -68,9 +63,8 @@ def test_a_prefix_is_read_once_and_not_by_its_members() -> None:
     judged.holds(decode_attention(q_BQND, *case.caches(), replace(rows, table_BP=hidden), splits=2))
 
 
-def test_groups_that_do_not_exist_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_do_not_exist_change_nothing(poisoned: None) -> None:
     """A bucket without any shared prefix: lengths 0, and members of earlier steps."""
-    poison(monkeypatch)
     case = CachedCase((4, 2, 32), 16, [70, 90], [(64, [0, 1])])
     q_BQND, rows, judged = case.decode([1, 1], 1, share=True)
     assert rows.prefix is not None and rows.first_B is not None
@@ -97,20 +91,12 @@ def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="shuffles the interpreter's programs")
-def test_any_order_of_programs_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
+def test_any_order_of_programs_gives_the_same_bits(poisoned: None) -> None:
     case = CachedCase((6, 2, 32), 16, LENGTHS, groups(48))
     q_BQND, rows, _ = case.decode([1, 2, 1, 0, 2], 2, share=True)
     expected = decode_attention(q_BQND, *case.caches(), rows, splits=2)
-
-    def shuffled(*bounds: int) -> Any:
-        order = list(range(*bounds))
-        if len(bounds) == 1:
-            Random(len(order)).shuffle(order)
-        return order
-
-    monkeypatch.setattr(interpreter, "range", shuffled, raising=False)
-    assert torch.equal(decode_attention(q_BQND, *case.caches(), rows, splits=2), expected)
+    with program_order(shuffled):
+        assert torch.equal(decode_attention(q_BQND, *case.caches(), rows, splits=2), expected)
 
 
 def small_launches() -> dict[str, Callable[[], None]]:

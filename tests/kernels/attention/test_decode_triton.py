@@ -1,23 +1,18 @@
-"""Decoding over blocks of a cache in Triton: right against float64 however it is cut, compiled once for all lengths.
+"""Decoding over blocks of a cache in Triton: right against float64 however it is cut.
 
 What a program reads of a sequence's own keys; prefixes that several share are in test_cascade_triton.py. Everything
 that is not to be read is NaN (cached_cases.py).
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
 import torch
-from cached_cases import DEVICE, CachedCase, ints, poison
+from cached_cases import DEVICE, CachedCase, ints
+from interpreter import program_order, shuffled
 
 pytest.importorskip("triton")
-
-import triton.runtime.interpreter as interpreter
 
 from thresher.kernels.attention import decode_triton
 from thresher.kernels.attention.cached import DecodeRows, decode_attention
@@ -30,9 +25,8 @@ BORDERS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200]
 
 @pytest.mark.parametrize("per_kv", range(1, 9))
 @pytest.mark.parametrize("slots", [16, 64])
-def test_rows_are_right_for_any_number_of_heads(per_kv: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_right_for_any_number_of_heads(per_kv: int, slots: int, poisoned: None) -> None:
     """And any number of parts, with lengths on both sides of a block's end; D 64 and 128."""
-    poison(monkeypatch)
     rng = Random(10 * per_kv + slots)
     case = CachedCase((2 * per_kv, 2, 64 if per_kv % 2 else 128), slots, rng.sample(BORDERS, 2))
     q_BQND, rows, judged = case.decode([1, 1], 1)
@@ -41,8 +35,7 @@ def test_rows_are_right_for_any_number_of_heads(per_kv: int, slots: int, monkeyp
 
 @pytest.mark.parametrize("lengths", [[1, 63, 65], [64, 128, 129], [15, 17, 200]], ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 3, None], ids=str)
-def test_rows_are_right_at_any_length(lengths: list[int], splits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
+def test_rows_are_right_at_any_length(lengths: list[int], splits: int | None, poisoned: None) -> None:
     case = CachedCase((3, 1, 24), 64, lengths)
     q_BQND, rows, judged = case.decode([1, 1, 1], 1)
     judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=splits))
@@ -50,11 +43,8 @@ def test_rows_are_right_at_any_length(lengths: list[int], splits: int | None, mo
 
 @pytest.mark.parametrize(("queries", "per_kv"), [(2, 7), (5, 6), (5, 8), (9, 8)])
 @pytest.mark.parametrize("slots", [16, 64])
-def test_drafts_see_what_lies_before_them(
-    queries: int, per_kv: int, slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_see_what_lies_before_them(queries: int, per_kv: int, slots: int, poisoned: None) -> None:
     """Tiles of 16, 32 and 64 rows, and two of them; absent rows are zeros, whatever q holds there."""
-    poison(monkeypatch)
     case = CachedCase((per_kv, 1, 24), slots, [66, 9, 130, 64])
     q_BQND, rows, judged = case.decode([queries, 0, 1, queries - 1], queries)
     for splits in (1, 2):
@@ -73,9 +63,8 @@ def test_a_draft_whose_part_holds_only_later_keys_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_filling_of_a_bucket_reads_nothing(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filling_of_a_bucket_reads_nothing(splits: int, poisoned: None) -> None:
     """Count 0, a table of zeros, and a position that some sequence before it had."""
-    poison(monkeypatch)
     q_BQND = torch.full((2, 2, 4, 32), torch.nan, device=DEVICE)
     cache = torch.full((1, 2, 16, 32), torch.nan, device=DEVICE)
     rows = DecodeRows(torch.zeros(2, 3, dtype=torch.int32, device=DEVICE), ints([1000, 0]), ints([0, 0]), None, None)
@@ -132,82 +121,12 @@ def _torch_row(case: CachedCase, number: int) -> torch.Tensor:
 
 
 @interpreted
-def test_any_order_of_programs_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
+def test_any_order_of_programs_gives_the_same_bits(poisoned: None) -> None:
     case = CachedCase((6, 2, 32), 16, [70, 129])
     q_BQND, rows, _ = case.decode([2, 1], 2)
     expected = decode_attention(q_BQND, *case.caches(), rows, splits=3)
-    shuffle_programs(monkeypatch)
-    assert torch.equal(decode_attention(q_BQND, *case.caches(), rows, splits=3), expected)
-
-
-def shuffle_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter goes over a grid with range(n), once an axis."""
-
-    def shuffled(*bounds: int) -> Any:
-        order = list(range(*bounds))
-        if len(bounds) == 1:
-            Random(len(order)).shuffle(order)
-        return order
-
-    monkeypatch.setattr(interpreter, "range", shuffled, raising=False)
-
-
-LENGTHS = """
-import re, torch, triton
-from triton import compile as triton_compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from thresher.kernels.attention import cached, cascade_triton, decode_triton, prefill_triton
-
-class Driver:  # enough of one to ask the launchers what they would compile, without a GPU
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-    def get_current_stream(self, device): return 0
-
-triton.runtime.driver.set_active(Driver())
-seen = {}
-def count(kernel):
-    def run(*arguments, grid=None, warmup=None, **options):
-        bound, specialisation, chosen = kernel.device_caches[0][-1](*arguments, **options)
-        seen.setdefault(kernel.fn.__name__, set()).add(str(specialisation) + str(sorted(chosen.items())))
-    kernel.run = run
-for kernel in (decode_triton._decode_kernel, cascade_triton._prefix_kernel, cascade_triton._merge_kernel,
-               prefill_triton._prefill_kernel):
-    count(kernel)
-cache = torch.zeros(2, 2, 64, 64, dtype=torch.bfloat16)
-def ints(*shape): return torch.zeros(*shape, dtype=torch.int32)
-for n in (1, 2, 3, 16, 63):
-    prefix = cached.SharedPrefix(ints(n, n + 1), ints(n), ints(n, n + 2))
-    rows = cached.DecodeRows(ints(n, n + 3), ints(n + 1)[1:], ints(n + 1)[1:], ints(n), prefix)
-    cascade_triton.triton_decode(torch.zeros(n, 1, 14, 64, dtype=torch.bfloat16), cache, cache, rows, n % 4 + 9)
-    runs = cached.PrefillRows(ints(n, n + 3), ints(n + 1)[1:], ints(n), ints(n), n)
-    prefill_triton.triton_prefill(torch.zeros(n, 14, 64, dtype=torch.bfloat16), cache, cache, runs)
-print({name: len(kinds) for name, kinds in seen.items()})
-for entry, capability in ((decode_triton.specialisations()[3], 80), (prefill_triton.specialisations()[1], 90)):
-    kernel, constants = entry.kernel, entry.constants
-    types = {name: "constexpr" if name in constants else entry.signature[name] for name in kernel.arg_names}
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in entry.aligned}
-    options = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}
-    source = ASTSource(kernel, types, constants, aligned)
-    ptx = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-    print(entry.name, sorted(set(re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global[^;]*?, (0x\\w+|\\d+),", ptx))))
-"""
-
-
-def test_lengths_share_one_binary_and_keys_come_in_16_bytes(tmp_path: Any) -> None:
-    """What all files of attention to a cache compile for five batches, and how wide two of them load from memory."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", LENGTHS], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    kinds, decode, prefill = done.stdout.strip().splitlines()
-    names = ("_decode_kernel", "_prefix_kernel", "_merge_kernel", "_prefill_kernel")
-    assert kinds == str(dict.fromkeys(names, 1))
-    assert decode.endswith("['0x10']") and prefill.endswith("['0x10']")
+    with program_order(shuffled):
+        assert torch.equal(decode_attention(q_BQND, *case.caches(), rows, splits=3), expected)
 
 
 def small_launches() -> dict[str, Callable[[], None]]:

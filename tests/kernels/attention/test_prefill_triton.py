@@ -1,6 +1,6 @@
 """Runs of new rows over history in Triton: right against float64, whatever the runs and wherever their rows lie.
 
-Everything that is not to be read is NaN (cached_cases.py); how often it is compiled is in test_decode_triton.py.
+Everything that is not to be read is NaN (cached_cases.py).
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_cases import DEVICE, CachedCase, ints, poison
+from cached_cases import DEVICE, CachedCase, ints
 
 pytest.importorskip("triton")
 
@@ -20,9 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarnin
 
 @pytest.mark.parametrize("per_kv", range(1, 9))
 @pytest.mark.parametrize("slots", [16, 64])
-def test_runs_are_right_for_any_number_of_heads(per_kv: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_right_for_any_number_of_heads(per_kv: int, slots: int, poisoned: None) -> None:
     """A prompt, a passage over history, a run that does not exist; D 64 and 128. Rows of nobody are zeros."""
-    poison(monkeypatch)
     case = CachedCase((2 * per_kv, 2, 64 if per_kv % 2 else 128), slots, [65, 9, 140])
     q_TND, rows, judged = case.prefill([65, 0, 20])
     judged.holds(prefill_attention(q_TND, *case.caches(), rows))
@@ -38,8 +37,7 @@ def test_runs_are_right_for_any_number_of_heads(per_kv: int, slots: int, monkeyp
     ],
     ids=str,
 )
-def test_runs_are_right_at_any_length(lengths: list[int], counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
+def test_runs_are_right_at_any_length(lengths: list[int], counts: list[int], poisoned: None) -> None:
     case = CachedCase((3, 1, 24), 64, lengths)
     q_TND, rows, judged = case.prefill(counts)
     judged.holds(prefill_attention(q_TND, *case.caches(), rows))
@@ -70,8 +68,7 @@ def test_longest_may_be_more_than_any_run_and_queries_a_view() -> None:
     judged.holds(prefill_attention(wide[:, 3:7], *case.caches(), replace(rows, longest=100)))
 
 
-def test_filling_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
+def test_filling_reads_nothing(poisoned: None) -> None:
     q_TND = torch.full((5, 4, 32), torch.nan, device=DEVICE)
     cache = torch.full((1, 2, 16, 32), torch.nan, device=DEVICE)
     table_NP = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)

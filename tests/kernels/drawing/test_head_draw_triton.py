@@ -1,9 +1,6 @@
 """Drawing fused with the head, held to float64 and to the torch path: tokens wherever rounding cannot decide, log-probs
 within what rounding can do, ties, bits of the noise, and what lies beside the tensors."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -361,42 +358,3 @@ def test_what_is_refused(change: dict[str, Tensor], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         draw_fused(*{**given, **change}.values())
-
-
-COUNTS = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from thresher.kernels.drawing import head_draw_triton as draw
-
-class Driver:  # enough of one to ask the launcher what it would compile, without a GPU
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-    def get_current_stream(self, device): return 0
-
-triton.runtime.driver.set_active(Driver())
-seen = {}
-def count(kernel):
-    def run(*arguments, grid=None, warmup=None, **options):
-        binder = kernel.device_caches[0][-1]
-        bound, specialisation, chosen = binder(*arguments, **options)
-        seen.setdefault(kernel.fn.__name__, set()).add(str(specialisation) + str(sorted(chosen.items())))
-    kernel.run = run
-for kernel in (draw._draw_kernel, draw._reduce_draw_kernel):
-    count(kernel)
-head = torch.zeros(500, 64)
-for n in (17, 18, 32, 63, 64, 200, 1000):
-    many = torch.zeros(n + 1, dtype=torch.int64)
-    for temperature in (torch.zeros(n + 1)[1:], torch.zeros(1).expand(n)):
-        draw.draw_fused(torch.zeros(n, 64), head, many[1:], many[1:], temperature)
-print({name: len(kinds) for name, kinds in seen.items()})
-"""
-
-
-def test_numbers_of_rows_share_a_specialisation() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", COUNTS], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str({"_draw_kernel": 1, "_reduce_draw_kernel": 1})

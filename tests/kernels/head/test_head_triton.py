@@ -1,12 +1,9 @@
-"""The head in Triton by itself: offsets that were guessed wrong, strides, chunks, real shapes, compilations.
+"""The head in Triton by itself: offsets that were guessed wrong, strides, chunks, real shapes.
 
 What it gives within the loss is in test_coefficients_triton.py, which also says what the interpreter cannot show.
 """
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -153,50 +150,3 @@ def test_real_shapes(H: int) -> None:
     dz = dlogits(torch.arange(T, device="cuda"), some)
     truth, torchs = dz.t() @ x.double(), (dz.bfloat16().t() @ x).double()
     assert (head_grad[some].double() - truth).norm() <= 2 * (torchs - truth).norm()
-
-
-LENGTHS = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from thresher.kernels import coefficients_triton as coefficients
-from thresher.kernels.head import backend as head
-from thresher.kernels.launch.registry import specialisations_of, triton_modules
-
-class Driver:  # enough of one to ask the launcher what it would compile, without a GPU
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-    def get_current_stream(self, device): return 0
-
-triton.runtime.driver.set_active(Driver())
-seen = {}
-def count(kernel):
-    def run(*arguments, grid=None, warmup=None, **options):
-        binder = kernel.device_caches[0][-1]
-        bound, specialisation, chosen = binder(*arguments, **options)
-        seen.setdefault(kernel.fn.__name__, set()).add(str(specialisation) + str(sorted(chosen.items())))
-    kernel.run = run
-for module in triton_modules():
-    for entry in specialisations_of(module):
-        count(entry.kernel)
-from thresher.kernels import objective
-settings = objective.LossSettings(beta=0.1)
-w = torch.randn(500, 20)
-for n in (1, 16, 63, 64, 1000):
-    vector = torch.rand(n)
-    targets = torch.zeros(n, dtype=torch.int64)
-    rows = objective.LossRows(targets, targets, vector, vector, vector, vector)
-    coefficients.TritonLoss(w, settings, 1000).gradient(torch.randn(n, 20), rows)
-    head.TritonHead(w, 1.0, n).logprobs(torch.randn(n, 20), targets)
-print({name: len(kinds) for name, kinds in seen.items()})
-"""
-
-
-def test_five_lengths_share_one_specialisation() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", LENGTHS], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    names = ("head", "reduce", "again", "coefficients")
-    assert done.stdout.strip() == str({f"_{name}_kernel": 1 for name in names})

@@ -1,4 +1,4 @@
-"""Every Triton kernel under interpreter.py: any order of programs, no races, nothing fresh read, a GPU's exp and log.
+"""Every Triton kernel under interpreter/: any order of programs, no races, nothing fresh read, a GPU's exp and log.
 
 A kernel is proved in small launches. The test of its file declares them (docs/add/kernel.md):
 

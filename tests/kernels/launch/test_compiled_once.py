@@ -1,0 +1,16 @@
+"""A kernel is not compiled anew for each length: one binary of every kernel serves six of them."""
+
+from pathlib import Path
+
+import pytest
+from compiling import said
+
+pytest.importorskip("triton")
+
+
+def test_all_lengths_share_one_binary(tmp_path: Path) -> None:
+    """A kernel that counted_lengths.py does not launch has 0: give it a launch there."""
+    found = said((str(Path(__file__).with_name("counted_lengths.py")),), tmp_path)
+    assert found.pop("_coefficients_kernel") == 2  # with an entropy bonus and without
+    assert found.pop("_sum_parts_kernel") == 2  # the widths of its two users
+    assert found == dict.fromkeys(found, 1) and len(found) > 12
