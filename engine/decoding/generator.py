@@ -38,9 +38,9 @@ class GenerateRequest:
     """One prompt, and how `n` samples of it are drawn.
 
     The prompt is given as ids, as plain text (control tokens in it are spelled out; what the model expects before a
-    text, such as Llama 3's begin of text, is put before it), or as messages for the model's chat template. stop: strings at which a sample ends, found in its bytes however they are cut into tokens.
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave nothing out. Sample j's noise is a function of (seed,
-    j).
+    text, such as Llama 3's begin of text, is put before it), or as messages for the model's chat template. stop:
+    strings at which a sample ends, found in its bytes however they are cut into tokens. temperature 0 is greedy; top_k
+    0, top_p 1 and min_p 0 leave nothing out. Sample j's noise is a function of (seed, j).
     """
 
     prompt_ids: Sequence[int] | None = None
