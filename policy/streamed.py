@@ -1,9 +1,9 @@
 """A frozen policy that lies in CPU memory and computes elsewhere: its layers come over one by one, when they are due.
 
 Two layers' room is taken on the device. While one computes, the next is copied into the other from pinned memory, on a
-stream of its own; so a forward of many tokens hides the way, and one of few is as slow as the bus. Embeddings are looked
-up in CPU memory; the head comes over whole each time that it is asked for. Results are those of the policy on the
-device, to the bit.
+stream of its own; so a forward of many tokens hides the way, and one of few is as slow as the bus. Embeddings are
+looked up in CPU memory; the head comes over whole each time that it is asked for. Results are those of the policy on
+the device, to the bit.
 
 Deliberately absent: gradients, and adapters, with which a policy is its own reference (lora.py).
 Axes: T packed tokens, H hidden, V vocabulary.

@@ -144,7 +144,7 @@ class GrpoSection(Section):
         if self.importance_floor is not None and self.importance_rule != "mask":
             raise FieldError("importance_floor", 'expected none with importance_rule = "truncate", which has no floor')
         if self.reference == "cpu" and self.beta == 0:
-            raise FieldError("reference", "expected a beta > 0 with reference = \"cpu\", for at 0 there is no reference")
+            raise FieldError("reference", 'expected a beta > 0 with reference = "cpu", for at 0 there is no reference')
 
 
 @dataclass(frozen=True, kw_only=True)

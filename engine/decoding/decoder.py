@@ -44,7 +44,7 @@ FORWARD_ROWS = 2048  # of one forward: those that decode, and as many of prompts
 
 
 class Decoder:
-    """Reusable: the cache's memory is kept, its contents are not (`begin`).
+    """Reusable: the cache's memory is kept on a CPU, its contents are not (`begin`).
 
     max_running: sequences at once. num_blocks: of the cache, block 0 included. reuse: whether what one sequence
     computed may serve another (off: the oracle, everything is computed afresh). share_prefix: whether rows of several
@@ -80,7 +80,8 @@ class Decoder:
         return [self.cache.k_LPKDS, self.cache.v_LPKSD] if isinstance(self.cache, PagedKV) else []
 
     def end(self) -> None:
-        """Nothing is running, and others may want the memory; here it is kept."""
+        """Nothing is running. A GPU's memory is given back, for the update; a CPU's is kept: filling it takes time."""
+        self.cache = self.cache if self.policy.device.type == "cpu" else None
 
     def begin(self, longest: int, clock: DecodeClock) -> None:
         """Start over, with nothing cached, for sequences of at most `longest` tokens. UserError if one does not fit."""
@@ -108,9 +109,10 @@ class Decoder:
         self._drawn: tuple[Ints, Ints] | None = None  # by the last step: lanes, and how many tokens each
 
     def _open_cache(self) -> None:
-        policy = self.policy
         if self.cache is None:
-            self.cache = PagedKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
+            self.cache = PagedKV(
+                self.policy.config, self.num_blocks, self.page_size, self.policy.dtype, self.policy.device
+            )
 
     @property
     def idle(self) -> bool:

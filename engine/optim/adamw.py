@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from thresher.engine.optim.moments import BLOCK, blocks_of, dequantise, quantise
+from thresher.rewards.errors import UserError
 
 PART = 1 << 22  # values worked on at a time, a multiple of BLOCK: 16 MiB in float32
 SMALL = 4096
@@ -62,6 +63,8 @@ class PartwiseAdamW(torch.optim.Optimizer):
             param = params[number]
             self.state[param] = self.state_like(param, self.storage or param.device)
             for name, value in self.state[param].items():
+                if name not in saved:
+                    raise UserError(f"the saved moments have no {name}; give the optim.moments they were saved with")
                 value.copy_(saved[name])
 
     @torch.no_grad()

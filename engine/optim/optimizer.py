@@ -2,8 +2,8 @@
 
     optim.moments  optim.offload   weights that are trained    moments                       stepped
     float32        none            on the device               on the device                 there, by torch's AdamW
-    float32        moments         on the device               in CPU memory, pinned         on the device, part by part
-    float32        masters         in CPU memory               in CPU memory                 on the CPU, by torch's AdamW
+    float32        moments         on the device               in CPU memory, pinned         on the device, in parts
+    float32        masters         in CPU memory               in CPU memory                 there, by torch's AdamW
     8bit           any of them     as above                    as above, in 8 bits           where the weights are
 
 Where the weights lie is decided by whoever loads them (masters.py, training/master_weights.py).

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.masters import Masters
@@ -225,7 +224,7 @@ class Updater:
         self.optimizer = make_optimizer(master, optim, optim.lr)
 
     def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
-        """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0, which
+        """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0; it
         sets the learning rate. Returns what happened."""
         started = time.perf_counter()
         stats = UpdateStats()
