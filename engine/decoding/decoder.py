@@ -65,9 +65,8 @@ class Decoder:
         share_prefix: bool = True,
         speculate: Speculate = 0,
     ) -> None:
-        self.policy, self.tokenizer = policy, tokenizer
+        self.policy, self.tokenizer, self.reuse, self.share_prefix = policy, tokenizer, reuse, share_prefix
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
-        self.reuse, self.share_prefix = reuse, share_prefix
         self.speculate: Speculate = speculate if policy.device.type == "cpu" else 0  # look-ups read the lanes' ids
         self.drafter: Drafter | None = None
         self.cache: PagedKV | DeviceKV | None = None
@@ -109,10 +108,9 @@ class Decoder:
         self._drawn: tuple[Ints, Ints] | None = None  # by the last step: lanes, and how many tokens each
 
     def _open_cache(self) -> None:
+        policy = self.policy
         if self.cache is None:
-            self.cache = PagedKV(
-                self.policy.config, self.num_blocks, self.page_size, self.policy.dtype, self.policy.device
-            )
+            self.cache = PagedKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
 
     @property
     def idle(self) -> bool:

@@ -49,6 +49,19 @@ def test_a_value_becomes_the_nearest_of_its_blocks(count: int, signed: bool) -> 
     assert signed or torch.equal(again[0], codes)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_those_of_a_search(signed: bool) -> None:
+    """At every edge, beside it, and everywhere else."""
+    table = code_table(signed)
+    edges = (table[1:] + table[:-1]) / 2
+    above, beneath = (edges.nextafter(torch.tensor(end)) for end in (2.0, -2.0))
+    x = torch.cat([edges, above, beneath, table, values(20_000, signed).clamp(-1, 1)])
+    x = torch.nn.functional.pad(x, (0, -len(x) % (BLOCK - 1))).view(-1, BLOCK - 1)
+    x = torch.nn.functional.pad(x, (0, 1), value=1.0)  # a scale of 1
+    codes, scale = quantise(x.reshape(-1), signed)
+    assert bool((scale == 1).all()) and torch.equal(codes.int(), torch.bucketize(x.view(-1), edges, out_int32=True))
+
+
 def test_a_block_of_zeros_stays_zero_and_a_second_moment_never_becomes_one() -> None:
     x = torch.zeros(2 * BLOCK)
     x[BLOCK], x[BLOCK + 1] = 5.0, 1e-30
