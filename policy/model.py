@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.elementwise.layers import add_norm, rope_table
@@ -77,13 +78,24 @@ class Policy(nn.Module):
             for adapters, on in zip(found, before, strict=True):
                 adapters.on = on
 
-    def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Packed ids [T] int64 and their positions [T] int64 -> hidden states after the last norm [T, H]."""
+    def hidden(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, recompute: bool = False
+    ) -> torch.Tensor:
+        """Packed ids [T] int64 and their positions [T] int64 -> hidden states after the last norm [T, H].
+
+        recompute: keep for the backward what enters each layer and no more, and compute the layer a second time there
+        (activation checkpointing; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174):
+        the same bits where a forward repeats its own. `attend` is then called twice a layer.
+        """
         config = self.config
         rope = rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype, config.rope_scaling)
         x_TH, more_TH = F.embedding(ids_T, self.embed_VH), None
         for index, layer in enumerate(self.layers):
-            x_TH, more_TH = layer(x_TH, more_TH, rope, attend, index)
+            if recompute and torch.is_grad_enabled():
+                arguments = (layer, x_TH, more_TH, rope, attend, index)
+                x_TH, more_TH = checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_TH, more_TH = layer(x_TH, more_TH, rope, attend, index)
         return add_norm(x_TH, more_TH, self.norm, config.rms_norm_eps)[1]
 
     def logits(self, ids_T: torch.Tensor) -> torch.Tensor:

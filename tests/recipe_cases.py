@@ -32,6 +32,8 @@ clip_high = 1
 kl_value = "k2"
 aggregation = "constant"
 aggregation_constant = 256
+old_logprobs = "recomputed"
+importance_cap = 4
 [optim]
 betas = [0.9, 0.95]
 max_grad_norm = inf

@@ -23,7 +23,7 @@ ROOMS = (
     ("retrieval/indexes",),
     ("retrieval/building", "retrieval/serving"),
     ("engine/config", "engine/console.py", "engine/episode.py"),
-    ("engine/decoding/cache",),
+    ("engine/decoding/cache", "engine/optim"),
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
     ("engine/baselines", "engine/reporting", "engine/rollout", "engine/scoring"),
     ("engine/assemble.py",),

@@ -53,6 +53,7 @@ S = TypeVar("S", bound=Section)
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
     | {"rollout.attention", "rollout.kv_tokens", "rollout.share_prefix", "rollout.speculate", "optim.attention"}
+    | {"optim.checkpoint_activations", "optim.offload", "grpo.reference"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
     | {"judge.concurrency", "judge.replies"}
@@ -82,6 +83,17 @@ class Recipe(Section):
                 "grpo.updates_per_batch",
                 f"expected at most rollout.questions_per_step = {groups}, for a group is not split,"
                 f" got {self.grpo.updates_per_batch}",
+            )
+        if self.grpo.reference == "cpu" and self.lora is not None:
+            raise FieldError(
+                "grpo.reference", 'expected "auto" with [lora], whose reference is the policy itself with adapters off'
+            )
+        if self.optim.offload == "masters" and (self.lora is not None or self.model.dtype == "float32"):
+            without = "[lora]" if self.lora is not None else 'model.dtype = "float32"'
+            raise FieldError(
+                "optim.offload",
+                f'expected "none" or "moments" with {without}, where the policy\'s own weights are trained and there '
+                "are no masters",
             )
 
     def need(self, kind: type[S]) -> S:

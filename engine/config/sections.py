@@ -120,7 +120,14 @@ class GrpoSection(Section):
     std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor)
     sample_std: bool = False  # divide by n - 1 instead of n
     drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
-    updates_per_batch: Count = 1  # optimiser steps per rollout batch, whole groups split among them
+    reference: Literal["auto", "device", "cpu"] = "auto"  # where it lies; cpu: its layers come over one by one
+    updates_per_batch: Count = 1  # optimiser steps per pass over a rollout batch, whole groups split among them
+    epochs_per_batch: Count = 1  # passes over a rollout batch, all in one order (PPO's epochs)
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # recorded when sampled, or by a forward of the update's
+    importance: Literal["none", "token", "sequence"] = "none"  # weights recomputed/rollout, of a token or trajectory
+    importance_rule: Literal["truncate", "mask"] = "truncate"  # beyond the cap: the cap, or 0 (and 0 below the floor)
+    importance_cap: Annotated[float, Within(1)] = 2.0  # the largest weight
+    importance_floor: Share | None = None  # of "mask", the smallest; None: 1 / importance_cap
     shuffle_rewards: bool = False  # the control: rewards shuffled within each group
 
     def check(self) -> None:
@@ -131,6 +138,16 @@ class GrpoSection(Section):
                 "aggregation_constant",
                 f'expected {expected} with aggregation = "{self.aggregation}", got {got}',
             )
+        if self.importance != "none" and self.old_logprobs != "recomputed":
+            raise FieldError(
+                "old_logprobs",
+                f'expected "recomputed" with importance = "{self.importance}", for with "rollout" the ratio holds the '
+                "weight already",
+            )
+        if self.importance_floor is not None and self.importance_rule != "mask":
+            raise FieldError("importance_floor", 'expected none with importance_rule = "truncate", which has no floor')
+        if self.reference == "cpu" and self.beta == 0:
+            raise FieldError("reference", 'expected a beta > 0 with reference = "cpu", for at 0 there is no reference')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +164,9 @@ class OptimSection(Section):
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
     attention: Attention = "auto"  # what computes it, forward and backward
     loss_workspace_bytes: Count | None = None  # None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
+    checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: a layer's are recomputed in backward; auto: off
+    moments: Literal["float32", "8bit"] = "float32"  # 8bit: quantised in blocks, 2 bytes a weight in place of 8
+    offload: Literal["none", "moments", "masters"] = "none"  # to CPU memory: moments, or float32 masters with them
 
     def depends_on_steps(self) -> bool:
         """Whether the learning rate of a step depends on how many there are in all."""

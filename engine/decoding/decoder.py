@@ -44,7 +44,7 @@ FORWARD_ROWS = 2048  # of one forward: those that decode, and as many of prompts
 
 
 class Decoder:
-    """Reusable: the cache's memory is kept, its contents are not (`begin`).
+    """Reusable: the cache's memory is kept on a CPU, its contents are not (`begin`).
 
     max_running: sequences at once. num_blocks: of the cache, block 0 included. reuse: whether what one sequence
     computed may serve another (off: the oracle, everything is computed afresh). share_prefix: whether rows of several
@@ -65,9 +65,8 @@ class Decoder:
         share_prefix: bool = True,
         speculate: Speculate = 0,
     ) -> None:
-        self.policy, self.tokenizer = policy, tokenizer
+        self.policy, self.tokenizer, self.reuse, self.share_prefix = policy, tokenizer, reuse, share_prefix
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
-        self.reuse, self.share_prefix = reuse, share_prefix
         # Look-ups read the lanes' ids.
         self.speculate: Speculate = speculate if self.mirrors or policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
@@ -81,7 +80,8 @@ class Decoder:
         return [self.cache.k_LPKDS, self.cache.v_LPKSD] if isinstance(self.cache, PagedKV) else []
 
     def end(self) -> None:
-        """Nothing is running, and others may want the memory; here it is kept."""
+        """Nothing is running. A GPU's memory is given back, for the update; a CPU's is kept: filling it takes time."""
+        self.cache = self.cache if self.policy.device.type == "cpu" else None
 
     def begin(self, longest: int, clock: DecodeClock) -> None:
         """Start over, with nothing cached, for sequences of at most `longest` tokens. UserError if one does not fit."""

@@ -271,6 +271,7 @@ def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
         facts.append(("Questions", f"{recipe.data.train} (training), {recipe.data.dev or 'none'} (held out)"))
     if recipe.retrieval:
         facts.append(("Retrieval", _retrieval(recipe.retrieval)))
+    steps = grpo.updates_per_batch * grpo.epochs_per_batch
     kl = f"KL {grpo.beta:g} × {grpo.kl_value}" if grpo.beta > 0 else "no KL"
     facts += [
         (
@@ -281,8 +282,8 @@ def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
         (
             "Objective",
             f"GRPO, ratio clipped to [{1 - grpo.clip_low:g}, {1 + grpo.clip_high:g}], {kl}, mean per"
-            f" {grpo.aggregation}; AdamW at {optim.lr:g} ({optim.schedule}), {grpo.updates_per_batch} update"
-            f"{'s' if grpo.updates_per_batch > 1 else ''} per batch",
+            f" {grpo.aggregation}; AdamW at {optim.lr:g} ({optim.schedule}), {steps} update"
+            f"{'s' if steps > 1 else ''} per batch",
         ),
         ("Seed", str(recipe.run.seed)),
     ]

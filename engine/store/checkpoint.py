@@ -4,7 +4,8 @@
         config.json, model.safetensors, ..  the policy as `Policy.save` writes it, an ordinary model folder
         adapter/                            of a policy with adapters: what it goes on from, with the recipe's model
         tokenizer.json, ..                  if a tokenizer was given
-        optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"
+        optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"; moments in
+                                            8 bits as their codes and scales (engine/optim/moments.py)
         state.json                          {"step": .., "state": whatever JSON the trainer keeps}
 
 A checkpoint is staged under another name and renamed when it is on the disk, so a kill leaves the one before.
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.engine.store.run_folder import step_name, step_of
 from thresher.policy.files import read_json_object, staged_folder
 from thresher.policy.weights import save_tensors
@@ -118,15 +120,21 @@ def load_optimizer(
         name, what = tensor_name.rsplit(".", 1)
         if name not in index_of:
             raise UserError(f"{file}: {tensor_name} belongs to no parameter; save the checkpoint again")
-        param = params[index_of[name]]
         # A moment is shaped as its parameter, a step count is a scalar. Torch would cast any other silently.
-        if value.dim() and (value.shape, value.dtype) != (param.shape, param.dtype):
+        like = _state_like(optimizer, params[index_of[name]], what)
+        if like is None or (value.dim() and (value.shape, value.dtype) != (like.shape, like.dtype)):
+            wanted = "no such tensor" if like is None else f"{like.dtype} {list(like.shape)}"
             raise UserError(
-                f"{file}: {tensor_name} is {value.dtype} {list(value.shape)}, expected {param.dtype}"
-                f" {list(param.shape)} as in the model; give the model it was saved with"
+                f"{file}: {tensor_name} is {value.dtype} {list(value.shape)}, expected {wanted} as in the model; give "
+                "the model, and the optim.moments, that it was saved with"
             )
         states.setdefault(index_of[name], {})[what] = value
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _state_like(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, what: str) -> torch.Tensor | None:
+    """A tensor of the shape and dtype that an optimizer's state of this name has; None: it has none such."""
+    return optimizer.state_like(param).get(what) if isinstance(optimizer, PartwiseAdamW) else param
 
 
 def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]:

@@ -3,33 +3,35 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.training.update import Updater
+from thresher.policy.model import Policy
+from thresher.policy.streamed import StreamedPolicy
 from thresher.rewards.errors import UserError
 
 GIB = 2**30
 
 
 def held(updater: Updater, rollout: Rollout) -> dict[str, int]:
-    """Bytes by what they are for. A tensor that serves twice counts once."""
-    masters = list(updater.master.parameters())
+    """Bytes on the policy's device by what they are for. A tensor that serves twice counts once."""
+    masters, device = list(updater.master.parameters()), updater.policy.device
     counted: set[int] = set()
 
     def total(tensors: Iterable[Tensor | None]) -> int:
-        fresh = {id(x): x for x in tensors if x is not None and id(x) not in counted}
+        fresh = {id(x): x for x in tensors if x is not None and x.device == device and id(x) not in counted}
         counted.update(fresh)
         return sum(x.nbytes for x in fresh.values())
 
-    def parameters(model: nn.Module | None) -> Iterable[Tensor]:
+    def parameters(model: Policy | StreamedPolicy | None) -> Iterable[Tensor]:
         return () if model is None else model.parameters()
 
     states = updater.optimizer.state.values()
     cache = rollout.decoder.held()
     return {
         "weights": total([*parameters(updater.policy), *masters]),
-        "gradients": total([x.grad for x in (*masters, *parameters(updater.policy))]),
+        "gradients": total([*(x.grad for x in (*masters, *parameters(updater.policy))), *updater.masters.held()]),
         "moments": total(x for state in states for x in state.values() if isinstance(x, Tensor)),
         "the reference": total(parameters(updater.reference)),
         "keys and values": total(cache),
@@ -46,5 +48,6 @@ def out_of_memory(updater: Updater, rollout: Rollout) -> UserError:
         said += f", activations and the loss's workspace up to {rest / GIB:.1f}"
     return UserError(
         f"{device} is out of memory; GiB held: {said}; lower optim.micro_batch_tokens (activations), "
-        "optim.loss_workspace_bytes or rollout.kv_tokens, or train adapters ([lora])"
+        "optim.loss_workspace_bytes or rollout.kv_tokens, set optim.checkpoint_activations, optim.moments, "
+        "optim.offload or grpo.reference (docs/design.md, Update), or train adapters ([lora])"
     )

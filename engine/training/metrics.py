@@ -7,6 +7,7 @@ from typing import Any
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import summarise
 from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.training.importance import Recomputed
 from thresher.engine.training.step import StepResult
 from thresher.engine.training.update import UpdateStats
 
@@ -21,6 +22,8 @@ def step_record(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> 
         "cut_passages": result.shown.cut_passages,
         "zero_advantage_groups": len(groups - with_signal),
         **_update_metrics(result.updates),
+        **_epoch_metrics(result.updates),
+        **_recomputed_metrics(result.recomputed),
         "reward_seconds": result.scoring_seconds,
         **_rollout_metrics(rollout),
     }
@@ -75,6 +78,28 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         "loss_tokens": rows,
         "update_seconds": sum(stats.seconds for stats in updates),
     }
+
+
+def _epoch_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
+    """How far the policy has moved from the old log-probs, pass by pass, where there are several; {} for a single."""
+    epochs = sorted({stats.epoch for stats in updates})
+    if epochs[-1:] <= [0]:
+        return {}
+    by_epoch = []
+    for epoch in epochs:
+        own = [stats for stats in updates if stats.epoch == epoch]
+        rows = sum(stats.rows for stats in own)
+        means = {name: sum(stats.sums[name] for stats in own) / rows for name in ("ratio", "clipped", "logprob_gap")}
+        by_epoch.append({**means, "logprob_gap_max": max(stats.largest["logprob_gap_max"] for stats in own)})
+    return {"by_epoch": by_epoch}
+
+
+def _recomputed_metrics(found: Recomputed | None) -> dict[str, Any]:
+    """The gap between rollout and update, where the update's first step no longer shows it."""
+    if found is None:
+        return {}
+    gap = {"logprob_gap": found.gap, "logprob_gap_max": found.gap_largest}
+    return {**gap, **found.weights, "recompute_seconds": found.seconds}
 
 
 def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:

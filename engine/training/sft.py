@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from thresher.engine import console
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
+from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
-from thresher.engine.training.update import Item, choose_attention, make_optimizer, pack, scheduled_lr, step_optimizer
+from thresher.engine.training.update import Item, checkpoints_activations, choose_attention, pack
 from thresher.kernels import grpo_loss
 from thresher.kernels.checks import NotFinite
 from thresher.policy.model import Policy
@@ -250,9 +251,9 @@ class SftTrainer:
             )
             for t in batch
         ]
-        loss, tokens = 0.0, 0
+        loss, tokens, recompute = 0.0, 0, checkpoints_activations(self.optim)
         for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
-            hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
+            hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout, recompute)
             # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.
             result = grpo_loss(
                 hidden_TH.index_select(0, packed.rows_R),

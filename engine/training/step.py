@@ -12,14 +12,16 @@ How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.033
 
 - A trajectory holds text that the policy did not write (passages, the engine's feedback). Only sampled tokens are in
   the loss, and 1/|y| counts them alone.
-- The old log-prob is the one recorded when the token was sampled. No forward of an old policy is run, and with one
-  update a batch, the default, the ratio is 1 up to rounding.
+- The old log-prob is the one recorded when the token was sampled. No forward of an old policy is run, unless
+  grpo.old_logprobs asks for one (importance.py), and with one update a batch, the default, the ratio is 1 up to
+  rounding.
 - The group's deviation is the population's, bounded from below by a floor. A group whose rewards are equal, one of a
   single sample included, has advantage 0.
 - KL's value and KL's gradient are two settings, each k1, k2 or k3 (the paper's is k3 for both). The reference is the
   model that the run began with, and is never replaced.
 - Switches that the paper has not: an upper clip of its own, dual clip, an entropy bonus, weights 1/sum|y| ("token") or
-  1/c ("constant") in place of 1/|y|, and rewards shuffled within groups as a control.
+  1/c ("constant") in place of 1/|y|, several optimiser steps or passes a batch, importance weights, and rewards
+  shuffled within groups as a control.
 
 Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number.
 """
@@ -37,7 +39,8 @@ from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
-from thresher.engine.training.update import Updater, UpdateStats, advantages, make_items
+from thresher.engine.training.importance import Recomputed, recompute
+from thresher.engine.training.update import Item, Updater, UpdateStats, advantages, make_items
 from thresher.kernels.checks import NotFinite
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
@@ -51,6 +54,7 @@ class StepResult:
     scored: list[Scored]
     advantages: list[float]
     updates: list[UpdateStats]
+    recomputed: Recomputed | None
     shown: Fitted
     scoring_seconds: float
 
@@ -88,25 +92,36 @@ class GrpoStep:
         advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
         scoring_seconds = perf_counter() - started
 
-        updates = []
-        for start, end in parts_of_batch(recipe.rollout.questions_per_step, size, recipe.grpo.updates_per_batch):
-            items = make_items(trajectories[start:end], advantage[start:end], recipe.grpo)
-            if not items:
-                continue  # every group of this part was without a signal, and the recipe drops those
-            try:
-                updates.append(self.updater.update(items, step - 1, temperature))
-            except NotFinite:  # in a second update of the step; before the first, what was sampled tells
-                raise diverged(step, "policy") from None
-            if not math.isfinite(updates[-1].grad_norm):
-                raise diverged(step, "gradient")
+        bounds = parts_of_batch(recipe.rollout.questions_per_step, size, recipe.grpo.updates_per_batch)
+        batch = [make_items(trajectories[start:end], advantage[start:end], recipe.grpo) for start, end in bounds]
+        recomputed = None
+        if recipe.grpo.old_logprobs == "recomputed":
+            batch, recomputed = recompute(self.updater, batch, recipe.grpo, temperature)
         return StepResult(
             step=step,
             scored=scored,
             advantages=advantage,
-            updates=updates,
+            updates=self._updates(batch, step, temperature),
+            recomputed=recomputed,
             shown=shown,
             scoring_seconds=scoring_seconds,
         )
+
+    def _updates(self, batch: Sequence[list[Item]], step: int, temperature: float) -> list[UpdateStats]:
+        """The optimiser steps of a batch: every pass over it takes its parts in the same order."""
+        epochs, updates = self.parts.recipe.grpo.epochs_per_batch, []
+        for number, (epoch, items) in enumerate(itertools.product(range(epochs), batch)):
+            if not items:
+                continue  # every group of this part was without a signal, and the recipe drops those
+            try:
+                stats = self.updater.update(items, (step - 1) * epochs * len(batch) + number, temperature)
+            except NotFinite:  # in a second update of the step; before the first, what was sampled tells
+                raise diverged(step, "policy") from None
+            stats.epoch = epoch
+            updates.append(stats)
+            if not math.isfinite(stats.grad_norm):
+                raise diverged(step, "gradient")
+        return updates
 
 
 def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:

@@ -53,7 +53,8 @@ def train(
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
     parts = load_parts(recipe, starting_weights(recipe, checkpoint))
     master, reference = trained_and_reference(recipe, parts.policy, checkpoint)
-    updater = Updater(parts.policy, master, reference, recipe.optim, recipe.grpo, parts.vocab_size, recipe.run.steps)
+    steps = recipe.run.steps * recipe.grpo.updates_per_batch * recipe.grpo.epochs_per_batch
+    updater = Updater(parts.policy, master, reference, recipe.optim, recipe.grpo, parts.vocab_size, steps)
     retriever = load_retrieval(recipe, parts.system)
     if checkpoint:
         _check_index(checkpoint.state.get("index"), retriever.identity if retriever else None)

@@ -13,21 +13,23 @@ sampled by the policy enter the loss; all others never reach the LM head. Sequen
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 
-import math
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.optim.masters import Masters
+from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.objective import kl_coefficient
 from thresher.policy.model import Policy
+from thresher.policy.streamed import StreamedPolicy
 from thresher.rewards.advantages import group_advantages
 from thresher.rewards.errors import UserError
 
@@ -40,6 +42,12 @@ def choose_attention(optim: OptimSection, policy: Policy) -> TrainingAttention:
         )
     except ValueError as error:
         raise UserError(f"optim.{error}") from None
+
+
+def checkpoints_activations(optim: OptimSection) -> bool:
+    """Whether the policy's forward keeps only what enters each layer. "auto" is where a plan of the memory would say
+    so; without one, no."""
+    return optim.checkpoint_activations == "on"
 
 
 def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
@@ -64,6 +72,11 @@ class Item:
     old_logprobs: list[float]
     advantage: float
     weight: float  # of each of its trained tokens in the loss
+    importance: list[float] | None = None  # what multiplies the advantage of each; None: 1 (importance.py)
+
+    def advantages(self) -> list[float]:
+        """Of each of its trained tokens."""
+        return [self.advantage * w for w in self.importance or [1.0] * len(self.positions)]
 
 
 def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection) -> list[Item]:
@@ -148,7 +161,7 @@ def _batch(
         rows_R=torch.tensor(rows, device=device),
         targets_R=torch.tensor(targets, device=device),
         old_logprobs_R=per_row([value for item in items for value in item.old_logprobs]),
-        advantages_R=per_row([item.advantage for item in items for _ in item.positions]),
+        advantages_R=per_row([value for item in items for value in item.advantages()]),
         weights_R=per_row([item.weight for item in items for _ in item.positions]),
         items=members,
     )
@@ -166,6 +179,7 @@ class UpdateStats:
     lr: float = 0.0
     capped: int = 0
     seconds: float = 0.0
+    epoch: int = 0  # which pass over its batch, from 0
     sums: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
 
@@ -196,7 +210,7 @@ class Updater:
         self,
         policy: Policy,
         master: Policy,
-        reference: Policy | None,
+        reference: Policy | StreamedPolicy | None,
         optim: OptimSection,
         grpo: GrpoSection,
         vocab_size: int,
@@ -205,10 +219,13 @@ class Updater:
         self.policy, self.master, self.reference, self.optim, self.grpo = policy, master, reference, optim, grpo
         self.vocab_size, self.total_steps = vocab_size, total_steps
         self.attention = choose_attention(optim, policy)
+        self.recompute = checkpoints_activations(optim)
+        self.masters = Masters(policy, master, apart=optim.offload == "masters")
         self.optimizer = make_optimizer(master, optim, optim.lr)
 
     def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
-        """One optimiser step on all items; `step` counts from 0 and sets the learning rate. Returns what happened."""
+        """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0; it
+        sets the learning rate. Returns what happened."""
         started = time.perf_counter()
         stats = UpdateStats()
         for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
@@ -222,41 +239,41 @@ class Updater:
 
     def _step(self, lr: float) -> float:
         """Step the trained weights on the policy's gradients; returns their norm before clipping."""
+        self.masters.complete()
         norm = step_optimizer(self.master, self.optimizer, self.optim, lr)
-        if self.master is not self.policy:
-            with torch.no_grad():
-                for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
-                    parameter.copy_(trained)
+        self.masters.refresh()
         return norm
 
-    def _collect_gradients(self) -> None:
-        """Add a low-precision policy's gradients to its masters', in float32, batch by batch."""
-        if self.master is self.policy:
-            return
-        for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
-            if parameter.grad is not None:
-                grad = parameter.grad.float()
-                trained.grad = grad if trained.grad is None else trained.grad.add_(grad)
-                parameter.grad = None
+    def logprobs(self, items: Sequence[Item], temperature: float) -> list[list[float]]:
+        """The policy's log-probs of every item's trained tokens, as the update computes them, without a gradient."""
+        found: list[list[float]] = [[] for _ in items]
+        for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
+            with torch.no_grad():
+                values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
+            for number in batch.items:
+                found[number] = list(itertools.islice(values, len(items[number].positions)))
+        return found
+
+    def _logprobs_of(self, model: Policy | StreamedPolicy, batch: Batch, temperature: float) -> torch.Tensor:
+        hidden_TH = model.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
+        logprobs_R, _ = token_logprobs(
+            hidden_TH.index_select(0, batch.rows_R),
+            model.head_VH,
+            batch.targets_R,
+            temperature=temperature,
+            vocab_size=self.vocab_size,
+            workspace_bytes=self.optim.loss_workspace_bytes,
+        )
+        return logprobs_R
 
     def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> None:
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
-                hidden_TH = self.reference.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
-                reference_logprobs, _ = token_logprobs(
-                    hidden_TH.index_select(0, batch.rows_R),
-                    self.reference.head_VH,
-                    batch.targets_R,
-                    temperature=temperature,
-                    vocab_size=self.vocab_size,
-                    workspace_bytes=self.optim.loss_workspace_bytes,
-                )
-        hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
+                reference_logprobs = self._logprobs_of(self.reference, batch, temperature)
+        hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout, self.recompute)
         hidden_RH = hidden_TH.index_select(0, batch.rows_R)
-        head_VH = self.master.head_VH
-        if head_VH.requires_grad and head_VH.grad is None:
-            head_VH.grad = torch.zeros_like(head_VH)
+        head_grad_VH = self.masters.head_gradient()
         grpo = self.grpo
         # The kernel calls these R rows its T tokens: whatever is masked was left out above, by `rows_R`.
         result = grpo_loss(
@@ -277,14 +294,14 @@ class Updater:
             entropy_coef=grpo.entropy_coef,
             vocab_size=self.vocab_size,
             workspace_bytes=self.optim.loss_workspace_bytes,
-            lm_head_grad_VH=head_VH.grad,
+            lm_head_grad_VH=head_grad_VH,
         )
-        if head_VH.requires_grad:
+        if head_grad_VH is not None:
             # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
             hidden_RH.backward(result.hidden_grad_TH)
         else:
             result.loss.backward()
-        self._collect_gradients()
+        self.masters.collect()
         stats.tokens += batch.tokens
         stats.rows += len(batch.rows_R)
         gap_R = (result.logprobs - batch.old_logprobs_R).abs()
@@ -298,35 +315,3 @@ class Updater:
             if grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[grpo.kl_value]
         stats.record(result.loss.detach(), result.capped, sums, largest)
-
-
-def make_optimizer(policy: nn.Module, optim: OptimSection, lr: float) -> torch.optim.AdamW:
-    """AdamW over all weights that are trained; norms and biases are not decayed."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.dim() > 1]
-    other = [p for p in trained if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": other, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
-
-
-def step_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, optim: OptimSection, lr: float) -> float:
-    """Clip the gradient to `optim.max_grad_norm`, step at `lr`; returns the norm before clipping."""
-    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
-
-
-def scheduled_lr(lr: float, schedule: str, warmup_ratio: float, step: int, total_steps: int) -> float:
-    """Linear warm-up over `warmup_ratio` of the steps, then constant, or linear or cosine down to 0 after the last."""
-    warmup = math.ceil(warmup_ratio * total_steps)
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    done = (step - warmup) / max(total_steps - warmup, 1)
-    if schedule == "linear":
-        return lr * max(0.0, 1.0 - done)
-    if schedule == "cosine":
-        return lr * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
-    return lr

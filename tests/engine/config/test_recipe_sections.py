@@ -109,6 +109,13 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         "speculate": 4,
         "targets": ("q", "down"),
         "labels": ("no", "yes"),
+        "reference": "device",
+        "old_logprobs": "rollout",
+        "importance": "token",
+        "importance_rule": "mask",
+        "checkpoint_activations": "on",
+        "moments": "8bit",
+        "offload": "moments",
     }
     seen, skipped = {recipe.digest()}, []
     for name, hint in hints(Recipe).items():

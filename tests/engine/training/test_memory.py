@@ -55,3 +55,28 @@ def test_what_is_held_is_counted_once_and_weights_stay_in_place(
     train.train(make_recipe(run={"steps": 3}), tmp_path / "run")
     assert len(places) == 3 and places[0] == places[1] == places[2], "a CUDA graph may hold their addresses"
     assert parts["keys and values"] > 0
+
+
+def test_what_lies_elsewhere_or_in_8_bits_is_counted_as_it_is(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a streamed reference the two layers' room; moments by their codes; and nothing of another device."""
+    parts: dict[str, int] = {}
+    elsewhere: dict[str, int] = {}
+    step = train.Trainer.step
+
+    def noted(self: train.Trainer, number: int) -> object:
+        done = step(self, number)
+        parts.update(held(self.updater, self.rollout))
+        monkeypatch.setattr(type(self.updater.policy), "device", torch.device("meta"))
+        elsewhere.update(held(self.updater, self.rollout))
+        monkeypatch.undo()
+        return done
+
+    monkeypatch.setattr(train.Trainer, "step", noted)
+    recipe = make_recipe(run={"steps": 1}, optim={"moments": "8bit"}, grpo={"reference": "cpu"})
+    train.train(recipe, tmp_path / "run")
+    weights = parts["weights"]
+    assert parts["moments"] < 1.5 * weights  # in float32 twice as much; here many matrices are too small for codes
+    assert 0 < parts["the reference"] < weights
+    assert set(elsewhere.values()) == {0}

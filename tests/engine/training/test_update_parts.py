@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.training.update import advantages, make_items, make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.training.update import advantages, make_items
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
 from thresher.rewards.errors import UserError

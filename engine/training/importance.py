@@ -1,0 +1,105 @@
+"""Old log-probs by a forward of the update's own, and importance weights of them against the rollout's.
+
+    w_t = pi_old(y_t) / pi_rollout(y_t) = exp(l_t - m_t)                      "token"
+    w   = prod_t w_t = exp(sum_t (l_t - m_t)), over y_i, for all its tokens   "sequence"
+    truncate   min(w, cap)                       TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+                                                 Off-Policy RL Training"; cap 2 there
+    mask       w if floor <= w <= cap, else 0    IcePop (Ling Team 2025), by token; verl's rollout correction, both
+
+l_t is the log-prob of a sampled token by the weights that the rollout had, computed by the update before its first
+step; m_t the one that was recorded when the token was sampled. In one dtype with the same kernels they are equal up to
+rounding. Where they are not, the ratio of the surrogate is taken against l_t, and w multiplies the advantage, that is
+the whole surrogate term: w min(r A, clip(r) A). KL and entropy keep their weight, and so does the aggregation: a masked
+token counts in |y|.
+
+A step's record tells of the weights before they were bounded: mean, largest, the share that was bounded, and the
+effective share of the samples, (sum w)^2 / (n sum w^2), over n tokens or sequences (Kish 1965; 1 is the best). An
+exponent is capped at 80.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from thresher.engine.config.sections import GrpoSection
+from thresher.engine.training.update import Item, Updater
+
+EXP_CAP = 80.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What the forward before a batch's first step found: the gap between its log-probs and the rollout's, in nats, and
+    the weights' statistics, none without weights."""
+
+    gap: float  # mean of the absolute values, over tokens
+    gap_largest: float
+    seconds: float
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+def recompute(
+    updater: Updater, parts: Sequence[list[Item]], grpo: GrpoSection, temperature: float
+) -> tuple[list[list[Item]], Recomputed]:
+    """The items of a batch's optimiser steps with old log-probs by the policy as it is now, and importance weights
+    where the recipe wants some; what was found on the way."""
+    started = time.perf_counter()
+    items = [item for part in parts for item in part]
+    own = updater.logprobs(items, temperature)
+    gaps = [
+        abs(now - then)
+        for item, mine in zip(items, own, strict=True)
+        for now, then in zip(mine, item.old_logprobs, strict=True)
+    ]
+    weights, statistics = importance_weights(own, [item.old_logprobs for item in items], grpo)
+    renewed = iter(
+        replace(item, old_logprobs=mine, importance=weight)
+        for item, mine, weight in zip(items, own, weights, strict=True)
+    )
+    return [[next(renewed) for _ in part] for part in parts], Recomputed(
+        gap=sum(gaps) / max(len(gaps), 1),
+        gap_largest=max(gaps, default=0.0),
+        seconds=time.perf_counter() - started,
+        weights=statistics,
+    )
+
+
+def importance_weights(
+    own: Sequence[Sequence[float]], rollout: Sequence[Sequence[float]], grpo: GrpoSection
+) -> tuple[list[list[float] | None], dict[str, float]]:
+    """Log-probs of every trajectory's tokens, by the update and by the rollout -> the weight of each token, None where
+    the recipe wants none, and the statistics of the weights as they were."""
+    if grpo.importance == "none":
+        return [None] * len(own), {}
+    logs = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(own, rollout, strict=True)]
+    if grpo.importance == "sequence":
+        logs = [[math.fsum(values)] for values in logs if values]
+    raw = [[math.exp(min(value, EXP_CAP)) for value in values] for values in logs]
+    bounded = [[_bounded(w, grpo) for w in values] for values in raw]
+    if grpo.importance == "sequence":
+        of_sequence = iter(bounded)
+        bounded = [next(of_sequence) * len(values) if values else [] for values in own]
+    return list(bounded), _statistics([w for values in raw for w in values], grpo)
+
+
+def _bounded(w: float, grpo: GrpoSection) -> float:
+    if grpo.importance_rule == "truncate":
+        return min(w, grpo.importance_cap)
+    return w if _floor(grpo) <= w <= grpo.importance_cap else 0.0
+
+
+def _floor(grpo: GrpoSection) -> float:
+    return 1.0 / grpo.importance_cap if grpo.importance_floor is None else grpo.importance_floor
+
+
+def _statistics(raw: list[float], grpo: GrpoSection) -> dict[str, float]:
+    if not raw:
+        return {}
+    squares = math.fsum(w * w for w in raw)
+    return {
+        "importance_mean": math.fsum(raw) / len(raw),
+        "importance_max": max(raw),
+        "importance_bounded": sum(_bounded(w, grpo) != w for w in raw) / len(raw),
+        "importance_effective": math.fsum(raw) ** 2 / (len(raw) * squares) if squares else 0.0,
+    }

@@ -1,0 +1,95 @@
+"""A frozen policy that lies in CPU memory and computes elsewhere: its layers come over one by one, when they are due.
+
+Two layers' room is taken on the device. While one computes, the next is copied into the other from pinned memory, on a
+stream of its own; so a forward of many tokens hides the way, and one of few is as slow as the bus. Embeddings are
+looked up in CPU memory; the head comes over whole each time that it is asked for. Results are those of the policy on
+the device, to the bit.
+
+Deliberately absent: gradients, and adapters, with which a policy is its own reference (lora.py).
+Axes: T packed tokens, H hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+
+import torch
+import torch.nn.functional as F
+
+from thresher.kernels.elementwise.layers import add_norm, rope_table
+from thresher.policy.model import Policy
+from thresher.policy.models.layer import Attend, Layer
+
+ROOMS = 2  # layers on the device at once
+
+
+class StreamedPolicy:
+    """`policy`, which must lie in CPU memory, computing on `device`; it is frozen, and on CUDA its memory is pinned.
+    ValueError for a policy that lies elsewhere or has adapters."""
+
+    def __init__(self, policy: Policy, device: torch.device | str) -> None:
+        if policy.device.type != "cpu" or policy.lora is not None:
+            raise ValueError(f"expected a policy in CPU memory, without adapters; this one is on {policy.device}")
+        self.policy, self.device = policy.requires_grad_(False), torch.device(device)
+        self._copies: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self.device)
+            for parameter in policy.parameters():
+                parameter.data = parameter.data.pin_memory()
+        self._layers = list(policy.decoder_layers())
+        self._rooms = [deepcopy(layer).to(self.device) for layer in self._layers[:ROOMS]]
+        self._norm = policy.norm.to(self.device)
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._rooms)
+        self._used: list[torch.cuda.Event | None] = [None] * len(self._rooms)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """What of it lies on the device."""
+        for layer in self._rooms:
+            yield from layer.parameters()
+        yield self._norm
+
+    @property
+    def head_VH(self) -> torch.Tensor:
+        """The LM head [V, H], a copy on the device where that is not the CPU."""
+        return self.policy.head_VH.to(self.device, non_blocking=True)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """It has none: as it is."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """As `Policy.hidden`: packed ids [T] int64 and their positions -> hidden states after the last norm [T, H]."""
+        config = self.policy.config
+        rope = rope_table(positions_T, config.head_dim, config.rope_theta, self.policy.dtype)
+        x_TH, more_TH = F.embedding(ids_T.cpu(), self.policy.embed_VH).to(self.device), None
+        self._copy(0)
+        for index in range(len(self._layers)):
+            layer = self._wait_for(index)
+            if index + 1 < len(self._layers):
+                self._copy(index + 1)
+            x_TH, more_TH = layer(x_TH, more_TH, rope, attend, index)
+            if self._copies is not None:
+                self._used[index % len(self._rooms)] = torch.cuda.current_stream(self.device).record_event()
+        return add_norm(x_TH, more_TH, self._norm, config.rms_norm_eps)[1]
+
+    def _copy(self, index: int) -> None:
+        """Begin to bring a layer over, into the room that the one before the last has left."""
+        place = index % len(self._rooms)
+        pairs = zip(self._rooms[place].parameters(), self._layers[index].parameters(), strict=True)
+        if self._copies is None:
+            for room, parameter in pairs:
+                room.copy_(parameter)
+            return
+        with torch.cuda.stream(self._copies):
+            if (used := self._used[place]) is not None:
+                self._copies.wait_event(used)
+            for room, parameter in pairs:
+                room.copy_(parameter, non_blocking=True)
+            self._copied[place] = self._copies.record_event()
+
+    def _wait_for(self, index: int) -> Layer:
+        place = index % len(self._rooms)
+        if (copied := self._copied[place]) is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+        return self._rooms[place]

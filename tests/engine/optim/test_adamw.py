@@ -1,0 +1,140 @@
+"""AdamW with its moments elsewhere or in 8 bits, beside torch's; checkpoints of it; and training that ends the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from thresher.engine.config.sections import OptimSection
+from thresher.engine.optim import adamw as module
+from thresher.engine.optim.adamw import PartwiseAdamW
+from thresher.engine.optim.optimizer import make_optimizer
+from thresher.engine.store.checkpoint import load_optimizer, save_checkpoint
+from thresher.policy.model import Policy
+from thresher.rewards.errors import UserError
+
+LARGE, SMALL = (130, 41), (11,)  # 5,330 values, whose last block is not full
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.large = nn.Parameter(torch.randn(LARGE, generator=generator))
+        self.small = nn.Parameter(torch.randn(SMALL, generator=generator))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def save(self, path: Path) -> None:
+        torch.save(self.state_dict(), path / "weights.pt")
+
+
+def gradients(weights: Weights, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in (weights.large, weights.small):
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def trained(optim: OptimSection, steps: int = 6) -> tuple[Weights, torch.optim.Optimizer]:
+    weights = Weights()
+    optimizer = make_optimizer(weights, optim, 0.01)
+    for step in range(steps):
+        gradients(weights, step)
+        optimizer.step()
+    return weights, optimizer
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_what_a_recipe_gets() -> None:
+    assert type(trained(OptimSection(), 0)[1]) is torch.optim.AdamW
+    # Masters in CPU memory are stepped there, by torch's own; the moments of weights elsewhere are moved.
+    assert type(trained(OptimSection(offload="masters"), 0)[1]) is torch.optim.AdamW
+    elsewhere = make_optimizer(nn.Linear(2, 2, device="meta"), OptimSection(offload="masters"), 0.1)
+    assert isinstance(elsewhere, PartwiseAdamW) and elsewhere.storage == torch.device("cpu")
+
+
+@pytest.mark.parametrize("part", [1 << 22, 512])
+def test_moments_in_cpu_memory_have_the_bits_of_torchs(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART", part)
+    settings = {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+    plain, optimizer = trained(OptimSection(**settings))
+    moved, partwise = trained(OptimSection(**settings, offload="moments"))
+    assert isinstance(partwise, PartwiseAdamW) and same(plain, moved)
+    for parameter, other in zip(plain.parameters(), moved.parameters(), strict=True):
+        states = optimizer.state.get(parameter, {}), partwise.state.get(other, {})
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert moved.unused not in partwise.state
+
+
+def test_8_bits_are_torchs_up_to_the_tables_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"betas": (0.9, 0.9), "weight_decay": 0.1}
+    plain, optimizer = trained(OptimSection(**settings), 1)
+    coarse, eight = trained(OptimSection(**settings, moments="8bit"), 1)
+    assert same(plain, coarse), "the first step takes exact moments"
+    plain, optimizer = trained(OptimSection(**settings))
+    coarse, eight = trained(OptimSection(**settings, moments="8bit"))
+    assert isinstance(eight, PartwiseAdamW)
+    assert torch.equal(plain.small, coarse.small) and not torch.equal(plain.large, coarse.large)
+    state, truth = eight.state[coarse.large], optimizer.state[plain.large]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.uint8
+    assert sum(x.nbytes for x in state.values()) < 0.26 * sum(x.nbytes for x in truth.values())
+    assert eight.state[coarse.small]["exp_avg"].dtype == torch.float32
+    for name, signed in module.MOMENTS:
+        found = module._take(state, name, signed, slice(0, plain.large.numel()), torch.device("cpu"))
+        # Half a step of the table each time, carried on by a beta of .9: at most ten times the largest's half step.
+        half = (0.45 / 64 if signed else 0.45 / 128) * float(truth[name].abs().max())
+        error = (found - truth[name].view(-1)).abs()
+        assert 0 < float(error.max()) <= 10 * half and float(error.mean()) < half
+    parts = trained(OptimSection(**settings, moments="8bit", offload="moments"))[0]
+    assert same(coarse, parts)
+    monkeypatch.setattr(module, "PART", 512)
+    assert same(coarse, trained(OptimSection(**settings, moments="8bit"))[0]), "parts are whole blocks"
+
+
+@pytest.mark.parametrize("optim", [OptimSection(moments="8bit"), OptimSection(offload="moments")])
+def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path, optim: OptimSection) -> None:
+    whole, _ = trained(optim, 6)
+    half, optimizer = trained(optim, 3)
+    path = save_checkpoint(tmp_path, 3, half, optimizer, {})
+    resumed = Weights()
+    resumed.load_state_dict(half.state_dict())
+    again = make_optimizer(resumed, optim, 0.01)
+    load_optimizer(path, again, resumed.named_parameters())
+    for step in range(3, 6):
+        gradients(resumed, step)
+        again.step()
+    assert same(whole, resumed)
+
+
+def test_moments_of_another_kind_are_refused(tmp_path: Path) -> None:
+    kinds = [OptimSection(moments="8bit"), OptimSection()]
+    for saved, wanted in (kinds, kinds[::-1]):
+        weights, optimizer = trained(saved, 1)
+        path = save_checkpoint(tmp_path, 1, weights, optimizer, {})
+        other = make_optimizer(weights, wanted, 0.01)
+        with pytest.raises(UserError, match=r"optim\.moments, that it was saved with"):
+            load_optimizer(path, other, weights.named_parameters())
+    # Float32 moments are the same wherever they lie.
+    load_optimizer(path, make_optimizer(weights, OptimSection(offload="moments"), 0.01), weights.named_parameters())
+
+
+def test_8_bits_learn_what_float32_learns(make_tiny_policy: Callable[..., Policy]) -> None:
+    """A sentence by heart: both end with it, by different weights."""
+    ids = torch.arange(20) * 7 % 23 + 1
+    ends = []
+    for moments in ("float32", "8bit"):
+        policy = make_tiny_policy(hidden_size=64, intermediate_size=96).requires_grad_(True)
+        optimizer = make_optimizer(policy, OptimSection(moments=moments), 3e-3)
+        for _ in range(40):
+            loss = nn.functional.cross_entropy(policy.logits(ids)[:-1], ids[1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((float(loss.detach()), policy))
+    (one, first), (other, second) = ends
+    assert one < 0.5 and abs(one - other) < 0.1 * one and not same(first, second)

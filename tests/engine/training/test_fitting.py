@@ -1,0 +1,204 @@
+"""Runs that save memory or go over a batch several times: what must be the same is the same, and a resume is exact."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_cases import Killed, assert_same_run, die_after, metrics, single_threaded, what_happened
+
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.decoding.clock import DecodeClock
+from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.device import make_decoder
+from thresher.engine.training import train as train_module
+from thresher.engine.training.train import train
+from thresher.engine.training.update import Item
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.rewards.errors import UserError
+
+SMALL = {"questions_per_step": 2, "group_size": 2}
+RUN = {"steps": 2, "save_every": 1, "eval_every": None, "eval_questions": 1}
+PLACES = {
+    "optim": {"lr": 1e-4, "offload": "masters", "checkpoint_activations": "on"},
+    "grpo": {"beta": 0.02, "reference": "cpu"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [record for record in metrics(run) if "eval" not in record]
+
+
+def test_where_things_lie_changes_no_bit(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masters and reference in CPU memory, layers computed twice; and a run may change these when it goes on."""
+    layers = []
+    hidden = Policy.hidden
+
+    def noted(self: Policy, *arguments: Any) -> torch.Tensor:
+        layers.append(arguments[3:] == (True,))
+        return hidden(self, *arguments)
+
+    monkeypatch.setattr(Policy, "hidden", noted)
+    bf16 = {"dtype": "bfloat16"}
+    train(make_recipe(model=bf16, rollout=SMALL, run=RUN, optim={"lr": 1e-4}), tmp_path / "plain")
+    assert not any(layers)
+    recipe = make_recipe(model=bf16, rollout=SMALL, run=RUN, **PLACES)
+    train(recipe, tmp_path / "moved")
+    assert any(layers)
+    with pytest.raises(Killed):
+        train(recipe, tmp_path / "half", watch=die_after(2))
+    train(make_recipe(model=bf16, rollout=SMALL, run=RUN, optim={"lr": 1e-4}), tmp_path / "half", resume=True)
+    plain, moved, half = (what_happened(tmp_path / name) for name in ("plain", "moved", "half"))
+    for other in (moved, half):
+        assert [key for key in plain if key != "recipe" and plain[key] != other[key]] == []
+
+
+CHOICES: list[dict[str, Any]] = [
+    {
+        "model": {"dtype": "bfloat16"},
+        "optim": {"lr": 1e-4, "moments": "8bit", "offload": "masters", "schedule": "linear"},
+        "grpo": {
+            "beta": 0.02,
+            "updates_per_batch": 2,
+            "epochs_per_batch": 2,
+            "old_logprobs": "recomputed",
+            "importance": "sequence",
+            "importance_rule": "mask",
+        },
+    },
+    {"optim": {"lr": 1e-3, "moments": "8bit", "offload": "moments"}, "grpo": {"beta": 0.0, "epochs_per_batch": 2}},
+]
+
+
+@pytest.mark.parametrize("changes", CHOICES)
+def test_a_killed_run_goes_on_to_the_same_bits(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], changes: dict[str, Any]
+) -> None:
+    recipe = make_recipe(rollout=SMALL, run=RUN, **changes)
+    train(recipe, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(recipe, tmp_path / "killed", watch=die_after(2))
+    train(recipe, tmp_path / "killed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    kept = load_file(tmp_path / "whole" / "checkpoints" / "step_000002" / "optimizer.safetensors")
+    assert kept["embed_VH.exp_avg"].dtype == torch.uint8
+    assert float(kept["embed_VH.step"]) == 2 * len(steps_of(tmp_path / "whole")) * recipe.grpo.updates_per_batch
+
+
+def test_the_cache_is_given_back_before_every_update(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here by a decoder of a GPU's manners, whose memory is free during the update and there again for a rollout."""
+    happened: list[str] = []
+    end, update = Decoder.end, train_module.Updater.update
+
+    def ended(self: Decoder) -> None:
+        end(self)
+        assert self.held()
+        self.cache = None
+        happened.append("end")
+
+    def updated(self: Any, *arguments: Any) -> Any:
+        happened.append("update")
+        return update(self, *arguments)
+
+    monkeypatch.setattr(Decoder, "end", ended)
+    monkeypatch.setattr(train_module.Updater, "update", updated)
+    recipe = make_recipe(rollout=SMALL, run=RUN, optim={"lr": 1e-4})
+    train(recipe, tmp_path / "given_back")
+    assert happened == ["end", "end", "update", "end", "update", "end"]  # the first and the last are evaluations
+    monkeypatch.undo()
+    train(recipe, tmp_path / "kept")
+    assert_same_run(tmp_path / "given_back", tmp_path / "kept")
+
+
+def test_only_a_cpu_keeps_its_cache(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
+    decoder = make_decoder(tiny_policy, tiny_tokenizer, num_blocks=4, page_size=16, max_running=2)
+    decoder.end()
+    assert decoder.held()
+    decoder.policy = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    decoder.end()
+    assert not decoder.held()
+    decoder.policy = tiny_policy
+    decoder.begin(20, DecodeClock())
+    assert decoder.held()
+
+
+def test_passes_over_a_batch(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two passes of two parts: the same parts in the same order, numbered through for the schedule."""
+    calls: list[tuple[int, list[Item]]] = []
+    update = train_module.Updater.update
+
+    def noted(self: Any, items: list[Item], step: int, temperature: float) -> Any:
+        calls.append((step, items))
+        return update(self, items, step, temperature)
+
+    monkeypatch.setattr(train_module.Updater, "update", noted)
+    optim = {"lr": 1e-3, "schedule": "linear", "warmup_ratio": 0.0}
+    grpo = {"updates_per_batch": 2, "epochs_per_batch": 2}
+    train(make_recipe(rollout=SMALL, run=RUN, optim=optim, grpo=grpo), tmp_path / "run")
+    assert [step for step, _ in calls] == list(range(8))
+    for start in (0, 4):
+        first, second = calls[start : start + 2], calls[start + 2 : start + 4]
+        assert [items for _, items in first] == [items for _, items in second]
+    records = steps_of(tmp_path / "run")
+    assert [record["lr"] for record in records] == pytest.approx([1e-3 * (1 - 3 / 8), 1e-3 * (1 - 7 / 8)])
+    for record in records:
+        one, two = record["by_epoch"]
+        # The first part's first update is on policy; by the second pass all have moved.
+        assert record["logprob_gap_max"] < 1e-4 < two["logprob_gap"] and one["logprob_gap"] < two["logprob_gap"]
+        assert one["ratio"] != two["ratio"]
+
+
+def test_recomputed_log_probs_and_weights_are_in_the_metrics(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
+) -> None:
+    """In float32 rollout and update agree: every weight is 1 up to rounding, and the run is the run without."""
+    grpo = {"old_logprobs": "recomputed", "importance": "token"}
+    train(make_recipe(grpo=grpo | {"kl_value": "k2", "beta": 0.02}, run={"steps": 2}), tmp_path / "run")
+    plain = steps_of(uninterrupted)[0]
+    record = steps_of(tmp_path / "run")[0]
+    assert record.keys() - plain.keys() == {
+        "importance_mean",
+        "importance_max",
+        "importance_bounded",
+        "importance_effective",
+        "recompute_seconds",
+    }
+    assert record["logprob_gap"] == pytest.approx(plain["logprob_gap"], abs=1e-6) and record["logprob_gap"] > 0
+    assert record["importance_mean"] == pytest.approx(1, abs=1e-4) and record["importance_bounded"] == 0
+    assert record["importance_effective"] == pytest.approx(1, abs=1e-4)
+    for name in ("loss", "grad_norm"):
+        assert record[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optim": {"offload": "masters"}}, r'offload: expected "none" or "moments" with model.dtype = "float32"'),
+        (
+            {"optim": {"offload": "masters"}, "model": {"dtype": "bfloat16"}, "lora": {}},
+            r'offload: expected "none" or "moments" with \[lora\]',
+        ),
+        ({"grpo": {"reference": "cpu"}, "lora": {}}, r'reference: expected "auto" with \[lora\]'),
+    ],
+)
+def test_what_makes_no_sense_is_refused(base: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    from train_cases import recipe_maker
+
+    with pytest.raises(UserError, match=said):
+        recipe_maker({"lora": {}, **base} if "lora" in changes else base)(**changes)

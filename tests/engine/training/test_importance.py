@@ -1,0 +1,186 @@
+"""Old log-probs by the update's own forward, and the weights of them against the rollout's: by hand, and in the
+gradient."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.training import update as update_module
+from thresher.engine.training.importance import importance_weights, recompute
+from thresher.engine.training.update import Item, Updater
+from thresher.policy.model import Policy
+from thresher.rewards.errors import UserError
+
+# w by token: 3, .5 | 1 | .1, 4; by sequence: 1.5, 1, .4
+ROLLOUT = [[-1.0, -2.0], [-0.5], [-1.0, -1.0]]
+OWN = [
+    [then + math.log(w) for then, w in zip(thens, ws, strict=True)]
+    for thens, ws in zip(ROLLOUT, [[3, 0.5], [1], [0.1, 4]], strict=True)
+]
+
+
+def corrected(importance: str, **settings: Any) -> GrpoSection:
+    return GrpoSection(beta=0.0, old_logprobs="recomputed", importance=importance, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("grpo", "expected", "bounded"),
+    [
+        (corrected("token"), [[2, 0.5], [1], [0.1, 2]], 2 / 5),
+        (corrected("token", importance_cap=3.5), [[3, 0.5], [1], [0.1, 3.5]], 1 / 5),
+        (corrected("token", importance_rule="mask", importance_cap=3.5), [[3, 0.5], [1], [0, 0]], 2 / 5),
+        (corrected("token", importance_rule="mask", importance_floor=0.6), [[0, 0], [1], [0, 0]], 4 / 5),
+        (corrected("sequence"), [[1.5, 1.5], [1], [0.4, 0.4]], 0),
+        (corrected("sequence", importance_cap=1.2), [[1.2, 1.2], [1], [0.4, 0.4]], 1 / 3),
+        (corrected("sequence", importance_rule="mask"), [[1.5, 1.5], [1], [0, 0]], 1 / 3),
+    ],
+)
+def test_weights_by_hand(grpo: GrpoSection, expected: list[list[float]], bounded: float) -> None:
+    weights, statistics = importance_weights(OWN, ROLLOUT, grpo)
+    assert [pytest.approx(row) for row in expected] == weights
+    raw = [3, 0.5, 1, 0.1, 4] if grpo.importance == "token" else [1.5, 1, 0.4]
+    assert statistics == pytest.approx(
+        {
+            "importance_mean": sum(raw) / len(raw),
+            "importance_max": max(raw),
+            "importance_bounded": bounded,
+            "importance_effective": sum(raw) ** 2 / len(raw) / sum(w * w for w in raw),
+        }
+    )
+
+
+def test_weights_that_nobody_wants_and_weights_without_end() -> None:
+    assert importance_weights(OWN, ROLLOUT, GrpoSection()) == ([None] * 3, {})
+    assert importance_weights([], [], corrected("token")) == ([], {})
+    weights, statistics = importance_weights([[0.0] * 3, []], [[-600.0] * 3, []], corrected("sequence"))
+    assert weights == [[2.0] * 3, []] and math.isfinite(statistics["importance_effective"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"importance": "token"}, 'old_logprobs: expected "recomputed" with importance = "token"'),
+        ({"importance_floor": 0.5}, "importance_floor: expected none with importance_rule"),
+        ({"reference": "cpu", "beta": 0.0}, "reference: expected a beta > 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        GrpoSection(**settings).check()
+
+
+def sampled(policy: Policy, noise: float, seed: int = 0) -> list[Item]:
+    """Random sequences; the rollout's log-probs are the policy's, off by normal noise."""
+    generator = torch.Generator().manual_seed(seed)
+    items = []
+    for length, advantage in ((9, 1.0), (17, -0.6), (12, 0.3)):
+        ids = torch.randint(1, 29, (length,), generator=generator)
+        own = own_logprobs(policy, ids, 4).detach()
+        old = own + noise * torch.randn(len(own), generator=generator)
+        items.append(
+            Item(
+                ids=ids.tolist(),
+                positions=list(range(4, length)),
+                old_logprobs=old.tolist(),
+                advantage=advantage,
+                weight=1 / 3 / (length - 4),
+            )
+        )
+    return items
+
+
+def own_logprobs(policy: Policy, ids: torch.Tensor, start: int) -> torch.Tensor:
+    logits = policy.logits(ids)[start - 1 : -1, :29] / 0.8
+    return torch.log_softmax(logits, -1).gather(1, ids[start:, None])[:, 0]
+
+
+def updater_of(policy: Policy, grpo: GrpoSection, **optim: Any) -> Updater:
+    return Updater(policy, policy, None, OptimSection(**optim), grpo, 29, 9)
+
+
+@pytest.mark.parametrize("budget", [1, 25, 1000])
+def test_log_probs_come_back_in_the_order_of_the_items(make_tiny_policy: Callable[..., Policy], budget: int) -> None:
+    policy = make_tiny_policy().requires_grad_(True)
+    items = sampled(policy, 0.2)
+    items.insert(1, replace(items[0], positions=[], old_logprobs=[]))
+    found = updater_of(policy, GrpoSection(beta=0.0), micro_batch_tokens=budget).logprobs(items, 0.8)
+    assert found.pop(1) == []
+    for mine, item in zip(found, [items[0], *items[2:]], strict=True):
+        assert mine == pytest.approx(own_logprobs(policy, torch.tensor(item.ids), 4).tolist(), abs=1e-5)
+    assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("grpo", [corrected("token", importance_cap=1.1), corrected("sequence"), corrected("none")])
+def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
+    make_tiny_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch, grpo: GrpoSection
+) -> None:
+    policy = make_tiny_policy().double().requires_grad_(True)
+    items = sampled(policy, 0.3)
+    updater = updater_of(policy, grpo)
+    (renewed, none), found = recompute(updater, [items, []], grpo, 0.8)
+    assert none == []
+    gaps = [
+        abs(a - b)
+        for one, two in zip(items, renewed, strict=True)
+        for a, b in zip(one.old_logprobs, two.old_logprobs, strict=True)
+    ]
+    assert found.gap == pytest.approx(sum(gaps) / len(gaps)) and found.gap_largest == max(gaps) > 0.3
+
+    loss = torch.zeros((), dtype=torch.float64)
+    for item in items:
+        own = own_logprobs(policy, torch.tensor(item.ids), 4)
+        log_w = own.detach() - torch.tensor(item.old_logprobs, dtype=torch.float64)
+        w = {
+            "token": log_w.exp().clamp(max=1.1),
+            "sequence": log_w.sum().exp().clamp(max=2.0).expand_as(log_w),
+            "none": torch.ones_like(log_w),
+        }[grpo.importance]
+        # On its own log-probs every ratio is 1, and none is clipped.
+        loss = loss - item.weight * (w * item.advantage * (own - own.detach()).exp()).sum()
+    expected = torch.autograd.grad(loss, list(policy.parameters()))
+
+    seen: list[torch.Tensor] = []
+
+    def catch(model: Policy, *_: Any) -> float:
+        seen.extend(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)
+        return 0.0
+
+    monkeypatch.setattr(update_module, "step_optimizer", catch)
+    stats = updater.update(renewed, 0, 0.8)
+    assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert stats.sums["ratio"] == pytest.approx(stats.rows, rel=1e-6) and stats.sums["clipped"] == 0
+    for gradient, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=2e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_micro_batches_add_up_to_the_same_gradient(
+    make_tiny_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Weights are global, so how the batch is cut changes roundings alone: those of the dtype's products, and of one
+    sum more."""
+    seen: list[torch.Tensor] = []
+
+    def catch(model: Policy, *_: Any) -> float:
+        seen.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))  # type: ignore[union-attr]
+        for parameter in model.parameters():
+            parameter.grad = None
+        return 0.0
+
+    monkeypatch.setattr(update_module, "step_optimizer", catch)
+    master = make_tiny_policy().requires_grad_(True)
+    items = sampled(master, 0.1)
+    policy = master if dtype == torch.float32 else make_tiny_policy().to(dtype).requires_grad_(True)
+    micro_batches = []
+    for budget in (1000, 30, 1):
+        updater = Updater(policy, master, None, OptimSection(micro_batch_tokens=budget), GrpoSection(beta=0.0), 29, 9)
+        updater.update(items, 0, 0.8)
+        micro_batches.append(len(update_module.pack(items, budget)))
+    assert micro_batches == [1, 2, 3]
+    for other in seen[1:]:
+        assert float((other - seen[0]).norm()) <= 8 * torch.finfo(dtype).eps * float(seen[0].norm())
