@@ -19,6 +19,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import summarise
+from thresher.engine.planning.check import check_memory
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges
@@ -51,6 +52,7 @@ def train(
     started = time.perf_counter()
     RunFolder.check(out, resume)
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
+    check_memory(recipe, starting_weights(recipe, checkpoint))
     parts = load_parts(recipe, starting_weights(recipe, checkpoint))
     master, reference = trained_and_reference(recipe, parts.policy, checkpoint)
     updater = Updater(parts.policy, master, reference, recipe.optim, recipe.grpo, parts.vocab_size, recipe.run.steps)

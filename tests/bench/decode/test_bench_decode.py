@@ -7,9 +7,9 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.bench.chips import CHIPS
 from thresher.bench.decode import run
 from thresher.bench.decode.run import DecodeBench, random_policy, run_decode_bench, this_chip
+from thresher.engine.planning.chips import CHIPS
 from thresher.rewards.errors import UserError
 
 
