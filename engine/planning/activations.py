@@ -71,7 +71,7 @@ def around_bytes(config: ModelConfig, setting: Setting) -> int:
 
 
 def activation_bytes(config: ModelConfig, setting: Setting, checkpointed: bool) -> int:
-    """A token, of all layers. checkpointed: each layer keeps its two inputs alone, and one at a time is computed anew."""
+    """A token, of all layers. checkpointed: a layer keeps its two inputs alone; one at a time is computed anew."""
     layers, one = config.num_hidden_layers, layer_bytes(config, setting)
     if checkpointed:
         return 2 * setting.item * config.hidden_size * layers + one + around_bytes(config, setting)

@@ -21,6 +21,7 @@ from thresher.policy.config import ModelConfig
 
 GB = 10**9
 MOST_GPUS = 64
+ROUND = 256  # tokens
 LORA = (16, ("q", "k", "v", "o", "gate", "up", "down"))
 
 
@@ -119,7 +120,7 @@ def _largest(config: ModelConfig, setting: Setting, memory: int) -> dict[str, in
         ),
     }
     rollout = demand(config, setting, memory, checkpointed=False).phases["rollout"]
-    wanted, least = kv_tokens(setting)
+    _, least = kv_tokens(setting)
     rest = sum(rollout.values()) - rollout["KV pool"]
     room = (memory - rest) // kv_token_bytes(config, setting)
     held = rollout["KV pool"] // kv_token_bytes(config, setting) if setting.cuda else room
@@ -149,9 +150,7 @@ def _advice(config: ModelConfig, setting: Setting, recipe: Recipe, memory: int) 
         several = (known[:count] for count in range(2, len(known) + 1))
         lines = [line for turns in several if (line := _line(config, turns, setting, memory))][:1]
     if setting.cuda and setting.gpus == 1:
-        gpus = (gpus for gpus in range(2, MOST_GPUS + 1) if _micro_batch(config, replace(setting, gpus=gpus), memory))
-        if (count := next(gpus, None)) is not None:
-            lines.append(f"sharded over {count} such GPUs it would fit (--gpus {count} has the parts)")
+        lines += _sharded(config, setting, memory)
     return lines or ["no setting makes it fit: take a smaller model or a shorter rollout.max_context"]
 
 
@@ -163,13 +162,30 @@ def _micro_batch(config: ModelConfig, setting: Setting, memory: int) -> int | No
     )
 
 
+def _advised_tokens(config: ModelConfig, setting: Setting, memory: int) -> int | None:
+    """`_micro_batch`, down to a round number where a context allows one."""
+    tokens = _micro_batch(config, setting, memory)
+    return None if tokens is None else max(tokens // ROUND * ROUND, setting.length)
+
+
+def _sharded(config: ModelConfig, setting: Setting, memory: int) -> list[str]:
+    """How many GPUs would hold the run, and with which micro-batch."""
+    for gpus in range(2, MOST_GPUS + 1):
+        shared = replace(setting, gpus=gpus)
+        if _fits(config, shared, memory):
+            return [f"sharded over {gpus} such GPUs it would fit (--gpus {gpus})"]
+        if (tokens := _advised_tokens(config, shared, memory)) is not None:
+            return [f"sharded over {gpus} such GPUs (--gpus {gpus}) optim.micro_batch_tokens = {tokens} would fit"]
+    return []
+
+
 def _line(config: ModelConfig, changes: Sequence[Change], setting: Setting, memory: int) -> str | None:
     """The advice to make these changes, None where they do not suffice."""
     for _, turn in changes:
         setting = turn(setting)
     words = [words for words, _ in changes if words]
     if not _fits(config, setting, memory):
-        tokens = _micro_batch(config, setting, memory)
+        tokens = _advised_tokens(config, setting, memory)
         if tokens is None:
             return None
         words.append(f"optim.micro_batch_tokens = {tokens}")

@@ -50,7 +50,8 @@ class Setting:
 
     @property
     def samples_of_update(self) -> int:
-        return -(-(-(-self.questions // self.updates)) * self.group // self.gpus)
+        groups = -(-self.questions // self.updates)
+        return -(-groups * self.group // self.gpus)
 
     @property
     def frozen_copy(self) -> bool:

@@ -27,7 +27,7 @@ from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
 from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.engine.training.master_weights import starting_weights, trained_and_reference
-from thresher.engine.training.memory import out_of_memory
+from thresher.engine.training.memory import out_of_memory, return_freed_memory
 from thresher.engine.training.metrics import run_summary, step_record
 from thresher.engine.training.step import Diverged, GrpoStep, check_trajectories
 from thresher.engine.training.update import Updater
@@ -53,6 +53,8 @@ def train(
     RunFolder.check(out, resume)
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
     check_memory(recipe, starting_weights(recipe, checkpoint))
+    if recipe.model.device == "cpu":
+        return_freed_memory()
     parts = load_parts(recipe, starting_weights(recipe, checkpoint))
     master, reference = trained_and_reference(recipe, parts.policy, checkpoint)
     updater = Updater(parts.policy, master, reference, recipe.optim, recipe.grpo, parts.vocab_size, recipe.run.steps)
