@@ -13,7 +13,7 @@ from thresher.engine import console
 
 if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
-    from thresher.engine.planning.floors import Rates
+    from thresher.engine.planning.floors import DeviceRates
     from thresher.engine.planning.plan import Plan
     from thresher.policy.config import ModelConfig
 
@@ -61,7 +61,7 @@ def _config(model: str) -> "ModelConfig":
     return config_from_dict(read_json_object(path), str(path)) if path.is_file() else read_config(path)
 
 
-def _rates(options: argparse.Namespace, recipe: "Recipe") -> "Rates | None":
+def _rates(options: argparse.Namespace, recipe: "Recipe") -> "DeviceRates | None":
     """The chip's that was named, or this machine's."""
     import torch
 

@@ -20,7 +20,7 @@ Deliberately absent: what is saved once a forward and not for each token (A and 
 Axes: T tokens (docs/notation.md).
 """
 
-from thresher.engine.planning.setting import Setting
+from thresher.engine.planning.setting import PlanSetting
 from thresher.engine.planning.sizes import FP32
 from thresher.policy.config import ModelConfig
 from thresher.policy.lora import RANK_STEP
@@ -28,7 +28,7 @@ from thresher.policy.lora import RANK_STEP
 INDEX = 8  # bytes of an int64
 
 
-def layer_bytes(config: ModelConfig, setting: Setting) -> int:
+def layer_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """A token, of one layer."""
     e, hidden, inner = setting.item, config.hidden_size, config.intermediate_size
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -49,7 +49,7 @@ def layer_bytes(config: ModelConfig, setting: Setting) -> int:
     return total
 
 
-def norm_bytes(config: ModelConfig, setting: Setting) -> int:
+def norm_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """A token, of one norm."""
     hidden = config.hidden_size
     if setting.cuda:
@@ -57,11 +57,11 @@ def norm_bytes(config: ModelConfig, setting: Setting) -> int:
     return FP32 * hidden + FP32 + (setting.item * hidden if setting.adapters is None else 0)
 
 
-def _input_kept(setting: Setting, *maps: str) -> bool:
+def _input_kept(setting: PlanSetting, *maps: str) -> bool:
     return setting.adapters is None or any(name in setting.adapters[1] for name in maps)
 
 
-def around_bytes(config: ModelConfig, setting: Setting) -> int:
+def around_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """A token, beside the layers: ids and places, the table of the rotation, the last norm (the first one's input is a
     frozen embedding where there are adapters, and keeps nothing: the last takes its place)."""
     total = INDEX + setting.item * config.head_dim
@@ -70,7 +70,7 @@ def around_bytes(config: ModelConfig, setting: Setting) -> int:
     return total
 
 
-def activation_bytes(config: ModelConfig, setting: Setting, checkpointed: bool) -> int:
+def activation_bytes(config: ModelConfig, setting: PlanSetting, checkpointed: bool) -> int:
     """A token, of all layers. checkpointed: a layer keeps its two inputs alone; one at a time is computed anew."""
     layers, one = config.num_hidden_layers, layer_bytes(config, setting)
     if checkpointed:
@@ -78,7 +78,7 @@ def activation_bytes(config: ModelConfig, setting: Setting, checkpointed: bool) 
     return layers * one + around_bytes(config, setting)
 
 
-def backward_bytes(config: ModelConfig, setting: Setting) -> int:
+def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """A token: the most that gradients of one layer's activations take at a time, beyond what they replace. Those of
     gate and up, while silu's is there; on a CPU in bfloat16 a norm's five terms in float32, where they are more."""
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -86,7 +86,7 @@ def backward_bytes(config: ModelConfig, setting: Setting) -> int:
     return gate if setting.cuda or setting.item == FP32 else max(gate, 5 * FP32 * hidden + setting.item * hidden)
 
 
-def forward_bytes(config: ModelConfig, setting: Setting) -> int:
+def forward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """A row, of a forward that keeps nothing: gate and up, silu and its parts, and the residual stream."""
     widest = 3 if setting.cuda else 4
     return setting.item * (widest * config.intermediate_size + 4 * config.hidden_size)

@@ -34,7 +34,7 @@ from thresher.engine.decoding.cache.kv_cache import PagedKV
 from thresher.engine.decoding.decoder import FORWARD_ROWS
 from thresher.engine.decoding.device import KV_SHARE
 from thresher.engine.planning.activations import activation_bytes, backward_bytes, forward_bytes, layer_bytes
-from thresher.engine.planning.setting import Setting
+from thresher.engine.planning.setting import PlanSetting
 from thresher.engine.planning.sizes import (
     FP32,
     all_weights,
@@ -97,7 +97,7 @@ class States:
     host: Parts
 
 
-def trained_weights_of(config: ModelConfig, setting: Setting) -> int:
+def trained_weights_of(config: ModelConfig, setting: PlanSetting) -> int:
     """Elements that the optimiser has."""
     if setting.adapters is None:
         return all_weights(config)
@@ -106,7 +106,7 @@ def trained_weights_of(config: ModelConfig, setting: Setting) -> int:
     return config.num_hidden_layers * sum(rank * sum(maps[target]) for target in targets)
 
 
-def states(config: ModelConfig, s: Setting) -> States:
+def states(config: ModelConfig, s: PlanSetting) -> States:
     """What a run keeps, by kind."""
     n, trained = all_weights(config), trained_weights_of(config, s)
     full, split = s.adapters is None, s.gpus
@@ -134,25 +134,25 @@ def states(config: ModelConfig, s: Setting) -> States:
     )
 
 
-def micro_batch(s: Setting) -> tuple[int, bool]:
+def micro_batch(s: PlanSetting) -> tuple[int, bool]:
     """(tokens of the largest micro-batch, whether an update has several)."""
     of_update = s.samples_of_update * s.length
     tokens = max(min(s.micro_batch_tokens, of_update), s.length)
     return tokens, of_update > tokens
 
 
-def kv_token_bytes(config: ModelConfig, s: Setting) -> int:
+def kv_token_bytes(config: ModelConfig, s: PlanSetting) -> int:
     return PagedKV.bytes_needed(config, 1, 1, s.item)
 
 
-def kv_tokens(s: Setting) -> tuple[int, int]:
+def kv_tokens(s: PlanSetting) -> tuple[int, int]:
     """(tokens of the KV pool that is wanted, those of the smallest that serves), in whole blocks and block 0."""
     a_context = -(-s.length // s.page_size)
     wanted = s.running * a_context if s.kv_tokens is None else max(s.kv_tokens // s.page_size, a_context)
     return (1 + wanted) * s.page_size, (1 + a_context) * s.page_size
 
 
-def loss_workspace(config: ModelConfig, s: Setting, rows: int) -> int:
+def loss_workspace(config: ModelConfig, s: PlanSetting, rows: int) -> int:
     """A chunk's buffers for `rows` rows in the loss, and the narrow copies of all of them."""
     narrow = 3 * s.item * config.hidden_size * rows
     vocab = config.vocab_size
@@ -165,7 +165,7 @@ def loss_workspace(config: ModelConfig, s: Setting, rows: int) -> int:
     return narrow + 2 * FP32 * max(chunk, 16) * vocab + 3 * FP32 * chunk * config.hidden_size + slab
 
 
-def demand(config: ModelConfig, s: Setting, memory: int | None, checkpointed: bool) -> Demand:
+def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed: bool) -> Demand:
     """Of every phase. memory: bytes of the device, which bound a GPU's KV pool."""
     kept = states(config, s)
     base: Parts = dict.fromkeys(PARTS, 0)
@@ -197,7 +197,7 @@ def demand(config: ModelConfig, s: Setting, memory: int | None, checkpointed: bo
     return Demand(found, kept.host if s.cuda else {})
 
 
-def _update(config: ModelConfig, s: Setting, kept: States, before: Parts, checkpointed: bool) -> dict[str, Parts]:
+def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, checkpointed: bool) -> dict[str, Parts]:
     """The phases of a micro-batch: the second one, where there are several, for it finds gradients."""
     tokens, several = micro_batch(s)
     activations = tokens * activation_bytes(config, s, checkpointed)

@@ -59,7 +59,7 @@ STATE_BYTES = 22  # a weight: bfloat16 copy and gradient 4, master 4, gradient 4
 LOWEST_SHARE = 0.1
 
 
-class Rates(Protocol):
+class DeviceRates(Protocol):
     """What a chip does in a second: of a data sheet (chips.py), or measured."""
 
     @property
@@ -76,7 +76,7 @@ class Cost:
     flops: float
     bytes: float
 
-    def seconds(self, chip: Rates) -> float:
+    def seconds(self, chip: DeviceRates) -> float:
         return max(self.flops / chip.flops_per_s, self.bytes / chip.bytes_per_s)
 
 
@@ -139,7 +139,7 @@ def update_parts(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
     )
 
 
-def floor_s(parts: tuple[Cost, ...], chip: Rates) -> float:
+def floor_s(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
     return sum(part.seconds(chip) for part in parts)
 
 
@@ -151,11 +151,11 @@ def decode_share(config: ModelConfig, shape: DecodeShape) -> float:
     return min(max(share, LOWEST_SHARE), high)
 
 
-def predicted_update_s(parts: tuple[Cost, ...], chip: Rates) -> float:
+def predicted_update_s(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
     return sum(part.seconds(chip) / UPDATE_SHARES[part.name] for part in parts)
 
 
-def predicted_mfu(parts: tuple[Cost, ...], chip: Rates) -> float:
+def predicted_mfu(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
     """Of an update's parts: model flops a second, as a share of peak."""
     useful = sum(part.flops for part in parts if part.name != "reference")
     return useful / predicted_update_s(parts, chip) / chip.flops_per_s

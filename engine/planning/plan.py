@@ -14,9 +14,9 @@ from typing import Any
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.planning.demand import Demand, demand, kv_token_bytes, kv_tokens
-from thresher.engine.planning.floors import Rates
+from thresher.engine.planning.floors import DeviceRates
 from thresher.engine.planning.seconds import seconds_per_step
-from thresher.engine.planning.setting import Change, Setting, read_setting, switches
+from thresher.engine.planning.setting import Change, PlanSetting, read_setting, switches
 from thresher.policy.config import ModelConfig
 
 GB = 10**9
@@ -66,7 +66,7 @@ def plan(
     recipe: Recipe,
     gpus: int = 1,
     memory_bytes: int | None = None,
-    rates: Rates | None = None,
+    rates: DeviceRates | None = None,
 ) -> Plan:
     """The plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step."""
     setting = read_setting(recipe, gpus)
@@ -94,7 +94,7 @@ def plan(
     )
 
 
-def _settled(config: ModelConfig, setting: Setting, memory: int | None) -> tuple[Demand, bool]:
+def _settled(config: ModelConfig, setting: PlanSetting, memory: int | None) -> tuple[Demand, bool]:
     """The demand, and whether activations are computed anew: on "auto" they are where it does not fit otherwise."""
     choice = setting.checkpoint_activations
     kept = demand(config, setting, memory, checkpointed=choice == "on")
@@ -103,14 +103,14 @@ def _settled(config: ModelConfig, setting: Setting, memory: int | None) -> tuple
     return demand(config, setting, memory, checkpointed=True), True
 
 
-def _fits(config: ModelConfig, setting: Setting, memory: int) -> bool:
+def _fits(config: ModelConfig, setting: PlanSetting, memory: int) -> bool:
     return _settled(config, setting, memory)[0].total <= memory
 
 
-def _largest(config: ModelConfig, setting: Setting, memory: int) -> dict[str, int]:
+def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str, int]:
     """The largest settings that fit, each with the others as they are; those that fit at no value are left out."""
 
-    def context(tokens: int) -> Setting:
+    def context(tokens: int) -> PlanSetting:
         return replace(setting, length=tokens, sampled=min(setting.sampled, tokens))
 
     found = {
@@ -138,7 +138,7 @@ def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
     return lowest
 
 
-def _advice(config: ModelConfig, setting: Setting, recipe: Recipe, memory: int) -> list[str]:
+def _advice(config: ModelConfig, setting: PlanSetting, recipe: Recipe, memory: int) -> list[str]:
     """What makes it fit: each change that does alone, a smaller micro-batch at its side where it takes that; where none
     does, the switches one after the other until it fits."""
     known = switches(recipe) if setting.cuda else []
@@ -154,7 +154,7 @@ def _advice(config: ModelConfig, setting: Setting, recipe: Recipe, memory: int) 
     return lines or ["no setting makes it fit: take a smaller model or a shorter rollout.max_context"]
 
 
-def _micro_batch(config: ModelConfig, setting: Setting, memory: int) -> int | None:
+def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
     """The largest micro-batch that fits, in tokens: no less than a context takes, no more than a step has."""
     in_step = max(setting.samples_of_update, 1) * setting.length
     return _last(
@@ -162,13 +162,13 @@ def _micro_batch(config: ModelConfig, setting: Setting, memory: int) -> int | No
     )
 
 
-def _advised_tokens(config: ModelConfig, setting: Setting, memory: int) -> int | None:
+def _advised_tokens(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
     """`_micro_batch`, down to a round number where a context allows one."""
     tokens = _micro_batch(config, setting, memory)
     return None if tokens is None else max(tokens // ROUND * ROUND, setting.length)
 
 
-def _sharded(config: ModelConfig, setting: Setting, memory: int) -> list[str]:
+def _sharded(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
     """How many GPUs would hold the run, and with which micro-batch."""
     for gpus in range(2, MOST_GPUS + 1):
         shared = replace(setting, gpus=gpus)
@@ -179,7 +179,7 @@ def _sharded(config: ModelConfig, setting: Setting, memory: int) -> list[str]:
     return []
 
 
-def _line(config: ModelConfig, changes: Sequence[Change], setting: Setting, memory: int) -> str | None:
+def _line(config: ModelConfig, changes: Sequence[Change], setting: PlanSetting, memory: int) -> str | None:
     """The advice to make these changes, None where they do not suffice."""
     for _, turn in changes:
         setting = turn(setting)

@@ -16,27 +16,27 @@ Deliberately absent: searches, judges, evaluations, checkpoints, links between G
 from dataclasses import dataclass, replace
 
 from thresher.engine.planning import floors
-from thresher.engine.planning.floors import UPDATE_SHARES, DecodeShape, Rates, UpdateShape
-from thresher.engine.planning.setting import Setting
+from thresher.engine.planning.floors import UPDATE_SHARES, DecodeShape, DeviceRates, UpdateShape
+from thresher.engine.planning.setting import PlanSetting
 from thresher.engine.planning.sizes import BF16, layer_weights
 from thresher.policy.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rates for bfloat16's two bytes an element, in which floors.py counts."""
+    """DeviceRates for bfloat16's two bytes an element, in which floors.py counts."""
 
     flops_per_s: float
     bytes_per_s: float
 
 
-def seconds_per_step(config: ModelConfig, s: Setting, rates: Rates, checkpointed: bool) -> dict[str, float]:
+def seconds_per_step(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> dict[str, float]:
     """{"rollout": .., "update": ..} of one GPU's share of a step."""
     rates = Measured(rates.flops_per_s, rates.bytes_per_s * BF16 / s.item)
     return {"rollout": _rollout(config, s, rates), "update": _update(config, s, rates, checkpointed)}
 
 
-def _rollout(config: ModelConfig, s: Setting, rates: Rates) -> float:
+def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
     prompt, batch = s.shared_prompt, min(s.running, s.samples)
     group = min(s.group, batch) if s.share_prefix else 1
     shape = DecodeShape(batch=batch, group=group, shared=prompt, own=max((s.length - prompt) // 2, 1))
@@ -46,7 +46,7 @@ def _rollout(config: ModelConfig, s: Setting, rates: Rates) -> float:
     return prefill + a_step * s.samples * s.sampled / batch
 
 
-def _update(config: ModelConfig, s: Setting, rates: Rates, checkpointed: bool) -> float:
+def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> float:
     shape = UpdateShape(
         trajectories=max(s.samples // s.updates, 1),
         length=s.length,

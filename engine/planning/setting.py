@@ -12,7 +12,7 @@ from thresher.engine.planning.sizes import BF16, FP32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class PlanSetting:
     """item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: where the
     frozen copy lies, "copy" on the device, "cpu", or "none" where there is none to keep. samples, length, sampled: of
     a step, and the longest that a trajectory may be, and how much of it the policy may write. offload: what lies on the
@@ -69,11 +69,11 @@ class Setting:
         return max(self.length - self.sampled - (self.turns - 1) * self.passage_tokens, 1)
 
 
-def read_setting(recipe: Recipe, gpus: int = 1) -> Setting:
+def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
     """The record of a recipe."""
     rollout, optim = recipe.rollout, recipe.optim
     lora = recipe.lora
-    return Setting(
+    return PlanSetting(
         cuda=recipe.model.device == "cuda",
         item=BF16 if recipe.model.dtype == "bfloat16" else FP32,
         adapters=None if lora is None else (lora.rank, tuple(lora.targets)),
@@ -106,13 +106,13 @@ def _switch(section: object, name: str, otherwise: Any) -> Any:
     return getattr(section, name, otherwise)
 
 
-Change = tuple[str, Callable[[Setting], Setting]]  # the words of a recipe, and what they do to a record
+Change = tuple[str, Callable[[PlanSetting], PlanSetting]]  # the words of a recipe, and what they do to a record
 
 
 def switches(recipe: Recipe) -> list[Change]:
     """What can be turned to need less memory, the cheapest first. Only what this recipe's sections know."""
 
-    def changed(**values: Any) -> Callable[[Setting], Setting]:
+    def changed(**values: Any) -> Callable[[PlanSetting], PlanSetting]:
         return lambda setting: replace(setting, **values)
 
     optim, grpo = recipe.optim, recipe.grpo
