@@ -114,8 +114,6 @@ def _print(found: "Plan") -> None:
     from thresher.engine.planning.plan import GB
 
     of = "" if found.gpus == 1 else f", on each of {found.gpus} GPUs"
-    if not console.console.is_terminal:
-        console.console.width = max(WIDTH, console.console.width)
     drawn = Table(
         title=f"GB by part and phase{of}; the peak is in: {found.peak}", title_justify="left", box=box.SIMPLE_HEAD
     )
@@ -128,7 +126,7 @@ def _print(found: "Plan") -> None:
     for name in (name for name in found.parts if any(parts[name] for parts in found.phases.values())):
         row(name, [parts[name] for parts in found.phases.values()])
     row("all", [sum(parts.values()) for parts in found.phases.values()])
-    console.console.print(drawn)
+    console.console.print(drawn, width=None if console.console.is_terminal else WIDTH)
     for line in _lines(found):
         console.console.print(line, soft_wrap=True, markup=False)
 
