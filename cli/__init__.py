@@ -1,5 +1,5 @@
 """The command line: main.py runs a command, registry.py finds all of them, flags.py has what their flags share.
-Imports: cli/commands, engine/assemble.py, engine/config, rewards.
+Imports: cli/commands, engine/assemble.py, engine/config, policy, rewards.
 
 Deliberately absent: work. Whatever is not reading arguments, or printing, lies in the rooms that come in.
 """

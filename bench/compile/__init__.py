@@ -1,5 +1,5 @@
 """`thresher bench compile`: every Triton kernel there is, compiled for GPUs that need not be there, and checked.
-Imports: bench/chips.py, bench/machine.py, engine/console.py, kernels/launch, rewards.
+Imports: bench/machine.py, engine/console.py, engine/planning, kernels/launch, rewards.
 
     run.py         the command: the table, the rows, and the same under another Triton
     compiler.py    kernels for targets: Triton's compiler, the assembler's log, and what is a fault

@@ -8,7 +8,7 @@ One multiprocessor holds `blocks` programs. What they keep on the way from memor
 tile: what one trip of the main loop copies, declared as `tile_bytes`, else what the loops' text copies, else shared
 memory / buffers; never more in flight than there is shared memory. wgmma reads its operands in shared memory, so Triton
 gives it a buffer for every stage, and one fewer elsewhere, where the stage in use lies in registers. Little's law asks
-for latency x bandwidth (bench/chips.py), and of a target's chips the one is taken that asks for most.
+for latency x bandwidth (engine/planning/chips.py), and of a target's chips the one is taken that asks for most.
 
 Where the work of a program is declared (`ProgramWork`: flops, bytes of memory, trips), its times on one SM are
 
@@ -25,10 +25,10 @@ Deliberately absent: the L2 cache, waves of programs, launches, special function
 
 from dataclasses import dataclass
 
-from thresher.bench.chips import Chip, fastest
 from thresher.bench.compile.compiler import Figures
 from thresher.bench.compile.sass import Code
 from thresher.bench.compile.target import SCHEDULERS, WARP, Target, blocks_per_sm, occupancy
+from thresher.engine.planning.chips import Chip, fastest
 from thresher.kernels.launch.registry import Specialisation
 
 

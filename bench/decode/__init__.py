@@ -1,6 +1,6 @@
 """`thresher bench decode`: whole decode steps of models of real sizes, beside their floor and what was predicted.
-Imports: bench/chips.py, bench/machine.py, bench/measure.py, bench/roofline, bench/rows.py, engine/console.py,
-engine/decoding, kernels/attention/backends, policy, rewards.
+Imports: bench/machine.py, bench/measure.py, bench/roofline, bench/rows.py, engine/console.py, engine/decoding,
+engine/planning, kernels/attention/backends, policy, rewards.
 
     run.py        the measurement and the command
 """

@@ -2,7 +2,8 @@
 
 A batch of sequences is prefilled, each with its own context, or groups of 8 with 1,200 positions in common and 300 of
 their own; then every step draws a token for each. A row says how long a step takes, what of it the host spends, and,
-on a chip that bench/chips.py knows, the share of the floor (bench/roofline/floors.py) and of what was predicted.
+on a chip that engine/planning/chips.py knows, the share of the floor (engine/planning/floors.py) and of what was
+predicted.
 
 Weights are random: they change no arithmetic. Nobody reaches an end, so that every step has the whole batch.
 
@@ -18,10 +19,8 @@ from typing import Any
 
 import torch
 
-from thresher.bench.chips import this_chip
 from thresher.bench.machine import facts
 from thresher.bench.measure import spread
-from thresher.bench.roofline.floors import DecodeShape, decode_parts, decode_share, floor_s
 from thresher.bench.roofline.models import MODELS
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, table
@@ -29,6 +28,8 @@ from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.planning.chips import this_chip
+from thresher.engine.planning.floors import DecodeShape, decode_parts, decode_share, floor_s
 from thresher.kernels.attention.backends.choice import resolve_attention
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy

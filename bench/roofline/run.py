@@ -1,6 +1,6 @@
 """The command `bench roofline`: floors and predictions of chips and models, as two tables and JSON lines.
 
-Everything printed is arithmetic from data sheets and aims (floors.py). No GPU is asked, and none was.
+Everything printed is arithmetic from data sheets and aims (engine/planning/floors.py). No GPU is asked, and none was.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,14 @@ from typing import Any
 
 from rich.table import Table
 
-from thresher.bench.chips import CHIPS, GB, Chip
 from thresher.bench.machine import facts
-from thresher.bench.roofline import floors
-from thresher.bench.roofline.floors import DecodeShape, UpdateShape
-from thresher.bench.roofline.models import MODELS, trained_weights
+from thresher.bench.roofline.models import MODELS
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console
+from thresher.engine.planning import floors
+from thresher.engine.planning.chips import CHIPS, GB, Chip
+from thresher.engine.planning.floors import DecodeShape, UpdateShape
+from thresher.engine.planning.sizes import trained_weights
 from thresher.policy.config import ModelConfig, read_config
 from thresher.rewards.errors import UserError
 

@@ -1,5 +1,7 @@
-"""What a training run holds on its device, for the sentence that says why it did not fit."""
+"""What a training run holds on its device, for the sentence that says why it did not fit; and what a CPU gives back."""
 
+import ctypes
+import os
 from collections.abc import Iterable
 
 import torch
@@ -12,6 +14,19 @@ from thresher.policy.streamed import StreamedPolicy
 from thresher.rewards.errors import UserError
 
 GIB = 2**30
+MMAP_THRESHOLD, SMALLEST_MAPPING = -3, 2**20  # glibc's M_MMAP_THRESHOLD; bytes
+
+
+def return_freed_memory() -> None:
+    """Have glibc map every block of a MiB or more by itself from now on, so that it goes back once it is freed.
+
+    By default the threshold rises to 32 MiB with the first block that is freed, and what lies in the heap below a block
+    that lives is kept: a step's activations leave holes that the next step's do not fill (docs/scale.md has by how
+    much). Nothing is done where the user's MALLOC_MMAP_THRESHOLD_ has decided, or where the C library is another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        mallopt(MMAP_THRESHOLD, SMALLEST_MAPPING)
 
 
 def held(updater: Updater, rollout: Rollout) -> dict[str, int]:

@@ -19,6 +19,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import summarise
+from thresher.engine.planning.check import check_memory
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges
@@ -26,7 +27,7 @@ from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
 from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.engine.training.master_weights import starting_weights, trained_and_reference
-from thresher.engine.training.memory import out_of_memory
+from thresher.engine.training.memory import out_of_memory, return_freed_memory
 from thresher.engine.training.metrics import run_summary, step_record
 from thresher.engine.training.step import Diverged, GrpoStep, check_trajectories
 from thresher.engine.training.update import Updater
@@ -51,6 +52,9 @@ def train(
     started = time.perf_counter()
     RunFolder.check(out, resume)
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
+    check_memory(recipe, starting_weights(recipe, checkpoint))
+    if recipe.model.device == "cpu":
+        return_freed_memory()
     parts = load_parts(recipe, starting_weights(recipe, checkpoint))
     master, reference = trained_and_reference(recipe, parts.policy, checkpoint)
     steps = recipe.run.steps * recipe.grpo.updates_per_batch * recipe.grpo.epochs_per_batch

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from thresher.bench.chips import CHIPS, fastest
 from thresher.bench.compile.compiler import Figures
 from thresher.bench.compile.predict import predict
 from thresher.bench.compile.sass import Code, Region
 from thresher.bench.compile.target import TARGETS
+from thresher.engine.planning.chips import CHIPS, fastest
 from thresher.kernels.launch.registry import ProgramWork, Specialisation
 
 

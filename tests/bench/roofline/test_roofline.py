@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from documents import table_rows
 
-from thresher.bench.chips import CHIPS, TB
-from thresher.bench.roofline import floors
-from thresher.bench.roofline.floors import DecodeShape, UpdateShape
-from thresher.bench.roofline.models import MODELS, head_weights, kv_bytes, layer_weights, trained_weights
+from thresher.bench.roofline.models import MODELS
 from thresher.cli import main as cli
 from thresher.cli.commands.bench import roofline as command
+from thresher.engine.planning import floors
+from thresher.engine.planning.chips import CHIPS, TB
+from thresher.engine.planning.floors import DecodeShape, UpdateShape
+from thresher.engine.planning.sizes import head_weights, kv_bytes, layer_weights, trained_weights
 from thresher.policy.config import config_from_dict
 
 UNSHARED, SHARED = DecodeShape(), DecodeShape(group=8, shared=1200, own=300)

@@ -18,6 +18,9 @@ An update, a token of trajectories that are C long, a share s of it sampled, so 
     reference    flops 2 W + 2 L Q C + 2 s V H
     optimiser    bytes 30 N / tokens          once an update: AdamW reads and writes float32 weights and moments
 
+With adapters a frozen weight has no gradient: layers 4 W, loss 4 s V H, and the optimiser's bytes are those of the
+adapters, which are left out as their products are.
+
 The predictions. A decode step is expected to reach these shares of its floor: 65% at 7B and 50% at 1.5B where nothing
 is shared, 55% and 45% with a shared prefix. They are aims, set for an H200 and B = 256; other sizes are interpolated in
 log(W + V H). Slower chips hide more of the fixed costs of a step, and should exceed the aims. An update is expected
@@ -34,9 +37,9 @@ gaps between launches and the host, links between GPUs.
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
-from thresher.bench.chips import Chip
-from thresher.bench.roofline.models import (
+from thresher.engine.planning.sizes import (
     BF16,
     head_weights,
     kv_bytes,
@@ -56,6 +59,15 @@ STATE_BYTES = 22  # a weight: bfloat16 copy and gradient 4, master 4, gradient 4
 LOWEST_SHARE = 0.1
 
 
+class DeviceRates(Protocol):
+    """What a chip does in a second: of a data sheet (chips.py), or measured."""
+
+    @property
+    def flops_per_s(self) -> float: ...
+    @property
+    def bytes_per_s(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """A part of the work."""
@@ -64,7 +76,7 @@ class Cost:
     flops: float
     bytes: float
 
-    def seconds(self, chip: Chip) -> float:
+    def seconds(self, chip: DeviceRates) -> float:
         return max(self.flops / chip.flops_per_s, self.bytes / chip.bytes_per_s)
 
 
@@ -89,11 +101,14 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateShape:
-    """trajectories of `length` tokens, `sampled` of them by the policy."""
+    """trajectories of `length` tokens, `sampled` of them by the policy. full: all weights are trained, else adapters,
+    whose own work is left out. reference: whether there is one."""
 
     trajectories: int = 256
     length: int = 1500
     sampled: int = 300
+    full: bool = True
+    reference: bool = True
 
     @property
     def tokens(self) -> int:
@@ -114,16 +129,17 @@ def update_parts(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
     """The work of one update, a token."""
     layers, head = layer_weights(config), head_weights(config) * shape.sampled / shape.length
     attention = 4 * config.num_hidden_layers * query_width(config) * shape.length / 2
+    products = 6 if shape.full else 4
     return (
-        Cost("layers", 6 * layers, 0),
+        Cost("layers", products * layers, 0),
         Cost("attention", 3 * attention, 0),
-        Cost("loss", 6 * head, 0),
-        Cost("reference", 2 * layers + attention + 2 * head, 0),
-        Cost("optimiser", 0, ADAMW_BYTES * trained_weights(config) / shape.tokens),
+        Cost("loss", products * head, 0),
+        Cost("reference", (2 * layers + attention + 2 * head) if shape.reference else 0, 0),
+        Cost("optimiser", 0, ADAMW_BYTES * trained_weights(config) / shape.tokens if shape.full else 0),
     )
 
 
-def floor_s(parts: tuple[Cost, ...], chip: Chip) -> float:
+def floor_s(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
     return sum(part.seconds(chip) for part in parts)
 
 
@@ -135,11 +151,11 @@ def decode_share(config: ModelConfig, shape: DecodeShape) -> float:
     return min(max(share, LOWEST_SHARE), high)
 
 
-def predicted_update_s(parts: tuple[Cost, ...], chip: Chip) -> float:
+def predicted_update_s(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
     return sum(part.seconds(chip) / UPDATE_SHARES[part.name] for part in parts)
 
 
-def predicted_mfu(parts: tuple[Cost, ...], chip: Chip) -> float:
+def predicted_mfu(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
     """Of an update's parts: model flops a second, as a share of peak."""
     useful = sum(part.flops for part in parts if part.name != "reference")
     return useful / predicted_update_s(parts, chip) / chip.flops_per_s

@@ -1,0 +1,194 @@
+"""What a run needs of a GPU (or of a CPU's memory), before anything is loaded: the parts, whether they fit, and if not,
+which switch makes them fit.
+
+    plan(config, recipe, memory_bytes=80_000_000_000, rates=CHIPS["H100"])
+
+Arithmetic on a config and a recipe alone (demand.py has the formulas). It is what `thresher plan` prints, what a run
+checks before it loads a weight, and what settings on "auto" are chosen by. With several GPUs it is arithmetic about
+what a sharded run would hold.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.planning.demand import Demand, demand, kv_token_bytes, kv_tokens
+from thresher.engine.planning.floors import DeviceRates
+from thresher.engine.planning.seconds import seconds_per_step
+from thresher.engine.planning.setting import Change, PlanSetting, read_setting, switches
+from thresher.policy.config import ModelConfig
+
+GB = 10**9
+MOST_GPUS = 64
+ROUND = 256  # tokens
+LORA = (16, ("q", "k", "v", "o", "gate", "up", "down"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Bytes of one GPU. total_bytes and parts: of the phase that needs most, `peak`; phases: of each. fits: None
+    where no memory was named. checkpointed: whether activations are computed anew. host: parts beside a GPU, in the
+    machine's memory. seconds: {"rollout", "update"}, predicted, where rates were given."""
+
+    total_bytes: int
+    parts: dict[str, int]
+    peak: str
+    phases: dict[str, dict[str, int]]
+    gpus: int
+    memory_bytes: int | None
+    fits: bool | None
+    checkpointed: bool
+    host: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+    seconds: dict[str, float] | None = None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        return None if self.seconds is None else sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `thresher plan --json` prints it."""
+        names = ("total_bytes", "parts", "peak", "phases", "gpus", "memory_bytes", "fits", "checkpointed", "host")
+        plain: dict[str, Any] = {name: getattr(self, name) for name in names}
+        plain |= {"largest": self.largest, "advice": self.advice}
+        return plain | {"seconds_per_step": self.seconds_per_step, "seconds": self.seconds}
+
+    def sentence(self) -> str:
+        """The parts in words, the largest first."""
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {size / GB:.1f}" for name, size in parts if size >= GB / 20)
+
+
+def plan(
+    config: ModelConfig,
+    recipe: Recipe,
+    gpus: int = 1,
+    memory_bytes: int | None = None,
+    rates: DeviceRates | None = None,
+) -> Plan:
+    """The plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step."""
+    setting = read_setting(recipe, gpus)
+    needed, checkpointed = _settled(config, setting, memory_bytes)
+    fits = None if memory_bytes is None else needed.total <= memory_bytes
+    largest: dict[str, int] = {}
+    advice: list[str] = []
+    if memory_bytes is not None:
+        largest = _largest(config, setting, memory_bytes)
+        if not fits:
+            advice = _advice(config, setting, recipe, memory_bytes)
+    return Plan(
+        total_bytes=needed.total,
+        parts=needed.phases[needed.peak],
+        peak=needed.peak,
+        phases=needed.phases,
+        gpus=gpus,
+        memory_bytes=memory_bytes,
+        fits=fits,
+        checkpointed=checkpointed,
+        host=needed.host,
+        largest=largest,
+        advice=advice,
+        seconds=None if rates is None else seconds_per_step(config, setting, rates, checkpointed),
+    )
+
+
+def _settled(config: ModelConfig, setting: PlanSetting, memory: int | None) -> tuple[Demand, bool]:
+    """The demand, and whether activations are computed anew: on "auto" they are where it does not fit otherwise."""
+    choice = setting.checkpoint_activations
+    kept = demand(config, setting, memory, checkpointed=choice == "on")
+    if choice != "auto" or memory is None or kept.total <= memory:
+        return kept, choice == "on"
+    return demand(config, setting, memory, checkpointed=True), True
+
+
+def _fits(config: ModelConfig, setting: PlanSetting, memory: int) -> bool:
+    return _settled(config, setting, memory)[0].total <= memory
+
+
+def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str, int]:
+    """The largest settings that fit, each with the others as they are; those that fit at no value are left out."""
+
+    def context(tokens: int) -> PlanSetting:
+        return replace(setting, length=tokens, sampled=min(setting.sampled, tokens))
+
+    found = {
+        "optim.micro_batch_tokens": _micro_batch(config, setting, memory),
+        "rollout.max_context": _last(
+            lambda n: _fits(config, context(n), memory), setting.page_size, config.max_position_embeddings
+        ),
+    }
+    rollout = demand(config, setting, memory, checkpointed=False).phases["rollout"]
+    _, least = kv_tokens(setting)
+    rest = sum(rollout.values()) - rollout["KV pool"]
+    room = (memory - rest) // kv_token_bytes(config, setting)
+    held = rollout["KV pool"] // kv_token_bytes(config, setting) if setting.cuda else room
+    found["rollout.kv_tokens"] = held if least <= room else None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
+    """The largest whole number from `lowest` to `highest` that fits, where what is larger needs more; None: none."""
+    if not fits(lowest):
+        return None
+    while lowest < highest:
+        middle = (lowest + highest + 1) // 2
+        lowest, highest = (middle, highest) if fits(middle) else (lowest, middle - 1)
+    return lowest
+
+
+def _advice(config: ModelConfig, setting: PlanSetting, recipe: Recipe, memory: int) -> list[str]:
+    """What makes it fit: each change that does alone, a smaller micro-batch at its side where it takes that; where none
+    does, the switches one after the other until it fits."""
+    known = switches(recipe) if setting.cuda else []
+    alone: list[Change] = [("", lambda same: same), *known]
+    if setting.adapters is None:
+        alone.append((f"[lora] with rank = {LORA[0]}", lambda s: replace(s, adapters=LORA)))
+    lines = [line for words, turn in alone if (line := _line(config, [(words, turn)], setting, memory))]
+    if not lines:
+        several = (known[:count] for count in range(2, len(known) + 1))
+        lines = [line for turns in several if (line := _line(config, turns, setting, memory))][:1]
+    if setting.cuda and setting.gpus == 1:
+        lines += _sharded(config, setting, memory)
+    return lines or ["no setting makes it fit: take a smaller model or a shorter rollout.max_context"]
+
+
+def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
+    """The largest micro-batch that fits, in tokens: no less than a context takes, no more than a step has."""
+    in_step = max(setting.samples_of_update, 1) * setting.length
+    return _last(
+        lambda tokens: _fits(config, replace(setting, micro_batch_tokens=tokens), memory), setting.length, in_step
+    )
+
+
+def _advised_tokens(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
+    """`_micro_batch`, down to a round number where a context allows one."""
+    tokens = _micro_batch(config, setting, memory)
+    return None if tokens is None else max(tokens // ROUND * ROUND, setting.length)
+
+
+def _sharded(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
+    """How many GPUs would hold the run, and with which micro-batch."""
+    for gpus in range(2, MOST_GPUS + 1):
+        shared = replace(setting, gpus=gpus)
+        if _fits(config, shared, memory):
+            return [f"sharded over {gpus} such GPUs it would fit (--gpus {gpus})"]
+        if (tokens := _advised_tokens(config, shared, memory)) is not None:
+            return [f"sharded over {gpus} such GPUs (--gpus {gpus}) optim.micro_batch_tokens = {tokens} would fit"]
+    return []
+
+
+def _line(config: ModelConfig, changes: Sequence[Change], setting: PlanSetting, memory: int) -> str | None:
+    """The advice to make these changes, None where they do not suffice."""
+    for _, turn in changes:
+        setting = turn(setting)
+    words = [words for words, _ in changes if words]
+    if not _fits(config, setting, memory):
+        tokens = _advised_tokens(config, setting, memory)
+        if tokens is None:
+            return None
+        words.append(f"optim.micro_batch_tokens = {tokens}")
+        setting = replace(setting, micro_batch_tokens=tokens)
+    total = _settled(config, setting, memory)[0].total
+    return f"{' and '.join(words)} {'makes' if len(words) == 1 else 'make'} it fit: {total / GB:.1f} GB"

@@ -1,0 +1,129 @@
+"""What of a recipe decides its memory, in one flat record that can be varied.
+
+Switches that a recipe does not have yet keep the value that stands here, so the plan is that of what would be run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.planning.sizes import BF16, FP32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSetting:
+    """item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: where the
+    frozen copy lies, "copy" on the device, "cpu", or "none" where there is none to keep. samples, length, sampled: of
+    a step, and the longest that a trajectory may be, and how much of it the policy may write. offload: what lies on the
+    CPU, "none", "moments" or "masters" (moments, too)."""
+
+    cuda: bool
+    item: int
+    adapters: tuple[int, tuple[str, ...]] | None
+    beta: bool
+    reference: str
+    micro_batch_tokens: int
+    loss_workspace_bytes: int | None
+    checkpoint_activations: str
+    moments: str
+    offload: str
+    share_rows: bool
+    share_prefix: bool
+    group: int
+    questions: int
+    turns: int
+    passage_tokens: int
+    length: int
+    sampled: int
+    running: int
+    kv_tokens: int | None
+    page_size: int
+    steps: int
+    updates: int
+    gpus: int
+
+    @property
+    def samples(self) -> int:
+        """Of a step, on one GPU."""
+        return -(-self.questions * self.group // self.gpus)
+
+    @property
+    def samples_of_update(self) -> int:
+        groups = -(-self.questions // self.updates)
+        return -(-groups * self.group // self.gpus)
+
+    @property
+    def frozen_copy(self) -> bool:
+        """Whether the reference is a model of its own: with adapters it is the base."""
+        return self.beta and self.adapters is None and self.reference != "none"
+
+    @property
+    def has_masters(self) -> bool:
+        return self.item != FP32 and self.adapters is None
+
+    @property
+    def shared_prompt(self) -> int:
+        """Tokens that a group's samples begin with, as far as the limits tell: what is left of the context when the
+        policy has written all and every search but the last was answered in full."""
+        return max(self.length - self.sampled - (self.turns - 1) * self.passage_tokens, 1)
+
+
+def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
+    """The record of a recipe."""
+    rollout, optim = recipe.rollout, recipe.optim
+    lora = recipe.lora
+    return PlanSetting(
+        cuda=recipe.model.device == "cuda",
+        item=BF16 if recipe.model.dtype == "bfloat16" else FP32,
+        adapters=None if lora is None else (lora.rank, tuple(lora.targets)),
+        beta=recipe.grpo.beta > 0,
+        reference=_switch(recipe.grpo, "reference", "copy"),
+        micro_batch_tokens=optim.micro_batch_tokens,
+        loss_workspace_bytes=optim.loss_workspace_bytes,
+        checkpoint_activations=_switch(optim, "checkpoint_activations", "off"),
+        moments=_switch(optim, "moments", "float32"),
+        offload=_switch(optim, "offload", "none"),
+        share_rows=_switch(optim, "share_prefix", False),
+        share_prefix=rollout.share_prefix,
+        group=rollout.group_size,
+        questions=rollout.questions_per_step,
+        turns=rollout.max_turns,
+        passage_tokens=rollout.max_passage_tokens,
+        length=rollout.max_context,
+        sampled=min(rollout.max_policy_tokens or rollout.max_context, rollout.max_context),
+        running=rollout.max_running,
+        kv_tokens=rollout.kv_tokens,
+        page_size=rollout.page_size,
+        steps=recipe.run.steps,
+        updates=recipe.grpo.updates_per_batch,
+        gpus=gpus,
+    )
+
+
+def _switch(section: object, name: str, otherwise: Any) -> Any:
+    """The value of a key that a section may not have."""
+    return getattr(section, name, otherwise)
+
+
+Change = tuple[str, Callable[[PlanSetting], PlanSetting]]  # the words of a recipe, and what they do to a record
+
+
+def switches(recipe: Recipe) -> list[Change]:
+    """What can be turned to need less memory, the cheapest first. Only what this recipe's sections know."""
+
+    def changed(**values: Any) -> Callable[[PlanSetting], PlanSetting]:
+        return lambda setting: replace(setting, **values)
+
+    optim, grpo = recipe.optim, recipe.grpo
+    found: list[Change] = []
+    if hasattr(optim, "checkpoint_activations"):
+        found.append(('optim.checkpoint_activations = "on"', changed(checkpoint_activations="on")))
+    if hasattr(optim, "moments"):
+        found.append(('optim.moments = "8bit"', changed(moments="8bit")))
+    if hasattr(grpo, "reference"):
+        found.append(('grpo.reference = "cpu"', changed(reference="cpu")))
+    if hasattr(optim, "offload"):
+        found.append(('optim.offload = "moments"', changed(offload="moments")))
+        found.append(('optim.offload = "masters"', changed(offload="masters")))
+    return found

@@ -1,0 +1,258 @@
+"""The plan: parts by hand, monotone in what it should be, the largest settings at the edge, advice that is true."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_cases import make_config
+
+from thresher.bench.roofline.models import MODELS
+from thresher.cli import main as cli
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.tables import from_dict
+from thresher.engine.planning import check
+from thresher.engine.planning.check import check_memory
+from thresher.engine.planning.chips import CHIPS
+from thresher.engine.planning.demand import PARTS, demand, kv_tokens
+from thresher.engine.planning.plan import Plan, plan
+from thresher.engine.planning.setting import read_setting
+from thresher.engine.planning.sizes import all_weights, one_layer
+from thresher.policy.config import write_config
+from thresher.policy.model import init_policy
+from thresher.rewards.errors import UserError
+
+GB = 10**9
+ROLLOUT = {"group_size": 8, "questions_per_step": 64, "max_policy_tokens": 1024, "max_context": 4096}
+
+
+def recipe(**changes: dict[str, Any]) -> Recipe:
+    tables = {"model": {"path": "m", "dtype": "bfloat16", "device": "cuda"}, "rollout": ROLLOUT}
+    tables |= {name: tables.get(name, {}) | table for name, table in changes.items()}
+    return from_dict(Recipe, tables, "test")
+
+
+def test_weights_are_counted_to_the_last_bias() -> None:
+    for changes in ({}, {"tie_word_embeddings": False, "num_hidden_layers": 3}):
+        config = make_config(**changes)
+        policy = init_policy(config, 0)
+        assert all_weights(config) == policy.parameter_count()
+        assert one_layer(config) == sum(x.numel() for x in policy.layers[0].parameters())
+
+
+def test_the_states_of_full_training_are_22_bytes_a_weight() -> None:
+    """bfloat16 weights and gradients 2 + 2, masters and their gradients 4 + 4, moments 8, reference 2."""
+    found, n = plan(MODELS["7B"], recipe()), all_weights(MODELS["7B"])
+    parts = found.phases["gradients"]
+    states = sum(parts[name] for name in ("weights", "masters", "gradients", "moments", "reference"))
+    assert states == 22 * n and found.fits is None
+    assert all(set(parts) == set(PARTS) for parts in found.phases.values())
+    assert found.total_bytes == sum(found.parts.values()) == max(sum(x.values()) for x in found.phases.values())
+
+
+def test_adapters_keep_one_model_and_their_own_states() -> None:
+    config = MODELS["3B"]
+    parts = plan(config, recipe(lora={"rank": 16, "targets": ["q", "o"]})).phases["loss"]
+    adapters = 36 * 16 * (2048 + 2048) * 2
+    assert parts["weights"] == 2 * all_weights(config) + 4 * adapters
+    assert (parts["masters"], parts["reference"]) == (0, 0)
+    assert (parts["moments"], parts["gradients"]) == (8 * adapters, 4 * adapters)
+
+
+def test_beta_0_has_no_reference_and_float32_no_masters() -> None:
+    assert plan(MODELS["3B"], recipe(grpo={"beta": 0.0})).parts["reference"] == 0
+    parts = plan(MODELS["3B"], recipe(model={"dtype": "float32"})).phases["optimiser"]
+    assert parts["masters"] == 0 and parts["gradients"] == parts["weights"] == parts["moments"] // 2
+
+
+def test_the_pool_takes_what_is_free_and_no_more_than_it_wants() -> None:
+    config = MODELS["1.5B"]
+    for memory in (36 * GB, 80 * GB):
+        parts = plan(config, recipe(), memory_bytes=memory).phases["rollout"]
+        rest = sum(parts.values()) - parts["KV pool"]
+        tokens = kv_tokens(read_setting(recipe()))[0]
+        wanted = tokens * 2 * 28 * 2 * 128 * 2
+        free = memory - rest + parts["working memory"]
+        assert parts["KV pool"] == min(wanted, int(0.85 * free))
+    assert wanted == parts["KV pool"]  # of 80 GB there is enough
+    assert plan(config, recipe(rollout={"kv_tokens": 8192})).phases["rollout"]["KV pool"] == (8192 + 64) * 28_672
+
+
+def test_the_largest_settings_fit_and_one_more_does_not() -> None:
+    config, memory = MODELS["1.5B"], 60 * GB
+    base = {"optim": {"micro_batch_tokens": 8192}}
+    largest = plan(config, recipe(**base), memory_bytes=memory).largest
+    assert set(largest) == {"optim.micro_batch_tokens", "rollout.max_context", "rollout.kv_tokens"}
+    for key in ("optim.micro_batch_tokens", "rollout.max_context"):
+        section, name = key.split(".")
+        for more, fits in ((0, True), (1, False)):
+            changed = base | {section: {name: largest[key] + more}}
+            assert plan(config, recipe(**changed), memory_bytes=memory).fits is fits, key
+
+
+def test_more_of_anything_needs_no_less() -> None:
+    config = MODELS["1.5B"]
+    least = plan(config, recipe()).total_bytes
+    for more in (
+        recipe(optim={"micro_batch_tokens": 32_768}),
+        recipe(rollout={"max_context": 32_768}),
+        recipe(model={"dtype": "float32"}),
+    ):
+        assert plan(config, more).total_bytes > least
+
+
+def applied(line: str, base: dict[str, dict[str, Any]]) -> Recipe:
+    """The recipe after what an advice says."""
+    tables = {name: dict(table) for name, table in base.items()}
+    for words in line.split(" make")[0].split(" and "):
+        key, _, value = words.partition(" = ")
+        if key.startswith("[lora]"):
+            tables["lora"] = {"rank": int(value)}
+        else:
+            section, name = key.split(".")
+            tables.setdefault(section, {})[name] = json.loads(value)
+    return recipe(**tables)
+
+
+@pytest.mark.parametrize(("model", "memory"), [("3B", 80), ("1.5B", 40), ("7B", 80), ("0.5B", 16)])
+def test_advice_is_true(model: str, memory: int) -> None:
+    config = MODELS[model]
+    found = plan(config, recipe(), memory_bytes=memory * GB)
+    assert not found.fits and found.advice
+    lines = [line for line in found.advice if " it fit: " in line]
+    assert lines
+    for line in lines:
+        after = plan(config, applied(line, {}), memory_bytes=memory * GB)
+        assert after.fits, line
+        assert line.endswith(f": {after.total_bytes / GB:.1f} GB")
+
+
+def test_all_weights_of_7b_need_several_gpus() -> None:
+    found = plan(MODELS["7B"], recipe(), memory_bytes=80 * GB)
+    (line,) = [line for line in found.advice if "sharded over" in line]
+    gpus = int(line.split()[2])
+    shared = recipe(optim={"micro_batch_tokens": int(line.split()[-3])})
+    assert gpus > 2
+    assert plan(MODELS["7B"], shared, gpus=gpus, memory_bytes=80 * GB).fits
+    least = recipe(optim={"micro_batch_tokens": 4096})
+    assert not plan(MODELS["7B"], least, gpus=gpus - 1, memory_bytes=80 * GB).fits
+
+
+def test_several_gpus_divide_states_and_gather_weights() -> None:
+    one, four = (plan(MODELS["7B"], recipe(), gpus=gpus).phases["rollout"] for gpus in (1, 4))
+    for name in ("weights", "masters", "moments", "reference"):
+        assert four[name] == one[name] // 4
+    assert (one["gathered copy"], four["gathered copy"]) == (0, one["weights"])
+
+
+def test_seconds_are_those_of_the_floors() -> None:
+    """A chip twice as fast takes half as long; adapters take less than all weights, and a reference some more."""
+    slow = plan(MODELS["3B"], recipe(), rates=CHIPS["A100-80"])
+    assert slow.seconds is not None and slow.seconds_per_step == sum(slow.seconds.values())
+    chip = CHIPS["A100-80"]
+    twice = replace(chip, flops_per_s=2 * chip.flops_per_s, bytes_per_s=2 * chip.bytes_per_s)
+    fast = plan(MODELS["3B"], recipe(), rates=twice)
+    assert fast.seconds_per_step == pytest.approx(slow.seconds_per_step / 2)
+
+    def update(changed: Recipe) -> float:
+        seconds = plan(MODELS["3B"], changed, rates=chip).seconds
+        assert seconds is not None
+        return seconds["update"]
+
+    assert update(recipe(lora={"rank": 16})) < slow.seconds["update"]
+    assert update(recipe(grpo={"beta": 0.0})) < slow.seconds["update"]
+
+
+def test_the_update_takes_what_the_roofline_predicts() -> None:
+    """docs/gpu.md: 3B on an A100, 127.7 ms per 1,000 tokens of 1,500-token trajectories with 300 sampled."""
+    shape = {"group_size": 8, "questions_per_step": 32, "max_policy_tokens": 300, "max_context": 1500}
+    found = plan(MODELS["3B"], recipe(rollout=shape), rates=CHIPS["A100-80"])
+    assert found.seconds is not None
+    assert found.seconds["update"] == pytest.approx(0.1277 * 256 * 1.5, rel=1e-3)
+
+
+def test_a_switch_that_is_not_there_yet_takes_effect_once_it_is() -> None:
+    """The terms of demand.py by the record's fields, whatever keys today's recipe has."""
+    config, setting = MODELS["3B"], read_setting(recipe())
+    n, usual = all_weights(config), demand(config, setting, None, False)
+    eight = demand(config, replace(setting, moments="8bit"), None, False)
+    assert eight.phases["loss"]["moments"] == int(2 * (1 + 4 / 256) * n)
+    away = demand(config, replace(setting, offload="masters"), None, False)
+    assert away.host == {"moments": 8 * n, "masters": 4 * n, "gradients": 4 * n}
+    assert away.phases["loss"]["masters"] == away.phases["loss"]["moments"] == 0
+    beside = demand(config, replace(setting, reference="cpu"), None, False)
+    assert beside.host == {"reference": 2 * n} and beside.phases["loss"]["reference"] == 4 * one_layer(config)
+    assert demand(config, setting, None, True).total < usual.total
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    write_config(make_config(vocab_size=512), tmp_path / "model")
+    (tmp_path / "recipe.toml").write_text(f'[model]\npath = "{tmp_path / "model"}"\ndtype = "bfloat16"\n')
+    return ["plan", "--recipe", str(tmp_path / "recipe.toml"), "--device", "cuda"]
+
+
+def test_the_command_reads_a_config_and_a_recipe_alone(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder holds no weights. A folder and its config.json are one; exit 0 whether it fits or not."""
+    printed = []
+    for extra in (["--model", str(tmp_path / "model")], ["--model", str(tmp_path / "model" / "config.json")], []):
+        assert cli.run([*files, *extra, "--chip", "H100", "--json"]) == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    assert printed[0] == printed[1] == printed[2]
+    found = printed[0]
+    assert found["fits"] and found["total_bytes"] == sum(found["parts"].values()) and found["memory_bytes"] == 80 * GB
+    assert found["seconds_per_step"] == sum(found["seconds"].values()) > 0 and found["advice"] == []
+    assert cli.run([*files, "--gpu-memory", "64MB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["advice"] and found["seconds_per_step"] is None
+    assert cli.run([*files, "--gpu-memory", "80GB", "--gpus", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "of 80.0: it fits" in shown and "thresher train runs on one" in shown
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (["--gpu-memory", "80"], "--gpu-memory 80: expected a size with its unit, such as 80GB or 40GiB"),
+        (["--gpu-memory", "many GB"], "memory is 'many GB'; expected a size"),
+        (["--chip", "H900"], "--chip H900: expected one of A100-40"),
+        (["--chip", "H100", "--measure"], "expected either --chip or --measure"),
+        (["--chip", "H100", "--device", "cpu"], "expected a recipe with model.device = cuda"),
+        (["--gpu-memory", "80GB", "--model", "nowhere"], "nowhere/config.json"),
+    ],
+)
+def test_a_wrong_flag_ends_in_one_sentence(
+    files: list[str], capsys: pytest.CaptureFixture[str], extra: list[str], sentence: str
+) -> None:
+    assert cli.run([*files, *extra]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(make_config(vocab_size=512), tmp_path)
+    small = from_dict(Recipe, {"model": {"path": str(tmp_path)}, "rollout": ROLLOUT}, "test")
+    needed = plan(make_config(vocab_size=512), small).total_bytes
+    monkeypatch.setattr(check, "cpu_memory", lambda: (needed - 1, needed - 1))
+    with pytest.raises(UserError, match=r"the run needs .* GB at its loss|backward \(.*\), and there are .*; "):
+        check_memory(small, tmp_path)
+    monkeypatch.setattr(check, "cpu_memory", lambda: (needed, needed - 1))
+    check_memory(small, tmp_path)
+    assert "are available now" in capsys.readouterr().out
+    monkeypatch.setattr(check, "cpu_memory", lambda: (needed, needed))
+    check_memory(small, tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def test_this_machine_has_memory() -> None:
+    total, available = check.cpu_memory()
+    assert 0 < available <= total
+
+
+def test_the_sentence_names_the_largest_first() -> None:
+    found = plan(MODELS["3B"], recipe())
+    assert isinstance(found, Plan) and found.sentence().startswith("activations 5")
