@@ -144,6 +144,7 @@ class OptimSection(Section):
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
     attention: Attention = "auto"  # what computes it, forward and backward
     loss_workspace_bytes: Count | None = None  # None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
+    share_prefix: bool = True  # a prefix that several trajectories share is computed once, forward and backward
 
     def depends_on_steps(self) -> bool:
         """Whether the learning rate of a step depends on how many there are in all."""
