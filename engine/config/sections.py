@@ -161,6 +161,7 @@ class RunSection(Section):
     eval_questions: Count | None = None  # None: all of data.dev
     save_every: Count = 50  # steps between checkpoints
     keep_checkpoints: Count = 2  # the newest so many, and beside them the one of best dev exact match
+    threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch, on a CPU: see engine/threads.py
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
 
 

@@ -1,8 +1,11 @@
 """What a step writes into metrics.jsonl, and what a run says of itself in the end."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import summarise
@@ -22,6 +25,7 @@ def step_record(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> 
         "zero_advantage_groups": len(groups - with_signal),
         **_update_metrics(result.updates),
         "reward_seconds": result.scoring_seconds,
+        "threads": torch.get_num_threads(),
         **_rollout_metrics(rollout),
     }
 
@@ -45,6 +49,8 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
         "seconds": seconds,
         "rollout_tokens_per_s": rate("sampled_tokens", "rollout_seconds"),
         "train_tokens_per_s": rate("train_tokens", "update_seconds"),
+        "threads": steps[-1].get("threads") if steps else None,
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "seed": recipe.run.seed,
         "steps": recipe.run.steps,
     }
