@@ -1,9 +1,9 @@
-"""What has to be decided for a process before torch is loaded: how its threads wait, and what it does with freed memory.
+"""What is decided for a process before torch is loaded: how its threads wait, and what it does with freed memory.
 
-    OMP_WAIT_POLICY=passive       torch's and FAISS's pools (each has an OpenMP library of its own) sleep while they wait
-    OPENBLAS_THREAD_TIMEOUT=4     so do NumPy's; 2^4 cycles
-    mallopt                       glibc keeps freed memory up to `KEPT` bytes at the end of its heap, and takes no tensor
-                                  below that from the kernel by a mapping of its own
+    OMP_WAIT_POLICY=passive      threads of torch and of FAISS, each with an OpenMP of its own, sleep while they wait
+    OPENBLAS_THREAD_TIMEOUT=4    so do NumPy's, after 2^4 cycles
+    mallopt                      glibc keeps up to `KEPT` bytes of freed memory at the end of its heap, and gives no
+                                 tensor below that a mapping of its own
 
 A thread that waits busily holds the core on which the one that it waits for should run: beside a busy process a step
 takes tens of times as long. And a tensor over 32 MiB is otherwise mapped anew each time, its pages cleared one fault
@@ -45,10 +45,8 @@ def waiting(environment: Mapping[str, str]) -> dict[str, str]:
 def keep_memory(environment: Mapping[str, str]) -> bool:
     """Have glibc keep freed memory; whether it does now. Not where the environment has settings for it, nor where the C
     library is another."""
-    chosen = any(name.startswith("MALLOC_") for name in environment) or "malloc" in environment.get(
-        "GLIBC_TUNABLES", ""
-    )
-    if chosen or not sys.platform.startswith("linux"):
+    chosen = any(name.startswith("MALLOC_") for name in environment)
+    if chosen or "malloc" in environment.get("GLIBC_TUNABLES", "") or not sys.platform.startswith("linux"):
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):

@@ -2,9 +2,9 @@
 
 "auto" is one thread where the widest matrix of a layer has fewer than `SMALL` elements, else as many as torch takes by
 itself (OMP_NUM_THREADS, or the cores that the process may use). Half of a product of 128 x 96 by 96 x 192 takes a few
-microseconds, less than it takes to wake a thread, and where another process has the core, the one that is done waits for
-the other a time slice long. One thread also gives a tiny model the same bits on every number of cores. Wider models
-gain, 1.5 times on two cores at 256 x 768.
+microseconds, less than it takes to wake a thread; where another process has the core, the thread that is done waits a
+time slice for the other. One thread also gives a tiny model the same bits on every number of cores. Wider models gain:
+a rollout at 256 x 768 is 1.5 times as fast on two cores.
 
 How threads wait for work is decided before torch is loaded, by cli/process.py.
 

@@ -97,7 +97,9 @@ def make_tokenizer(facts: Sequence[str], vocab: int) -> Tokenizer:
         tokenizer.save(folder)
         file = Path(folder) / "tokenizer.json"
         data = json.loads(file.read_text(encoding="utf-8"))
-        data["model"]["vocab"] |= {f"#{number}": number for number in range(TRAINED, vocab)}
+        (end,) = data["added_tokens"]
+        data["model"]["vocab"] |= {f"#{number}": number for number in range(end["id"], vocab - 1)}
+        end["id"] = vocab - 1  # added tokens come last
         file.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
         return load_tokenizer(folder)
 

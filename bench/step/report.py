@@ -6,21 +6,18 @@ Deliberately absent: measuring (run.py) and drawing (plot.py).
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thresher.bench.measure import spread
 from thresher.bench.step.ours import Ours
-from thresher.bench.step.setting import Seconds
+from thresher.bench.step.setting import Seconds, Steps
 from thresher.engine.console import console, table
-
-if TYPE_CHECKING:
-    from thresher.bench.step.run import Steps
 
 SIDES = ("shared", "unshared", "trl")
 _P = ("p20", "p50", "p80")
 
 
-def make_row(ours: Ours, steps: "Steps", gaps: dict[str, float], head: dict[str, Any]) -> dict[str, Any]:
+def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, Any]) -> dict[str, Any]:
     """A run's row. Its ratios are the medians of neighbouring steps' wall seconds; `ratio` and `cpu_ratio` have their
     spread, None without a peer."""
     setting, sides = ours.setting, {"shared": steps.shared, "unshared": steps.unshared, "trl": steps.peer}

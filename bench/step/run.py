@@ -22,7 +22,7 @@ reward, and TRL behind vLLM. Axes: T packed tokens.
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from thresher.bench.machine import checkout, facts
 from thresher.bench.rows import append_rows, check_files
 from thresher.bench.step.ours import Ours
 from thresher.bench.step.report import make_row, read_rows, show
-from thresher.bench.step.setting import Seconds, make_setting
+from thresher.bench.step.setting import Seconds, Steps, make_setting
 from thresher.bench.step.shapes import SHAPES, StepShape
 from thresher.engine.console import console
 from thresher.engine.threads import threads_for, use_threads
@@ -74,18 +74,6 @@ class StepBench:
         if shape.model is not None and self.device != "cuda":
             raise UserError(f"--shape {self.shape}: its model is for a GPU; give --device cuda")
         return shape
-
-
-@dataclass(slots=True)
-class Steps:
-    """Everybody's steps on the clock, and where the time of our rollouts went."""
-
-    shared: list[Seconds] = field(default_factory=list)
-    unshared: list[Seconds] = field(default_factory=list)
-    peer: list[Seconds] = field(default_factory=list)
-    parts: list[dict[str, float]] = field(default_factory=list)
-    asked: int = 0
-    computed: int = 0
 
 
 def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | Path | None = None) -> dict[str, Any]:
@@ -178,19 +166,22 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
         Item(ids=t.ids(), positions=t.policy_positions(), old_logprobs=t.policy_logprobs(), advantage=0.0, weight=1.0)
         for t in trajectories[:: max(1, len(trajectories) // PROVED)]
     ]
-    policy, gaps = ours.policy, {"recomputed": 0.0}
+    policy = ours.policy
+    found: dict[str, list[torch.Tensor]] = {"recomputed": []} | ({} if theirs is None else {"peer": []})
     with torch.no_grad():
         for batch in pack(items, 4096, policy.device, ours.updaters[True].attention):
             hidden_TH = policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)[batch.rows_R]
             logprobs_R, _ = token_logprobs(hidden_TH, policy.head_VH, batch.targets_R, vocab_size=vocab)
-            gaps["recomputed"] = max(gaps["recomputed"], float((logprobs_R - batch.old_logprobs_R).abs().max()))
-        for item in items if theirs is not None else ():
+            found["recomputed"].append((logprobs_R - batch.old_logprobs_R).abs().max().cpu())
+        for item in items:
+            if theirs is None:
+                break
             at_R = torch.tensor(item.positions)
             logp_RV = theirs(item.ids)[at_R - 1, :vocab].float().log_softmax(-1).cpu()
-            found_R = logp_RV.gather(1, torch.tensor(item.ids)[at_R, None])[:, 0]
-            gap = float((found_R - torch.tensor(item.old_logprobs)).abs().max())
-            gaps["peer"] = max(gaps.get("peer", 0.0), gap)
-    if not max(gaps.values()) <= LARGEST_GAP[policy.dtype]:
+            logprobs_R = logp_RV.gather(1, torch.tensor(item.ids)[at_R, None])[:, 0]
+            found["peer"].append((logprobs_R - torch.tensor(item.old_logprobs)).abs().max())
+    gaps = {name: float(torch.stack(values).max()) for name, values in found.items()}  # NaN where one of them is
+    if not all(gap <= LARGEST_GAP[policy.dtype] for gap in gaps.values()):
         raise RuntimeError(
             f"log-probs differ by {gaps} nats, more than {LARGEST_GAP[policy.dtype]}: nothing is timed that is wrong"
         )

@@ -7,7 +7,7 @@ Deliberately absent: an end of text in the model's config, so that every sample 
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,6 +33,18 @@ class Seconds:
     @property
     def update_cpu(self) -> float:
         return self.total_cpu - self.rollout_cpu
+
+
+@dataclass(slots=True)
+class Steps:
+    """Everybody's steps on the clock, and where the time of our rollouts went."""
+
+    shared: list[Seconds] = field(default_factory=list)
+    unshared: list[Seconds] = field(default_factory=list)
+    peer: list[Seconds] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    asked: int = 0
+    computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

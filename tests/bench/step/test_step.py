@@ -93,7 +93,7 @@ def test_a_search_step_trains_on_what_was_sampled_and_not_on_what_was_found() ->
     before = {name: value.clone() for name, value in ours.policy.named_parameters()}
     for share in (True, False):
         seconds = ours.step(share)
-        assert 0 < seconds.rollout < seconds.total and 0 < seconds.update_cpu
+        assert 0 < seconds.rollout < seconds.total and seconds.update_cpu > 0
     assert any(not torch.equal(value, before[name]) for name, value in ours.policy.named_parameters())
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_model_is_not_timed() -> None:
     assert gaps.keys() == {"recomputed", "peer"} and max(gaps.values()) <= LARGEST_GAP[FLOAT]
     with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
         prove(ours, lambda ids: 1.01 * ours.policy.logits(torch.tensor(ids)))
-    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
+    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):  # NaN is above every bound
         prove(ours, lambda ids: torch.full((len(ids), 600), torch.nan))
 
 
@@ -128,7 +128,7 @@ def test_a_vocabulary_without_a_text_decodes_every_id_and_encodes_none_of_the_re
     setting = make_setting(shape)
     tokenizer = setting.rollout.tokenizer
     assert tokenizer.vocab_size == setting.rollout.policy.config.vocab_size == 3000
-    assert tokenizer.decode([2999]) == "#2999" and max(tokenizer.encode("#2999 #1200")) < 1200
+    assert tokenizer.decode([2998]) == "#2998" and max(tokenizer.encode("#2999 #1200")) < 1200
 
 
 @pytest.mark.parametrize(
