@@ -167,7 +167,7 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
         for t in trajectories[:: max(1, len(trajectories) // PROVED)]
     ]
     policy = ours.policy
-    found: dict[str, list[torch.Tensor]] = {"recomputed": []} | ({} if theirs is None else {"peer": []})
+    found: dict[str, list[torch.Tensor]] = {"recomputed": []}
     with torch.no_grad():
         for batch in pack(items, 4096, policy.device, ours.updaters[True].attention):
             hidden_TH = policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)[batch.rows_R]
@@ -179,7 +179,7 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
             at_R = torch.tensor(item.positions)
             logp_RV = theirs(item.ids)[at_R - 1, :vocab].float().log_softmax(-1).cpu()
             logprobs_R = logp_RV.gather(1, torch.tensor(item.ids)[at_R, None])[:, 0]
-            found["peer"].append((logprobs_R - torch.tensor(item.old_logprobs)).abs().max())
+            found.setdefault("peer", []).append((logprobs_R - torch.tensor(item.old_logprobs)).abs().max())
     gaps = {name: float(torch.stack(values).max()) for name, values in found.items()}  # NaN where one of them is
     if not all(gap <= LARGEST_GAP[policy.dtype] for gap in gaps.values()):
         raise RuntimeError(
