@@ -22,7 +22,7 @@ from thresher.engine.reporting.plots import DPI, STYLE
 from thresher.policy.files import atomic_path
 
 PANEL_WIDTH, HEIGHT = 3.2, 2.6  # inches
-LABELS = {"shared": "ours", "unshared": "ours, prefixes\nunshared", "trl": "TRL"}
+LABELS = {"shared": "ours", "unshared": "ours, prefixes\nunshared", "peer": "TRL"}
 LIGHT, DARK = "#9db7e0", "#2b3036"
 
 
@@ -39,7 +39,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             lengths = row["lengths"]
             axes.set_title(f"{row['shape']}: {lengths['questions']} x {lengths['group']} trajectories")
             _panel(axes, row)
-        grid[0].legend(loc="lower right", fontsize=8, frameon=False)
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="upper right", ncols=2, fontsize=8, frameon=False)
         figure.suptitle(
             "A whole GRPO step: milliseconds a thousand tokens", x=0.01, ha="left", fontsize=11, fontweight="bold"
         )
@@ -62,7 +62,7 @@ def _panel(axes: Axes, row: dict[str, Any]) -> None:
         axes.barh(place, rollout, height=0.66, color=LIGHT, label="rollout" if named else None)
         axes.barh(place, update, height=0.66, left=rollout, color=BLUE, label="update" if named else None)
         text = f"{found['tokens_per_s']['p50']:,.0f} tokens/s"
-        if side == "trl":
+        if side == "peer":
             text += f"\n(ours {row['ratio_step']:.2f}×)"
         axes.text(rollout + update + 0.02 * longest, place, text, va="center", fontsize=8, color=DARK)
     axes.set_yticks(range(len(SIDES)), [LABELS[side] for side in SIDES])

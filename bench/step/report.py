@@ -13,14 +13,14 @@ from thresher.bench.step.ours import Ours
 from thresher.bench.step.setting import Seconds, Steps
 from thresher.engine.console import console, table
 
-SIDES = ("shared", "unshared", "trl")
+SIDES = ("shared", "unshared", "peer")
 _P = ("p20", "p50", "p80")
 
 
 def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, Any]) -> dict[str, Any]:
     """A run's row. Its ratios are the medians of neighbouring steps' wall seconds; `ratio` and `cpu_ratio` have their
     spread, None without a peer."""
-    setting, sides = ours.setting, {"shared": steps.shared, "unshared": steps.unshared, "trl": steps.peer}
+    setting, sides = ours.setting, {"shared": steps.shared, "unshared": steps.unshared, "peer": steps.peer}
     shape, config = setting.shape, setting.rollout.policy.config
     wall = {part: _ratio(steps.peer, steps.shared, part) for part in ("total", "update", "rollout")}
     gain, cpu_gain = (_ratio(steps.unshared, steps.shared, part) for part in ("update", "update_cpu"))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 SHORT = (
-    *("sft.steps=4", "sft.min_steps=1", "sft.gate_every=4", "sft.max_restarts=0"),
-    *("run.steps=1", "run.eval_questions=8", "rollout.questions_per_step=4"),
+    *("sft.steps=2", "sft.min_steps=1", "sft.gate_every=2", "sft.max_restarts=0", "sft.batch_size=4"),
+    *("run.steps=1", "run.eval_questions=4", "rollout.questions_per_step=2", "rollout.max_turn_tokens=16"),
 )
 
 
