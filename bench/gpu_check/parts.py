@@ -115,6 +115,19 @@ def _tests(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
 
 
+def _step() -> CheckPart:
+    return CheckPart(
+        name="step",
+        command=_thresher(
+            *("bench", "step", "--device", "cuda", "--shape", "0.5B", "--steps", "2"),
+            *("--budget", "35", "--out", "{out}"),
+        ),
+        seconds=55,
+        rows="step",
+        lines=step_lines,
+    )
+
+
 def parts(root: Path) -> tuple[CheckPart, ...]:
     """All of them; root: of the checkout. Their limits add up to seven and a half minutes."""
     bits = str(root / "tests" / "kernels" / "test_bits_settings.py")
@@ -157,16 +170,7 @@ def parts(root: Path) -> tuple[CheckPart, ...]:
             rows="rollout",
             lines=rollout_lines,
         ),
-        CheckPart(
-            name="step",
-            command=_thresher(
-                *("bench", "step", "--device", "cuda", "--shape", "0.5B", "--steps", "2"),
-                *("--budget", "35", "--out", "{out}"),
-            ),
-            seconds=55,
-            rows="step",
-            lines=step_lines,
-        ),
+        _step(),
         CheckPart(
             name="racecheck",
             command=(

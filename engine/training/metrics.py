@@ -26,6 +26,7 @@ def step_record(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> 
         **_update_metrics(result.updates),
         "reward_seconds": result.scoring_seconds,
         "threads": torch.get_num_threads(),
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # of those threads; None: as their library has it
         **_rollout_metrics(rollout),
     }
 
@@ -49,8 +50,6 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
         "seconds": seconds,
         "rollout_tokens_per_s": rate("sampled_tokens", "rollout_seconds"),
         "train_tokens_per_s": rate("train_tokens", "update_seconds"),
-        "threads": steps[-1].get("threads") if steps else None,
-        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "seed": recipe.run.seed,
         "steps": recipe.run.steps,
     }
