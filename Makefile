@@ -3,7 +3,7 @@
 #   make demo        train a small model to search, from nothing      (SEED=1, OUT=runs/other)
 #   make test        formatter, linter, type checker, tests
 #   make lint        all of that but the tests
-#   make bench       one GRPO step beside TRL's, in an environment of its own
+#   make bench       whole GRPO steps beside TRL's, in an environment of their own
 #   make gpu-check   all that a GPU has to confirm, in eight minutes, in the Python that is there (PYTHON=.., RESULTS=..)
 #   make .venv       only the environment                             (PYTHON=python3.12)
 #   make clean       remove environments and caches; runs/ stays
@@ -102,11 +102,13 @@ test: lint
 
 .PHONY: bench
 bench: .venv-bench
-	@$(BENCH)/bin/thresher bench step --out bench/results/step-cpu.jsonl
+	@for shape in demo rag search; do
+	    $(BENCH)/bin/thresher bench step --shape "$$shape" --out bench/results/step-cpu.jsonl --plot docs/step.png
+	done
 
 # Installs nothing but links to this checkout: torch and the rest are what the machine has. Needs no data folder and no
-# registry. All of it within 8 minutes, each part cut off on its own: tests, tuning, loss, decode steps, rollout beside
-# peers, racecheck; then a table of measured, predicted, target and peer. What failed does not keep the rest from running.
+# registry. All of it within 8 minutes, each part cut off on its own: tests, tuning, loss, decode steps, rollout and
+# steps beside peers, racecheck; then a table of measured, predicted, target and peer. What failed does not keep the rest from running.
 PEERS := liger_kernel trl cut_cross_entropy faiss xformers
 RESULTS ?= bench/results
 define NEEDS_CUDA

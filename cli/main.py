@@ -12,13 +12,15 @@ import sys
 from collections.abc import Sequence
 
 from thresher.cli import commands
+from thresher.cli.process import prepare_process
 from thresher.cli.registry import add_commands
 from thresher.policy.files import remedy
 from thresher.rewards.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `thresher`; leaves by SystemExit."""
+    """Entry point of `thresher`; leaves by SystemExit. What a process needs is decided here, before torch is loaded."""
+    prepare_process()
     sys.exit(run(arguments))
 
 

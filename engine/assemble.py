@@ -6,6 +6,7 @@ without a question) is refused here, before anything is computed or written.
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from thresher.engine.scoring.entailment import load_judge
 from thresher.engine.scoring.score import Judges
 from thresher.engine.scoring.verdicts import load_verdicts
 from thresher.engine.systems import load_system, own_digest
+from thresher.engine.threads import threads_for, use_threads
 from thresher.kernels.attention.backends.choice import Backend, resolve_attention
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
@@ -52,6 +54,10 @@ class Parts:
     @property
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Inside, torch computes with as many threads as the recipe has, or suit the model."""
+        return use_threads(threads_for(self.recipe.run.threads, self.policy.config))
 
     def rollout(self, retriever: Retriever | None) -> Rollout:
         limits = self.limits

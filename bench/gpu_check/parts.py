@@ -108,12 +108,37 @@ def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
     ]
 
 
+def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
+    """Two lines a shape: a whole step's tokens a second beside the peer, and what shared prefixes save its update."""
+    lines = []
+    for row in rows:
+        measured = f"{row['shared']['tokens_per_s']['p50']:,.0f} tokens/s"
+        peer = "-" if row["ratio_step"] is None else f"TRL {row['ratio_step']:.2f}x"
+        lines.append(TableLine(f"step {row['shape']}, {row['tokens']:,} tokens", measured, peer=peer))
+        predicted = f"{row['asked_tokens'] / row['computed_tokens']:.2f}x by tokens"
+        lines.append(TableLine("  its update, prefixes shared by unshared", f"{row['shared_gain']:.2f}x", predicted))
+    return lines
+
+
 def _thresher(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "thresher.cli", *arguments)
 
 
 def _tests(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+def _step() -> CheckPart:
+    return CheckPart(
+        name="step",
+        command=_thresher(
+            *("bench", "step", "--device", "cuda", "--shape", "0.5B", "--steps", "2"),
+            *("--budget", "35", "--out", "{out}"),
+        ),
+        seconds=55,
+        rows="step",
+        lines=step_lines,
+    )
 
 
 def parts(root: Path) -> tuple[CheckPart, ...]:
@@ -124,27 +149,27 @@ def parts(root: Path) -> tuple[CheckPart, ...]:
         CheckPart(
             name="tests",
             command=_tests(str(root / "tests" / "kernels"), str(root / DECODER_TESTS), "--ignore", bits),
-            seconds=110,
+            seconds=100,
         ),
         CheckPart(
             name="tuning",
-            command=_thresher("bench", "loss", *case, "--hidden", "1536", "--peers", "none", "--budget", "60"),
-            seconds=95,
+            command=_thresher("bench", "loss", *case, "--hidden", "1536", "--peers", "none", "--budget", "50"),
+            seconds=85,
             environment=(("THRESHER_AUTOTUNE", "1"),),
         ),
         CheckPart(
             name="loss",
-            command=_thresher("bench", "loss", *case, "--hidden", "1536", "3584", "--budget", "45", "--out", "{out}"),
-            seconds=65,
+            command=_thresher("bench", "loss", *case, "--hidden", "1536", "3584", "--budget", "40", "--out", "{out}"),
+            seconds=60,
             rows="loss",
             lines=loss_lines,
         ),
         CheckPart(
             name="decode",
             command=_thresher(
-                *("bench", "decode", "--device", "cuda", "--steps", "32", "--budget", "60", "--out", "{out}")
+                *("bench", "decode", "--device", "cuda", "--steps", "32", "--budget", "50", "--out", "{out}")
             ),
-            seconds=90,
+            seconds=75,
             rows="decode",
             lines=decode_lines,
         ),
@@ -152,12 +177,13 @@ def parts(root: Path) -> tuple[CheckPart, ...]:
             name="rollout",
             command=_thresher(
                 *("bench", "rollout", "--device", "cuda", "--shape", "rag", "--rounds", "2"),
-                *("--budget", "45", "--out", "{out}"),
+                *("--budget", "35", "--out", "{out}"),
             ),
-            seconds=65,
+            seconds=50,
             rows="rollout",
             lines=rollout_lines,
         ),
+        _step(),
         CheckPart(
             name="racecheck",
             command=(

@@ -18,6 +18,7 @@ from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.rollout.samples import Job
+from thresher.kernels.attention.backends.choice import resolve_attention
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit as Found
@@ -128,10 +129,14 @@ class RolloutSide:
                 max_policy_tokens=sum(shape.turns) + 1,
                 max_context=shape.longest + 1,
                 max_running=shape.samples,
+                attention=resolve_attention(
+                    "auto", setting.policy.device, setting.policy.dtype, setting.policy.config.head_dim, "rollout"
+                ),
             ),
         )
 
-    def run(self) -> Work:
+    def sample(self) -> list[Trajectory]:
+        """A round's trajectories, each with the lengths of the shape; other seeds in every round."""
         shape = self.setting.shape
         self.rounds += 1
         jobs = [
@@ -140,9 +145,13 @@ class RolloutSide:
             for sample in range(shape.group)
         ]
         trajectories = self.rollout.run(jobs, 1.0)
-        clock = self.rollout.clock
         for trajectory in trajectories:
             self._check(trajectory)
+        return trajectories
+
+    def run(self) -> Work:
+        trajectories = self.sample()
+        clock = self.rollout.clock
         everything = [one for trajectory in trajectories for one in (trajectory, *trajectory.branches.values())]
         return Work(
             prefilled=clock.prefilled_tokens,

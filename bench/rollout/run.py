@@ -181,8 +181,8 @@ def prove(setting: RolloutSetting, written: Sequence[Written], theirs: Any = Non
             logits_TV = models[name](ids_T if name == "recomputed" else one.ids).cpu()
             logp_RV = logits_TV[at_R - 1, : setting.tokenizer.vocab_size].log_softmax(-1)
             gap = (logp_RV.gather(1, ids_T[at_R, None])[:, 0] - recorded_R).abs().max()
-            gaps[name] = max(gaps[name], float(gap))
-    if not max(gaps.values()) <= LARGEST_GAP:
+            gaps[name] = float(torch.maximum(torch.tensor(gaps[name]), gap))  # NaN where either is
+    if not all(gap <= LARGEST_GAP for gap in gaps.values()):
         raise RuntimeError(f"log-probs differ by {gaps} nats, more than {LARGEST_GAP}: nothing is timed that is wrong")
     return gaps
 

@@ -1,90 +1,84 @@
-"""What both sides of `thresher bench step` start from: the shape of a step, one model, the same prompts, one reward.
+"""What both sides of `thresher bench step` start from: one model, the same prompts, one reward.
 
-The model is the demo's Qwen2 with random weights, the vocabulary is trained on an invented world, and a prompt is made
-of that world's facts. Nothing here knows which side steps.
+Nothing here knows which side steps.
 
 Deliberately absent: an end of text in the model's config, so that every sample has its full length.
 """
 
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from importlib.resources import files
+from dataclasses import dataclass, field
 
-from thresher.engine.synthetic.random_model import END_OF_TEXT, ROUND
-from thresher.engine.synthetic.world import Size, invent, passages, questions
-from thresher.policy.config import config_from_dict
-from thresher.policy.model import Policy, init_policy
-from thresher.policy.tokenizer import Tokenizer, train_bpe
-from thresher.retrieval.questions import Question
+import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
-    """What a step consists of. Lengths in tokens; a prompt has at least `prompt` and few more."""
-
-    questions: int = 16
-    group: int = 8
-    prompt: int = 56
-    completion: int = 64
-    beta: float = 0.02
-    lr: float = 1e-5
-    seed: int = 0
+from thresher.bench.decode.run import UNDRAWN, random_policy
+from thresher.bench.rollout.setting import RolloutSetting, invented_facts, make_rollout_setting, text_of
+from thresher.bench.roofline.models import MODELS
+from thresher.bench.step.shapes import StepShape
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """One step's clock."""
+    """One step's clock: wall seconds, and CPU seconds of all of the process's threads."""
 
     rollout: float
     total: float
+    rollout_cpu: float = 0.0
+    total_cpu: float = 0.0
 
     @property
     def update(self) -> float:
         return self.total - self.rollout
 
+    @property
+    def update_cpu(self) -> float:
+        return self.total_cpu - self.rollout_cpu
+
+
+@dataclass(slots=True)
+class Steps:
+    """Everybody's steps on the clock, and where the time of our rollouts went."""
+
+    shared: list[Seconds] = field(default_factory=list)
+    unshared: list[Seconds] = field(default_factory=list)
+    peer: list[Seconds] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    asked: int = 0
+    computed: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What both sides start from. The policy's config has no end of text, so that every sample has its full length."""
+    """The model, the texts of our side, and prompts for a peer of one turn, which hold as many tokens as ours and its
+    passages together."""
 
     shape: StepShape
-    tokenizer: Tokenizer
-    policy: Policy
-    questions: list[Question]
+    rollout: RolloutSetting
+    peer_prompts: list[str]
 
     @property
-    def prompts(self) -> list[list[int]]:
-        return [self.tokenizer.encode(question.question) for question in self.questions]
+    def device(self) -> torch.device:
+        return self.rollout.policy.device
 
-    @property
-    def rollout_tokens(self) -> int:
-        return self.shape.questions * self.shape.group * self.shape.completion
-
-    @property
-    def update_tokens(self) -> int:
-        return self.rollout_tokens + self.shape.group * sum(map(len, self.prompts))
+    def peer_ids(self) -> list[list[int]]:
+        return [self.rollout.tokenizer.encode(text) for text in self.peer_prompts]
 
 
-def make_setting(shape: StepShape) -> Setting:
-    """The demo's model and vocabulary, and prompts made of facts of an invented world with a question at the end."""
-    world = invent(Size(warmup_worlds=0), shape.seed).train
-    facts_of_world = [passage.text for passage in passages([world], shape.seed)]
-    tokenizer = train_bpe(facts_of_world, 800, [END_OF_TEXT])
-    config = json.loads((files("thresher.recipes") / "demo" / "config.json").read_text(encoding="utf-8"))
-    config["vocab_size"] = -(-tokenizer.vocab_size // ROUND) * ROUND
-    policy = init_policy(config_from_dict(config, "the demo's config.json").replace(eos_token_ids=()), shape.seed)
-    rng = random.Random(shape.seed)
-
-    def lengthened(question: Question) -> Question:
-        text = question.question
-        while len(tokenizer.encode(text)) < shape.prompt:
-            text = f"{rng.choice(facts_of_world)}\n{text}"
-        return replace(question, question=text)
-
-    asked = questions(world, shape.questions, 0.67, shape.seed, "bench")
-    return Setting(shape, tokenizer, policy, [lengthened(question) for question in asked])
+def make_setting(shape: StepShape, device: torch.device | None = None) -> Setting:
+    """A function of the shape, its seed included."""
+    lengths, device = shape.lengths, device or torch.device("cpu")
+    if shape.model is None:
+        rollout = make_rollout_setting(lengths, device)
+    else:
+        config = MODELS[shape.model]
+        policy = random_policy(config, device, torch.bfloat16)
+        rollout = make_rollout_setting(lengths, device, policy, config.vocab_size - UNDRAWN)
+    if shape.peer_prompt == lengths.prompt:
+        prompts = rollout.questions
+    else:
+        rng, facts = random.Random(lengths.seed), invented_facts(lengths.seed)
+        prompts = [text_of(shape.peer_prompt, facts, rollout.tokenizer, rng) for _ in range(lengths.questions)]
+    return Setting(shape, rollout, prompts)
 
 
 def reward_of(ids: Sequence[int]) -> float:

@@ -1,8 +1,11 @@
 """TRL's side of `thresher bench step`: its GRPOTrainer as it comes, with the step's phases timed from outside.
 
 A step lasts from the trainer's `on_step_begin` to its `on_step_end`, the optimiser's step included. The rollout is the
-trainer's own `_generate` (tokenise, `model.generate`, decode); the rest is the update. Our step runs inside the
+trainer's own `_generate` (tokenise, `model.generate`, decode); the rest is the update. Our steps run inside the
 `on_step_end` callback, after the clock was stopped.
+
+It trains on a prompt and one turn (see shapes.py), all samples of a step in one batch, without gradient checkpointing:
+its fastest where memory allows it.
 
 Samples keep their full length through `min_new_tokens`. Logging, saving and progress bars are off.
 """
@@ -23,67 +26,77 @@ from thresher.engine.synthetic.random_model import END_OF_TEXT
 
 
 class Theirs:
-    """A trainer over the setting's model, written to and loaded from `folder`."""
+    """A trainer over the setting's model, written to and loaded from `folder`; `steps` at most."""
 
     def __init__(self, setting: Setting, folder: Path, steps: int) -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        setting.policy.save(folder / "model")
-        setting.tokenizer.save(folder / "model")
+        setting.rollout.policy.save(folder / "model")
+        setting.rollout.tokenizer.save(folder / "model")
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(folder / "model" / "tokenizer.json"),
             eos_token=END_OF_TEXT,
             pad_token=END_OF_TEXT,
             padding_side="left",
         )
-        prompts = [question.question for question in setting.questions]
-        if tokenizer(prompts)["input_ids"] != setting.prompts:
+        if tokenizer(setting.peer_prompts)["input_ids"] != setting.peer_ids():
             raise RuntimeError("TRL's tokenizer gives other ids for the same prompts: there is nothing to compare")
         self.clock = _Clock()
         self.trainer = GRPOTrainer(
             model=str(folder / "model"),
             reward_funcs=_rewards,
             args=_arguments(setting, folder, steps),
-            train_dataset=Dataset.from_dict({"prompt": prompts * steps}),
+            train_dataset=Dataset.from_dict({"prompt": setting.peer_prompts * steps}),
             processing_class=tokenizer,
             callbacks=[self.clock],
         )
         generate = self.trainer._generate
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            wall, cpu = _now()
             result = generate(*args, **kwargs)
-            self.clock.rollout = time.perf_counter() - started
-            if {len(ids) for ids in result[1]} != {setting.shape.completion}:
-                raise RuntimeError("TRL's samples differ in length: there is nothing to compare")
+            done, done_cpu = _now()
+            self.clock.rollout = done - wall, done_cpu - cpu
+            lengths = [{len(ids) for ids in side} for side in result[:2]]
+            if lengths != [{setting.shape.peer_prompt}, {setting.shape.peer_completion}]:
+                raise RuntimeError(f"TRL's prompts and samples have lengths {lengths}: there is nothing to compare")
             return result
 
         self.trainer._generate = timed
 
+    @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Ids of one sequence -> logits [T, V] of TRL's model."""
-        logits_TV: torch.Tensor = self.trainer.model(torch.tensor([ids])).logits[0]
+        model = self.trainer.model
+        logits_TV: torch.Tensor = model(torch.tensor([ids], device=model.device)).logits[0]
         return logits_TV
 
-    def run(self, between: Callable[[], None]) -> list[Seconds]:
-        """Train; `between` runs after every step. Returns each step's clock."""
+    def run(self, between: Callable[[Seconds], bool]) -> None:
+        """Train; `between` gets every step's clock behind it, and says whether there shall be another."""
         self.clock.between = between
         self.trainer.train()
-        return self.clock.steps
 
 
 class _Clock(TrainerCallback):
     def __init__(self) -> None:
-        self.steps: list[Seconds] = []
-        self.between: Callable[[], None] = lambda: None
-        self.rollout = self.started = 0.0
+        self.between: Callable[[Seconds], bool] = lambda _: True
+        self.rollout = self.started = (0.0, 0.0)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.started = time.perf_counter()
+        self.started = _now()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps.append(Seconds(self.rollout, time.perf_counter() - self.started))
-        self.between()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        wall, cpu = _now()
+        seconds = Seconds(self.rollout[0], wall - self.started[0], self.rollout[1], cpu - self.started[1])
+        if not self.between(seconds):
+            control.should_training_stop = True
+
+
+def _now() -> tuple[float, float]:
+    """Wall and CPU seconds, once a GPU is idle."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
 
 
 def _rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -91,18 +104,18 @@ def _rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def _arguments(setting: Setting, folder: Path, steps: int) -> GRPOConfig:
-    shape = setting.shape
+    shape, lengths, cpu = setting.shape, setting.shape.lengths, setting.device.type == "cpu"
     return GRPOConfig(
         output_dir=str(folder / "run"),
-        model_init_kwargs={"dtype": "float32"},
-        use_cpu=True,
-        bf16=False,
+        model_init_kwargs={"dtype": "float32" if cpu else "bfloat16"},
+        use_cpu=cpu,
+        bf16=not cpu,
         gradient_checkpointing=False,
         max_steps=steps,
-        per_device_train_batch_size=shape.questions * shape.group,
-        num_generations=shape.group,
-        max_completion_length=shape.completion,
-        generation_kwargs={"min_new_tokens": shape.completion},
+        per_device_train_batch_size=lengths.samples,
+        num_generations=lengths.group,
+        max_completion_length=shape.peer_completion,
+        generation_kwargs={"min_new_tokens": shape.peer_completion},
         temperature=1.0,
         beta=shape.beta,
         loss_type="grpo",
@@ -110,7 +123,7 @@ def _arguments(setting: Setting, folder: Path, steps: int) -> GRPOConfig:
         lr_scheduler_type="constant",
         optim="adamw_torch_fused",
         shuffle_dataset=False,
-        seed=shape.seed,
+        seed=lengths.seed,
         report_to=[],
         logging_strategy="no",
         save_strategy="no",

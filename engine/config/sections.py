@@ -167,6 +167,7 @@ class OptimSection(Section):
     checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: a layer's are recomputed in backward; auto: off
     moments: Literal["float32", "8bit"] = "float32"  # 8bit: quantised in blocks, 2 bytes a weight in place of 8
     offload: Literal["none", "moments", "masters"] = "none"  # to CPU memory: moments, or float32 masters with them
+    share_prefix: bool = True  # a prefix that several trajectories share is computed once, forward and backward
 
     def depends_on_steps(self) -> bool:
         """Whether the learning rate of a step depends on how many there are in all."""
@@ -183,6 +184,7 @@ class RunSection(Section):
     eval_questions: Count | None = None  # None: all of data.dev
     save_every: Count = 50  # steps between checkpoints
     keep_checkpoints: Count = 2  # the newest so many, and beside them the one of best dev exact match
+    threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch, on a CPU: see engine/threads.py
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
 
 

@@ -95,7 +95,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
         rollout.prompt(question)  # refused before anything is written
     if recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
         console.console.print("eval: the prompt goes in as it is, though the model has a chat template (--prompt chat)")
-    with EvalFolder.open(out, settings) as folder:
+    with EvalFolder.open(out, settings) as folder, parts.threads():
         judges = load_judges(recipe, parts.system, out / "replies.jsonl")
         try:
             done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder, recipe.model.path)

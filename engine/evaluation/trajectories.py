@@ -74,7 +74,8 @@ def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     ]
     kept = keep_whole_lines(plan.out, jobs, prompts, plan.temperature)
     try:
-        figures = _draw(rollout, parts, jobs, kept, plan)
+        with parts.threads():
+            figures = _draw(rollout, parts, jobs, kept, plan)
     except UserError as error:
         if not plan.out.exists():
             raise

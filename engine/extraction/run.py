@@ -115,7 +115,8 @@ def extract(
         on_progress(len(journal.done), total)
         for start in range(0, len(todo), plan.batch):
             batch = todo[start : start + plan.batch]
-            (loop.agentic if plan.agent else loop.traditional)(batch)
+            with loop.parts.threads():
+                (loop.agentic if plan.agent else loop.traditional)(batch)
             on_progress(len(journal.done), total)
     figures = summarise(journal.records())
     if cut := figures["cut_questions"]:

@@ -1,8 +1,11 @@
 """What a step writes into metrics.jsonl, and what a run says of itself in the end."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import summarise
@@ -25,6 +28,8 @@ def step_record(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> 
         **_epoch_metrics(result.updates),
         **_recomputed_metrics(result.recomputed),
         "reward_seconds": result.scoring_seconds,
+        "threads": torch.get_num_threads(),
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # of those threads; None: as their library has it
         **_rollout_metrics(rollout),
     }
 

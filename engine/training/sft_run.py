@@ -48,7 +48,8 @@ class FineTuning:
             self.records.append(record)
             watch(record)
 
-        result = self.trainer.run(log)
+        with self.parts.threads():
+            result = self.trainer.run(log)
         return {
             "steps": result.steps,
             "restarts": result.restarts,

@@ -67,7 +67,7 @@ def train(
     train_questions, dev_questions = load_questions(recipe, parts.system)
     rollout = parts.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
-    with RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe) as run:
+    with RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe) as run, parts.threads():
         run.truncate_after(checkpoint.step if checkpoint else -1)
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run)
         if checkpoint:

@@ -173,6 +173,7 @@ class UpdateStats:
     loss."""
 
     tokens: int = 0
+    computed_tokens: int = 0
     rows: int = 0
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -303,6 +304,7 @@ class Updater:
             result.loss.backward()
         self.masters.collect()
         stats.tokens += batch.tokens
+        stats.computed_tokens += batch.tokens
         stats.rows += len(batch.rows_R)
         gap_R = (result.logprobs - batch.old_logprobs_R).abs()
         sums = {"entropy": result.entropy, "clipped": result.clipped, "ratio": result.ratios, "logprob_gap": gap_R}

@@ -11,7 +11,7 @@ from thresher.cli import flags
 HELP = "all that a GPU has to confirm, in eight minutes"
 PLACE = 60
 
-PARTS = ("tests", "tuning", "loss", "decode", "rollout", "racecheck")
+PARTS = ("tests", "tuning", "loss", "decode", "rollout", "step", "racecheck")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

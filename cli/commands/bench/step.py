@@ -1,20 +1,41 @@
-"""`thresher bench step`: one GRPO step, timed. The measuring is bench/step/run.py's."""
+"""`thresher bench step`: one whole GRPO step, timed. The measuring is bench/step/run.py's."""
 
 import argparse
 
 from thresher.cli import flags
 
-HELP = "one GRPO step of the demo's model, beside TRL where it is installed"
+HELP = "one whole GRPO step, beside TRL where it is installed"
 PLACE = 10
+
+SHAPES = ("demo", "rag", "search", "0.5B", "1.5B", "7B-lora")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=flags.count, default=5)
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="default: demo; sizes in B take --device cuda")
     parser.add_argument("--peer", choices=("trl", "none"), default="trl")
+    parser.add_argument("--steps", type=flags.count, default=5, metavar="N", help="of each side; default: 5")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--threads", type=flags.count, metavar="N", help="default: as a run of this model takes")
+    parser.add_argument(
+        "--budget",
+        type=flags.seconds,
+        default=480.0,
+        metavar="SECONDS",
+        help="then no further step begins; default: 480",
+    )
     parser.add_argument("--out", help="JSON lines to append to")
+    parser.add_argument("--plot", help="PNG of what --out then holds, the last row of each shape")
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.step.run import run_step_bench
+    from thresher.bench.step.run import StepBench, run_step_bench
 
-    run_step_bench(options.steps, options.out, options.peer)
+    bench = StepBench(
+        shape=options.shape,
+        peer=options.peer,
+        steps=options.steps,
+        threads=options.threads,
+        device=options.device,
+        budget=options.budget,
+    )
+    run_step_bench(bench, options.out, options.plot)

@@ -21,6 +21,7 @@ from thresher.bench.gpu_check.parts import (
     missing,
     parts,
     rollout_lines,
+    step_lines,
 )
 from thresher.bench.gpu_check.run import failure, run_gpu_check
 from thresher.cli.commands.bench.gpu_check import PARTS
@@ -163,3 +164,16 @@ def test_lines_of_rows() -> None:
         ]
     )
     assert (line.target, line.peer) == ("3x generate_batch", "generate_batch 1.50x")
+    step = {
+        "shape": "0.5B",
+        "tokens": 80_384,
+        "shared": {"tokens_per_s": spread},
+        "ratio_step": 2.5,
+        "asked_tokens": 80_320,
+        "computed_tokens": 20_080,
+        "shared_gain": 3.0,
+    }
+    whole, update = step_lines([step])
+    assert (whole.what, whole.peer) == ("step 0.5B, 80,384 tokens", "TRL 2.50x")
+    assert (update.measured, update.predicted) == ("3.00x", "4.00x by tokens")
+    assert step_lines([step | {"ratio_step": None}])[0].peer == "-"

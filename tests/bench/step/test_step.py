@@ -1,48 +1,166 @@
-"""`thresher bench step` from the command line at a small size: that it runs, and what its row says. Not its figures."""
+"""`thresher bench step` at small sizes: that it runs, what it refuses, and what its rows say. Not its figures."""
 
 import json
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from thresher.bench.machine import checkout
+from thresher.bench.rollout.shapes import Sizes
+from thresher.bench.roofline.models import MODELS
 from thresher.bench.step import run as step_module
-from thresher.bench.step.run import LARGEST_GAP, run_step_bench
-from thresher.bench.step.setting import StepShape
+from thresher.bench.step.ours import Ours
+from thresher.bench.step.report import read_rows
+from thresher.bench.step.run import LARGEST_GAP, StepBench, prove, run_step_bench
+from thresher.bench.step.setting import make_setting
+from thresher.bench.step.shapes import SHAPES, StepShape
+from thresher.cli.commands.bench.step import SHAPES as NAMED
 from thresher.cli.main import run
 from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
 
-SMALL = StepShape(questions=2, group=3, prompt=24, completion=9)
+TINY = Sizes(num_hidden_layers=1, hidden_size=32, intermediate_size=48, vocab_size=600, initializer_range=0.08)
+FLOAT = torch.float32
+CONTRACT = ("shape", "threads", "ratio_step", "ratio_update", "ratio_rollout", "shared_gain")
 
 
-def test_a_step_alone_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(name: str, **lengths: Any) -> StepShape:
+    shape = SHAPES[name]
+    return replace(shape, lengths=replace(shape.lengths, sizes=TINY, questions=2, group=3, **lengths))
+
+
+SMALL = {
+    "demo": small("demo", question=24, turns=(9,)),
+    "search": small("search", question=20, turns=(5, 5, 5), appended=7),
+}
+
+
+@pytest.fixture
+def at_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, shape in SMALL.items():
+        monkeypatch.setitem(SHAPES, name, shape)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_step_alone_from_the_command_line(at_small_sizes: None, tmp_path: Path, name: str) -> None:
     """Regression: the bench made a Renderer that refuses its own passage format, so `make bench` measured nothing."""
-    monkeypatch.setattr(step_module, "run_step_bench", partial(run_step_bench, shape=SMALL))
-    out = tmp_path / "new" / "step.jsonl"
-    for _ in range(2):
-        assert run(["bench", "step", "--peer", "none", "--steps", "1", "--out", str(out)]) == 0
-    first, row = map(json.loads, out.read_text(encoding="utf-8").splitlines())  # appended to, not overwritten
-    assert row.keys() == first.keys() and row["bench"] == "step" and row["steps"] == 1
-    shape = row["shape"]
-    assert (shape["questions"], shape["group"], shape["completion"]) == (2, 3, 9)
-    assert shape["rollout_tokens"] == 2 * 3 * 9
-    shortest, longest = shape["prompt"]
-    assert 24 <= shortest <= longest and 2 * 3 * shortest <= shape["update_tokens"] - 54 <= 2 * 3 * longest
-    assert shape["parameters"] > 100_000 and shape["layers"] >= 1
-    assert 0 <= row["logprob_gap"]["recomputed"] <= LARGEST_GAP and row["logprob_gap"].keys() == {"recomputed"}
-    assert row["theirs"] is None and row["ratio"] is None
-    ours = row["ours"]
-    for name in ("rollout_s", "update_s", "total_s", "rollout_tokens_per_s", "update_tokens_per_s"):
-        assert 0 < ours[name]["p20"] <= ours[name]["p50"] <= ours[name]["p80"], name
-    assert ours["rollout_s"]["p50"] + ours["update_s"]["p50"] == pytest.approx(ours["total_s"]["p50"])
-    assert ours["rollout_tokens_per_s"]["p50"] == pytest.approx(54 / ours["rollout_s"]["p50"])
+    out, plot = tmp_path / "new" / "step.jsonl", tmp_path / "step.png"
+    command = ["bench", "step", "--shape", name, "--peer", "none", "--steps", "2", "--threads", "1", "--out", str(out)]
+    assert run([*command, "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    shape = SMALL[name]
+    assert (row["bench"], row["shape"], row["steps"], row["threads"]) == ("step", name, 2, 1)
+    assert row["tokens"] == 6 * shape.lengths.longest and row["sampled_tokens"] == 6 * shape.peer_completion
+    assert row["asked_tokens"] == row["tokens"] - 6, "the last token of a trajectory predicts nothing"
+    assert 0 < row["computed_tokens"] <= row["asked_tokens"] and row["shared_gain"] > 0
+    assert set(CONTRACT) <= row.keys()
+    assert [row[f"ratio_{part}"] for part in ("step", "update", "rollout")] == [None] * 3 and row["peer"] is None
+    assert 0 <= row["logprob_gap"]["recomputed"] <= LARGEST_GAP[FLOAT] and row["logprob_gap"].keys() == {"recomputed"}
+    for side in ("shared", "unshared"):
+        found = row[side]
+        for figures in found.values():
+            assert 0 < figures["p20"] <= figures["p50"] <= figures["p80"]
+        assert found["rollout_s"]["p50"] + found["update_s"]["p50"] == pytest.approx(found["step_s"]["p50"])
+        assert found["tokens_per_s"]["p20"] * found["step_s"]["p80"] == pytest.approx(row["tokens"], rel=0.3)
 
 
-@pytest.mark.parametrize(("options", "words"), [({"peer": "verl"}, "--peer verl"), ({"steps": 0}, "--steps 0")])
-def test_options_are_refused_before_anything_runs(options: dict[str, object], words: str) -> None:
+def test_rows_are_appended_and_the_picture_draws_the_files_last_of_each_shape(
+    at_small_sizes: None, tmp_path: Path
+) -> None:
+    out = tmp_path / "step.jsonl"
+    out.write_text('{"bench": "step", "shape": {"questions": 16}}\n', encoding="utf-8")  # a row as it once was
+    for name in SMALL:
+        run_step_bench(StepBench(shape=name, peer="none", steps=1), out)
+    assert [row["shape"] for row in read_rows(out)] == list(SMALL)
+
+
+def test_the_budget_ends_a_run_behind_one_step(at_small_sizes: None, tmp_path: Path) -> None:
+    assert run_step_bench(StepBench(peer="none", steps=50, budget=0.0), tmp_path / "rows.jsonl")["steps"] == 1
+
+
+def test_a_search_step_trains_on_what_was_sampled_and_not_on_what_was_found() -> None:
+    shape = SMALL["search"]
+    ours = Ours(make_setting(shape))
+    for trajectory in ours.sample():
+        sources = [segment.source for segment in trajectory.segments]
+        assert sources == [Source.PROMPT, *[Source.POLICY, Source.RETRIEVED] * 2, Source.POLICY]
+        assert len(trajectory.ids()) == shape.lengths.longest == 20 + 3 * 5 + 2 * 7
+        assert len(trajectory.policy_positions()) == shape.peer_completion == 15
+    before = {name: value.clone() for name, value in ours.policy.named_parameters()}
+    for share in (True, False):
+        seconds = ours.step(share)
+        assert 0 < seconds.rollout < seconds.total and seconds.update_cpu > 0
+    assert any(not torch.equal(value, before[name]) for name, value in ours.policy.named_parameters())
+
+
+def test_a_peer_of_one_turn_gets_as_many_tokens() -> None:
+    setting = make_setting(SMALL["search"])
+    assert [len(ids) for ids in setting.peer_ids()] == [20 + 2 * 7] * 2
+    setting = make_setting(SMALL["demo"])
+    assert setting.peer_ids() == setting.rollout.prompts() and {len(ids) for ids in setting.peer_ids()} == {24}
+
+
+def test_a_wrong_model_is_not_timed() -> None:
+    ours = Ours(make_setting(SMALL["demo"]))
+    gaps = prove(ours, lambda ids: ours.policy.logits(torch.tensor(ids)))
+    assert gaps.keys() == {"recomputed", "peer"} and max(gaps.values()) <= LARGEST_GAP[FLOAT]
+    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
+        prove(ours, lambda ids: 1.01 * ours.policy.logits(torch.tensor(ids)))
+    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):  # NaN is above every bound
+        prove(ours, lambda ids: torch.full((len(ids), 600), torch.nan))
+
+
+def test_the_shapes_are_those_that_were_asked_for_and_that_the_command_names() -> None:
+    assert tuple(SHAPES) == NAMED
+    demo, rag, search = (SHAPES[name].lengths for name in ("demo", "rag", "search"))
+    assert (demo.questions, demo.group, demo.prompt, demo.turns) == (16, 8, 56, (64,))
+    assert (rag.questions, rag.group, rag.prompt, rag.turns, rag.sizes.vocab_size) == (4, 8, 700, (200,), 20_000)
+    assert (search.questions, search.group, search.prompt, search.longest) == (4, 5, 150, 1000)
+    assert all(shape.model in MODELS for shape in SHAPES.values() if shape.model is not None)
+
+
+def test_a_vocabulary_without_a_text_decodes_every_id_and_encodes_none_of_the_rest() -> None:
+    shape = replace(SMALL["demo"], lengths=replace(SMALL["demo"].lengths, sizes=replace(TINY, vocab_size=3000)))
+    setting = make_setting(shape)
+    tokenizer = setting.rollout.tokenizer
+    assert tokenizer.vocab_size == setting.rollout.policy.config.vocab_size == 3000
+    assert tokenizer.decode([2998]) == "#2998" and max(tokenizer.encode("#2999 #1200")) < 1200
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"peer": "verl"}, "--peer verl"),
+        ({"steps": 0}, "--steps 0"),
+        ({"threads": 0}, "--threads 0"),
+        ({"shape": "qa"}, "--shape qa: expected one of demo, rag, search"),
+        ({"shape": "0.5B"}, "--shape 0.5B: its model is for a GPU; give --device cuda"),
+    ],
+)
+def test_options_are_refused_before_anything_runs(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        run_step_bench(**options)  # type: ignore[arg-type]
+        run_step_bench(StepBench(**options))
+
+
+def test_without_trl_ours_is_measured_alone(
+    at_small_sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_module, "find_spec", lambda name: None)
+    row = run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")
+    assert row["peer"] is None and "TRL is not installed" in capsys.readouterr().out
+
+
+def test_beside_trl(at_small_sizes: None, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    row = run_step_bench(StepBench(shape="search", steps=2), tmp_path / "rows.jsonl")
+    assert row["logprob_gap"]["peer"] <= LARGEST_GAP[FLOAT]
+    assert row["ratio_step"] > 0 and row["ratio_update"] > 0 and row["ratio_rollout"] > 0
+    assert isinstance(row["trl"], str) and row["peer"]["update_s"]["p50"] > 0 and row["steps"] == 2
 
 
 def test_make_appends_where_the_command_does() -> None:
@@ -50,5 +168,5 @@ def test_make_appends_where_the_command_does() -> None:
     if root is None:
         pytest.skip("there is no checkout")
     makefile = (root / "Makefile").read_text(encoding="utf-8")
-    assert "bench step --out bench/results/step-cpu.jsonl" in makefile
+    assert "--out bench/results/step-cpu.jsonl --plot docs/step.png" in makefile
     assert (root / "bench" / "results" / "step-cpu.jsonl").is_file()

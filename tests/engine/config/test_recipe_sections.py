@@ -107,6 +107,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         "answer": "plain",
         "attention": "torch",
         "speculate": 4,
+        "threads": 2,
         "targets": ("q", "down"),
         "labels": ("no", "yes"),
         "reference": "device",

@@ -1,6 +1,7 @@
 """The training loop: what a step is made of, and that what is written down is what happened."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def test_the_metrics_of_a_step_are_those_of_its_trajectories(uninterrupted: Path
         said = [segment for entry in entries for segment in entry["segments"] if segment["source"] == "policy"]
         tokens = sum(len(segment["ids"]) for segment in said)
         assert record["loss_tokens"] == record["sampled_tokens"] == tokens
+        assert (record["threads"], record["wait_policy"]) == (1, os.environ.get("OMP_WAIT_POLICY"))
         assert record["response_tokens"] == pytest.approx(tokens / len(entries))
         assert record["reward"] == pytest.approx(sum(entry["reward"] for entry in entries) / len(entries))
         assert record["em"] == pytest.approx(sum(entry["parts"]["em"] for entry in entries) / len(entries))

@@ -1,0 +1,70 @@
+"""What a process decides before torch is loaded: how threads wait, and that freed memory is kept."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from thresher.cli.process import keep_memory, waiting
+
+FAULTS = """
+import os, resource, sys
+from thresher.cli.process import prepare_process
+if sys.argv[1] == "prepared":
+    prepare_process()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+bytearray(48 << 20)
+before = faults()
+for _ in range(4):
+    bytearray(48 << 20)
+print(faults() - before)
+"""
+
+
+def played(code: str, *arguments: str, **environment: str) -> str:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=kept | {"PYTHONSAFEPATH": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_threads_sleep_unless_somebody_said_how_they_wait() -> None:
+    both = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_THREAD_TIMEOUT": "4"}
+    assert waiting({}) == both
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        assert waiting({name: "x"}) == {"OPENBLAS_THREAD_TIMEOUT": "4"}
+    assert waiting({"OPENBLAS_THREAD_TIMEOUT": "20"}) == {"OMP_WAIT_POLICY": "passive"}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is on Linux")
+def test_large_blocks_are_not_mapped_anew() -> None:
+    """48 MiB are 12,288 pages, each a fault where the block is a mapping of its own."""
+    if not keep_memory({}):
+        pytest.skip("the C library is not glibc, or refuses")
+    assert int(played(FAULTS, "prepared")) < 1000
+    assert int(played(FAULTS, "plain")) > 10 * 1000
+    assert int(played(FAULTS, "prepared", MALLOC_ARENA_MAX="2")) > 10 * 1000, "the user's own settings stand"
+
+
+def test_settings_of_malloc_are_left_alone() -> None:
+    assert not keep_memory({"MALLOC_MMAP_THRESHOLD_": "1000"})
+    assert not keep_memory({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000"})
+
+
+def test_the_command_line_decides_before_torch_is_loaded() -> None:
+    code = """
+import os, sys
+from thresher.cli import main
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+main.run_command = lambda arguments: print(os.environ["OMP_WAIT_POLICY"], os.environ["OPENBLAS_THREAD_TIMEOUT"])
+main.main([])
+"""
+    assert played(code) == "passive 4"
+    assert played(code, OMP_WAIT_POLICY="active") == "active 4"
