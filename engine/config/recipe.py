@@ -53,6 +53,7 @@ S = TypeVar("S", bound=Section)
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
     | {"rollout.attention", "rollout.kv_tokens", "rollout.share_prefix", "rollout.speculate", "optim.attention"}
+    | {"optim.share_prefix"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
     | {"judge.concurrency", "judge.replies"}

@@ -143,6 +143,7 @@ class OptimSection(Section):
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
     attention: Attention = "auto"  # what computes it, forward and backward
+    share_prefix: bool = True  # compute once what trajectories begin with alike, where that is worth it
     loss_workspace_bytes: Count | None = None  # None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
 
     def depends_on_steps(self) -> bool:

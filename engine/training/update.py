@@ -15,16 +15,23 @@ Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from thresher.engine import console
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.training.prefix_trie import build_trie, cut_group, in_order, shared_groups
 from thresher.kernels import grpo_loss, token_logprobs
+from thresher.kernels.attention.backends.adapter import Unserved
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
+from thresher.kernels.attention.backends.parts import load_partial_attention
+from thresher.kernels.attention.prefix import PartialAttention, PrefixForest
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.objective import kl_coefficient
 from thresher.policy.model import Policy
@@ -40,6 +47,22 @@ def choose_attention(optim: OptimSection, policy: Policy) -> TrainingAttention:
         )
     except ValueError as error:
         raise UserError(f"optim.{error}") from None
+
+
+def choose_sharing(optim: OptimSection, policy: Policy) -> PartialAttention | None:
+    """What computes attention in parts, for items that share what they begin with; None: each item is computed whole.
+    Where that is not the recipe's choice, the reason is printed."""
+    if not optim.share_prefix:
+        return None
+    place = (policy.device, policy.dtype, policy.config.head_dim)
+    backend = resolve_attention(optim.attention, *place, "training")
+    try:
+        return load_partial_attention(backend, *place)
+    except Unserved as error:
+        console.console.print(
+            f"optim.share_prefix has no effect: attention is computed by {backend}, which {error}", soft_wrap=True
+        )
+        return None
 
 
 def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
@@ -90,20 +113,55 @@ def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Several items packed. rows_R points into the T packed tokens, at the token before each target."""
+    """Several items packed. rows_R points into the T packed tokens, at the token before each target.
+
+    tokens: of the items, of which T are computed: fewer where they share their beginnings. rounds: places among the R
+    rows, such that no row comes twice in a round; none where no row comes twice at all.
+    """
 
     ids_T: torch.Tensor
-    layout: Varlen
+    layout: Varlen | PrefixForest
     rows_R: torch.Tensor
     targets_R: torch.Tensor
     old_logprobs_R: torch.Tensor
     advantages_R: torch.Tensor
     weights_R: torch.Tensor
     items: list[int]  # which items, in the order packed
+    tokens: int
+    rounds: list[torch.Tensor] = field(default_factory=list)
 
     @property
-    def tokens(self) -> int:
+    def computed_tokens(self) -> int:
         return len(self.ids_T)
+
+    def pick(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """The hidden states of the rows in the loss, [R, H]; the gradient of a row that several items share is their
+        sum, in one order."""
+        if not self.rounds:
+            return hidden_TH.index_select(0, self.rows_R)
+        hidden_RH: torch.Tensor = _PickRounds.apply(hidden_TH, self.rows_R, self.rounds)
+        return hidden_RH
+
+
+class _PickRounds(torch.autograd.Function):
+    """index_select whose backward adds a round after the other: index_add_ on CUDA adds up repeated rows in any
+    order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: torch.Tensor, rows_R: torch.Tensor, rounds: list[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_R)
+        ctx.rounds, ctx.count = rounds, len(hidden_TH)
+        return hidden_TH.index_select(0, rows_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows_R,), grad_RH = ctx.saved_tensors, grads[0]
+        grad_TH = grad_RH.new_zeros(ctx.count, grad_RH.shape[1])
+        for places in ctx.rounds:
+            grad_TH.index_add_(0, rows_R[places], grad_RH[places])
+        return grad_TH, None, None
 
 
 def pack(
@@ -124,42 +182,118 @@ def pack(
             batches[-1].append(n)
         else:
             batches.append([n])
-    return [_batch([items[n] for n in members], members, device, attention) for members in batches]
+    return [_batch(items, members, device, attention) for members in batches]
 
 
 def _batch(
-    items: list[Item], members: list[int], device: torch.device | str, attention: TrainingAttention | None
+    items: Sequence[Item], members: list[int], device: torch.device | str, attention: TrainingAttention | None
 ) -> Batch:
     ids: list[int] = []
     rows: list[int] = []
-    targets: list[int] = []
-    for item in items:
-        start = len(ids)
-        rows.extend(start + position - 1 for position in item.positions)
-        targets.extend(item.ids[position] for position in item.positions)
-        ids.extend(item.ids[:-1])
+    for n in members:
+        rows.extend(len(ids) + position - 1 for position in items[n].positions)
+        ids.extend(items[n].ids[:-1])
+    layout = Varlen([len(items[n].ids) - 1 for n in members], device, attention)
+    return _assembled(items, members, ids, rows, layout)
+
+
+def pack_shared(
+    items: Sequence[Item],
+    micro_batch_tokens: int,
+    device: torch.device | str = "cpu",
+    attention: TrainingAttention | None = None,
+    partial: PartialAttention | None = None,
+) -> list[Batch]:
+    """As `pack`, but what items have in common at their beginnings is packed once where that is worth it
+    (prefix_trie.py); the rest, and all where nothing is, is packed by `pack`.
+
+    Items that share lie together, and batches of at most `micro_batch_tokens` computed tokens are cut between such
+    groups. A group that is larger is cut by members, its prefix repeated.
+    partial: from `choose_sharing`; None: the CPU's.
+    """
+    order = [n for n, item in enumerate(items) if item.positions]
+    order = [order[n] for n in in_order([items[n].ids[:-1] for n in order])]
+    fed = {n: items[n].ids[:-1] for n in order}
+    batches: list[list[int]] = []
+    room = 0
+    for group in shared_groups([fed[n] for n in order]):
+        for run in cut_group([fed[order[at]] for at in group], micro_batch_tokens):
+            members = [order[group[at]] for at in run]
+            sequences = [fed[n] for n in members]
+            if not shared_groups(sequences):
+                continue
+            size = len(build_trie(sequences).ids)
+            if size > room:
+                batches.append([])
+                room = micro_batch_tokens
+            batches[-1].extend(members)
+            room -= size
+    together = {n for members in batches for n in members}
+    alone = [n for n in range(len(items)) if n not in together]
+    rest = pack([items[n] for n in alone], micro_batch_tokens, device, attention)
+    return [
+        *(_shared_batch(items, members, [fed[n] for n in members], device, partial) for members in batches),
+        *(replace(batch, items=[alone[n] for n in batch.items]) for batch in rest),
+    ]
+
+
+def _shared_batch(
+    items: Sequence[Item],
+    members: list[int],
+    sequences: list[list[int]],
+    device: torch.device | str,
+    partial: PartialAttention | None,
+) -> Batch:
+    trie = build_trie(sequences)
+    rows: list[int] = []
+    for m, n in enumerate(members):
+        rows.extend(trie.rows(m, [position - 1 for position in items[n].positions]))
+    layout = PrefixForest(trie.lengths, trie.parents, device, partial)
+    return _assembled(items, members, trie.ids, rows, layout)
+
+
+def _assembled(
+    items: Sequence[Item], members: list[int], ids: list[int], rows: list[int], layout: Varlen | PrefixForest
+) -> Batch:
+    device = layout.device
+    chosen = [items[n] for n in members]
 
     def per_row(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     return Batch(
         ids_T=torch.tensor(ids, device=device),
-        layout=Varlen([len(item.ids) - 1 for item in items], device, attention),
+        layout=layout,
         rows_R=torch.tensor(rows, device=device),
-        targets_R=torch.tensor(targets, device=device),
-        old_logprobs_R=per_row([value for item in items for value in item.old_logprobs]),
-        advantages_R=per_row([item.advantage for item in items for _ in item.positions]),
-        weights_R=per_row([item.weight for item in items for _ in item.positions]),
+        targets_R=torch.tensor([item.ids[position] for item in chosen for position in item.positions], device=device),
+        old_logprobs_R=per_row([value for item in chosen for value in item.old_logprobs]),
+        advantages_R=per_row([item.advantage for item in chosen for _ in item.positions]),
+        weights_R=per_row([item.weight for item in chosen for _ in item.positions]),
         items=members,
+        tokens=sum(len(item.ids) - 1 for item in chosen),
+        rounds=[torch.tensor(places, device=device) for places in _rounds(rows)],
     )
+
+
+def _rounds(rows: list[int]) -> list[list[int]]:
+    """Places of rows by how often their row came before; none if none comes twice."""
+    seen: Counter[int] = Counter()
+    rounds: list[list[int]] = []
+    for place, row in enumerate(rows):
+        if seen[row] == len(rounds):
+            rounds.append([])
+        rounds[seen[row]].append(place)
+        seen[row] += 1
+    return rounds if len(rounds) > 1 else []
 
 
 @dataclass(slots=True)
 class UpdateStats:
     """What one optimiser step did; `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
-    loss."""
+    loss. tokens: of the items; computed_tokens: of them, each that is shared once."""
 
     tokens: int = 0
+    computed_tokens: int = 0
     rows: int = 0
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -205,18 +339,25 @@ class Updater:
         self.policy, self.master, self.reference, self.optim, self.grpo = policy, master, reference, optim, grpo
         self.vocab_size, self.total_steps = vocab_size, total_steps
         self.attention = choose_attention(optim, policy)
+        self.partial = choose_sharing(optim, policy)
         self.optimizer = make_optimizer(master, optim, optim.lr)
 
     def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
         """One optimiser step on all items; `step` counts from 0 and sets the learning rate. Returns what happened."""
         started = time.perf_counter()
         stats = UpdateStats()
-        for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
+        for batch in self._batches(items):
             self._backward(batch, temperature, stats)
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
         stats.grad_norm = self._step(stats.lr)
         stats.seconds = time.perf_counter() - started
         return stats
+
+    def _batches(self, items: Sequence[Item]) -> list[Batch]:
+        budget, device = self.optim.micro_batch_tokens, self.policy.device
+        if self.partial is None:
+            return pack(items, budget, device, self.attention)
+        return pack_shared(items, budget, device, self.attention, self.partial)
 
     def _step(self, lr: float) -> float:
         """Step the trained weights on the policy's gradients; returns their norm before clipping."""
@@ -243,7 +384,7 @@ class Updater:
             with torch.no_grad(), self.reference.adapters_off():
                 hidden_TH = self.reference.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
                 reference_logprobs, _ = token_logprobs(
-                    hidden_TH.index_select(0, batch.rows_R),
+                    batch.pick(hidden_TH),
                     self.reference.head_VH,
                     batch.targets_R,
                     temperature=temperature,
@@ -251,7 +392,7 @@ class Updater:
                     workspace_bytes=self.optim.loss_workspace_bytes,
                 )
         hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
-        hidden_RH = hidden_TH.index_select(0, batch.rows_R)
+        hidden_RH = batch.pick(hidden_TH)
         head_VH = self.master.head_VH
         if head_VH.requires_grad and head_VH.grad is None:
             head_VH.grad = torch.zeros_like(head_VH)
@@ -284,6 +425,7 @@ class Updater:
             result.loss.backward()
         self._collect_gradients()
         stats.tokens += batch.tokens
+        stats.computed_tokens += batch.computed_tokens
         stats.rows += len(batch.rows_R)
         gap_R = (result.logprobs - batch.old_logprobs_R).abs()
         sums = {"entropy": result.entropy, "clipped": result.clipped, "ratio": result.ratios, "logprob_gap": gap_R}
