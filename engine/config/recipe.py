@@ -52,8 +52,8 @@ S = TypeVar("S", bound=Section)
 # though that only at a constant learning rate (OptimSection.depends_on_steps).
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "model.device"}
-    | {"rollout.attention", "rollout.kv_tokens", "rollout.share_prefix", "rollout.speculate", "optim.attention"}
-    | {"optim.share_prefix"}
+    | {"rollout.attention", "rollout.kv_tokens", "rollout.share_prefix", "rollout.speculate"}
+    | {"optim.attention", "optim.share_prefix"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
     | {"judge.concurrency", "judge.replies"}

@@ -148,9 +148,7 @@ class _PickRounds(torch.autograd.Function):
     order."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_TH: torch.Tensor, rows_R: torch.Tensor, rounds: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden_TH: torch.Tensor, rows_R: torch.Tensor, rounds: list[torch.Tensor]) -> torch.Tensor:
         ctx.save_for_backward(rows_R)
         ctx.rounds, ctx.count = rounds, len(hidden_TH)
         return hidden_TH.index_select(0, rows_R)

@@ -114,15 +114,17 @@ class PrefixForest:
         self.ends = starts[1:]
         for length, parent in zip(self.lengths, self.parents, strict=True):
             if length < 1 or not -1 <= parent < len(depth):
-                raise ValueError(f"a segment of {length} tokens below {parent}; expected one of at least 1, in preorder")
+                raise ValueError(
+                    f"a segment of {length} tokens below {parent}; expected one of at least 1, in preorder"
+                )
             depth.append(0 if parent < 0 else depth[parent] + self.lengths[parent])
             level.append(0 if parent < 0 else level[parent] + 1)
         for s in reversed(range(len(depth))):
             if self.parents[s] >= 0:
                 self.ends[self.parents[s]] = max(self.ends[self.parents[s]], self.ends[s])
-        self.positions_T = torch.cat(
-            [torch.arange(at, at + n) for at, n in zip(depth, self.lengths, strict=True)]
-        ).to(self.device)
+        self.positions_T = torch.cat([torch.arange(at, at + n) for at, n in zip(depth, self.lengths, strict=True)]).to(
+            self.device
+        )
         self.parts = list(self._parts(list(pairwise(starts)), level))
 
     def _parts(self, own: list[Run], level: list[int]) -> Iterator[Part]:
@@ -215,8 +217,7 @@ def _add(into: torch.Tensor, share: torch.Tensor, place: slice | torch.Tensor) -
 
 
 class MatmulAttention:
-    """Parts as plain products, at most SCORES scores at once. It runs wherever torch does, on any dtype, and computes in
-    float32 or wider."""
+    """Parts as plain products, at most SCORES scores at once, in float32 or wider: for any device and dtype."""
 
     by_level = False
 
@@ -272,7 +273,9 @@ class MatmulAttention:
         """[K, rows of all its query heads, keys]; queries and keys of a causal pair are the same runs."""
         scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
         if part.causal:
-            place_q = torch.arange(rows.start, rows.stop, device=q.device).repeat(q.shape[1] // (rows.stop - rows.start))
+            place_q = torch.arange(rows.start, rows.stop, device=q.device).repeat(
+                q.shape[1] // (rows.stop - rows.start)
+            )
             place_k = torch.arange(keys.start, keys.stop, device=q.device)
             scores.masked_fill_(place_k > place_q[:, None], -torch.inf)
         return scores
@@ -289,7 +292,9 @@ def _ungrouped(x: torch.Tensor, like_TND: torch.Tensor) -> torch.Tensor:
     """The reverse of `_grouped`, with whatever x has in its last dimension."""
     count, heads = like_TND.shape[:2]
     kv_heads = x.shape[0]
-    return x.view(kv_heads, heads // kv_heads, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1).to(like_TND.dtype)
+    return (
+        x.view(kv_heads, heads // kv_heads, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1).to(like_TND.dtype)
+    )
 
 
 def _heads(x_TKD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

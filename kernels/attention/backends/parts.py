@@ -56,9 +56,7 @@ class LibraryParts:
         lse_TN: torch.Tensor,
         part: Part,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq_TND, dk_TKD, dv_TKD = self._backward(
-            grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN.t().contiguous(), part
-        )
+        dq_TND, dk_TKD, dv_TKD = self._backward(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN.t().contiguous(), part)
         return dq_TND, dk_TKD, dv_TKD
 
 
@@ -174,8 +172,8 @@ def try_parts(attention: PartialAttention, device: torch.device, dtype: torch.dt
     with torch.inference_mode(False), torch.enable_grad():
         for by in (attention, MatmulAttention()):
             wide = dtype if by is attention else torch.float32
-            leaves = [x.to(wide, copy=True).requires_grad_() for x in (q, k, v)]
-            out_TND = prefix_attention(*leaves, PrefixForest(lengths, parents, device, by))
+            leaves = tuple(x.to(wide, copy=True).requires_grad_() for x in (q, k, v))
+            out_TND = prefix_attention(leaves[0], leaves[1], leaves[2], PrefixForest(lengths, parents, device, by))
             results.append([out_TND.detach(), *torch.autograd.grad(out_TND, leaves, grad.to(wide))])
     for found, expected in zip(*results, strict=True):
         off = float((found.float() - expected).norm() / expected.norm())

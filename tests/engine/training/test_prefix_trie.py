@@ -1,5 +1,6 @@
-"""Tries of token segments: every sequence is there, each segment once, and of all ways to share the cheapest is taken."""
+"""Tries of token segments: every sequence is there, each segment once, and the cheapest way to share is taken."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise, product
@@ -78,23 +79,24 @@ def cheapest(given_sequences: Sequences, merge: float, node: float) -> float:
     for flags in product((False, True), repeat=len(starts)):
         chosen = [start for start, flag in zip(sorted(starts), flags, strict=True) if flag]
         above = [[c for c in chosen if tuple(ids[: len(c)]) == c] for ids in given_sequences]
-        tokens = sum(len(ids) - max((len(c) for c in over), default=0) for ids, over in zip(given_sequences, above))
+        tokens = sum(
+            len(ids) - max((len(c) for c in over), default=0) for ids, over in zip(given_sequences, above, strict=True)
+        )
         for c in chosen:
             tokens += len(c) - max((len(d) for d in chosen if len(d) < len(c) and c[: len(d)] == d), default=0)
-        rows = sum(len(ids) - len(c) for ids, over in zip(given_sequences, above) for c in over)
+        rows = sum(len(ids) - len(c) for ids, over in zip(given_sequences, above, strict=True) for c in over)
         best = min(best, tokens + merge * rows + node * len(chosen))
     return best
 
 
 def priced(trie: PrefixTrie, given_sequences: Sequences, merge: float, node: float) -> float:
-    shared = sum(len({id(p) for p in trie.pieces}) > 0 and sum(s == start for ps in trie.pieces for _, s in ps) > 1
-                 for start in {s for ps in trie.pieces for _, s in ps})
-    starts = [s for ps in trie.pieces for _, s in ps]
-    rows = 0
+    """What a trie costs, by its pieces: a segment that several sequences have is shared."""
+    having = Counter(row for pieces in trie.pieces for _, row in pieces)
+    merged = 0
     for ids, pieces in zip(given_sequences, trie.pieces, strict=True):
-        ends = [position for position, _ in pieces[1:]] + [len(ids)]
-        rows += sum(len(ids) - end for (_, start), end in zip(pieces, ends, strict=True) if starts.count(start) > 1)
-    return len(trie.ids) + merge * rows + node * shared
+        ends = [*(position for position, _ in pieces[1:]), len(ids)]
+        merged += sum(len(ids) - end for (_, row), end in zip(pieces, ends, strict=True) if having[row] > 1)
+    return len(trie.ids) + merge * merged + node * sum(count > 1 for count in having.values())
 
 
 @given(sequences(most=6), st.sampled_from([(0.1, 1.0), (0.25, 0.5), (0.0, 2.0), (0.5, 0.0)]))

@@ -1,5 +1,5 @@
-"""Attention over a forest of segments: against a softmax over all pairs of positions under the mask that `end_T` is, and
-against `varlen_attention` of every path, values and gradients, whoever computes the parts."""
+"""Attention over a forest of segments, whoever computes the parts: against a softmax over all pairs of positions under
+the mask that `end_T` is, and against `varlen_attention` of every path; values and gradients."""
 
 from itertools import accumulate
 
@@ -67,7 +67,9 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixFore
     return torch.einsum("nij,jnd->ind", probs, v.repeat_interleave(group, 1))
 
 
-def results(attend: object, dtype: torch.dtype, layout: PrefixForest, heads: tuple[int, int, int]) -> list[torch.Tensor]:
+def results(
+    attend: object, dtype: torch.dtype, layout: PrefixForest, heads: tuple[int, int, int]
+) -> list[torch.Tensor]:
     *leaves, grad = given_tensors(len(layout.positions_T), dtype, heads)
     leaves = [x.detach().requires_grad_() for x in leaves]
     out = attend(*leaves, layout)  # type: ignore[operator]
