@@ -40,7 +40,8 @@ from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.rollout.samples import Job
-from thresher.engine.training.update import Item, Updater, advantages, make_items, pack
+from thresher.engine.training.packing import Item, pack
+from thresher.engine.training.update import Updater, advantages, make_items
 from thresher.kernels import token_logprobs
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError

@@ -25,8 +25,9 @@ from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
+from thresher.engine.training.packing import Item, pack
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
-from thresher.engine.training.update import Item, choose_attention, make_optimizer, pack, scheduled_lr, step_optimizer
+from thresher.engine.training.update import choose_attention, make_optimizer, scheduled_lr, step_optimizer
 from thresher.kernels import grpo_loss
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer

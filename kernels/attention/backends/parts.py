@@ -19,14 +19,8 @@ import torch
 
 from thresher.kernels.attention.backends.adapter import Unserved, first_line, load_part
 from thresher.kernels.attention.backends.choice import Backend
-from thresher.kernels.attention.prefix import (
-    MatmulAttention,
-    Part,
-    PartialAttention,
-    PrefixForest,
-    cpu_attention,
-    prefix_attention,
-)
+from thresher.kernels.attention.parts import MatmulAttention, PairedRuns, PartialAttention, cpu_attention
+from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 
 Tensors = tuple[torch.Tensor, ...]
 OFF_BY = 0.02  # a norm's share that a library may be off in a trial; bfloat16 rounds by 2^-9
@@ -41,7 +35,7 @@ class LibraryParts:
         self._forward, self._backward = forward, backward
 
     def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: Part
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: PairedRuns
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out_TND, lse_NT = self._forward(q_TND, k_TKD, v_TKD, part)
         return out_TND, lse_NT.t().contiguous()
@@ -54,7 +48,7 @@ class LibraryParts:
         v_TKD: torch.Tensor,
         out_TND: torch.Tensor,
         lse_TN: torch.Tensor,
-        part: Part,
+        part: PairedRuns,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq_TND, dk_TKD, dv_TKD = self._backward(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN.t().contiguous(), part)
         return dq_TND, dk_TKD, dv_TKD
@@ -68,7 +62,7 @@ def load_torch_parts() -> PartialAttention:
     except AttributeError:
         raise Unserved(f"needs torch's _flash_attention_forward, which torch {torch.__version__} lacks") from None
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> Tensors:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> Tensors:
         found: Tensors = forward(q, k, v, part.cu_q, part.cu_k, *_longest(part), 0.0, part.causal, False)
         return found[0], found[1]
 
@@ -79,7 +73,7 @@ def load_torch_parts() -> PartialAttention:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        part: Part,
+        part: PairedRuns,
     ) -> Tensors:
         # The state of dropout's generator, and a place that is not used: there is no dropout.
         state = part.once("state", lambda: torch.zeros(2, dtype=torch.uint64, device=part.device))
@@ -100,7 +94,7 @@ def load_flash2_parts() -> PartialAttention:
 
     forward, backward = load("_flash_attn_varlen_forward"), load("_flash_attn_varlen_backward")
 
-    def known(q: torch.Tensor, part: Part) -> dict[str, Any]:
+    def known(q: torch.Tensor, part: PairedRuns) -> dict[str, Any]:
         longest_q, longest_k = _longest(part)
         return {
             "cu_seqlens_q": part.cu_q,
@@ -116,7 +110,7 @@ def load_flash2_parts() -> PartialAttention:
             "alibi_slopes": None,
         }
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> Tensors:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> Tensors:
         found: Tensors = forward(q=q, k=k, v=v, **known(q, part))
         return found[0], found[1]
 
@@ -127,7 +121,7 @@ def load_flash2_parts() -> PartialAttention:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        part: Part,
+        part: PairedRuns,
     ) -> Tensors:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         given = {"dout": grad, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
@@ -181,5 +175,5 @@ def try_parts(attention: PartialAttention, device: torch.device, dtype: torch.dt
             raise Unserved(f"is off by {off:.3g} where the attention of parts is known")
 
 
-def _longest(part: Part) -> tuple[int, int]:
+def _longest(part: PairedRuns) -> tuple[int, int]:
     return max(part.lengths_q), max(part.lengths_k)

@@ -22,7 +22,8 @@ from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.engine.systems import load_system
-from thresher.engine.training.update import Item, make_items
+from thresher.engine.training.packing import Item
+from thresher.engine.training.update import make_items
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.data.formats import Passage

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.training.update import Batch, Item, make_items, pack
+from thresher.engine.training.packing import Batch, Item, pack
+from thresher.engine.training.update import make_items
 from thresher.kernels import token_logprobs
 from thresher.policy.model import Policy
 from thresher.rewards.transcript import Source

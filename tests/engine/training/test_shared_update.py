@@ -17,18 +17,11 @@ from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training import prefix_trie
 from thresher.engine.training import update as update_module
-from thresher.engine.training.update import (
-    Batch,
-    Item,
-    Updater,
-    UpdateStats,
-    choose_sharing,
-    make_items,
-    pack,
-    pack_shared,
-)
+from thresher.engine.training.packing import Batch, Item, pack, pack_shared
+from thresher.engine.training.update import Updater, UpdateStats, choose_sharing, make_items
 from thresher.kernels.attention.backends import parts
-from thresher.kernels.attention.prefix import PrefixForest, cpu_attention
+from thresher.kernels.attention.parts import cpu_attention
+from thresher.kernels.attention.prefix import PrefixForest
 from thresher.policy.lora import add_lora
 from thresher.policy.model import Policy, init_policy
 from thresher.rewards.transcript import Source

@@ -8,16 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.kernels.attention import prefix
-from thresher.kernels.attention.prefix import (
+from thresher.kernels.attention import parts
+from thresher.kernels.attention.parts import (
     FlashCpuAttention,
     MatmulAttention,
-    Part,
+    PairedRuns,
     PartialAttention,
-    PrefixForest,
     cpu_attention,
-    prefix_attention,
 )
+from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 from thresher.kernels.attention.varlen import Varlen, varlen_attention
 
 Forest = tuple[list[int], list[int]]
@@ -124,7 +123,9 @@ def test_a_layout_by_hand() -> None:
     assert own.cu_q.tolist() == own.cu_k.tolist() == [0, 2, 3, 4, 7, 8]
 
 
-@pytest.mark.parametrize("forest", [([2, 0], [-1, 0]), ([1, 1], [1, -1]), ([1], [-2])], ids=str)
+@pytest.mark.parametrize(
+    "forest", [([2, 0], [-1, 0]), ([1, 1], [1, -1]), ([1], [-2]), ([1, 1, 1], [-1, -1, 0])], ids=str
+)
 def test_what_is_no_forest_is_refused(forest: Forest) -> None:
     with pytest.raises(ValueError, match="expected one of at least 1, in preorder"):
         PrefixForest(*forest)
@@ -146,9 +147,9 @@ def test_large_scores_and_faint_parts() -> None:
 def test_products_hold_few_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PrefixForest(*HAND, attention=MatmulAttention())
     whole = results(prefix_attention, torch.float64, layout, (4, 2, 8))
-    monkeypatch.setattr(prefix, "SCORES", 40)
-    parts = results(prefix_attention, torch.float64, layout, (4, 2, 8))
-    for a, b in zip(whole, parts, strict=True):
+    monkeypatch.setattr(parts, "SCORES", 40)
+    blocks = results(prefix_attention, torch.float64, layout, (4, 2, 8))
+    for a, b in zip(whole, blocks, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 
 
@@ -165,7 +166,7 @@ def test_in_bfloat16_a_merge_costs_less_than_a_rounding_more() -> None:
 def test_torchs_private_operators_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cpu_attention(), FlashCpuAttention)  # of the torch that the tests run on
 
-    def other_signature(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> None:
+    def other_signature(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> None:
         raise TypeError("takes 3 positional arguments but 5 were given")
 
     for broken in (other_signature, lambda self, q, k, v, part: (q + 1, q.sum(-1))):
