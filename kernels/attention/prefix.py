@@ -31,8 +31,8 @@ from thresher.kernels.elementwise.layers import rotated_heads
 class PrefixForest:
     """Segments in preorder, each once; made once a forward. As its `attend` it computes every layer's attention.
 
-    lengths[s] >= 1, in all T. parents[s] < s, or -1 of a root; ValueError for what is no preorder. positions_T [T] int64:
-    of each token in a sequence that goes through it. end_T [T] int64: the rows that see key j are j <= i < end_T[j].
+    lengths[s] >= 1, in all T. parents[s] < s, or -1 of a root; ValueError where that is no preorder. positions_T [T]
+    int64: of each token in a sequence that goes through it. end_T [T] int64: the rows that see key j are j <= i < end_T[j].
     """
 
     def __init__(
