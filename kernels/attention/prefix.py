@@ -32,7 +32,7 @@ class PrefixForest:
     """Segments in preorder, each once; made once a forward. As its `attend` it computes every layer's attention.
 
     lengths[s] >= 1, in all T. parents[s] < s, or -1 of a root; ValueError where that is no preorder. positions_T [T]
-    int64: of each token in a sequence that goes through it. end_T [T] int64: the rows that see key j are j <= i < end_T[j].
+    int64: of each token in a sequence that goes through it. end_T [T] int64: row i sees key j if j <= i < end_T[j].
     """
 
     def __init__(
