@@ -26,7 +26,7 @@ ROOMS = (
     ("engine/decoding/cache", "engine/optim"),
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
     ("engine/baselines", "engine/reporting", "engine/rollout", "engine/scoring"),
-    ("engine/planning",),
+    ("engine/packing", "engine/planning"),
     ("engine/assemble.py",),
     ("engine/evaluation", "engine/synthetic"),
     ("engine/extraction", "engine/training"),

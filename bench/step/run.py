@@ -36,8 +36,8 @@ from thresher.bench.step.report import make_row, read_rows, show
 from thresher.bench.step.setting import Seconds, Steps, make_setting
 from thresher.bench.step.shapes import SHAPES, StepShape
 from thresher.engine.console import console
+from thresher.engine.packing.batches import Item, pack
 from thresher.engine.threads import threads_for, use_threads
-from thresher.engine.training.update import Item, pack
 from thresher.kernels import token_logprobs
 from thresher.rewards.errors import UserError
 

@@ -163,11 +163,11 @@ class OptimSection(Section):
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
     attention: Attention = "auto"  # what computes it, forward and backward
+    share_prefix: bool = True  # compute once what trajectories begin with alike, where that is worth it
     loss_workspace_bytes: Count | None = None  # None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
     checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: a layer's are recomputed in backward; auto: off
     moments: Literal["float32", "8bit"] = "float32"  # 8bit: quantised in blocks, 2 bytes a weight in place of 8
     offload: Literal["none", "moments", "masters"] = "none"  # to CPU memory: moments, or float32 masters with them
-    share_prefix: bool = True  # a prefix that several trajectories share is computed once, forward and backward
 
     def depends_on_steps(self) -> bool:
         """Whether the learning rate of a step depends on how many there are in all."""

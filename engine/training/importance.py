@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.training.update import Item, Updater
+from thresher.engine.packing.batches import Item
+from thresher.engine.training.update import Updater
 
 EXP_CAP = 80.0
 

@@ -60,7 +60,7 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
 
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
     if not updates:
-        return {"train_tokens": 0, "loss_tokens": 0, "update_seconds": 0.0}
+        return {"train_tokens": 0, "computed_tokens": 0, "loss_tokens": 0, "update_seconds": 0.0}
     rows = sum(stats.rows for stats in updates)
     sums: dict[str, float] = {}
     largest: dict[str, float] = {}
@@ -80,6 +80,7 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         "logprob_gap_max": updates[0].largest["logprob_gap_max"],
         "capped": sum(stats.capped for stats in updates),
         "train_tokens": sum(stats.tokens for stats in updates),
+        "computed_tokens": sum(stats.computed_tokens for stats in updates),
         "loss_tokens": rows,
         "update_seconds": sum(stats.seconds for stats in updates),
     }

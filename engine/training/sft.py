@@ -25,10 +25,11 @@ from thresher.engine import console
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.packing.batches import Item, pack
 from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
-from thresher.engine.training.update import Item, checkpoints_activations, choose_attention, pack
+from thresher.engine.training.update import checkpoints_activations, choose_attention
 from thresher.kernels import grpo_loss
 from thresher.kernels.checks import NotFinite
 from thresher.policy.model import Policy

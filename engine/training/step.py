@@ -35,12 +35,13 @@ from random import Random
 from time import perf_counter
 
 from thresher.engine.assemble import Parts
+from thresher.engine.packing.batches import Item
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.training.importance import Recomputed, recompute
-from thresher.engine.training.update import Item, Updater, UpdateStats, advantages, make_items
+from thresher.engine.training.update import Updater, UpdateStats, advantages, make_items
 from thresher.kernels.checks import NotFinite
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError

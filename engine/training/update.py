@@ -8,8 +8,7 @@ N counts all trajectories of the optimiser step, those of groups without a signa
 kernels/loss.py; this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask
 to carry: rows come from the segments' sources (Trajectory.policy_positions).
 
-A row predicts the token after it: the token at position p is predicted by row p - 1. Only rows whose next token was
-sampled by the policy enter the loss; all others never reach the LM head. Sequences of like length are packed together.
+Which rows there are, and how sequences are packed, is packing.py's.
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 
@@ -20,13 +19,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from thresher.engine import console
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.masters import Masters
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.packing.batches import Batch, Item, pack, pack_shared
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels import grpo_loss, token_logprobs
+from thresher.kernels.attention.backends.adapter import Unserved
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
-from thresher.kernels.attention.varlen import TrainingAttention, Varlen
+from thresher.kernels.attention.backends.parts import load_partial_attention
+from thresher.kernels.attention.parts import PartialAttention
+from thresher.kernels.attention.varlen import TrainingAttention
 from thresher.kernels.objective import kl_coefficient
 from thresher.policy.model import Policy
 from thresher.policy.streamed import StreamedPolicy
@@ -50,6 +54,22 @@ def checkpoints_activations(optim: OptimSection) -> bool:
     return optim.checkpoint_activations == "on"
 
 
+def choose_sharing(optim: OptimSection, policy: Policy) -> PartialAttention | None:
+    """What computes attention in parts, for items that share what they begin with; None: each item is computed whole.
+    Where that is not the recipe's choice, the reason is printed."""
+    if not optim.share_prefix:
+        return None
+    place = (policy.device, policy.dtype, policy.config.head_dim)
+    backend = resolve_attention(optim.attention, *place, "training")
+    try:
+        return load_partial_attention(backend, *place)
+    except Unserved as error:
+        console.console.print(
+            f"optim.share_prefix has no effect: attention is computed by {backend}, which {error}", soft_wrap=True
+        )
+        return None
+
+
 def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
     """Each trajectory's advantage within its group (members may lie anywhere in the sequence)."""
     members: dict[int, list[int]] = {}
@@ -61,22 +81,6 @@ def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSectio
         for n, value in zip(numbers, values, strict=True):
             result[n] = value
     return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """One sequence to train on: its ids, and for the trained ones (at `positions`, each >= 1) what the loss needs."""
-
-    ids: list[int]
-    positions: list[int]
-    old_logprobs: list[float]
-    advantage: float
-    weight: float  # of each of its trained tokens in the loss
-    importance: list[float] | None = None  # what multiplies the advantage of each; None: 1 (importance.py)
-
-    def advantages(self) -> list[float]:
-        """Of each of its trained tokens."""
-        return [self.advantage * w for w in self.importance or [1.0] * len(self.positions)]
 
 
 def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection) -> list[Item]:
@@ -101,76 +105,10 @@ def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], g
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Several items packed. rows_R points into the T packed tokens, at the token before each target."""
-
-    ids_T: torch.Tensor
-    layout: Varlen
-    rows_R: torch.Tensor
-    targets_R: torch.Tensor
-    old_logprobs_R: torch.Tensor
-    advantages_R: torch.Tensor
-    weights_R: torch.Tensor
-    items: list[int]  # which items, in the order packed
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids_T)
-
-
-def pack(
-    items: Sequence[Item],
-    micro_batch_tokens: int,
-    device: torch.device | str = "cpu",
-    attention: TrainingAttention | None = None,
-) -> list[Batch]:
-    """Sort by length and cut into batches of at most `micro_batch_tokens` tokens, padding counted (always >= 1 item).
-
-    The last token of a sequence predicts nothing that is trained and is left out. Items that train nothing are dropped.
-    attention: from `choose_attention`; None: `varlen_attention`, which runs everywhere.
-    """
-    order = sorted((n for n, item in enumerate(items) if item.positions), key=lambda n: (-len(items[n].ids), n))
-    batches: list[list[int]] = []
-    for n in order:
-        if batches and len(items[batches[-1][0]].ids) * (len(batches[-1]) + 1) <= micro_batch_tokens:
-            batches[-1].append(n)
-        else:
-            batches.append([n])
-    return [_batch([items[n] for n in members], members, device, attention) for members in batches]
-
-
-def _batch(
-    items: list[Item], members: list[int], device: torch.device | str, attention: TrainingAttention | None
-) -> Batch:
-    ids: list[int] = []
-    rows: list[int] = []
-    targets: list[int] = []
-    for item in items:
-        start = len(ids)
-        rows.extend(start + position - 1 for position in item.positions)
-        targets.extend(item.ids[position] for position in item.positions)
-        ids.extend(item.ids[:-1])
-
-    def per_row(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-    return Batch(
-        ids_T=torch.tensor(ids, device=device),
-        layout=Varlen([len(item.ids) - 1 for item in items], device, attention),
-        rows_R=torch.tensor(rows, device=device),
-        targets_R=torch.tensor(targets, device=device),
-        old_logprobs_R=per_row([value for item in items for value in item.old_logprobs]),
-        advantages_R=per_row([value for item in items for value in item.advantages()]),
-        weights_R=per_row([item.weight for item in items for _ in item.positions]),
-        items=members,
-    )
-
-
 @dataclass(slots=True)
 class UpdateStats:
     """What one optimiser step did; `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
-    loss."""
+    loss. tokens: of the items; computed_tokens: of them, each that is shared once."""
 
     tokens: int = 0
     computed_tokens: int = 0
@@ -222,6 +160,7 @@ class Updater:
         self.attention = choose_attention(optim, policy)
         self.recompute = checkpoints_activations(optim)
         self.masters = Masters(policy, master, apart=optim.offload == "masters")
+        self.partial = choose_sharing(optim, policy)
         self.optimizer = make_optimizer(master, optim, optim.lr)
 
     def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
@@ -229,7 +168,7 @@ class Updater:
         sets the learning rate. Returns what happened."""
         started = time.perf_counter()
         stats = UpdateStats()
-        for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
+        for batch in self._batches(items):
             self._backward(batch, temperature, stats)
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
         stats.grad_norm = self._step(stats.lr)
@@ -237,6 +176,12 @@ class Updater:
             torch.cuda.synchronize(self.policy.device)  # or the optimiser's time would be the next rollout's
         stats.seconds = time.perf_counter() - started
         return stats
+
+    def _batches(self, items: Sequence[Item]) -> list[Batch]:
+        budget, device = self.optim.micro_batch_tokens, self.policy.device
+        if self.partial is None:
+            return pack(items, budget, device, self.attention)
+        return pack_shared(items, budget, device, self.attention, self.partial)
 
     def _step(self, lr: float) -> float:
         """Step the trained weights on the policy's gradients; returns their norm before clipping."""
@@ -248,7 +193,7 @@ class Updater:
     def logprobs(self, items: Sequence[Item], temperature: float) -> list[list[float]]:
         """The policy's log-probs of every item's trained tokens, as the update computes them, without a gradient."""
         found: list[list[float]] = [[] for _ in items]
-        for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
+        for batch in self._batches(items):
             with torch.no_grad():
                 values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
             for number in batch.items:
@@ -258,7 +203,7 @@ class Updater:
     def _logprobs_of(self, model: Policy | StreamedPolicy, batch: Batch, temperature: float) -> torch.Tensor:
         hidden_TH = model.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
         logprobs_R, _ = token_logprobs(
-            hidden_TH.index_select(0, batch.rows_R),
+            batch.pick(hidden_TH),
             model.head_VH,
             batch.targets_R,
             temperature=temperature,
@@ -273,7 +218,7 @@ class Updater:
             with torch.no_grad(), self.reference.adapters_off():
                 reference_logprobs = self._logprobs_of(self.reference, batch, temperature)
         hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout, self.recompute)
-        hidden_RH = hidden_TH.index_select(0, batch.rows_R)
+        hidden_RH = batch.pick(hidden_TH)
         head_grad_VH = self.masters.head_gradient()
         grpo = self.grpo
         # The kernel calls these R rows its T tokens: whatever is masked was left out above, by `rows_R`.
@@ -304,7 +249,7 @@ class Updater:
             result.loss.backward()
         self.masters.collect()
         stats.tokens += batch.tokens
-        stats.computed_tokens += batch.tokens
+        stats.computed_tokens += batch.computed_tokens
         stats.rows += len(batch.rows_R)
         gap_R = (result.logprobs - batch.old_logprobs_R).abs()
         sums = {"entropy": result.entropy, "clipped": result.clipped, "ratio": result.ratios, "logprob_gap": gap_R}

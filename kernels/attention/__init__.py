@@ -2,6 +2,7 @@
 Imports: kernels/elementwise, kernels/launch.
 
     varlen.py   sequences packed one after the other, differentiable: the update
+    prefix.py   the same for sequences that share their beginnings, each segment once; parts.py: attention to some keys
     paged.py    rows against keys and values in blocks: the rollout on a CPU, the same bits in any batch; tiles.py: of
                 how many rows its products are
     cached.py   the same for CUDA, with its torch reference; rows.py: which rows attend to which blocks

@@ -33,7 +33,7 @@ from thresher.bench.studies.mask.steps import (
     treat,
 )
 from thresher.engine import console
-from thresher.engine.training.update import Batch
+from thresher.engine.packing.batches import Batch
 from thresher.kernels.objective import LossResult
 from thresher.policy.files import atomic_write_text, staged_folder
 from thresher.rewards.errors import UserError

@@ -68,7 +68,8 @@ def test_need_names_the_missing_section() -> None:
 def test_attention_is_chosen_for_rollouts_and_for_updates(write: Any) -> None:
     recipe = load_recipe(write('[model]\npath = "m"\n[optim]\nattention = "flash"\n'), ["rollout.attention=triton"])
     assert (recipe.rollout.attention, recipe.optim.attention) == ("triton", "flash")
-    assert recipe.rollout.share_prefix and {"rollout.attention", "optim.attention"} < MAY_CHANGE
+    assert recipe.rollout.share_prefix and recipe.optim.share_prefix
+    assert {"rollout.attention", "optim.attention", "optim.share_prefix"} < MAY_CHANGE
     assert get_args(Attention) == get_args(Choice)  # which the recipe does not import, for it needs no torch
     expected = 'expected "auto" or "torch" or "triton" or "flash" or "xformers", got "sdpa"'
     assert (

@@ -9,7 +9,8 @@ import torch
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim import masters as module
 from thresher.engine.optim.masters import Masters
-from thresher.engine.training.update import Item, Updater
+from thresher.engine.packing.batches import Item
+from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy
 
 

@@ -14,9 +14,9 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.device import make_decoder
+from thresher.engine.packing.batches import Item
 from thresher.engine.training import train as train_module
 from thresher.engine.training.train import train
-from thresher.engine.training.update import Item
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError

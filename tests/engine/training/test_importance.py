@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.packing.batches import Item
 from thresher.engine.training import update as update_module
 from thresher.engine.training.importance import importance_weights, recompute
-from thresher.engine.training.update import Item, Updater
+from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy
 from thresher.rewards.errors import UserError
 

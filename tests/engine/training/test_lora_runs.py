@@ -16,13 +16,14 @@ from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
 from thresher.engine.config.tables import from_dict
+from thresher.engine.packing.batches import Item
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.samples import Job
 from thresher.engine.training import master_weights as trained
 from thresher.engine.training import update as grpo_module
 from thresher.engine.training.sft import SftTrainer, Transcript
 from thresher.engine.training.train import Progress, train
-from thresher.engine.training.update import Item, Updater, make_items
+from thresher.engine.training.update import Updater, make_items
 from thresher.policy.lora import FOLDER, MODULES, adapters, add_lora, load_adapters, merged_weights
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
 from thresher.retrieval.questions import Question

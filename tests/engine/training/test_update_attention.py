@@ -10,10 +10,11 @@ from model_cases import make_config
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
+from thresher.engine.packing.batches import Item
 from thresher.engine.training import update
 from thresher.engine.training.sft import SftTrainer, Transcript
 from thresher.engine.training.train import train
-from thresher.engine.training.update import Item, Updater, UpdateStats, choose_attention
+from thresher.engine.training.update import Updater, UpdateStats, choose_attention
 from thresher.kernels.attention.backends.choice import load_attention
 from thresher.kernels.attention.varlen import Varlen, varlen_attention
 from thresher.policy.model import Policy, init_policy

@@ -1,0 +1,5 @@
+"""Packing: sequences to train on into batches of one forward each, what they begin with alike computed once.
+Imports: kernels/attention.
+
+Another way to cut or to share may come in; no loss and no optimiser.
+"""

@@ -1,0 +1,179 @@
+"""Parts of attention (prefix.py) by a library on CUDA: its forward with a log-sum-exp, and a backward that takes one.
+
+What trains whole sequences keeps both to itself (autograd saves them), so these are the functions underneath:
+
+    varlen   torch's aten._flash_attention_forward and _backward, which varlen_attn calls
+    flash2   flash_attn.flash_attn_interface._flash_attn_varlen_forward and _backward
+
+FlashAttention-3 and SDPA's fused kernels change theirs from release to release, xformers pads its log-sum-exp, and the
+math kernel has none: there nothing is shared. All are private, so that a library is tried before it is used: a forest
+whose output and gradients are known.
+
+Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from thresher.kernels.attention.backends.adapter import Unserved, first_line, load_part
+from thresher.kernels.attention.backends.choice import Backend
+from thresher.kernels.attention.parts import MatmulAttention, PairedRuns, PartialAttention, cpu_attention
+from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
+
+Tensors = tuple[torch.Tensor, ...]
+OFF_BY = 0.02  # a norm's share that a library may be off in a trial; bfloat16 rounds by 2^-9
+
+
+class LibraryParts:
+    """A library's varlen forward and backward, whose log-sum-exp is [N, T], as a `PartialAttention`."""
+
+    by_level = True
+
+    def __init__(self, forward: Callable[..., Tensors], backward: Callable[..., Tensors]) -> None:
+        self._forward, self._backward = forward, backward
+
+    def forward(
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: PairedRuns
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out_TND, lse_NT = self._forward(q_TND, k_TKD, v_TKD, part)
+        return out_TND, lse_NT.t().contiguous()
+
+    def backward(
+        self,
+        grad_TND: torch.Tensor,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        out_TND: torch.Tensor,
+        lse_TN: torch.Tensor,
+        part: PairedRuns,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq_TND, dk_TKD, dv_TKD = self._backward(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN.t().contiguous(), part)
+        return dq_TND, dk_TKD, dv_TKD
+
+
+def load_torch_parts() -> PartialAttention:
+    """torch's flash attention for CUDA; Unserved where this torch has none by that name."""
+    try:
+        forward = torch.ops.aten._flash_attention_forward
+        backward = torch.ops.aten._flash_attention_backward
+    except AttributeError:
+        raise Unserved(f"needs torch's _flash_attention_forward, which torch {torch.__version__} lacks") from None
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> Tensors:
+        found: Tensors = forward(q, k, v, part.cu_q, part.cu_k, *_longest(part), 0.0, part.causal, False)
+        return found[0], found[1]
+
+    def gradients(
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        part: PairedRuns,
+    ) -> Tensors:
+        # The state of dropout's generator, and a place that is not used: there is no dropout.
+        state = part.once("state", lambda: torch.zeros(2, dtype=torch.uint64, device=part.device))
+        unused = part.once("unused", lambda: torch.empty(0, device=part.device))
+        lengths = (part.cu_q, part.cu_k, *_longest(part))
+        found: Tensors = backward(grad, q, k, v, out, lse, *lengths, 0.0, part.causal, state, unused)
+        return found
+
+    return LibraryParts(attend, gradients)
+
+
+def load_flash2_parts() -> PartialAttention:
+    """flash-attn 2's; Unserved without it."""
+
+    def load(name: str) -> Any:
+        get = "pip install flash-attn --no-build-isolation, which builds it with nvcc"
+        return load_part("the package flash-attn", get, "flash_attn.flash_attn_interface", name)
+
+    forward, backward = load("_flash_attn_varlen_forward"), load("_flash_attn_varlen_backward")
+
+    def known(q: torch.Tensor, part: PairedRuns) -> dict[str, Any]:
+        longest_q, longest_k = _longest(part)
+        return {
+            "cu_seqlens_q": part.cu_q,
+            "cu_seqlens_k": part.cu_k,
+            "max_seqlen_q": longest_q,
+            "max_seqlen_k": longest_k,
+            "dropout_p": 0.0,
+            "softmax_scale": q.shape[-1] ** -0.5,
+            "causal": part.causal,
+            "window_size_left": -1,
+            "window_size_right": -1,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+        }
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> Tensors:
+        found: Tensors = forward(q=q, k=k, v=v, **known(q, part))
+        return found[0], found[1]
+
+    def gradients(
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        part: PairedRuns,
+    ) -> Tensors:
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        given = {"dout": grad, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
+        backward(**given, dq=dq, dk=dk, dv=dv, **known(q, part), deterministic=False)
+        return dq, dk, dv
+
+    return LibraryParts(attend, gradients)
+
+
+LOADERS: dict[Backend, Callable[[], PartialAttention]] = {
+    "torch": cpu_attention,
+    "varlen": load_torch_parts,
+    "flash2": load_flash2_parts,
+}
+
+
+def load_partial_attention(
+    backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> PartialAttention:
+    """Parts by the library that `resolve_attention` chose for whole sequences. Unserved, its text to follow the word
+    "which", where it has none or they do not run here."""
+    if backend not in LOADERS:
+        raise Unserved("gives no log-sum-exp, or has no backward that takes one")
+    attention = LOADERS[backend]()
+    if backend == "torch":
+        return attention
+    try:
+        try_parts(attention, device, dtype, head_dim)
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise Unserved(f"does not run in parts here ({first_line(error)})") from error
+    return attention
+
+
+def try_parts(attention: PartialAttention, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Two trees, one of them three segments deep, two query heads to a key head; Unserved where output or gradients
+    differ from those of products in float32. What the library raises, it raises."""
+    lengths, parents = [9, 3, 17, 1, 5, 4, 6], [-1, 0, 1, 1, 0, -1, 5]
+    noise = torch.Generator().manual_seed(0)
+    given = [torch.randn(sum(lengths), heads, head_dim, generator=noise) for heads in (4, 2, 2, 4)]
+    q, k, v, grad = (x.to(device, dtype) for x in given)
+    results = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for by in (attention, MatmulAttention()):
+            wide = dtype if by is attention else torch.float32
+            leaves = tuple(x.to(wide, copy=True).requires_grad_() for x in (q, k, v))
+            out_TND = prefix_attention(leaves[0], leaves[1], leaves[2], PrefixForest(lengths, parents, device, by))
+            results.append([out_TND.detach(), *torch.autograd.grad(out_TND, leaves, grad.to(wide))])
+    for found, expected in zip(*results, strict=True):
+        off = float((found.float() - expected).norm() / expected.norm())
+        if not off <= OFF_BY:
+            raise Unserved(f"is off by {off:.3g} where the attention of parts is known")
+
+
+def _longest(part: PairedRuns) -> tuple[int, int]:
+    return max(part.lengths_q), max(part.lengths_k)

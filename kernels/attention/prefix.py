@@ -1,0 +1,155 @@
+"""Causal attention over sequences that share their beginnings: a forest of segments, each packed once, differentiable.
+
+A row sees the rows of its own segment up to itself and its ancestors' segments whole. In preorder that is one integer a
+key: row i sees key j if j <= i < end[j], where end[j] is the end of the subtree of j's segment. The softmax over all of
+a row's keys is put together from parts that have a softmax each (Dao et al. 2022, arXiv:2205.14135, section 3.1):
+
+    lse = log sum_p e^lse[p]        o = sum_p e^(lse[p] - lse) o[p]        p: the own segment, and each ancestor
+
+Backward merges nothing. With the merged o and lse, p[i, j] = e^(s[i, j] - lse[i]) is the whole softmax's, and
+ds = p (do . v[j] - do . o) too, so that each part yields its share of dq and its own dk, dv.
+
+    PrefixForest      the layout, the `attend` of a forward; where nothing is shared, `Varlen` computes the same
+    PairedRuns        query rows against keys, pair by pair: what a library computes in one call (parts.py)
+    PartialAttention  who computes that: on a CPU torch (parts.py), on CUDA a library (backends/parts.py)
+
+Deliberately absent: one Triton kernel on `end_T`, which needs neither parts nor a merge. It waits for a GPU.
+Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from thresher.kernels.attention.parts import PairedRuns, PartialAttention, Run, cpu_attention
+from thresher.kernels.elementwise.layers import rotated_heads
+
+
+class PrefixForest:
+    """Segments in preorder, each once; made once a forward. As its `attend` it computes every layer's attention.
+
+    lengths[s] >= 1, in all T. parents[s] < s, or -1 of a root; ValueError where that is no preorder. positions_T [T]
+    int64: of each token in a sequence that goes through it. end_T [T] int64: row i sees key j if j <= i < end_T[j].
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        parents: Sequence[int],
+        device: torch.device | str = "cpu",
+        attention: PartialAttention | None = None,
+    ) -> None:
+        self.lengths, self.parents = list(lengths), list(parents)
+        self.device = torch.device(device)
+        self.attention = attention or cpu_attention()
+        starts = [0, *accumulate(self.lengths)]
+        depth: list[int] = []  # tokens before the segment
+        level: list[int] = []  # ancestors
+        self.ends = starts[1:]
+        path = [-1]  # to the segment before
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            if length < 1 or parent not in path:
+                raise ValueError(
+                    f"a segment of {length} tokens below {parent}; expected one of at least 1, in preorder"
+                )
+            path = [*path[: path.index(parent) + 1], len(depth)]
+            depth.append(0 if parent < 0 else depth[parent] + self.lengths[parent])
+            level.append(0 if parent < 0 else level[parent] + 1)
+        for s in reversed(range(len(depth))):
+            if self.parents[s] >= 0:
+                self.ends[self.parents[s]] = max(self.ends[self.parents[s]], self.ends[s])
+        self.positions_T = torch.cat([torch.arange(at, at + n) for at, n in zip(depth, self.lengths, strict=True)]).to(
+            self.device
+        )
+        self.parts = list(self._parts(list(pairwise(starts)), level))
+
+    def _parts(self, own: list[Run], level: list[int]) -> Iterator[PairedRuns]:
+        """The causal part first, which reaches every row."""
+        yield PairedRuns(own, own, True, self.device)
+        inner = [s for s, (_, stop) in enumerate(own) if self.ends[s] > stop]
+        of_level: dict[int, list[int]] = {}
+        for s in inner:
+            of_level.setdefault(level[s] if self.attention.by_level else s, []).append(s)
+        for group in of_level.values():
+            yield PairedRuns([(own[s][1], self.ends[s]) for s in group], [own[s] for s in group], False, self.device)
+
+    @cached_property
+    def end_T(self) -> torch.Tensor:
+        return torch.tensor(self.ends).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
+
+    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        return prefix_attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
+
+
+def prefix_attention(
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: PrefixForest
+) -> torch.Tensor:
+    """Causal attention along each path of the forest; q [T, N, D], k and v [T, K, D] -> [T, N, D], differentiable."""
+    out_TND: torch.Tensor = _PrefixAttention.apply(q_TND, k_TKD, v_TKD, layout)
+    return out_TND
+
+
+class _PrefixAttention(torch.autograd.Function):
+    """Parts are added up in float32, or in a wider dtype of the queries, and rounded once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: PrefixForest
+    ) -> torch.Tensor:
+        attend = layout.attention
+        own, *above = layout.parts
+        out_TND, lse_TN = attend.forward(q_TND, k_TKD, v_TKD, own)
+        if above:
+            out_TND = out_TND.to(lse_TN.dtype)
+        for part in above:
+            out_nND, lse_nN = attend.forward(q_TND[part.rows], k_TKD[part.keys], v_TKD[part.keys], part)
+            _merge(out_TND, lse_TN, out_nND, lse_nN, part.rows)
+        out_TND = out_TND.to(q_TND.dtype)
+        ctx.save_for_backward(q_TND, k_TKD, v_TKD, out_TND, lse_TN)
+        ctx.layout = layout
+        return out_TND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        q_TND, k_TKD, v_TKD, out_TND, lse_TN = ctx.saved_tensors
+        grad_TND = grads[0].contiguous()
+        attend = ctx.layout.attention
+        own, *above = ctx.layout.parts
+        sums = attend.backward(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN, own)
+        if above:
+            sums = tuple(x.to(lse_TN.dtype) for x in sums)
+        for part in above:
+            rows, keys = part.rows, part.keys
+            shares = attend.backward(
+                grad_TND[rows], q_TND[rows], k_TKD[keys], v_TKD[keys], out_TND[rows], lse_TN[rows], part
+            )
+            for into, share, place in zip(sums, shares, (rows, keys, keys), strict=True):
+                _add(into, share, place)
+        dq_TND, dk_TKD, dv_TKD = (x.to(q_TND.dtype) for x in sums)
+        return dq_TND, dk_TKD, dv_TKD, None
+
+
+def _merge(
+    out_TND: torch.Tensor, lse_TN: torch.Tensor, out_nND: torch.Tensor, lse_nN: torch.Tensor, rows: slice | torch.Tensor
+) -> None:
+    """Put another part's output and log-sum-exp to those of `rows`, in place."""
+    before_nN = lse_TN[rows]
+    share_nN1 = torch.sigmoid(lse_nN - before_nN)[..., None]  # e^new / (e^new + e^before)
+    after_nN = torch.logaddexp(before_nN, lse_nN)
+    if isinstance(rows, slice):
+        out_TND[rows].lerp_(out_nND.to(out_TND.dtype), share_nN1)
+        before_nN.copy_(after_nN)
+    else:
+        out_TND.index_copy_(0, rows, out_TND[rows].lerp_(out_nND.to(out_TND.dtype), share_nN1))
+        lse_TN.index_copy_(0, rows, after_nN)
+
+
+def _add(into: torch.Tensor, share: torch.Tensor, place: slice | torch.Tensor) -> None:
+    """No row comes twice in a place, so the sum has one order."""
+    if isinstance(place, slice):
+        into[place] += share
+    else:
+        into.index_add_(0, place, share.to(into.dtype))

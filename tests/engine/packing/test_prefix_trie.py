@@ -1,0 +1,158 @@
+"""Tries of token segments: every sequence is there, each segment once, and the cheapest way to share is taken."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise, product
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.engine.packing.prefix_trie import PrefixTrie, build_trie, common, cut_group, in_order, shared_groups
+from thresher.engine.training import prefix_trie
+
+Sequences = list[list[int]]
+
+
+@contextmanager
+def costs(merge: float = 0.0, node: float = 0.0) -> Iterator[None]:
+    with patch.object(prefix_trie, "MERGE_COST", merge), patch.object(prefix_trie, "NODE_COST", node):
+        yield
+
+
+@st.composite
+def sequences(draw: st.DrawFn, most: int = 9) -> Sequences:
+    """Each goes on from a beginning of an earlier one, or is one; of two or three different ids."""
+    made: Sequences = []
+    for _ in range(draw(st.integers(1, most))):
+        source = draw(st.sampled_from(made)) if made and draw(st.booleans()) else []
+        start = source[: draw(st.integers(0, len(source)))]
+        made.append(start + draw(st.lists(st.integers(0, 2), min_size=not start, max_size=8)))
+    return [made[n] for n in in_order(made)]
+
+
+def paths(trie: PrefixTrie, count: int) -> list[tuple[list[int], list[int]]]:
+    """Of each sequence the ids along its pieces, and their rows."""
+    starts = {0: 0}
+    for s, length in enumerate(trie.lengths):
+        starts[s + 1] = starts[s] + length
+    of_row = {starts[s]: s for s in range(len(trie.lengths))}
+    found = []
+    for member in range(count):
+        rows: list[int] = []
+        before = -1
+        for position, row in trie.pieces[member]:
+            segment = of_row[row]
+            assert position == len(rows) and trie.parents[segment] == before
+            rows.extend(range(row, row + trie.lengths[segment]))
+            before = segment
+        found.append(([trie.ids[row] for row in rows], rows))
+    return found
+
+
+@given(sequences(), st.sampled_from([(0.0, 0.0), (0.1, 1.0), (0.3, 0.0), (0.0, 5.0)]))
+@settings(max_examples=300, derandomize=True, deadline=None)
+def test_a_trie_holds_every_sequence(given_sequences: Sequences, cost: tuple[float, float]) -> None:
+    with costs(*cost):
+        trie = build_trie(given_sequences)
+        groups = shared_groups(given_sequences)
+    assert sum(trie.lengths) == len(trie.ids) and min(trie.lengths) >= 1
+    for member, (ids, rows) in enumerate(paths(trie, len(given_sequences))):
+        assert ids == given_sequences[member]
+        positions = list(range(0, len(ids), 2))
+        assert trie.rows(member, positions) == [rows[position] for position in positions]
+    assert all(parent < s for s, parent in enumerate(trie.parents))
+    inside = {member for group in groups for member in group}
+    for member, pieces in enumerate(trie.pieces):
+        assert member in inside or len(pieces) == 1
+    if cost == (0.0, 0.0):  # then every token that can be shared is
+        fresh = [len(given_sequences[0]), *(len(b) - common(a, b) for a, b in pairwise(given_sequences))]
+        assert len(trie.ids) == sum(fresh)
+
+
+def cheapest(given_sequences: Sequences, merge: float, node: float) -> float:
+    """By trial of all sets of beginnings that at least two sequences have."""
+    starts = {tuple(a[:n]) for a, b in pairwise(given_sequences) for n in [common(a, b)] if n}
+    best = float("inf")
+    for flags in product((False, True), repeat=len(starts)):
+        chosen = [start for start, flag in zip(sorted(starts), flags, strict=True) if flag]
+        above = [[c for c in chosen if tuple(ids[: len(c)]) == c] for ids in given_sequences]
+        tokens = sum(
+            len(ids) - max((len(c) for c in over), default=0) for ids, over in zip(given_sequences, above, strict=True)
+        )
+        for c in chosen:
+            tokens += len(c) - max((len(d) for d in chosen if len(d) < len(c) and c[: len(d)] == d), default=0)
+        rows = sum(len(ids) - len(c) for ids, over in zip(given_sequences, above, strict=True) for c in over)
+        best = min(best, tokens + merge * rows + node * len(chosen))
+    return best
+
+
+def priced(trie: PrefixTrie, given_sequences: Sequences, merge: float, node: float) -> float:
+    """What a trie costs, by its pieces: a segment that several sequences have is shared."""
+    having = Counter(row for pieces in trie.pieces for _, row in pieces)
+    merged = 0
+    for ids, pieces in zip(given_sequences, trie.pieces, strict=True):
+        ends = [*(position for position, _ in pieces[1:]), len(ids)]
+        merged += sum(len(ids) - end for (_, row), end in zip(pieces, ends, strict=True) if having[row] > 1)
+    return len(trie.ids) + merge * merged + node * sum(count > 1 for count in having.values())
+
+
+@given(sequences(most=6), st.sampled_from([(0.1, 1.0), (0.25, 0.5), (0.0, 2.0), (0.5, 0.0)]))
+@settings(max_examples=150, derandomize=True, deadline=None)
+def test_no_way_to_share_is_cheaper(given_sequences: Sequences, cost: tuple[float, float]) -> None:
+    with costs(*cost):
+        trie = build_trie(given_sequences)
+    assert priced(trie, given_sequences, *cost) == pytest.approx(cheapest(given_sequences, *cost))
+
+
+def test_by_hand() -> None:
+    """abcd, abcd again, abce, ab, x; the equal ones share all that they are."""
+    given_sequences = [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [9]]
+    with costs():
+        trie = build_trie(given_sequences)
+    assert trie.ids == [1, 2, 3, 4, 5, 9]
+    assert trie.lengths == [2, 1, 1, 1, 1] and trie.parents == [-1, 0, 1, 1, -1]
+    assert trie.pieces == [[(0, 0)], *[[(0, 0), (2, 2), (3, 3)]] * 2, [(0, 0), (2, 2), (3, 4)], [(0, 5)]]
+    assert shared_groups(given_sequences) == []  # of five tokens none is worth a merge at the measured costs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "members", "shared"),
+    [(700, 200, 8, True), (150, 850, 5, True), (56, 64, 8, True), (15, 110, 8, False), (4000, 500, 1, False)],
+)
+def test_what_is_worth_it(prompt: int, completion: int, members: int, shared: bool) -> None:
+    """The shapes of the bench, and the demo's short prompt."""
+    given_sequences = [list(range(prompt)) + [10_000 * (m + 1) + n for n in range(completion)] for m in range(members)]
+    assert shared_groups(given_sequences) == ([range(members)] if shared else [])
+    expected = prompt * (1 if shared else members) + members * completion
+    assert len(build_trie(given_sequences).ids) == expected
+
+
+@given(sequences(most=12), st.integers(1, 40))
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_a_group_is_cut_by_members(given_sequences: Sequences, budget: int) -> None:
+    with costs(0.05, 0.5):
+        cuts = cut_group(given_sequences, budget)
+        sizes = [len(build_trie(given_sequences[cut.start : cut.stop]).ids) for cut in cuts]
+    assert [n for cut in cuts for n in cut] == list(range(len(given_sequences)))
+    assert all(size <= budget or len(cut) == 1 for size, cut in zip(sizes, cuts, strict=True))
+
+
+def test_a_cut_falls_where_the_least_is_shared() -> None:
+    """Two first turns: the prefix is repeated, neither turn is."""
+    prompt = [0] * 10
+    members = [[*prompt, turn, turn, turn, turn, n] for turn in (1, 2) for n in range(3)]
+    with costs():
+        assert cut_group(members, 24) == [range(6)]
+        assert cut_group(members, 22) == [range(3), range(3, 6)]
+        assert cut_group(members, 15) == [range(1), range(1, 2), range(2, 3), range(3, 4), range(4, 5), range(5, 6)]
+
+
+def test_a_long_chain_of_prefixes() -> None:
+    """Deeper than Python's stack."""
+    given_sequences = [list(range(n)) for n in range(1, 1200)]
+    with costs():
+        trie = build_trie(given_sequences)
+    assert trie.ids == list(range(1199)) and len(trie.pieces[-1]) == 1199

@@ -1,0 +1,280 @@
+"""An update that computes shared beginnings once, against one that computes every item whole: loss and every gradient,
+over random tries; and how shared items are cut into micro-batches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_cases import make_config
+
+from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.packing.batches import Batch, Item, pack, pack_shared
+from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.training import prefix_trie
+from thresher.engine.training import update as update_module
+from thresher.engine.training.update import Updater, UpdateStats, choose_sharing, make_items
+from thresher.kernels.attention.backends import parts
+from thresher.kernels.attention.parts import cpu_attention
+from thresher.kernels.attention.prefix import PrefixForest
+from thresher.policy.lora import add_lora
+from thresher.policy.model import Policy, init_policy
+from thresher.rewards.transcript import Source
+
+VOCAB = 29
+GRPO = GrpoSection(beta=0.2, entropy_coef=0.01, kl_value="k3")
+Gradients = dict[str, torch.Tensor]
+
+
+@contextmanager
+def free_merges() -> Iterator[None]:
+    """Everything that can be shared is."""
+    with patch.object(prefix_trie, "MERGE_COST", 0.0), patch.object(prefix_trie, "NODE_COST", 0.0):
+        yield
+
+
+def policies(dtype: torch.dtype, adapters: bool = False) -> tuple[Policy, Policy]:
+    """A policy and its reference: another model, or with adapters itself."""
+    policy = init_policy(make_config(), 0)
+    if adapters:
+        add_lora(policy, rank=4, alpha=8.0)
+        noise = torch.Generator().manual_seed(3)
+        for name, parameter in policy.named_parameters():
+            if parameter.requires_grad and name.endswith("b_OR"):
+                parameter.data.normal_(0, 0.2, generator=noise)
+        return policy.to(dtype), policy.to(dtype)
+    return policy.to(dtype), init_policy(make_config(), 1).to(dtype).requires_grad_(False)
+
+
+def run(
+    items: list[Item], share: bool, dtype: torch.dtype, adapters: bool = False, grpo: GrpoSection = GRPO, **optim: Any
+) -> tuple[UpdateStats, Gradients]:
+    """An update's figures and the gradients that it would have stepped on."""
+    policy, reference = policies(dtype, adapters)
+    master = policies(torch.float32)[0] if dtype == torch.bfloat16 else policy
+    updater = Updater(policy, master, reference, OptimSection(share_prefix=share, **optim), grpo, VOCAB, 1)
+    found: Gradients = {}
+
+    def catch(model: Policy, *_: Any) -> float:
+        found.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        return 0.0
+
+    with patch.object(update_module, "step_optimizer", catch), free_merges():
+        return updater.update(items, 0, 0.9), found
+
+
+@st.composite
+def tries(draw: st.DrawFn) -> list[Item]:
+    """Items that go on from a beginning of an earlier one, equal ones and beginnings of others among them; what is
+    trained are runs, so that some beginnings are trained by all their members, others by none."""
+    made: list[list[int]] = []
+    items = []
+    for n in range(draw(st.integers(1, 7))):
+        source = draw(st.sampled_from(made)) if made and draw(st.integers(0, 3)) else [7]
+        ids = source[: draw(st.integers(1, len(source)))] + draw(st.lists(st.integers(0, VOCAB - 1), max_size=9))
+        ids = ids if len(ids) > 1 else [*ids, 5]
+        made.append(ids)
+        positions = sorted(draw(st.sets(st.integers(1, len(ids) - 1), max_size=len(ids) - 1)))
+        old = [-3.0 - (n * 7 + p) % 5 / 4 for p in positions]
+        items.append(Item(ids=ids, positions=positions, old_logprobs=old, advantage=(n * 5) % 7 / 3 - 1, weight=0.1))
+    return items
+
+
+def off(found: Gradients, truth: Gradients) -> float:
+    """The norm of the difference over all gradients, beside that of the truth."""
+    difference = sum(float((found[name].double() - x.double()).square().sum()) for name, x in truth.items())
+    return (difference / sum(float(x.double().square().sum()) for x in truth.values())) ** 0.5
+
+
+def group(prompt: int, completion: int, members: int, seed: int, turn: int = 0) -> list[Item]:
+    """Samples of one question, of which the first three wrote the same first turn."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(1, VOCAB, (count,), generator=noise).tolist()
+
+    asked, wrote = some(prompt), some(turn)
+    items = []
+    for member in range(members):
+        ids = [*asked, *(wrote if member < 3 else some(turn)), *some(completion)]
+        positions = list(range(prompt, len(ids)))
+        old = [-3.4] * len(positions)
+        items.append(Item(ids=ids, positions=positions, old_logprobs=old, advantage=member % 3 - 0.8, weight=0.01))
+    return items
+
+
+@given(items=tries(), adapters=st.booleans(), budget=st.sampled_from([12, 30, 16384]))
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_shared_and_whole_are_one_update(items: list[Item], adapters: bool, budget: int) -> None:
+    shared, shared_gradients = run(items, True, torch.float64, adapters, micro_batch_tokens=budget)
+    whole, whole_gradients = run(items, False, torch.float64, adapters, micro_batch_tokens=budget)
+    assert (shared.tokens, shared.rows) == (whole.tokens, whole.rows)
+    assert shared.computed_tokens <= shared.tokens == whole.computed_tokens
+    assert shared_gradients.keys() == whole_gradients.keys()
+    if not whole.rows:
+        return
+    assert shared.loss == pytest.approx(whole.loss, rel=1e-9, abs=1e-9)
+    for name, expected in whole_gradients.items():
+        # The loss keeps its coefficients in float32: those of equal rows are equal, and sums alone differ.
+        scale = max(float(expected.abs().max()), 1e-6)
+        torch.testing.assert_close(shared_gradients[name], expected, rtol=0, atol=1e-6 * scale)
+    for name, value in whole.sums.items():
+        assert shared.sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5)
+
+
+@given(items=tries(), adapters=st.booleans())
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_float32_is_as_close_to_float64_shared_as_whole(items: list[Item], adapters: bool) -> None:
+    """Over all gradients together: of a few tokens whose advantages cancel, float32 leaves little by either way."""
+    stats, truth = run(items, False, torch.float64, adapters)
+    if stats.rows:
+        shared, whole = (run(items, share, torch.float32, adapters)[1] for share in (True, False))
+        assert off(shared, truth) <= 2 * off(whole, truth) + 1e-6
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_float32_gradients_of_groups_differ_by_a_millionth_of_the_scale(adapters: bool) -> None:
+    items = [item for seed in range(3) for item in group(40, 25, 5, seed, turn=8)]
+    _, truth = run(items, False, torch.float64, adapters)
+    (shared_stats, shared), (whole_stats, whole) = (
+        run(items, share, torch.float32, adapters) for share in (True, False)
+    )
+    assert shared_stats.computed_tokens < 0.6 * whole_stats.computed_tokens
+    assert shared_stats.loss == pytest.approx(whole_stats.loss, rel=1e-6, abs=1e-6)
+    assert 0 < off(shared, whole) <= 1e-6  # 0: the other path was the same
+    for name, x in truth.items():
+        one = {name: x}
+        assert off(shared, one) <= max(1e-6, 2 * off(whole, one))
+
+
+def test_a_bfloat16_model_is_no_worse_off() -> None:
+    items = [item for seed in range(2) for item in group(40, 25, 4, seed, turn=8)]
+    _, truth = run(items, False, torch.float64)
+    shared, whole = (run(items, share, torch.bfloat16)[1] for share in (True, False))
+    assert off(shared, truth) <= 1.1 * off(whole, truth)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_segments_of_all_sources_and_dropped_trajectories(drop: bool) -> None:
+    """A search whose passages came back the same: what was retrieved is shared, and in no loss."""
+    prompt, policy, retrieved = Source.PROMPT, Source.POLICY, Source.RETRIEVED
+    pieces = [(prompt, 9), (policy, 4), (retrieved, 12), (policy, 5)]
+    trajectories = []
+    for sample in range(4):
+        segments = []
+        for number, (source, count) in enumerate(pieces):
+            ids = [(7 * n + number + (sample if number == 3 else 0)) % VOCAB for n in range(count)]
+            segments.append(Segment(source, ids, [-3.0] * count if source is policy else []))
+        trajectories.append(Trajectory("q", 0, sample, segments, "answered"))
+    grpo = replace(GRPO, drop_zero_advantage=drop)
+    items = make_items(trajectories, [1.0, 0.0, -0.5, -0.5], grpo)
+    (shared, found), (whole, expected) = (run(items, share, torch.float64, grpo=grpo) for share in (True, False))
+    assert (shared.rows, shared.tokens) == (whole.rows, whole.tokens) == ((27, 87) if drop else (36, 116))
+    assert shared.computed_tokens == 25 + 4 * (3 if drop else 4)
+    assert off(found, expected) <= 1e-7
+
+
+def unlike(count: int) -> list[Item]:
+    items = [item for seed in range(count) for item in group(10, 5 + seed, 1, 100 + seed)]
+    return [replace(item, ids=[n + 1, *item.ids[1:]]) for n, item in enumerate(items)]
+
+
+def test_where_nothing_is_shared_the_bits_are_the_same() -> None:
+    items = unlike(5)
+    for a, b in zip(pack_shared(items, 50), pack(items, 50), strict=True):
+        assert a.items == b.items and type(a.layout) is type(b.layout) and not a.rounds
+    (shared, found), (whole, expected) = (run(items, share, torch.float32) for share in (True, False))
+    assert shared.loss == whole.loss and shared.sums == whole.sums
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_a_shared_update_is_deterministic() -> None:
+    items = [item for seed in range(3) for item in group(30, 9, 4, seed, turn=4)]
+    (one, found), (other, again) = (run(items, True, torch.float32) for _ in range(2))
+    assert one.sums == other.sums and all(torch.equal(found[name], x) for name, x in again.items())
+
+
+# --- micro-batches
+
+
+def unpacked(batch: Batch, items: list[Item]) -> None:
+    """Every row of a shared batch, by the path that leads to it."""
+    layout = batch.layout
+    assert isinstance(layout, PrefixForest)
+    at = 0
+    for n in batch.items:
+        item = items[n]
+        for position in item.positions:
+            row = int(batch.rows_R[at])
+            seen = [j for j in range(row + 1) if row < int(layout.end_T[j])]
+            assert batch.ids_T[seen].tolist() == item.ids[:position]
+            assert layout.positions_T[seen].tolist() == list(range(position))
+            assert int(batch.targets_R[at]) == item.ids[position]
+            assert float(batch.weights_R[at]) == pytest.approx(item.weight)
+            assert float(batch.advantages_R[at]) == pytest.approx(item.advantage)
+            at += 1
+    assert at == len(batch.rows_R) and batch.tokens == sum(len(items[n].ids) - 1 for n in batch.items)
+    if batch.rounds:
+        assert sorted(torch.cat(batch.rounds).tolist()) == list(range(at))
+    for places in batch.rounds or [torch.arange(at)]:
+        assert len(set(batch.rows_R[places].tolist())) == len(places)
+
+
+@given(items=tries(), budget=st.integers(1, 60))
+@settings(max_examples=150, derandomize=True, deadline=None)
+def test_everything_is_packed_once_and_right(items: list[Item], budget: int) -> None:
+    with free_merges():
+        batches = pack_shared(items, budget)
+    assert sorted(n for batch in batches for n in batch.items) == [n for n, item in enumerate(items) if item.positions]
+    for batch in batches:
+        if isinstance(batch.layout, PrefixForest):
+            assert batch.computed_tokens <= min(budget, batch.tokens)
+            unpacked(batch, items)
+
+
+def test_batches_are_cut_between_groups() -> None:
+    """Groups of 60 + 4 x 19 computed tokens, their items in turn, and two items that share nothing."""
+    groups = [group(60, 20, 4, seed) for seed in range(5)]
+    items = [groups[n % 5][n // 5] for n in range(20)] + unlike(2)
+    of_item = [n % 5 for n in range(20)] + [5, 6]
+    batches = pack_shared(items, 300)
+    sets = [{of_item[n] for n in batch.items} for batch in batches]
+    assert [len(one) for one in sets] == [2, 2, 1, 2] and sets[3] == {5, 6}
+    assert sum(map(len, sets)) == 7 and not isinstance(batches[3].layout, PrefixForest)  # no group is in two batches
+    assert [batch.computed_tokens for batch in batches] == [272, 272, 136, 28 + 1]
+
+
+def test_a_group_that_is_too_large_repeats_its_prefix() -> None:
+    items = group(60, 20, 8, 0)  # 60 + 8 x 19 = 212 computed tokens
+    batches = pack_shared(items, 160)
+    assert sorted(n for batch in batches for n in batch.items) == list(range(8))
+    assert [batch.computed_tokens for batch in batches] == [60 + 19 * len(batch.items) for batch in batches]
+    assert all(batch.computed_tokens <= 160 and isinstance(batch.layout, PrefixForest) for batch in batches)
+    assert len(batches) == 2
+    alone = pack_shared(items, 70)  # room for no two
+    assert [batch.items for batch in alone] == [batch.items for batch in pack(items, 70)]
+
+
+# --- who computes parts
+
+
+def test_the_switch_and_what_a_library_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, _ = policies(torch.float32)
+    assert choose_sharing(OptimSection(), policy) is cpu_attention()
+    assert choose_sharing(OptimSection(share_prefix=False), policy) is None
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(update_module, "resolve_attention", lambda *_: "flash3")
+    assert choose_sharing(OptimSection(), policy) is None
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == (
+        "optim.share_prefix has no effect: attention is computed by flash3, which gives no log-sum-exp, or has no "
+        "backward that takes one"
+    )
+    assert "flash3" not in parts.LOADERS

@@ -1,0 +1,186 @@
+"""Attention over a forest of segments, whoever computes the parts: against a softmax over all pairs of positions under
+the mask that `end_T` is, and against `varlen_attention` of every path; values and gradients."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thresher.kernels.attention import parts
+from thresher.kernels.attention.parts import (
+    FlashCpuAttention,
+    MatmulAttention,
+    PairedRuns,
+    PartialAttention,
+    cpu_attention,
+)
+from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
+from thresher.kernels.attention.varlen import Varlen, varlen_attention
+
+Forest = tuple[list[int], list[int]]
+HAND: Forest = ([4, 2, 3, 1, 5], [-1, 0, 1, 0, -1])  # abcd, then ef with ghi below it, or j; and klmno
+CHAIN: Forest = ([3, 2, 1, 70], [-1, 0, 1, 2])
+
+
+class ByLevel(MatmulAttention):
+    """As a library on CUDA is called: all segments of a depth at once."""
+
+    by_level = True
+
+
+IMPLEMENTATIONS = [FlashCpuAttention(), MatmulAttention(), ByLevel()]
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> Forest:
+    """Any parents that are a preorder: those of a segment are on the path to the one before it."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    path: list[int] = []
+    for s in range(draw(st.integers(1, 9))):
+        del path[draw(st.integers(0, len(path))) :]
+        parents.append(path[-1] if path else -1)
+        lengths.append(draw(st.integers(1, 12)))
+        path.append(s)
+    return lengths, parents
+
+
+def given_tensors(count: int, dtype: torch.dtype, heads: tuple[int, int, int] = (4, 2, 8)) -> list[torch.Tensor]:
+    """q, k, v as views of one projection, and the output's gradient."""
+    noise = torch.Generator().manual_seed(count)
+    n, kv, dim = heads
+    qkv = torch.randn(count, n + 2 * kv, dim, generator=noise, dtype=torch.float64).mul(1.5).to(dtype)
+    grad = torch.randn(count, n, dim, generator=noise, dtype=torch.float64).to(dtype)
+    return [*qkv.split([n, kv, kv], 1), grad]
+
+
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixForest) -> torch.Tensor:
+    """Softmax over all keys j with j <= i < end[j], by autograd."""
+    group = q.shape[1] // k.shape[1]
+    place = torch.arange(len(q))
+    seen = (place <= place[:, None]) & (place[:, None] < layout.end_T)
+    scores = torch.einsum("ind,jnd->nij", q, k.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
+    probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("nij,jnd->ind", probs, v.repeat_interleave(group, 1))
+
+
+def results(
+    attend: object, dtype: torch.dtype, layout: PrefixForest, heads: tuple[int, int, int]
+) -> list[torch.Tensor]:
+    *leaves, grad = given_tensors(len(layout.positions_T), dtype, heads)
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = attend(*leaves, layout)  # type: ignore[operator]
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS, ids=lambda one: type(one).__name__)
+@given(forest=forests(), heads=st.sampled_from([(4, 2, 8), (1, 1, 4), (6, 2, 16)]))
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_a_forest_is_a_mask(attention: PartialAttention, forest: Forest, heads: tuple[int, int, int]) -> None:
+    layout = PrefixForest(*forest, attention=attention)
+    truth = results(masked, torch.float64, layout, heads)
+    for got, expected in zip(results(prefix_attention, torch.float64, layout, heads), truth, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)  # at most 108 terms of order 1
+    for got, expected in zip(results(prefix_attention, torch.float32, layout, heads), truth, strict=True):
+        # Inputs are rounded, 1.5 x 2^-24 of each; a sum of n terms grows with sqrt(n) roundings: 2^-24 x 11 x some.
+        scale = max(float(expected.abs().max()), 1.0)
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=64 * 2**-24 * scale)
+
+
+@pytest.mark.parametrize("forest", [HAND, CHAIN, ([7], [-1]), ([1, 1, 1], [-1, 0, 0])], ids=str)
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS, ids=lambda one: type(one).__name__)
+def test_a_path_is_a_sequence(attention: PartialAttention, forest: Forest) -> None:
+    layout = PrefixForest(*forest, attention=attention)
+    starts = list(accumulate(layout.lengths, initial=0))
+    q, k, v, _ = given_tensors(starts[-1], torch.float64)
+    out = prefix_attention(q, k, v, layout)
+    for leaf in set(range(len(layout.lengths))) - set(layout.parents):
+        path = [leaf]
+        while layout.parents[path[0]] >= 0:
+            path.insert(0, layout.parents[path[0]])
+        rows = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in path])
+        alone = varlen_attention(q[rows], k[rows], v[rows], Varlen([len(rows)]))
+        torch.testing.assert_close(out[rows], alone, rtol=0, atol=1e-13)
+        assert layout.positions_T[rows].tolist() == list(range(len(rows)))
+
+
+def test_a_layout_by_hand() -> None:
+    layout = PrefixForest(*HAND)
+    assert layout.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 4, 0, 1, 2, 3, 4]
+    assert layout.end_T.tolist() == [10] * 4 + [9] * 5 + [10] + [15] * 5
+    assert [(part.rows, part.keys, part.causal) for part in layout.parts] == [
+        (slice(0, 15), slice(0, 15), True),
+        (slice(4, 10), slice(0, 4), False),
+        (slice(6, 9), slice(4, 6), False),
+    ]
+    two = PrefixForest([2, 1, 1, 3, 1], [-1, 0, 0, -1, 3], attention=ByLevel())
+    own, above = two.parts
+    assert isinstance(above.rows, torch.Tensor) and isinstance(above.keys, torch.Tensor)
+    assert above.rows.tolist() == [2, 3, 7] and above.keys.tolist() == [0, 1, 4, 5, 6]
+    assert above.cu_q.tolist() == [0, 2, 3] and above.cu_k.tolist() == [0, 2, 5] and above.cu_q.dtype == torch.int32
+    assert own.cu_q.tolist() == own.cu_k.tolist() == [0, 2, 3, 4, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "forest", [([2, 0], [-1, 0]), ([1, 1], [1, -1]), ([1], [-2]), ([1, 1, 1], [-1, -1, 0])], ids=str
+)
+def test_what_is_no_forest_is_refused(forest: Forest) -> None:
+    with pytest.raises(ValueError, match="expected one of at least 1, in preorder"):
+        PrefixForest(*forest)
+
+
+def test_large_scores_and_faint_parts() -> None:
+    """A part whose scores are e^400 times smaller must neither vanish into NaN nor count."""
+    layout = PrefixForest([3, 2, 2], [-1, 0, 0])
+    q, k, v, grad = given_tensors(7, torch.float32)
+    k = k.clone()
+    k[:3] *= 300
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    found = prefix_attention(*leaves, layout)
+    expected = masked(*(x.double() for x in (q, k, v)), layout)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)  # scores of some 1,000 have 2^-14 each
+    assert all(x.isfinite().all() for x in torch.autograd.grad(found, leaves, grad))
+
+
+def test_products_hold_few_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PrefixForest(*HAND, attention=MatmulAttention())
+    whole = results(prefix_attention, torch.float64, layout, (4, 2, 8))
+    monkeypatch.setattr(parts, "SCORES", 40)
+    blocks = results(prefix_attention, torch.float64, layout, (4, 2, 8))
+    for a, b in zip(whole, blocks, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_in_bfloat16_a_merge_costs_less_than_a_rounding_more() -> None:
+    layout = PrefixForest([60, 30, 30, 20], [-1, 0, 0, 2])
+    truth = results(masked, torch.float64, layout, (4, 2, 16))
+    shared = results(prefix_attention, torch.bfloat16, layout, (4, 2, 16))
+    plain = results(masked, torch.bfloat16, layout, (4, 2, 16))
+    for got, other, expected in zip(shared, plain, truth, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - expected).norm() <= 1.5 * (other.double() - expected).norm()
+
+
+def test_torchs_private_operators_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(cpu_attention(), FlashCpuAttention)  # of the torch that the tests run on
+
+    def other_signature(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> None:
+        raise TypeError("takes 3 positional arguments but 5 were given")
+
+    for broken in (other_signature, lambda self, q, k, v, part: (q + 1, q.sum(-1))):
+        cpu_attention.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(FlashCpuAttention, "forward", broken)
+            assert isinstance(cpu_attention(), MatmulAttention)
+    cpu_attention.cache_clear()
+
+
+def test_a_layout_first_used_in_inference_may_be_trained_with() -> None:
+    layout = PrefixForest([3, 2, 2], [-1, 0, 0])
+    q, k, v, grad = given_tensors(7, torch.float32)
+    with torch.inference_mode():
+        prefix_attention(q, k, v, layout)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    assert all(x.isfinite().all() for x in torch.autograd.grad(prefix_attention(*leaves, layout), leaves, grad))
