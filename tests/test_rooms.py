@@ -26,7 +26,7 @@ ROOMS = (
     ("engine/decoding/cache",),
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
     ("engine/baselines", "engine/reporting", "engine/rollout", "engine/scoring"),
-    ("engine/assemble.py",),
+    ("engine/assemble.py", "engine/parallel"),
     ("engine/evaluation", "engine/synthetic"),
     ("engine/extraction", "engine/training"),
     ("bench/chips.py", "bench/machine.py", "bench/measure.py", "bench/rows.py"),

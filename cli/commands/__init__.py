@@ -1,7 +1,7 @@
 """The commands of `thresher`: a file each for its flags, its handler and its printing; a folder is a group.
 Imports: cli/flags.py, engine/assemble.py, engine/baselines, engine/config, engine/console.py, engine/decoding,
-engine/episode.py, engine/evaluation, engine/extraction, engine/protocol, engine/reporting, engine/scoring,
-engine/store, engine/synthetic, engine/systems, engine/training, policy, retrieval/serving, rewards.
+engine/episode.py, engine/evaluation, engine/extraction, engine/parallel, engine/protocol, engine/reporting,
+engine/scoring, engine/store, engine/synthetic, engine/systems, engine/training, policy, retrieval/serving, rewards.
 
 A file here is found by its name and listed nowhere; docs/add/command.md says what it must hold.
 """

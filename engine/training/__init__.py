@@ -1,5 +1,5 @@
 """Training: the GRPO loop, one optimiser step, packing, SFT and its data.
-Imports: engine/assemble.py, engine/config, engine/console.py, engine/episode.py, engine/evaluation, engine/protocol,
-engine/rollout, engine/scoring, engine/store, engine/systems, kernels, kernels/attention, kernels/attention/backends,
-policy, retrieval/data, retrieval/questions.py, rewards.
+Imports: engine/assemble.py, engine/config, engine/console.py, engine/episode.py, engine/evaluation, engine/parallel,
+engine/protocol, engine/rollout, engine/scoring, engine/store, engine/systems, kernels, kernels/attention,
+kernels/attention/backends, policy, retrieval/data, retrieval/questions.py, rewards.
 """

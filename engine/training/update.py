@@ -16,13 +16,17 @@ Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.store.checkpoint import SavablePolicy, load_optimizer
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
@@ -66,10 +70,13 @@ class Item:
     weight: float  # of each of its trained tokens in the loss
 
 
-def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection) -> list[Item]:
-    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it."""
+def make_items(
+    trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection, ranks: Ranks = ALONE
+) -> list[Item]:
+    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it over what
+    all ranks make items of."""
     positions = [trajectory.policy_positions() for trajectory in trajectories]
-    count, total = len(trajectories), sum(map(len, positions))
+    count, total = ranks.total(len(trajectories), sum(map(len, positions)))
     weights = {
         "trajectory": lambda n: 1.0 / (count * len(positions[n])),
         "token": lambda n: 1.0 / total,
@@ -195,7 +202,7 @@ class Updater:
     def __init__(
         self,
         policy: Policy,
-        master: Policy,
+        master: nn.Module,
         reference: Policy | None,
         optim: OptimSection,
         grpo: GrpoSection,
@@ -211,12 +218,46 @@ class Updater:
         """One optimiser step on all items; `step` counts from 0 and sets the learning rate. Returns what happened."""
         started = time.perf_counter()
         stats = UpdateStats()
-        for batch in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
+        batches = pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention)
+        lacking = self._lacking(len(batches))
+        for batch in batches:
             self._backward(batch, temperature, stats)
+        for _ in range(lacking):
+            self._empty_pass()
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
         stats.grad_norm = self._step(stats.lr)
         stats.seconds = time.perf_counter() - started
         return stats
+
+    # What is otherwise where every rank holds a share of the weights: sharded_update.py.
+
+    def rolling_out(self) -> AbstractContextManager[None]:
+        """Within it the rollout's policy has the trained weights."""
+        return nullcontext()
+
+    def savable(self) -> tuple[SavablePolicy, torch.optim.Optimizer] | None:
+        """The trained weights and the optimiser's state, whole, on the rank that saves them; None elsewhere."""
+        assert isinstance(self.master, Policy)
+        return self.master, self.optimizer
+
+    def load_moments(self, checkpoint: Path) -> None:
+        """Put a checkpoint's moments and step counts into the optimiser."""
+        load_optimizer(checkpoint, self.optimizer, self.master.named_parameters())
+
+    def _head_gradient(self) -> torch.Tensor | None:
+        """Where the loss adds up the head's gradient [V, H]; None where the head is not trained."""
+        assert isinstance(self.master, Policy)
+        head_VH = self.master.head_VH
+        if head_VH.requires_grad and head_VH.grad is None:
+            head_VH.grad = torch.zeros_like(head_VH)
+        return head_VH.grad
+
+    def _lacking(self, batches: int) -> int:
+        """How many micro-batches fewer than another rank this one has, with so many."""
+        return 0
+
+    def _empty_pass(self) -> None:
+        """Take part in a forward and a backward without a micro-batch of one's own."""
 
     def _step(self, lr: float) -> float:
         """Step the trained weights on the policy's gradients; returns their norm before clipping."""
@@ -252,9 +293,7 @@ class Updater:
                 )
         hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
         hidden_RH = hidden_TH.index_select(0, batch.rows_R)
-        head_VH = self.master.head_VH
-        if head_VH.requires_grad and head_VH.grad is None:
-            head_VH.grad = torch.zeros_like(head_VH)
+        head_grad_VH = self._head_gradient()
         grpo = self.grpo
         # The kernel calls these R rows its T tokens: whatever is masked was left out above, by `rows_R`.
         result = grpo_loss(
@@ -275,9 +314,9 @@ class Updater:
             entropy_coef=grpo.entropy_coef,
             vocab_size=self.vocab_size,
             workspace_bytes=self.optim.loss_workspace_bytes,
-            lm_head_grad_VH=head_VH.grad,
+            lm_head_grad_VH=head_grad_VH,
         )
-        if head_VH.requires_grad:
+        if head_grad_VH is not None:
             # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
             hidden_RH.backward(result.hidden_grad_TH)
         else:
