@@ -110,6 +110,10 @@ def joined() -> Iterator[Ranks]:
     console.quiet = not ranks.first
     try:
         yield ranks
+    except KeyboardInterrupt:  # the terminal interrupts all of them
+        if ranks.first:
+            raise
+        raise SystemExit(130) from None
     except Exception as error:
         if not _fails_first(store, ranks):
             time.sleep(_LAST_WORDS)

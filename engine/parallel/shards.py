@@ -31,16 +31,14 @@ from thresher.policy.models.registry import load_layer_class
 from thresher.policy.weights import read_weights
 
 
-def load_sharded(
-    folder: str | Path, like: Policy, dtype: torch.dtype, ranks: Ranks, *, trained: bool, adapters: bool = True
-) -> Policy:
-    """The model in `folder`, sharded, on the device of `like` and computing in its dtype; `dtype` is that of the shards.
+def load_sharded(folder: str | Path, like: Policy, dtype: torch.dtype, ranks: Ranks, *, trained: bool) -> Policy:
+    """The model in `folder`, sharded, on the device of `like` and computing in its dtype; the shards are of `dtype`.
 
-    like: a whole policy of the same config; what adapters it has are sharded too, unless not `adapters`, and are then
-    what is trained. Every rank reads the files layer by layer and keeps its rows. Errors as `load_policy`.
+    like: a whole policy of the same config. Where it has adapters they are sharded too, and are what is trained. Every
+    rank reads the files layer by layer and keeps its rows. Errors as `load_policy`.
     """
-    lora = like.lora if adapters else None
-    policy = _empty(like, dtype, lora).requires_grad_(trained and lora is None)
+    lora = like.lora
+    policy = _empty(like, dtype, lora)
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(trained and (lora is None or _is_adapters(name)))
     shapes = {name: view.shape for name, view in hf_views(policy).items()}
