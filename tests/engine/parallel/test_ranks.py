@@ -3,6 +3,7 @@
 import os
 import pickle
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from thresher.cli.main import run
 from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.parallel.first import UnwrittenFolder, VerdictsOfFirst
 from thresher.engine.parallel.ranks import ALONE, Ranks, joined
@@ -147,3 +149,13 @@ def test_a_rank_that_is_not_the_first_writes_nothing(tmp_path: Path) -> None:
         run.write_summary({})
         run.truncate_after(0)
     assert os.listdir(tmp_path) == []
+
+
+def test_sft_refuses_several_ranks_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("thresher.engine.parallel.ranks.joined", lambda: nullcontext(Ranks(1, 2)))
+    assert run(["sft", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err == (
+        "thresher: sft trains in one process, and torchrun has started 2; leave torchrun out\n"
+    )
