@@ -27,7 +27,7 @@ ROOMS = (
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
     ("engine/baselines", "engine/reporting", "engine/rollout", "engine/scoring"),
     ("engine/packing", "engine/planning"),
-    ("engine/assemble.py",),
+    ("engine/assemble.py", "engine/parallel"),
     ("engine/evaluation", "engine/synthetic"),
     ("engine/extraction", "engine/training"),
     ("bench/machine.py", "bench/measure.py", "bench/rows.py"),

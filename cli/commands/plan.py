@@ -146,7 +146,7 @@ def _lines(found: "Plan") -> list[str]:
     if found.checkpointed:
         lines.append("activations are computed anew in the backward")
     if found.gpus > 1:
-        lines.append("several GPUs are arithmetic about sharded states; thresher train runs on one")
+        lines.append("several GPUs: torchrun --nproc-per-node N (docs/scale.md), on which nothing was measured")
     if found.seconds is not None:
         rollout, update = found.seconds["rollout"], found.seconds["update"]
         lines.append(

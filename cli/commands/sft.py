@@ -21,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from thresher.engine.parallel.ranks import joined
+
+    with joined() as ranks:
+        if ranks.several:
+            raise UserError(f"sft trains in one process, and torchrun has started {ranks.count}; leave torchrun out")
     run_sft(flags.read_recipe(options), Path(options.out))
 
 

@@ -7,6 +7,7 @@ from thresher.cli import flags
 from thresher.engine import console
 
 if TYPE_CHECKING:
+    from thresher.engine.parallel.ranks import Ranks
     from thresher.engine.training.train import Progress
 
 HELP = "GRPO"
@@ -20,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from thresher.engine.parallel.ranks import joined
+
+    with joined() as ranks:
+        _train(options, ranks)
+
+
+def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
     from thresher.engine.training.train import train
 
     recipe = flags.read_recipe(options)
@@ -27,6 +35,7 @@ def run(options: argparse.Namespace) -> None:
     console.console.print(
         f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples, "
         f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {options.out}"
+        + (f", on {ranks.count} ranks" if ranks.several else "")
     )
     greedy: list[float] = []
     with console.progress_line("train", recipe.run.steps) as line:
@@ -43,5 +52,5 @@ def run(options: argparse.Namespace) -> None:
             text += f"  gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "  no update"
             line.to(progress.step, text)
 
-        summary = train(recipe, options.out, options.resume, watch)
+        summary = train(recipe, options.out, options.resume, watch, ranks)
     console.figures(f"train: run in {options.out}", summary)

@@ -18,9 +18,11 @@ def evaluate(
     seed: int = 0,
     on_progress: Callable[[int], None] | None = None,
     judges: Judges | None = None,
+    first: int = 0,
 ) -> list[Scored]:
-    """One trajectory per question. Greedy (temperature 0) is the same for every seed, shuffled passages included."""
-    trajectories = rollout.run(jobs_of(questions, temperature, seed), temperature, on_progress, recall=True)
+    """One trajectory per question, of which questions[0] is number `first` of the evaluation. Greedy (temperature 0) is
+    the same for every seed, shuffled passages included."""
+    trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, on_progress, recall=True)
     return score(questions, trajectories, rollout.system, rollout.tokenizer, judges)
 
 

@@ -20,6 +20,7 @@ Deliberately absent: latency, which belongs to a batch and not to a trajectory (
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from thresher.engine.scoring.score import Scored
@@ -171,12 +172,40 @@ _RECALLS: dict[str, tuple[str, Callable[[Attempt], list[str]]]] = {
 }
 
 
-def summarise(scored: Sequence[Scored], tags: Sequence[str] = ()) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the means over trajectories are made of: one trajectory's measures, and its place among the others."""
+
+    place: tuple[int, int]  # group, sample
+    measures: Values
+    parts: Values
+    reason: str
+
+
+def measured(scored: Sequence[Scored], tags: Sequence[str] = ()) -> list[Measured]:
+    """Each trajectory's measures. tags: the system's, for the metrics of what it writes between them."""
+    return [
+        Measured(
+            (entry.trajectory.group, entry.trajectory.sample),
+            measures_of(entry, tags),
+            parts_of(entry),
+            entry.trajectory.reason,
+        )
+        for entry in scored
+    ]
+
+
+def summary_of(rows: Sequence[Measured]) -> dict[str, Any]:
     """Means over trajectories: the shared metrics, the parts of the system's own reward, and how many
-    trajectories ended for which reason. tags: the system's, for the metrics of what it writes between them."""
+    trajectories ended for which reason."""
     return {
-        "questions": len(scored),
-        **means([measures_of(entry, tags) for entry in scored]),
-        "parts": means([parts_of(entry) for entry in scored]),
-        "reasons": dict(sorted(Counter(entry.trajectory.reason for entry in scored).items())),
+        "questions": len(rows),
+        **means([row.measures for row in rows]),
+        "parts": means([row.parts for row in rows]),
+        "reasons": dict(sorted(Counter(row.reason for row in rows).items())),
     }
+
+
+def summarise(scored: Sequence[Scored], tags: Sequence[str] = ()) -> dict[str, Any]:
+    """`summary_of` trajectories that are all here."""
+    return summary_of(measured(scored, tags))

@@ -9,6 +9,7 @@ float32 it is its own master, and there is no way to go.
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,30 @@ from torch import Tensor
 from thresher.policy.model import Policy
 
 PART = 1 << 24  # values that go over at a time
+
+
+class TrainedWeights(Protocol):
+    """What an update asks of whoever holds the weights that are trained."""
+
+    def held(self) -> list[Tensor]:
+        """What is held beside the parameters and their gradients."""
+        ...
+
+    def head_gradient(self) -> Tensor | None:
+        """Where the loss adds the head's gradient, [V, H] float32 on the policy's device; None: it is not trained."""
+        ...
+
+    def collect(self) -> None:
+        """After a micro-batch: add the policy's gradients, which are used up, to the trained weights'."""
+        ...
+
+    def complete(self) -> None:
+        """Before a step: the head's gradient joins the others."""
+        ...
+
+    def refresh(self) -> None:
+        """After a step: the policy's weights are the trained ones again."""
+        ...
 
 
 class Masters:

@@ -21,18 +21,18 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 MEMINFO = Path("/proc/meminfo")
 
 
-def check_memory(recipe: Recipe, folder: str | Path) -> None:
-    """UserError where a GRPO run from the model in `folder` cannot fit; a warning where it may not."""
+def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1) -> None:
+    """UserError where a GRPO run from the model in `folder`, by so many ranks, cannot fit; a warning where it may not."""
     config = read_config(folder)
     if recipe.model.device == "cuda":
         if torch.cuda.is_available():
             free = int(torch.cuda.mem_get_info()[0])
-            found = plan(config, recipe, memory_bytes=free)
+            found = plan(config, recipe, ranks, memory_bytes=free)
             if not found.fits:
                 raise UserError(_sentence(found, f"the GPU has {free / GB:.1f} free"))
         return
-    total, available = cpu_memory()
-    found = plan(config, recipe, memory_bytes=total)
+    total, available = (size // ranks for size in cpu_memory())
+    found = plan(config, recipe, ranks, memory_bytes=total)
     if not found.fits:
         raise UserError(_sentence(found, f"there are {total / GB:.1f}"))
     if found.total_bytes > available:

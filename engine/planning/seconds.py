@@ -23,7 +23,7 @@ from thresher.policy.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRates:
     """DeviceRates for bfloat16's two bytes an element, in which floors.py counts."""
 
     flops_per_s: float
@@ -32,7 +32,7 @@ class Measured:
 
 def seconds_per_step(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> dict[str, float]:
     """{"rollout": .., "update": ..} of one GPU's share of a step."""
-    rates = Measured(rates.flops_per_s, rates.bytes_per_s * BF16 / s.item)
+    rates = MeasuredRates(rates.flops_per_s, rates.bytes_per_s * BF16 / s.item)
     return {"rollout": _rollout(config, s, rates), "update": _update(config, s, rates, checkpointed)}
 
 

@@ -19,7 +19,7 @@ for noise is a function of seed and position; sharded states.
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,11 +100,15 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def load_optimizer(
-    path: str | Path, optimizer: torch.optim.Optimizer, named_params: Iterable[tuple[str, torch.nn.Parameter]]
+    path: str | Path,
+    optimizer: torch.optim.Optimizer,
+    named_params: Iterable[tuple[str, torch.nn.Parameter]],
+    cut: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, value: value,
 ) -> None:
     """Put a checkpoint's moments and step counts into `optimizer`, with the bits they were saved with.
 
-    path: one checkpoint's folder. named_params: the policy's, by the names they were saved under. The
+    path: one checkpoint's folder. named_params: the policy's, by the names they were saved under. cut: what of a
+    parameter's moment belongs to the parameter here, where that is a part of the one that was saved. The
     optimizer's hyperparameters stay as they are. Raises UserError for a file that is absent, cut short, or
     another model's.
     """
@@ -120,6 +124,7 @@ def load_optimizer(
         name, what = tensor_name.rsplit(".", 1)
         if name not in index_of:
             raise UserError(f"{file}: {tensor_name} belongs to no parameter; save the checkpoint again")
+        value = cut(name, value)
         # A moment is shaped as its parameter, a step count is a scalar. Torch would cast any other silently.
         like = _state_like(optimizer, params[index_of[name]], what)
         if like is None or (value.dim() and (value.shape, value.dtype) != (like.shape, like.dtype)):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from thresher.engine.parallel.shards import local
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy
@@ -35,9 +36,11 @@ def held(updater: Updater, rollout: Rollout) -> dict[str, int]:
     counted: set[int] = set()
 
     def total(tensors: Iterable[Tensor | None]) -> int:
-        fresh = {id(x): x for x in tensors if x is not None and x.device == device and id(x) not in counted}
+        here = [local(x) for x in tensors if x is not None]
+        fresh = {x.data_ptr(): x for x in here if x.numel() and x.device == device and x.data_ptr() not in counted}
         counted.update(fresh)
-        return sum(x.nbytes for x in fresh.values())
+        # A rollout's copy that was given back keeps its shape, and has no storage.
+        return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in fresh.values())
 
     def parameters(model: Policy | StreamedPolicy | None) -> Iterable[Tensor]:
         return () if model is None else model.parameters()
@@ -45,7 +48,7 @@ def held(updater: Updater, rollout: Rollout) -> dict[str, int]:
     states = updater.optimizer.state.values()
     cache = rollout.decoder.held()
     return {
-        "weights": total([*parameters(updater.policy), *masters]),
+        "weights": total([*parameters(updater.policy), *masters, *parameters(rollout.policy)]),
         "gradients": total([*(x.grad for x in (*masters, *parameters(updater.policy))), *updater.masters.held()]),
         "moments": total(x for state in states for x in state.values() if isinstance(x, Tensor)),
         "the reference": total(parameters(updater.reference)),

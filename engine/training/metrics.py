@@ -1,36 +1,66 @@
 """What a step writes into metrics.jsonl, and what a run says of itself in the end."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.evaluation.metrics import summarise
+from thresher.engine.evaluation.metrics import Measured, measured, summary_of
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.training.importance import Recomputed
 from thresher.engine.training.step import StepResult
 from thresher.engine.training.update import UpdateStats
 
+_TIMES = ("decode", "prefill", "search", "host", "total")  # of a rollout's clock; the rest are counts
 
-def step_record(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> dict[str, Any]:
-    """A step's line of metrics.jsonl: means over trajectories, losses over tokens, seconds by phase."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """What one rank has to say of a step; see `step_record` for what is made of it."""
+
+    rows: list[Measured]
+    cut_passages: int
+    zero_advantage_groups: int
+    updates: list[UpdateStats]
+    recomputed: Recomputed | None  # of one rank alone: agreement.py refuses it for several
+    scoring_seconds: float
+    clock: dict[str, Any]
+
+
+def part_of_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> StepPart:
+    """The part of the rank that calls it."""
     groups = {entry.trajectory.group for entry in result.scored}
     with_signal = {e.trajectory.group for e, value in zip(result.scored, result.advantages, strict=True) if value}
+    return StepPart(
+        rows=measured(result.scored, tags),
+        cut_passages=result.shown.cut_passages,
+        zero_advantage_groups=len(groups - with_signal),
+        updates=result.updates,
+        recomputed=result.recomputed,
+        scoring_seconds=result.scoring_seconds,
+        clock=asdict(rollout.clock),
+    )
+
+
+def step_record(step: int, parts: Sequence[StepPart]) -> dict[str, Any]:
+    """A step's line of metrics.jsonl, from all ranks: means over trajectories, losses over tokens, seconds by phase.
+    Counts are sums over the ranks; seconds are those of the rank that took longest."""
+    updates = [_of_all(each) for each in zip(*(part.updates for part in parts), strict=True)]
     return {
-        "step": result.step,
-        **summarise(result.scored, tags),
-        "cut_passages": result.shown.cut_passages,
-        "zero_advantage_groups": len(groups - with_signal),
-        **_update_metrics(result.updates),
-        **_epoch_metrics(result.updates),
-        **_recomputed_metrics(result.recomputed),
-        "reward_seconds": result.scoring_seconds,
+        "step": step,
+        **summary_of(sorted((row for part in parts for row in part.rows), key=lambda row: row.place)),
+        "cut_passages": sum(part.cut_passages for part in parts),
+        "zero_advantage_groups": sum(part.zero_advantage_groups for part in parts),
+        **_update_metrics(updates),
+        **_epoch_metrics(updates),
+        **_recomputed_metrics(parts[0].recomputed),
+        "reward_seconds": max(part.scoring_seconds for part in parts),
         "threads": torch.get_num_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # of those threads; None: as their library has it
-        **_rollout_metrics(rollout),
+        **_rollout_metrics([part.clock for part in parts]),
     }
 
 
@@ -108,12 +138,33 @@ def _recomputed_metrics(found: Recomputed | None) -> dict[str, Any]:
     return {**gap, **found.weights, "recompute_seconds": found.seconds}
 
 
-def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:
-    clock = asdict(rollout.clock)
+def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
+    """One optimiser step, from what each rank saw of it."""
+    first, seconds = ranks[0], max(stats.seconds for stats in ranks)
+    whole = UpdateStats(grad_norm=first.grad_norm, lr=first.lr, epoch=first.epoch, seconds=seconds)
+    for stats in ranks:
+        whole.tokens += stats.tokens
+        whole.computed_tokens += stats.computed_tokens
+        whole.rows += stats.rows
+        whole.loss += stats.loss
+        whole.capped += stats.capped
+        for name, value in stats.sums.items():
+            whole.sums[name] = whole.sums.get(name, 0.0) + value
+        for name, value in stats.largest.items():
+            whole.largest[name] = max(whole.largest.get(name, 0.0), value)
+    return whole
+
+
+def _rollout_metrics(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    clock = dict(max(clocks, key=lambda each: each["total"]))
+    host = clock["host"] / max(clock["forwards"], 1)
+    for name in clock:
+        if name not in _TIMES:
+            clock[name] = sum(each[name] for each in clocks)
     return {
         "rollout_seconds": clock["total"],
         "search_share": clock["search"] / clock.pop("total"),  # of the rollout's time, in which decoding waited
-        "forward_host_seconds": clock["host"] / max(clock["forwards"], 1),  # of Python around one forward
-        **{f"{name}_seconds": clock.pop(name) for name in ("decode", "prefill", "search", "host")},
+        "forward_host_seconds": host,  # of Python around one forward
+        **{f"{name}_seconds": clock.pop(name) for name in _TIMES if name != "total"},
         **clock,
     }

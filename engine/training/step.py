@@ -33,9 +33,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 from time import perf_counter
+from typing import TypeVar
 
 from thresher.engine.assemble import Parts
 from thresher.engine.packing.batches import Item
+from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
@@ -46,10 +48,13 @@ from thresher.kernels.checks import NotFinite
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step did: its scored trajectories with their advantages, and one entry for each optimiser step."""
+    """What a step did on this rank: its scored trajectories with their advantages, and one entry for each optimiser
+    step."""
 
     step: int
     scored: list[Scored]
@@ -69,32 +74,37 @@ class GrpoStep:
     rollout: Rollout
     judges: Judges
     updater: Updater
+    ranks: Ranks = ALONE
 
     def __call__(self, step: int) -> StepResult:
         """Step number `step`, counted from 1. Raises Diverged where numbers stop being finite."""
         recipe, parts = self.parts.recipe, self.parts
         size, temperature = recipe.rollout.group_size, recipe.rollout.temperature
 
-        questions = questions_of_step(self.questions, recipe.rollout.questions_per_step, recipe.run.seed, step)
+        count, updates_per_batch = recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch
+        questions = questions_of_step(self.questions, count, recipe.run.seed, step)
+        groups = groups_of_rank(count, updates_per_batch, self.ranks)
+        questions = [questions[group] for group in groups]
         shown = show_passages(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
         jobs = [
             Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
-            for group, question in enumerate(shown.questions)
+            for group, question in zip(groups, shown.questions, strict=True)
             for sample in range(size)
         ]
-        trajectories = self.rollout.run(jobs, temperature)
+        with self.updater.rolling_out():
+            trajectories = self.rollout.run(jobs, temperature)
 
         started = perf_counter()
         scored = score([job.question for job in jobs], trajectories, parts.system, parts.tokenizer, self.judges)
         check_trajectories(scored, parts, step)
         rewards = [entry.result.reward for entry in scored]
         if recipe.grpo.shuffle_rewards:
-            rewards = shuffled_within_groups(rewards, size, seed_of("shuffle", recipe.run.seed, step))
+            rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
         advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
         scoring_seconds = perf_counter() - started
 
-        bounds = parts_of_batch(recipe.rollout.questions_per_step, size, recipe.grpo.updates_per_batch)
-        batch = [make_items(trajectories[start:end], advantage[start:end], recipe.grpo) for start, end in bounds]
+        bounds = parts_of_batch(len(groups), size, updates_per_batch)
+        batch = [make_items(trajectories[a:b], advantage[a:b], recipe.grpo, self.ranks) for a, b in bounds]
         recomputed = None
         if recipe.grpo.old_logprobs == "recomputed":
             batch, recomputed = recompute(self.updater, batch, recipe.grpo, temperature)
@@ -112,7 +122,7 @@ class GrpoStep:
         """The optimiser steps of a batch: every pass over it takes its parts in the same order."""
         epochs, updates = self.parts.recipe.grpo.epochs_per_batch, []
         for number, (epoch, items) in enumerate(itertools.product(range(epochs), batch)):
-            if not items:
+            if self.ranks.most(len(items)) == 0:
                 continue  # every group of this part was without a signal, and the recipe drops those
             try:
                 stats = self.updater.update(items, (step - 1) * epochs * len(batch) + number, temperature)
@@ -147,7 +157,12 @@ def parts_of_batch(groups: int, size: int, updates: int) -> list[tuple[int, int]
     return list(itertools.pairwise(bounds))
 
 
-def shuffled_within_groups(rewards: Sequence[float], size: int, seed: int) -> list[float]:
+def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
+    """The numbers of this rank's groups: of those of each optimiser step a stretch, as long as every other rank's."""
+    return [start + group for start, end in parts_of_batch(groups, 1, updates) for group in ranks.part(end - start)]
+
+
+def shuffled_within_groups(rewards: Sequence[T], size: int, seed: int) -> list[T]:
     """The control experiment: rewards that no longer belong to their trajectories, in groups with the same spread."""
     rng, result = Random(seed), list(rewards)
     for start in range(0, len(result), size):
@@ -155,6 +170,18 @@ def shuffled_within_groups(rewards: Sequence[float], size: int, seed: int) -> li
         rng.shuffle(group)
         result[start : start + size] = group
     return result
+
+
+def shuffled_rewards(rewards: Sequence[float], groups: Sequence[int], count: int, seed: int) -> list[float]:
+    """`shuffled_within_groups` of the rewards of these of `count` groups, as it comes out where one rank has them
+    all."""
+    size = len(rewards) // len(groups)
+    order = shuffled_within_groups(range(count * size), size, seed)
+    return [
+        rewards[(place - group) * size + moved]  # moved counts from group 0
+        for place, group in enumerate(groups)
+        for moved in order[group * size : (group + 1) * size]
+    ]
 
 
 def check_trajectories(scored: Sequence[Scored], parts: Parts, step: int) -> None:

@@ -15,16 +15,21 @@ Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 import itertools
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from thresher.engine import console
 from thresher.engine.config.sections import GrpoSection, OptimSection
-from thresher.engine.optim.masters import Masters
+from thresher.engine.optim.masters import Masters, TrainedWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing.batches import Batch, Item, pack, pack_shared
+from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.store.checkpoint import SavablePolicy, load_optimizer
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention.backends.adapter import Unserved
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
@@ -83,10 +88,13 @@ def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSectio
     return result
 
 
-def make_items(trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection) -> list[Item]:
-    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it."""
+def make_items(
+    trajectories: Sequence[Trajectory], advantage: Sequence[float], grpo: GrpoSection, ranks: Ranks = ALONE
+) -> list[Item]:
+    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it over what
+    all ranks make items of."""
     positions = [trajectory.policy_positions() for trajectory in trajectories]
-    count, total = len(trajectories), sum(map(len, positions))
+    count, total = ranks.total(len(trajectories), sum(map(len, positions)))
     weights = {
         "trajectory": lambda n: 1.0 / (count * len(positions[n])),
         "token": lambda n: 1.0 / total,
@@ -148,7 +156,7 @@ class Updater:
     def __init__(
         self,
         policy: Policy,
-        master: Policy,
+        master: nn.Module,
         reference: Policy | StreamedPolicy | None,
         optim: OptimSection,
         grpo: GrpoSection,
@@ -159,7 +167,7 @@ class Updater:
         self.vocab_size, self.total_steps = vocab_size, total_steps
         self.attention = choose_attention(optim, policy)
         self.recompute = checkpoints_activations(optim)
-        self.masters = Masters(policy, master, apart=optim.offload == "masters")
+        self.masters = self._trained_weights()
         self.partial = choose_sharing(optim, policy)
         self.optimizer = make_optimizer(master, optim, optim.lr)
 
@@ -168,8 +176,12 @@ class Updater:
         sets the learning rate. Returns what happened."""
         started = time.perf_counter()
         stats = UpdateStats()
-        for batch in self._batches(items):
+        batches = self._batches(items)
+        lacking = self._lacking(len(batches))
+        for batch in batches:
             self._backward(batch, temperature, stats)
+        for _ in range(lacking):
+            self._empty_pass()
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
         stats.grad_norm = self._step(stats.lr)
         if self.policy.device.type == "cuda":
@@ -182,6 +194,32 @@ class Updater:
         if self.partial is None:
             return pack(items, budget, device, self.attention)
         return pack_shared(items, budget, device, self.attention, self.partial)
+
+    # What is otherwise where every rank holds a share of the weights: sharded_update.py.
+
+    def rolling_out(self) -> AbstractContextManager[None]:
+        """Within it the rollout's policy has the trained weights."""
+        return nullcontext()
+
+    def savable(self) -> tuple[SavablePolicy, torch.optim.Optimizer] | None:
+        """The trained weights and the optimiser's state, whole, on the rank that saves them; None elsewhere."""
+        assert isinstance(self.master, Policy)
+        return self.master, self.optimizer
+
+    def load_moments(self, checkpoint: Path) -> None:
+        """Put a checkpoint's moments and step counts into the optimiser."""
+        load_optimizer(checkpoint, self.optimizer, self.master.named_parameters())
+
+    def _trained_weights(self) -> TrainedWeights:
+        assert isinstance(self.master, Policy)
+        return Masters(self.policy, self.master, apart=self.optim.offload == "masters")
+
+    def _lacking(self, batches: int) -> int:
+        """How many micro-batches fewer than another rank this one has, with so many."""
+        return 0
+
+    def _empty_pass(self) -> None:
+        """Take part in a forward and a backward without a micro-batch of one's own."""
 
     def _step(self, lr: float) -> float:
         """Step the trained weights on the policy's gradients; returns their norm before clipping."""

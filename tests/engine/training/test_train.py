@@ -191,7 +191,7 @@ def test_without_a_signal_nothing_is_updated_if_so_asked(
     assert summary["train_tokens_per_s"] is None
     # Sums that only rounding tells apart are one reward.
     rounded = [0.3, 0.1 + 0.2] * (GROUPS * SAMPLES // 2)
-    monkeypatch.setattr("thresher.engine.training.step.shuffled_within_groups", lambda *_: rounded)
+    monkeypatch.setattr("thresher.engine.training.step.shuffled_rewards", lambda *_: rounded)
     grpo = {"drop_zero_advantage": True, "shuffle_rewards": True}
     train(make_recipe(data=data, grpo=grpo, run={"steps": 1}), tmp_path / "rounded")
     (record,) = (record for record in metrics(tmp_path / "rounded") if "eval" not in record)

@@ -26,7 +26,7 @@ from train_cases import (
 )
 
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.evaluation.metrics import summarise
+from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.store.best_checkpoint import best_checkpoint
 from thresher.engine.training.train import train
 from thresher.rewards.errors import UserError
@@ -135,12 +135,12 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     """Saved when it was evaluated, though no save is due then, and kept beside the newest, through a resume."""
     found = iter((0.1, 0.2, 0.9, 0.3, 0.9, 0.8))
 
-    def with_made_up_em(judged: list[Any], tags: Any = ()) -> dict[str, Any]:
-        return summarise(judged, tags) | ({"em": next(found), "f1": 0.0} if len(judged) == DEV else {})
+    def with_made_up_em(rows: list[Measured]) -> dict[str, Any]:
+        return summary_of(rows) | ({"em": next(found), "f1": 0.0} if len(rows) == DEV else {})
 
     assert DEV != SAMPLES * GROUPS  # how an evaluation is recognised here
     for module in ("train", "metrics"):
-        monkeypatch.setattr(f"thresher.engine.training.{module}.summarise", with_made_up_em)
+        monkeypatch.setattr(f"thresher.engine.training.{module}.summary_of", with_made_up_em)
     run = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}
     constant = {"warmup_ratio": 0.0}
     train(make_recipe(run={**run, "steps": 4}, optim=constant), tmp_path / "run")

@@ -1,0 +1,103 @@
+"""Before anything is loaded: that the ranks can share this recipe's work, and that all are about to do the same run.
+
+Ranks may run on several machines, each with files of its own. One that read other questions, or other weights, would
+train on without a sign.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.parallel.ranks import Ranks
+from thresher.policy.files import read_bytes
+from thresher.rewards.errors import UserError
+
+
+def check_ranks(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path | None) -> None:
+    """UserError, on every rank, where the work cannot be shared evenly, or a rank was given something else than rank 0:
+    recipe, questions, model, run folder or the checkpoint to resume from."""
+    if not ranks.several:
+        return
+    said = ranks.gather(dict(_what_counts(recipe, out, checkpoint)))
+    problem = ranks.share(lambda: _alone(recipe) or _indivisible(recipe, ranks.count) or _difference(said or ()))
+    if problem is not None:
+        raise UserError(problem)
+    if recipe.model.device == "cuda" and ranks.local >= torch.cuda.device_count() > 0:
+        raise UserError(
+            f"rank {ranks.rank} is process {ranks.local + 1} of its machine, which has {torch.cuda.device_count()} "
+            "GPUs; start torchrun with a lower --nproc-per-node"
+        )
+
+
+def _alone(recipe: Recipe) -> str | None:
+    """What a recipe may ask of one process and, so far, of no more."""
+    optim, grpo = recipe.optim, recipe.grpo
+    for name, value, shared in (
+        ("optim.moments", optim.moments, "float32"),
+        ("optim.offload", optim.offload, "none"),
+        ("grpo.old_logprobs", grpo.old_logprobs, "rollout"),
+    ):
+        if value != shared:
+            return f'{name} is "{value}", which runs in one process; expected "{shared}" with several ranks'
+    if grpo.reference == "cpu":
+        return 'grpo.reference is "cpu", which runs in one process; with several ranks it is sharded, so leave it out'
+    return None
+
+
+def _indivisible(recipe: Recipe, count: int) -> str | None:
+    groups, updates = recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch
+    if groups % (count * updates) == 0:
+        return None
+    steps = "" if updates == 1 else f" x grpo.updates_per_batch = {updates}"
+    return (
+        f"rollout.questions_per_step is {groups}; expected a multiple of {count} ranks{steps}, for a group is not split"
+    )
+
+
+def _what_counts(recipe: Recipe, out: str | Path, checkpoint: Path | None) -> Iterator[tuple[str, Any]]:
+    """What has to be equal on all ranks, by the name under which it is reported."""
+    yield from _leaves(recipe.to_dict(), "the recipe's ")
+    yield "--out", str(Path(out).resolve())
+    yield "the checkpoint to resume from", None if checkpoint is None else checkpoint.name
+    if recipe.data is not None:
+        yield "the content of data.train", _digest(recipe.data.train)
+        if recipe.data.dev is not None:
+            yield "the content of data.dev", _digest(recipe.data.dev)
+    for name, folder in (("model.path", Path(recipe.model.path)), ("the checkpoint", checkpoint)):
+        if folder is not None:
+            yield f"config.json of {name}", _digest(folder / "config.json")
+            yield f"the files of {name}", sorted((f.name, f.stat().st_size) for f in folder.glob("*.safetensors"))
+    yield "torch's version", torch.__version__
+
+
+def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _digest(path: str | Path) -> str:
+    return hashlib.sha256(read_bytes(Path(path))).hexdigest()[:12]
+
+
+def _difference(said: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first thing in which a rank differs from rank 0, as a sentence."""
+    for rank, theirs in enumerate(said):
+        for name in {**said[0], **theirs}:
+            ours, other = said[0].get(name), theirs.get(name)
+            if ours != other:
+                return (
+                    f"rank {rank} has another run than rank 0: {name} is {_shown(other)} there, {_shown(ours)} on "
+                    "rank 0; give every rank the same recipe, files and folders"
+                )
+    return None
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else str(value) if len(str(value)) <= 80 else f"{str(value)[:77]}..."

@@ -1,0 +1,166 @@
+"""The processes that train one model, as torchrun starts them: each is a rank, and rank 0 alone writes and speaks.
+
+    with joined() as ranks:            # of WORLD_SIZE, RANK and LOCAL_RANK; without torchrun it is ALONE
+        ranks.total(3, 5)              # a sum over all ranks, of integers
+        ranks.gather(record)           # a list of all ranks' on rank 0, None elsewhere
+        ranks.share(lambda: decide())  # decided on rank 0, known everywhere
+
+What goes through here is small and lies on the CPU: counts, records, decisions. Weights and gradients are shards.py's.
+
+A rank that fails ends the run. It notes so before it ends; those that fail because it is gone find the note, and say
+nothing. A rank may compute for long while the others wait, so nobody waits less than PATIENCE: that a process has died
+is torchrun's to notice, and it ends the others at once.
+
+Deliberately absent: a rank that joins or is replaced during a run; to go on with another number, resume.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from thresher.engine.console import console
+from thresher.rewards.errors import UserError
+
+PATIENCE = timedelta(hours=6)
+_NOTE = "thresher/failed"  # key of the store: the rank that failed first
+_LAST_WORDS = 5.0  # seconds that a rank with nothing to say leaves to the one that has
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among `count`. local: its place on this machine, which is its GPU's number."""
+
+    rank: int = 0
+    count: int = 1
+    local: int = 0
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        return self.count > 1
+
+    def part(self, total: int) -> range:
+        """This rank's stretch of `total` things, shared out as evenly as they can be."""
+        return range(self.rank * total // self.count, (self.rank + 1) * total // self.count)
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value, in the order of the ranks, on rank 0; None elsewhere. The value must pickle."""
+        if not self.several:
+            return [value]
+        values: list[T] | None = [value] * self.count if self.first else None
+        dist.gather_object(value, values)
+        return values
+
+    def share(self, decide: Callable[[], T]) -> T:
+        """What `decide` returns on rank 0, where alone it is called."""
+        if not self.several:
+            return decide()
+        values = [decide() if self.first else None]
+        dist.broadcast_object_list(values)
+        value: T = values[0]  # type: ignore[assignment]
+        return value
+
+    def total(self, *numbers: int) -> list[int]:
+        """Each number summed over the ranks."""
+        return self._reduced(numbers, dist.ReduceOp.SUM) if self.several else list(numbers)
+
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        return self._reduced((number,), dist.ReduceOp.MAX)[0] if self.several else number
+
+    def _reduced(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> list[int]:
+        values = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(values, operation)
+        result: list[int] = values.tolist()
+        return result
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """This process's place among those that torchrun started, joined to them until the block ends.
+
+    Collectives go over gloo on a CPU, over NCCL between GPUs. Ranks other than 0 print nothing. What a block raises is
+    raised on the rank that failed first; on those that fail after it, SystemExit. UserError for an environment that is
+    not torchrun's.
+    """
+    ranks = _from_environment()
+    if not ranks.several:
+        yield ALONE
+        return
+    gpus = torch.cuda.device_count()
+    if ranks.local < gpus:
+        torch.cuda.set_device(ranks.local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+    store = dist.distributed_c10d._get_default_store()
+    console.quiet = not ranks.first
+    try:
+        yield ranks
+    except KeyboardInterrupt:  # the terminal interrupts all of them
+        if ranks.first:
+            raise
+        raise SystemExit(130) from None
+    except Exception as error:
+        if not _fails_first(store, ranks):
+            time.sleep(_LAST_WORDS)
+            raise SystemExit(1) from None
+        reason = UserError(_lost(error)) if _is_lost_connection(error) else error
+        _record(reason)
+        raise reason from None if isinstance(reason, UserError) else error.__cause__
+    dist.destroy_process_group()
+
+
+def _from_environment() -> Ranks:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if given.get("WORLD_SIZE", "1") == "1":
+        return ALONE
+    try:
+        rank, count, local = (int(given[name]) for name in names)
+    except (KeyError, ValueError):
+        raise UserError(
+            f"the environment says {given}; expected numbers in {', '.join(names)}, as torchrun sets them, or none"
+        ) from None
+    return Ranks(rank, count, local)
+
+
+def _fails_first(store: Any, ranks: Ranks) -> bool:
+    """Note that this rank fails; whether no other did before. Where the store is gone, its rank did."""
+    try:
+        return bool(store.compare_set(_NOTE, "", str(ranks.rank)) == str(ranks.rank).encode())
+    except RuntimeError:
+        return False
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether a collective failed: on the rank that notices first, where the one that died left no note."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
+
+
+def _lost(error: Exception) -> str:
+    detail = str(error).strip().splitlines()[0]
+    return f"another rank has ended without a word, as a process does that is killed ({detail}); go on with --resume"
+
+
+def _record(error: Exception) -> None:
+    """Put the reason where torchrun looks for it when it reports which rank failed."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        get_error_handler().record_exception(error)

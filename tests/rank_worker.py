@@ -1,0 +1,85 @@
+"""What one rank does in the tests of several ranks. Run as a script, once a process, in one of two ways:
+
+    python rank_worker.py SCENARIOS RANK       several runs one after the other, each in a process group of its own
+    torchrun rank_worker.py WHAT train ...     `thresher train ...`, in which rank 1 comes to WHAT in step 2
+
+SCENARIOS: JSON, a list of {"ranks", "port", "recipe", "out", "resume", "mine": {rank: overrides}, "from": a run to copy
+to `out` without its checkpoint of step 2}. A process whose rank is not below "ranks" sits a scenario out. What one
+raises is written to OUT.RANK.error.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thresher.cli.main import main
+from thresher.engine.config.recipe import load_recipe
+from thresher.engine.parallel import ranks as ranks_module
+from thresher.engine.parallel.ranks import joined
+from thresher.engine.training import train as train_module
+from thresher.engine.training.step import GrpoStep, StepResult
+from thresher.rewards.errors import UserError
+
+
+def play(scenario: dict[str, Any], rank: int) -> None:
+    """One scenario."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(scenario["ranks"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(scenario["port"]),
+    }
+    out = Path(scenario["out"])
+    if rank == 0 and "from" in scenario:  # the others wait for rank 0 to join them
+        copy_until_step_1(Path(scenario["from"]), out)
+    recipe = load_recipe(scenario["recipe"], scenario.get("mine", {}).get(str(rank), []))
+    try:
+        with joined() as ranks:
+            train_module.train(recipe, out, scenario.get("resume", False), ranks=ranks)
+    except (Exception, SystemExit) as error:
+        Path(f"{out}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        torch.distributed.destroy_process_group()
+
+
+def copy_until_step_1(source: Path, out: Path) -> None:
+    """A run as it was before its checkpoint of step 2."""
+    shutil.copytree(source, out)
+    shutil.rmtree(out / "checkpoints" / "step_000002")
+
+
+def play_all(file: str, rank: int) -> None:
+    ranks_module._LAST_WORDS = 0.0  # type: ignore[attr-defined]
+    for scenario in json.loads(Path(file).read_text()):
+        if rank < scenario["ranks"]:
+            play(scenario, rank)
+
+
+def fail_in_step_2(what: str) -> None:
+    """Let rank 1 be killed, or find bad input, when it begins with step 2."""
+    step = GrpoStep.__call__
+
+    def failing(self: GrpoStep, number: int) -> StepResult:
+        if number == 2 and what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 2:
+            raise UserError("questions.jsonl: line 7 is on fire; put it out")
+        return step(self, number)
+
+    GrpoStep.__call__ = failing  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if len(sys.argv) == 3:
+        play_all(sys.argv[1], int(sys.argv[2]))
+    else:
+        if os.environ["RANK"] == "1":
+            fail_in_step_2(sys.argv[1])
+        main(sys.argv[2:])
