@@ -22,7 +22,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1) -> None:
-    """UserError where a GRPO run from the model in `folder`, by so many ranks, cannot fit; a warning where it may not."""
+    """UserError where a GRPO run of the model in `folder` on so many ranks cannot fit; a warning where it may not."""
     config = read_config(folder)
     if recipe.model.device == "cuda":
         if torch.cuda.is_available():

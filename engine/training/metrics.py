@@ -25,9 +25,9 @@ class StepPart:
     cut_passages: int
     zero_advantage_groups: int
     updates: list[UpdateStats]
-    recomputed: Recomputed | None  # of one rank alone: agreement.py refuses it for several
     scoring_seconds: float
     clock: dict[str, Any]
+    recomputed: Recomputed | None = None  # of one rank alone: agreement.py refuses it for several
 
 
 def part_of_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> StepPart:
