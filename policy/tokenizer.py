@@ -22,11 +22,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 
+from thresher.policy.chat import TemplateError, fill_template
 from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes, refuse_hub_id
 from thresher.rewards.errors import UserError
 
@@ -190,26 +188,20 @@ class Tokenizer:
         names = {key: _content(value) for key, value in self._settings.items() if key.endswith("_token")}
         names = {key: value for key, value in names.items() if isinstance(value, str)}
         try:
-            return self._compiled_template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **names,
-            )
-        except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:
+            return fill_template(self.chat_template, messages, names, add_generation_prompt)
+        except TemplateError as error:
             raise UserError(
                 f"{where}: the chat template cannot render these messages ({error}); correct one of them"
             ) from None
 
-    @cached_property
-    def _compiled_template(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        return environment.from_string(self.chat_template or "")
+    def chat_prompt(self, text: str) -> str:
+        """The chat template filled with `text` as the user's only message, up to where the model begins to write.
+        UserError as `render_chat`, and for a template that leaves the message out."""
+        prompt = self.render_chat([{"role": "user", "content": text}])
+        if text.strip() not in prompt:
+            where = str(Path(self._where).parent)
+            raise UserError(f"{where}: the chat template leaves out the user's message; use another, or prompt 'raw'")
+        return prompt
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -375,12 +367,3 @@ def _unencodable(texts: Sequence[str]) -> Exception:
 def _content(value: Any) -> Any:
     """A special token's text: tokenizer_config.json gives it bare or as an object."""
     return value.get("content") if isinstance(value, dict) else value
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    """Jinja's own filter escapes HTML and sorts keys; chat templates expect plain JSON."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

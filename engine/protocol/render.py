@@ -41,7 +41,7 @@ class Renderer:
     def prompt(self, request: Prompt) -> list[int]:
         text = request.template.replace("{question}", _QUESTION).replace("{passages}", _PASSAGES)
         if self.chat:
-            text = self.tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
+            text = self.tokenizer.chat_prompt(text)
         ids: list[int] = []
         # A space before the question is encoded with it: the tokenizer makes one token of " Who", as in running text.
         for part in re.split(f"( ?{_QUESTION}|{_PASSAGES})", text):

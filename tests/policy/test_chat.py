@@ -122,3 +122,38 @@ def test_templates_render_as_hugging_face_does(
     else:
         with pytest.raises(UserError, match=str(outcome)):
             tokenizer.render_chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% for x in range(10**9) %}x{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself without end"),
+        ("{{ 'a' * 10**11 }}", "it takes more than 2 GiB of memory"),
+        ("{{ 'a' * 10**7 }}a", "its text has 10,000,001 characters"),
+        ("{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}", "it takes longer than 1 s"),
+    ],
+)
+def test_a_hostile_template_ends_in_a_sentence_and_the_next_one_is_filled(
+    small: Tokenizer, tmp_path: Path, template: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thresher.policy.chat.SECONDS", 1.0 if "range(9" in template else 20.0)
+    small.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=f"the chat template cannot render these messages .*{problem}"):
+        load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_a_template_that_drops_the_message_is_refused(small: Tokenizer, tmp_path: Path) -> None:
+    small.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("<|im_start|>user\n<|im_end|>\n")
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(
+        UserError, match="the chat template leaves out the user's message; use another, or prompt 'raw'"
+    ):
+        tokenizer.chat_prompt("Who?")
+    (tmp_path / "chat_template.jinja").write_text("[{{ messages[0].content | trim }}]")
+    assert load_tokenizer(tmp_path).chat_prompt(" Who? \n") == "[Who?]"
