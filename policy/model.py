@@ -1,10 +1,10 @@
 """The policy: a decoder-only transformer, as much of it as all families share. The layers are a family's (models/).
 
 One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
-is called once a layer with that layer's fresh projections of q, k and v, and is either a `Varlen` layout (whole
-sequences, with gradients) or one step's view of the paged cache (`PagedStep` of
-engine/decoding/cache/kv_cache.py). Low-rank adapters (lora.py), where there
-are some, add to a layer's linear maps, in both.
+is called once a layer with that layer's fresh projections of q, k and v, and is either a layout of whole sequences,
+with gradients (`Varlen`, or `PrefixForest` where they share beginnings), or one step's view of the cache
+(engine/decoding/cache/kv_cache.py, bucket_step.py). Low-rank adapters (lora.py), where there are some, add to a
+layer's linear maps, in both.
 
 Parameters may be fused (q, k and v are one matrix); the names and pieces that Hugging Face files use are views of them
 (`hf_views`), so loading and saving are one table read in two directions.
@@ -78,6 +78,11 @@ class Policy(nn.Module):
             for adapters, on in zip(found, before, strict=True):
                 adapters.on = on
 
+    def rope(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """The rotations of these positions [T], as every layer takes them."""
+        config = self.config
+        return rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype, config.rope_scaling)
+
     def hidden(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, recompute: bool = False
     ) -> torch.Tensor:
@@ -88,7 +93,7 @@ class Policy(nn.Module):
         the same bits where a forward repeats its own. `attend` is then called twice a layer.
         """
         config = self.config
-        rope = rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype, config.rope_scaling)
+        rope = self.rope(positions_T)
         x_TH, more_TH = F.embedding(ids_T, self.embed_VH), None
         for index, layer in enumerate(self.layers):
             if recompute and torch.is_grad_enabled():

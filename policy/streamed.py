@@ -16,7 +16,7 @@ from copy import deepcopy
 import torch
 import torch.nn.functional as F
 
-from thresher.kernels.elementwise.layers import add_norm, rope_table
+from thresher.kernels.elementwise.layers import add_norm
 from thresher.policy.model import Policy
 from thresher.policy.models.layer import Attend, Layer
 
@@ -60,8 +60,7 @@ class StreamedPolicy:
     @torch.no_grad()
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
         """As `Policy.hidden`: packed ids [T] int64 and their positions -> hidden states after the last norm [T, H]."""
-        config = self.policy.config
-        rope = rope_table(positions_T, config.head_dim, config.rope_theta, self.policy.dtype)
+        rope = self.policy.rope(positions_T)
         x_TH, more_TH = F.embedding(ids_T.cpu(), self.policy.embed_VH).to(self.device), None
         self._copy(0)
         for index in range(len(self._layers)):
@@ -71,7 +70,7 @@ class StreamedPolicy:
             x_TH, more_TH = layer(x_TH, more_TH, rope, attend, index)
             if self._copies is not None:
                 self._used[index % len(self._rooms)] = torch.cuda.current_stream(self.device).record_event()
-        return add_norm(x_TH, more_TH, self._norm, config.rms_norm_eps)[1]
+        return add_norm(x_TH, more_TH, self._norm, self.policy.config.rms_norm_eps)[1]
 
     def _copy(self, index: int) -> None:
         """Begin to bring a layer over, into the room that the one before the last has left."""

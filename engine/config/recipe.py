@@ -54,6 +54,7 @@ MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "run.threads", "model.device"}
     | {"rollout.attention", "rollout.kv_tokens", "rollout.share_prefix", "rollout.speculate", "grpo.reference"}
     | {"optim.attention", "optim.share_prefix", "optim.checkpoint_activations", "optim.offload"}
+    | {"optim.micro_batch_tokens", "optim.loss_workspace_bytes"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
     | {"judge.concurrency", "judge.replies"}

@@ -18,23 +18,23 @@ from thresher.engine.config.sections import OptimSection
 from thresher.engine.optim.adamw import PartwiseAdamW
 
 
-def make_optimizer(policy: nn.Module, optim: OptimSection, lr: float) -> torch.optim.Optimizer:
+def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.optim.Optimizer:
     """AdamW over all weights that are trained; norms and biases are not decayed."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.dim() > 1]
-    other = [p for p in trained if p.dim() <= 1]
+    learning = [p for p in trained.parameters() if p.requires_grad]
+    decayed = [p for p in learning if p.dim() > 1]
+    other = [p for p in learning if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": other, "weight_decay": 0.0}]
     # Masters are in CPU memory already; what has none, as SFT, keeps its weights and sends its moments there.
-    there = optim.offload == "moments" or (optim.offload == "masters" and any(p.device.type != "cpu" for p in trained))
+    there = optim.offload == "moments" or (optim.offload == "masters" and any(p.device.type != "cpu" for p in learning))
     if optim.moments == "float32" and not there:
         return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
     storage = torch.device("cpu") if there else None
     return PartwiseAdamW(groups, lr, optim.betas, optim.eps, eight_bit=optim.moments == "8bit", storage=storage)
 
 
-def step_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, optim: OptimSection, lr: float) -> float:
+def step_optimizer(trained: nn.Module, optimizer: torch.optim.Optimizer, optim: OptimSection, lr: float) -> float:
     """Clip the gradient to `optim.max_grad_norm`, step at `lr`; returns the norm before clipping."""
-    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm))
+    norm = float(torch.nn.utils.clip_grad_norm_(trained.parameters(), optim.max_grad_norm))
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -13,6 +13,7 @@ import torch
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.parallel.ranks import Ranks
+from thresher.engine.systems import own_digest
 from thresher.policy.files import read_bytes
 from thresher.rewards.errors import UserError
 
@@ -23,7 +24,7 @@ def check_ranks(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path 
     if not ranks.several:
         return
     said = ranks.gather(dict(_what_counts(recipe, out, checkpoint)))
-    problem = ranks.share(lambda: _alone(recipe) or _indivisible(recipe, ranks.count) or _difference(said or ()))
+    problem = ranks.from_first(lambda: _alone(recipe) or _indivisible(recipe, ranks.count) or _difference(said or ()))
     if problem is not None:
         raise UserError(problem)
     if recipe.model.device == "cuda" and ranks.local >= torch.cuda.device_count() > 0:
@@ -67,6 +68,10 @@ def _what_counts(recipe: Recipe, out: str | Path, checkpoint: Path | None) -> It
         yield "the content of data.train", _digest(recipe.data.train)
         if recipe.data.dev is not None:
             yield "the content of data.dev", _digest(recipe.data.dev)
+    if recipe.system is not None:
+        yield "the content of the system's file", own_digest(recipe.system.name)
+        if recipe.system.template is not None:
+            yield "the content of system.template", _digest(recipe.system.template)
     for name, folder in (("model.path", Path(recipe.model.path)), ("the checkpoint", checkpoint)):
         if folder is not None:
             yield f"config.json of {name}", _digest(folder / "config.json")

@@ -44,7 +44,7 @@ class VerdictsOfFirst:
     def rate(self, cases: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
         gathered = self.ranks.gather(list(cases))
         verdicts = iter(self.judge.rate([case for part in gathered for case in part]) if gathered is not None else ())
-        by_rank = self.ranks.share(lambda: [[next(verdicts) for _ in part] for part in gathered or ()])
+        by_rank = self.ranks.from_first(lambda: [[next(verdicts) for _ in part] for part in gathered or ()])
         return by_rank[self.ranks.rank]
 
 

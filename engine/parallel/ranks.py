@@ -3,7 +3,7 @@
     with joined() as ranks:            # of WORLD_SIZE, RANK and LOCAL_RANK; without torchrun it is ALONE
         ranks.total(3, 5)              # a sum over all ranks, of integers
         ranks.gather(record)           # a list of all ranks' on rank 0, None elsewhere
-        ranks.share(lambda: decide())  # decided on rank 0, known everywhere
+        ranks.from_first(lambda: decide())  # decided on rank 0, known everywhere
 
 What goes through here is small and lies on the CPU: counts, records, decisions. Weights and gradients are shards.py's.
 
@@ -63,7 +63,7 @@ class Ranks:
         dist.gather_object(value, values)
         return values
 
-    def share(self, decide: Callable[[], T]) -> T:
+    def from_first(self, decide: Callable[[], T]) -> T:
         """What `decide` returns on rank 0, where alone it is called."""
         if not self.several:
             return decide()

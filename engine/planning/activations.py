@@ -1,6 +1,6 @@
 """What autograd keeps of a forward, in bytes a token, from the operations of a layer.
 
-A Qwen2 layer (policy/models/qwen2.py), e bytes an element; H hidden, N and K heads of D, I intermediate:
+A layer (policy/models/decoder.py), e bytes an element; H hidden, N and K heads of D, I intermediate:
 
     operation    keeps, on a CPU                        on CUDA, by the fused kernels of kernels/elementwise
     norm, twice  x in float32, 1/rms 4; n e H           x e H
@@ -14,7 +14,7 @@ A Qwen2 layer (policy/models/qwen2.py), e bytes an element; H hidden, N and K he
 A weight that is not trained does not need its input: with adapters the inputs of maps without one are not kept, nor
 the n of a norm; an adapter keeps its input and x A^T, e R. On a CPU attention copies q, k and v to padded places.
 Sequences of a micro-batch are of like length, so padding counts as tokens here, as it does in
-training/update.py: pack.
+packing/batches.py: pack.
 
 Deliberately absent: what is saved once a forward and not for each token (A and B in bfloat16, say).
 Axes: T tokens (docs/notation.md).

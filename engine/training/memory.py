@@ -21,12 +21,14 @@ MMAP_THRESHOLD, SMALLEST_MAPPING = -3, 2**20  # glibc's M_MMAP_THRESHOLD; bytes
 def return_freed_memory() -> None:
     """Have glibc map every block of a MiB or more by itself from now on, so that it goes back once it is freed.
 
-    By default the threshold rises to 32 MiB with the first block that is freed, and what lies in the heap below a block
-    that lives is kept: a step's activations leave holes that the next step's do not fill (docs/scale.md has by how
-    much). Nothing is done where the user's MALLOC_MMAP_THRESHOLD_ has decided, or where the C library is another.
+    `thresher` begins with the reverse (cli/process.py): freed memory is kept, which is faster. But what lies in a heap
+    below a block that lives cannot go back, a step's activations leave holes that the next step's do not fill, and the
+    process outgrows its plan (docs/scale.md has by how much). Nothing is done where the user's MALLOC_* or
+    GLIBC_TUNABLES have decided, or where the C library is another.
     """
+    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    if mallopt is not None and not chosen:
         mallopt(MMAP_THRESHOLD, SMALLEST_MAPPING)
 
 
@@ -66,6 +68,6 @@ def out_of_memory(updater: Updater, rollout: Rollout) -> UserError:
         said += f", activations and the loss's workspace up to {rest / GIB:.1f}"
     return UserError(
         f"{device} is out of memory; GiB held: {said}; lower optim.micro_batch_tokens (activations), "
-        "optim.loss_workspace_bytes or rollout.kv_tokens, set optim.checkpoint_activations, optim.moments, "
-        "optim.offload or grpo.reference (docs/design.md, Update), or train adapters ([lora])"
+        "optim.loss_workspace_bytes or rollout.kv_tokens, or set optim.checkpoint_activations, optim.offload or "
+        "grpo.reference (docs/design.md, Update), and --resume; a new run may train adapters ([lora])"
     )

@@ -124,7 +124,7 @@ class Trainer:
         settings = self.recipe.run
         learned = saved = done  # the step whose weights these are, and that of the last checkpoint
         try:
-            if self.ranks.share(lambda: done == 0 or self._evaluation_missing(done)):
+            if self.ranks.from_first(lambda: done == 0 or self._evaluation_missing(done)):
                 self._evaluate(done, watch)
             for step in range(done + 1, settings.steps + 1):
                 record = self.step(step)
@@ -134,7 +134,7 @@ class Trainer:
                     watch(Progress(step, settings.steps, record))
                 if self._evaluation_due(step):
                     self._evaluate(step, watch)
-                if self.ranks.share(partial(self._save_due, step)):
+                if self.ranks.from_first(partial(self._save_due, step)):
                     self._save(step, offset)
                     saved = step
         except UserError as error:

@@ -8,7 +8,7 @@ N counts all trajectories of the optimiser step, those of groups without a signa
 kernels/loss.py; this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask
 to carry: rows come from the segments' sources (Trajectory.policy_positions).
 
-Which rows there are, and how sequences are packed, is packing.py's.
+Which rows there are, and how sequences are packed, is packing/batches.py's.
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 
@@ -139,7 +139,7 @@ class UpdateStats:
         loss_value, capped_value, *values = torch.stack([scalar.double() for scalar in scalars]).tolist()
         self.loss += loss_value
         self.capped += int(capped_value)
-        for name, value in zip(sums, values, strict=False):
+        for name, value in zip(sums, values[: len(sums)], strict=True):
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in zip(largest, values[len(sums) :], strict=True):
             self.largest[name] = max(self.largest.get(name, 0.0), value)

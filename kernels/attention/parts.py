@@ -57,7 +57,7 @@ class PairedRuns:
 class PartialAttention(Protocol):
     """Attention of the query rows of a part to its keys, and its backward where these are only some of the keys."""
 
-    by_level: bool  # one call for all segments of a depth, else one for each
+    by_level: bool  # one call for all segments with as many ancestors, else one for each
 
     def forward(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: PairedRuns, /

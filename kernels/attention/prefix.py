@@ -46,7 +46,7 @@ class PrefixForest:
         self.device = torch.device(device)
         self.attention = attention or cpu_attention()
         starts = [0, *accumulate(self.lengths)]
-        depth: list[int] = []  # tokens before the segment
+        before: list[int] = []  # tokens before the segment
         level: list[int] = []  # ancestors
         self.ends = starts[1:]
         path = [-1]  # to the segment before
@@ -55,13 +55,13 @@ class PrefixForest:
                 raise ValueError(
                     f"a segment of {length} tokens below {parent}; expected one of at least 1, in preorder"
                 )
-            path = [*path[: path.index(parent) + 1], len(depth)]
-            depth.append(0 if parent < 0 else depth[parent] + self.lengths[parent])
+            path = [*path[: path.index(parent) + 1], len(before)]
+            before.append(0 if parent < 0 else before[parent] + self.lengths[parent])
             level.append(0 if parent < 0 else level[parent] + 1)
-        for s in reversed(range(len(depth))):
+        for s in reversed(range(len(before))):
             if self.parents[s] >= 0:
                 self.ends[self.parents[s]] = max(self.ends[self.parents[s]], self.ends[s])
-        self.positions_T = torch.cat([torch.arange(at, at + n) for at, n in zip(depth, self.lengths, strict=True)]).to(
+        self.positions_T = torch.cat([torch.arange(at, at + n) for at, n in zip(before, self.lengths, strict=True)]).to(
             self.device
         )
         self.parts = list(self._parts(list(pairwise(starts)), level))

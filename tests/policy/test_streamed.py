@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from thresher.kernels.attention.varlen import Varlen
+from thresher.policy.config import RopeScaling
 from thresher.policy.lora import add_lora
 from thresher.policy.model import Policy
 from thresher.policy.streamed import StreamedPolicy
@@ -31,6 +32,16 @@ def test_hidden_states_are_the_policys(
         # Layers are brought over in every forward, not kept.
         moved = streamed.hidden(ids_T, layout.positions_T, layout)
         assert torch.equal(moved, policy.hidden(ids_T, layout.positions_T, layout)) and not torch.equal(moved, found)
+
+
+def test_positions_are_scaled_as_the_policys_are(make_tiny_policy: Callable[..., Policy]) -> None:
+    policy = make_tiny_policy()
+    policy.config = policy.config.replace(rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
+    layout, ids_T = Varlen([150]), torch.arange(150) % 90
+    scaled = policy.hidden(ids_T, layout.positions_T, layout)
+    assert torch.equal(StreamedPolicy(policy, "cpu").hidden(ids_T, layout.positions_T, layout), scaled)
+    policy.config = policy.config.replace(rope_scaling=None)
+    assert not torch.equal(policy.hidden(ids_T, layout.positions_T, layout), scaled)
 
 
 def test_adapters_are_refused(make_tiny_policy: Callable[..., Policy]) -> None:

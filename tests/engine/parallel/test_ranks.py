@@ -97,7 +97,7 @@ def test_alone_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with joined() as ranks:
         assert ranks is ALONE and ranks.first and not ranks.several
-    assert (ranks.gather("x"), ranks.share(lambda: 3), ranks.total(2, 5), ranks.most(4)) == (["x"], 3, [2, 5], 4)
+    assert (ranks.gather("x"), ranks.from_first(lambda: 3), ranks.total(2, 5), ranks.most(4)) == (["x"], 3, [2, 5], 4)
     monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun with one process
     monkeypatch.setenv("RANK", "0")
     with joined() as ranks:
