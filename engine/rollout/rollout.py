@@ -93,7 +93,7 @@ class RolloutClock(DecodeClock):
 
 
 class Rollout:
-    """Generates trajectories with one policy. Reusable; the cache's contents are not kept, on CUDA its memory neither."""
+    """Makes trajectories with one policy. Reusable; the cache's contents are not kept, on CUDA its memory neither."""
 
     def __init__(
         self,
