@@ -52,13 +52,13 @@ def train(
     started = time.perf_counter()
     RunFolder.check(out, resume)
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
-    check_memory(recipe, starting_weights(recipe, checkpoint))
+    decided = check_memory(recipe, starting_weights(recipe, checkpoint))
     if recipe.model.device == "cpu":
         return_freed_memory()
     parts = load_parts(recipe, starting_weights(recipe, checkpoint))
-    master, reference = trained_and_reference(recipe, parts.policy, checkpoint)
+    master, reference = trained_and_reference(decided, parts.policy, checkpoint)
     steps = recipe.run.steps * recipe.grpo.updates_per_batch * recipe.grpo.epochs_per_batch
-    updater = Updater(parts.policy, master, reference, recipe.optim, recipe.grpo, parts.vocab_size, steps)
+    updater = Updater(parts.policy, master, reference, decided.optim, decided.grpo, parts.vocab_size, steps)
     retriever = load_retrieval(recipe, parts.system)
     if checkpoint:
         _check_index(checkpoint.state.get("index"), retriever.identity if retriever else None)

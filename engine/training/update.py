@@ -8,7 +8,7 @@ N counts all trajectories of the optimiser step, those of groups without a signa
 kernels/loss.py; this file makes its inputs, calls it once a micro-batch and steps the optimiser. There is no loss mask
 to carry: rows come from the segments' sources (Trajectory.policy_positions).
 
-Which rows there are, and how sequences are packed, is packing.py's.
+Which rows there are, and how sequences are packed, is engine/packing's.
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 
@@ -49,8 +49,8 @@ def choose_attention(optim: OptimSection, policy: Policy) -> TrainingAttention:
 
 
 def checkpoints_activations(optim: OptimSection) -> bool:
-    """Whether the policy's forward keeps only what enters each layer. "auto" is where a plan of the memory would say
-    so; without one, no."""
+    """Whether the policy's forward keeps only what enters each layer. "auto" is the plan's to decide, before a GRPO run
+    begins (engine/planning/check.py); without one, no."""
     return optim.checkpoint_activations == "on"
 
 
