@@ -58,6 +58,7 @@ class Row:
     process: bool = False  # in one of its own: tests run Triton in its interpreter, and what is compiled must not be
     once: bool = False  # needs nothing of its document: run at the first place that shows it, and there alone
     gpu: bool = False  # wants one whatever is appended: without it must refuse
+    anywhere: bool = False  # needs none, though its recipe is for one
 
 
 REDUCED = {
@@ -82,6 +83,9 @@ REDUCED = {
     "data check": Row(),
     "data sft": Row(),
     "data sft --model": Row(("--max-tokens", "48")),
+    "plan": Row(anywhere=True),
+    "plan --chip": Row(anywhere=True),
+    "plan --measure": Row(ON_CPU),
     "report": Row(writes=("report.html",)),
     "demo": Row(
         (
@@ -123,7 +127,7 @@ REDUCED = {
     "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
-FLAGS_OF_THEIR_OWN = ("--resume", "--model")
+FLAGS_OF_THEIR_OWN = ("--resume", "--model", "--chip", "--measure")
 
 
 @dataclass
@@ -169,7 +173,7 @@ class Play:
             self.serve([*step.words, *append])
             return
         prepare(step.words)
-        if wants_cuda(step.words) and not CUDA_HERE:
+        if wants_cuda(step.words) and not CUDA_HERE and not row.anywhere:
             refused(step, list(step.words))
         if row.gpu and not CUDA_HERE:
             refused(step, list(step.words))

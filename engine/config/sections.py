@@ -165,7 +165,7 @@ class OptimSection(Section):
     attention: Attention = "auto"  # what computes it, forward and backward
     share_prefix: bool = True  # compute once what trajectories begin with alike, where that is worth it
     loss_workspace_bytes: Count | None = None  # None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
-    checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: a layer's are recomputed in backward; auto: off
+    checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: a layer's are recomputed in backward
     moments: Literal["float32", "8bit"] = "float32"  # 8bit: quantised in blocks, 2 bytes a weight in place of 8
     offload: Literal["none", "moments", "masters"] = "none"  # to CPU memory: moments, or float32 masters with them
 

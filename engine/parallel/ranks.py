@@ -37,11 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among `count`. local: its place on this machine, which is its GPU's number."""
+    """This process among `count`. local: its place on this machine, which is its GPU's number; on_machine: how many
+    there are."""
 
     rank: int = 0
     count: int = 1
     local: int = 0
+    on_machine: int = 1
 
     @property
     def first(self) -> bool:
@@ -125,17 +127,17 @@ def joined() -> Iterator[Ranks]:
 
 
 def _from_environment() -> Ranks:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = {name: os.environ[name] for name in names if name in os.environ}
     if given.get("WORLD_SIZE", "1") == "1":
         return ALONE
     try:
-        rank, count, local = (int(given[name]) for name in names)
+        ranks = Ranks(*(int(given[name]) for name in names))
     except (KeyError, ValueError):
         raise UserError(
             f"the environment says {given}; expected numbers in {', '.join(names)}, as torchrun sets them, or none"
         ) from None
-    return Ranks(rank, count, local)
+    return ranks
 
 
 def _fails_first(store: Any, ranks: Ranks) -> bool:

@@ -124,9 +124,10 @@ def states(config: ModelConfig, s: PlanSetting) -> States:
     if s.cuda and s.reference == "cpu" and reference:
         host["reference"], reference = reference, 2 * s.item * one_layer(config)
     return States(
-        weights=s.item * n // split + (0 if full else FP32 * trained),
+        # Of several GPUs each has its rows of the masters alone, and gathers the rest.
+        weights=(0 if split > 1 and s.has_masters else s.item * n // split) + (0 if full else FP32 * trained),
         masters=masters,
-        policy_gradients=s.item * n // split if s.has_masters else 0,
+        policy_gradients=s.item * n if s.has_masters and split == 1 else 0,
         master_gradients=gradients,
         moments=moments,
         reference=reference,
@@ -177,7 +178,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
     if not s.cuda:
         base["KV pool"] = wanted
     before = dict(base)
-    if s.steps * s.updates > 1:
+    if s.steps * s.updates * s.epochs > 1:
         before["moments"] = kept.moments
     rows = min(FORWARD_ROWS, s.samples * s.length)
     gathered = s.item * all_weights(config) if s.gpus > 1 else 0
@@ -201,11 +202,18 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
     """The phases of a micro-batch: the second one, where there are several, for it finds gradients."""
     tokens, several = micro_batch(s)
     activations = tokens * activation_bytes(config, s, checkpointed)
-    in_loss = max(tokens * s.sampled // s.length, 1)
+    # Where a group's prompt is computed once, as many tokens hold more trajectories.
+    computed = s.length - s.shared_prompt + s.shared_prompt / s.group if s.share_rows else s.length
+    in_loss = max(min(int(tokens * s.sampled / computed), s.samples_of_update * s.sampled), 1)
     trains_head = s.adapters is None
     head = FP32 * head_weights(config)
     gradients = kept.master_gradients if several else head if trains_head else 0
-    layers = {"gathered copy": 2 * s.item * one_layer(config)} if s.gpus > 1 else {}
+    layers: Parts = {}
+    if s.gpus > 1:  # docs/scale.md: two layers gathered and a layer's gradient; embedding and head; the head's gradient
+        outside = all_weights(config) - config.num_hidden_layers * one_layer(config)
+        copies = 2 if s.frozen_copy else 1
+        layers = {"gathered copy": (2 * s.item + s.item + FP32) * one_layer(config) + copies * s.item * outside}
+        gradients += head if several and trains_head else 0
     now = before | layers | {"gradients": gradients}
     largest = s.item * max(map(prod, parameter_shapes(config))) if trains_head else 0
     working = tokens * backward_bytes(config, s) + (largest if several else 0)

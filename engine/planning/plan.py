@@ -28,8 +28,9 @@ LORA = (16, ("q", "k", "v", "o", "gate", "up", "down"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Bytes of one GPU. total_bytes and parts: of the phase that needs most, `peak`; phases: of each. fits: None
-    where no memory was named. checkpointed: whether activations are computed anew. host: parts beside a GPU, in the
-    machine's memory. seconds: {"rollout", "update"}, predicted, where rates were given."""
+    where no memory was named. checkpointed: whether activations are computed anew; reference: where its copy lies,
+    "device" or "cpu", None where there is none. Both as the plan chose where the recipe says "auto". host: parts beside
+    a GPU, in the machine's memory. seconds: {"rollout", "update"}, predicted, where rates were given."""
 
     total_bytes: int
     parts: dict[str, int]
@@ -39,6 +40,7 @@ class Plan:
     memory_bytes: int | None
     fits: bool | None
     checkpointed: bool
+    reference: str | None = None
     host: dict[str, int] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
@@ -50,8 +52,9 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """As `thresher plan --json` prints it."""
-        names = ("total_bytes", "parts", "peak", "phases", "gpus", "memory_bytes", "fits", "checkpointed", "host")
+        names = ("total_bytes", "parts", "peak", "phases", "gpus", "memory_bytes", "fits", "checkpointed")
         plain: dict[str, Any] = {name: getattr(self, name) for name in names}
+        plain |= {"reference": self.reference, "host": self.host}
         plain |= {"largest": self.largest, "advice": self.advice}
         return plain | {"seconds_per_step": self.seconds_per_step, "seconds": self.seconds}
 
@@ -70,14 +73,15 @@ def plan(
 ) -> Plan:
     """The plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step."""
     setting = read_setting(recipe, gpus)
-    needed, checkpointed = _settled(config, setting, memory_bytes)
+    needed, settled = _settled(config, setting, memory_bytes)
+    checkpointed = settled.checkpoint_activations == "on"
     fits = None if memory_bytes is None else needed.total <= memory_bytes
     largest: dict[str, int] = {}
     advice: list[str] = []
     if memory_bytes is not None:
         largest = _largest(config, setting, memory_bytes)
         if not fits:
-            advice = _advice(config, setting, recipe, memory_bytes)
+            advice = _advice(config, setting, memory_bytes)
     return Plan(
         total_bytes=needed.total,
         parts=needed.phases[needed.peak],
@@ -87,6 +91,7 @@ def plan(
         memory_bytes=memory_bytes,
         fits=fits,
         checkpointed=checkpointed,
+        reference=settled.reference if setting.frozen_copy else None,
         host=needed.host,
         largest=largest,
         advice=advice,
@@ -94,13 +99,13 @@ def plan(
     )
 
 
-def _settled(config: ModelConfig, setting: PlanSetting, memory: int | None) -> tuple[Demand, bool]:
-    """The demand, and whether activations are computed anew: on "auto" they are where it does not fit otherwise."""
-    choice = setting.checkpoint_activations
-    kept = demand(config, setting, memory, checkpointed=choice == "on")
-    if choice != "auto" or memory is None or kept.total <= memory:
-        return kept, choice == "on"
-    return demand(config, setting, memory, checkpointed=True), True
+def _settled(config: ModelConfig, setting: PlanSetting, memory: int | None) -> tuple[Demand, PlanSetting]:
+    """The demand, and the record with no "auto" left: of the first choice that fits, of the last where none does."""
+    for choice in setting.choices():
+        needed = demand(config, choice, memory, checkpointed=choice.checkpoint_activations == "on")
+        if memory is None or needed.total <= memory:
+            break
+    return needed, choice
 
 
 def _fits(config: ModelConfig, setting: PlanSetting, memory: int) -> bool:
@@ -138,12 +143,12 @@ def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
     return lowest
 
 
-def _advice(config: ModelConfig, setting: PlanSetting, recipe: Recipe, memory: int) -> list[str]:
+def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
     """What makes it fit: each change that does alone, a smaller micro-batch at its side where it takes that; where none
     does, the switches one after the other until it fits."""
-    known = switches(recipe) if setting.cuda else []
+    known = switches(setting)
     alone: list[Change] = [("", lambda same: same), *known]
-    if setting.adapters is None:
+    if setting.adapters is None and setting.reference != "cpu" and setting.offload != "masters":
         alone.append((f"[lora] with rank = {LORA[0]}", lambda s: replace(s, adapters=LORA)))
     lines = [line for words, turn in alone if (line := _line(config, [(words, turn)], setting, memory))]
     if not lines:

@@ -8,7 +8,8 @@ answer is the prompt, which a group shares.
                decoding: sampled tokens / sequences at once, each a decode step at half the context
     update     floors.py: update_parts, a token; with a shared prompt computed once where optim.share_prefix is on
 
-With activations computed anew the layers' forward comes once more, 8 W in place of 6.
+With activations computed anew the layers' forward comes once more, 8 W in place of 6. Every pass of
+grpo.epochs_per_batch costs the same; old log-probs that are recomputed, a forward.
 
 Deliberately absent: searches, judges, evaluations, checkpoints, links between GPUs.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from thresher.engine.planning import floors
 from thresher.engine.planning.floors import UPDATE_SHARES, DecodeShape, DeviceRates, UpdateShape
 from thresher.engine.planning.setting import PlanSetting
-from thresher.engine.planning.sizes import BF16, layer_weights
+from thresher.engine.planning.sizes import BF16, head_weights, layer_weights
 from thresher.policy.config import ModelConfig
 
 
@@ -63,4 +64,6 @@ def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointe
     tokens = s.samples * s.length
     if s.share_rows:
         tokens -= (s.samples - -(-s.samples // s.group)) * s.shared_prompt
-    return floors.predicted_update_s(parts, rates) * tokens
+    forward = 2 * (layer_weights(config) + head_weights(config) * s.sampled / s.length)
+    recomputing = tokens * forward / rates.flops_per_s / UPDATE_SHARES["layers"] if s.recomputes else 0.0
+    return floors.predicted_update_s(parts, rates) * tokens * s.epochs + recomputing

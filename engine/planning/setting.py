@@ -1,9 +1,6 @@
-"""What of a recipe decides its memory, in one flat record that can be varied.
+"""What of a recipe decides its memory, in one flat record that can be varied."""
 
-Switches that a recipe does not have yet keep the value that stands here, so the plan is that of what would be run.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +11,10 @@ from thresher.engine.planning.sizes import BF16, FP32
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSetting:
     """item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: where the
-    frozen copy lies, "copy" on the device, "cpu", or "none" where there is none to keep. samples, length, sampled: of
-    a step, and the longest that a trajectory may be, and how much of it the policy may write. offload: what lies on the
-    CPU, "none", "moments" or "masters" (moments, too)."""
+    frozen copy lies, "device", "cpu" or "auto". checkpoint_activations: "on", "off" or "auto". share_rows: whether the
+    update computes a common beginning once. samples, length, sampled: of a step, and the longest that a trajectory may
+    be, and how much of it the policy may write. offload: what lies on the CPU, "none", "moments" or "masters" (moments,
+    too)."""
 
     cuda: bool
     item: int
@@ -41,6 +39,8 @@ class PlanSetting:
     page_size: int
     steps: int
     updates: int
+    epochs: int
+    recomputes: bool  # old log-probs, by a forward before a batch's first update
     gpus: int
 
     @property
@@ -56,11 +56,21 @@ class PlanSetting:
     @property
     def frozen_copy(self) -> bool:
         """Whether the reference is a model of its own: with adapters it is the base."""
-        return self.beta and self.adapters is None and self.reference != "none"
+        return self.beta and self.adapters is None
 
     @property
     def has_masters(self) -> bool:
         return self.item != FP32 and self.adapters is None
+
+    def choices(self) -> Iterator["PlanSetting"]:
+        """The record with each value that "auto" may take, in the order in which they are tried."""
+        references = (self.reference,)
+        if self.reference == "auto":
+            references = ("device", "cpu") if self.cuda and self.frozen_copy and self.gpus == 1 else ("device",)
+        recomputed = self.checkpoint_activations
+        for reference in references:
+            for value in ("off", "on") if recomputed == "auto" else (recomputed,):
+                yield replace(self, reference=reference, checkpoint_activations=value)
 
     @property
     def shared_prompt(self) -> int:
@@ -78,13 +88,13 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
         item=BF16 if recipe.model.dtype == "bfloat16" else FP32,
         adapters=None if lora is None else (lora.rank, tuple(lora.targets)),
         beta=recipe.grpo.beta > 0,
-        reference=_switch(recipe.grpo, "reference", "copy"),
+        reference=recipe.grpo.reference,
         micro_batch_tokens=optim.micro_batch_tokens,
         loss_workspace_bytes=optim.loss_workspace_bytes,
-        checkpoint_activations=_switch(optim, "checkpoint_activations", "off"),
-        moments=_switch(optim, "moments", "float32"),
-        offload=_switch(optim, "offload", "none"),
-        share_rows=_switch(optim, "share_prefix", False),
+        checkpoint_activations=optim.checkpoint_activations,
+        moments=optim.moments,
+        offload=optim.offload,
+        share_rows=optim.share_prefix,
         share_prefix=rollout.share_prefix,
         group=rollout.group_size,
         questions=rollout.questions_per_step,
@@ -97,33 +107,34 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
         page_size=rollout.page_size,
         steps=recipe.run.steps,
         updates=recipe.grpo.updates_per_batch,
+        epochs=recipe.grpo.epochs_per_batch,
+        recomputes=recipe.grpo.old_logprobs == "recomputed",
         gpus=gpus,
     )
-
-
-def _switch(section: object, name: str, otherwise: Any) -> Any:
-    """The value of a key that a section may not have."""
-    return getattr(section, name, otherwise)
 
 
 Change = tuple[str, Callable[[PlanSetting], PlanSetting]]  # the words of a recipe, and what they do to a record
 
 
-def switches(recipe: Recipe) -> list[Change]:
-    """What can be turned to need less memory, the cheapest first. Only what this recipe's sections know."""
+def switches(setting: PlanSetting) -> list[Change]:
+    """What can be turned to need less memory, the cheapest first: those that are not turned, nor left to the plan."""
 
     def changed(**values: Any) -> Callable[[PlanSetting], PlanSetting]:
         return lambda setting: replace(setting, **values)
 
-    optim, grpo = recipe.optim, recipe.grpo
     found: list[Change] = []
-    if hasattr(optim, "checkpoint_activations"):
+    if setting.checkpoint_activations == "off":
         found.append(('optim.checkpoint_activations = "on"', changed(checkpoint_activations="on")))
-    if hasattr(optim, "moments"):
+    if setting.gpus > 1:  # what else there is runs in one process (engine/parallel/agreement.py)
+        return found
+    if setting.moments != "8bit":
         found.append(('optim.moments = "8bit"', changed(moments="8bit")))
-    if hasattr(grpo, "reference"):
+    if not setting.cuda:
+        return found
+    if setting.frozen_copy and setting.reference == "device":
         found.append(('grpo.reference = "cpu"', changed(reference="cpu")))
-    if hasattr(optim, "offload"):
+    if setting.offload == "none":
         found.append(('optim.offload = "moments"', changed(offload="moments")))
+    if setting.offload != "masters" and setting.has_masters:
         found.append(('optim.offload = "masters"', changed(offload="masters")))
     return found

@@ -39,6 +39,8 @@ from thresher.engine.training.update import Updater
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
+HELD_TO_PLAN = 500_000_000  # bytes of a plan from which on a CPU gives freed memory back
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -63,11 +65,12 @@ def train(
         RunFolder.check(out, resume)
     checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
     check_ranks(recipe, ranks, out, checkpoint.path if checkpoint else None)
-    check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count)
-    if recipe.model.device == "cpu":
+    decided, planned = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
+    decided = ranks.from_first(lambda: decided)  # a rank with less memory would otherwise compute in another way
+    if recipe.model.device == "cpu" and planned.total_bytes >= HELD_TO_PLAN:
         return_freed_memory()
     parts = load_parts(recipe, starting_weights(recipe, checkpoint))
-    updater = load_updater(recipe, parts, checkpoint, ranks)
+    updater = load_updater(decided, parts, checkpoint, ranks)
     retriever = load_retrieval(recipe, parts.system)
     if checkpoint:
         _check_index(checkpoint.state.get("index"), retriever.identity if retriever else None)

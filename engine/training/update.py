@@ -54,8 +54,8 @@ def choose_attention(optim: OptimSection, policy: Policy) -> TrainingAttention:
 
 
 def checkpoints_activations(optim: OptimSection) -> bool:
-    """Whether the policy's forward keeps only what enters each layer. "auto" is where a plan of the memory would say
-    so; without one, no."""
+    """Whether the policy's forward keeps only what enters each layer. "auto" is the plan's to decide, before a GRPO run
+    begins (engine/planning/check.py); without one, no."""
     return optim.checkpoint_activations == "on"
 
 

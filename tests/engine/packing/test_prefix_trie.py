@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.engine.packing import prefix_trie
 from thresher.engine.packing.prefix_trie import PrefixTrie, build_trie, common, cut_group, in_order, shared_groups
-from thresher.engine.training import prefix_trie
 
 Sequences = list[list[int]]
 

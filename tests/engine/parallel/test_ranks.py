@@ -93,7 +93,7 @@ def test_a_steps_record_is_that_of_all_ranks() -> None:
 
 
 def test_alone_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with joined() as ranks:
         assert ranks is ALONE and ranks.first and not ranks.several
@@ -109,11 +109,11 @@ def test_alone_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_environment_that_is_not_torchruns_is_refused(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"WORLD_SIZE": "2", **environment}.items():
         monkeypatch.setenv(name, value)
-    expected = "expected numbers in RANK, WORLD_SIZE, LOCAL_RANK, as torchrun sets them"
+    expected = "expected numbers in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, as torchrun sets them"
     with pytest.raises(UserError, match=expected), joined():
         pass
 

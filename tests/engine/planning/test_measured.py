@@ -1,4 +1,7 @@
-"""The plan against a process: a real run's resident memory, from what is imported to its peak."""
+"""The plan against a process: a real run's resident memory, from what is imported to its peak.
+
+The plan takes every token as computed, so the run does not share the prompt of all its samples.
+"""
 
 import json
 import os
@@ -82,6 +85,7 @@ max_context = 224
 max_running = 4
 [optim]
 micro_batch_tokens = 896
+share_prefix = false
 [run]
 steps = 1
 {tables}

@@ -34,7 +34,10 @@ def statement(path: Path) -> list[str]:
     where = "an 80 GB GPU" if cuda else "a CPU with 16 GB"
     total = f"{found.total_bytes / GB:.1f} GB"
     if found.fits:
-        return [f"{START}{total} at most; it fits {where}."]
+        turned = ["activations recomputed"] if found.checkpointed else []
+        turned += ["the reference in CPU memory"] if found.reference == "cpu" else []
+        how = f", with {' and '.join(turned)}" if turned else ""
+        return [f"{START}{total} at most{how}; it fits {where}."]
     advice = "; or ".join(found.advice)
     return textwrap.wrap(f"{START}{total}; it does not fit {where}: {advice}.", 118, subsequent_indent="# ")
 

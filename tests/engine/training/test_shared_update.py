@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from model_cases import make_config
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.packing import prefix_trie
 from thresher.engine.packing.batches import Batch, Item, pack, pack_shared
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.training import prefix_trie
 from thresher.engine.training import update as update_module
 from thresher.engine.training.update import Updater, UpdateStats, choose_sharing, make_items
 from thresher.kernels.attention.backends import parts

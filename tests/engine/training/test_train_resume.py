@@ -64,7 +64,7 @@ from thresher.engine.training.train import train
 
 torch.set_num_threads(1)
 where, recipe, out = sys.argv[1:]
-module, name = {"update": (grpo, "grpo_loss"), "save": (checkpoint, "save_file")}[where]
+module, name = {"update": (grpo, "grpo_loss"), "save": (checkpoint, "save_tensors")}[where]
 wanted, calls, steps = getattr(module, name), 0, 0
 
 def counted(progress):

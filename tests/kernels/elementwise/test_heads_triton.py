@@ -169,6 +169,13 @@ def test_a_row_has_its_own_bits_and_programs_no_order() -> None:
         )
 
 
+def test_weights_gradients_are_sums_of_several_programs() -> None:
+    """Three programs of three rows each, added in two goes."""
+    inputs = arguments(9, 5, 1, 10, torch.bfloat16)
+    with few_programs():
+        check(9, 5, 1, 10, torch.bfloat16, gradients(fused_norm_heads, inputs, 1))
+
+
 def test_what_is_saved_and_what_frozen_weights_save(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv, wq, wk, dy = arguments(6, 4, 2, 8, torch.float32)
     full = gradients(fused_norm_heads, (qkv, wq, wk, dy), 2)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_cases import make_config
 
 from thresher.bench.roofline.models import MODELS
@@ -79,16 +80,21 @@ def test_the_pool_takes_what_is_free_and_no_more_than_it_wants() -> None:
     assert plan(config, recipe(rollout={"kv_tokens": 8192})).phases["rollout"]["KV pool"] == (8192 + 64) * 28_672
 
 
-def test_the_largest_settings_fit_and_one_more_does_not() -> None:
-    config, memory = MODELS["1.5B"], 60 * GB
-    base = {"optim": {"micro_batch_tokens": 8192}}
-    largest = plan(config, recipe(**base), memory_bytes=memory).largest
+# As a plan was before it could choose: nothing is recomputed, and the reference lies on the device.
+KEPT: dict[str, dict[str, Any]] = {"optim": {"checkpoint_activations": "off"}, "grpo": {"reference": "device"}}
+
+
+@pytest.mark.parametrize(("base", "memory"), [(KEPT, 60), ({}, 34)])
+def test_the_largest_settings_fit_and_one_more_does_not(base: dict[str, dict[str, Any]], memory: int) -> None:
+    config = MODELS["1.5B"]
+    base = base | {"optim": {**base.get("optim", {}), "micro_batch_tokens": 8192}}
+    largest = plan(config, recipe(**base), memory_bytes=memory * GB).largest
     assert set(largest) == {"optim.micro_batch_tokens", "rollout.max_context", "rollout.kv_tokens"}
     for key in ("optim.micro_batch_tokens", "rollout.max_context"):
         section, name = key.split(".")
         for more, fits in ((0, True), (1, False)):
-            changed = base | {section: {name: largest[key] + more}}
-            assert plan(config, recipe(**changed), memory_bytes=memory).fits is fits, key
+            changed = base | {section: {**base.get(section, {}), name: largest[key] + more}}
+            assert plan(config, recipe(**changed), memory_bytes=memory * GB).fits is fits, key
 
 
 def test_more_of_anything_needs_no_less() -> None:
@@ -115,27 +121,40 @@ def applied(line: str, base: dict[str, dict[str, Any]]) -> Recipe:
     return recipe(**tables)
 
 
-@pytest.mark.parametrize(("model", "memory"), [("3B", 80), ("1.5B", 40), ("7B", 80), ("0.5B", 16)])
-def test_advice_is_true(model: str, memory: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "memory", "base"),
+    [
+        *(("3B", 80, KEPT), ("1.5B", 40, KEPT), ("7B", 80, KEPT), ("0.5B", 16, KEPT)),
+        *(("7B", 80, {}), ("3B", 60, {}), ("1.5B", 24, {}), ("0.5B", 8, {"optim": {"moments": "8bit"}})),
+    ],
+)
+def test_advice_is_true(model: str, memory: int, base: dict[str, dict[str, Any]]) -> None:
     config = MODELS[model]
-    found = plan(config, recipe(), memory_bytes=memory * GB)
+    found = plan(config, recipe(**base), memory_bytes=memory * GB)
     assert not found.fits and found.advice
     lines = [line for line in found.advice if " it fit: " in line]
     assert lines
     for line in lines:
-        after = plan(config, applied(line, {}), memory_bytes=memory * GB)
+        after = plan(config, applied(line, base), memory_bytes=memory * GB)
         assert after.fits, line
         assert line.endswith(f": {after.total_bytes / GB:.1f} GB")
+    for section, keys in base.items():
+        assert not any(f'{section}.{key} = "{value}"' in line for key, value in keys.items() for line in lines)
+
+
+def test_advice_turns_nothing_that_auto_has_turned() -> None:
+    said = " ".join(plan(MODELS["7B"], recipe(), memory_bytes=60 * GB).advice)
+    assert "optim.offload" in said and "checkpoint_activations" not in said and "grpo.reference" not in said
 
 
 def test_all_weights_of_7b_need_several_gpus() -> None:
-    found = plan(MODELS["7B"], recipe(), memory_bytes=80 * GB)
+    found = plan(MODELS["7B"], recipe(**KEPT), memory_bytes=80 * GB)
     (line,) = [line for line in found.advice if "sharded over" in line]
     gpus = int(line.split()[2])
-    shared = recipe(optim={"micro_batch_tokens": int(line.split()[-3])})
+    shared = recipe(**KEPT | {"optim": {"micro_batch_tokens": int(line.split()[-3]), "checkpoint_activations": "off"}})
     assert gpus > 2
     assert plan(MODELS["7B"], shared, gpus=gpus, memory_bytes=80 * GB).fits
-    least = recipe(optim={"micro_batch_tokens": 4096})
+    least = recipe(**KEPT | {"optim": {"micro_batch_tokens": 4096, "checkpoint_activations": "off"}})
     assert not plan(MODELS["7B"], least, gpus=gpus - 1, memory_bytes=80 * GB).fits
 
 
@@ -172,18 +191,45 @@ def test_the_update_takes_what_the_roofline_predicts() -> None:
     assert found.seconds["update"] == pytest.approx(0.1277 * 256 * 1.5, rel=1e-3)
 
 
-def test_a_switch_that_is_not_there_yet_takes_effect_once_it_is() -> None:
-    """The terms of demand.py by the record's fields, whatever keys today's recipe has."""
+def test_every_switch_takes_what_it_says() -> None:
     config, setting = MODELS["3B"], read_setting(recipe())
     n, usual = all_weights(config), demand(config, setting, None, False)
-    eight = demand(config, replace(setting, moments="8bit"), None, False)
-    assert eight.phases["loss"]["moments"] == int(2 * (1 + 4 / 256) * n)
-    away = demand(config, replace(setting, offload="masters"), None, False)
+    eight = plan(config, recipe(optim={"moments": "8bit"})).phases["loss"]
+    assert eight["moments"] == int(2 * (1 + 4 / 256) * n)
+    away = plan(config, recipe(optim={"offload": "masters"}))
     assert away.host == {"moments": 8 * n, "masters": 4 * n, "gradients": 4 * n}
     assert away.phases["loss"]["masters"] == away.phases["loss"]["moments"] == 0
-    beside = demand(config, replace(setting, reference="cpu"), None, False)
+    beside = plan(config, recipe(grpo={"reference": "cpu"}))
     assert beside.host == {"reference": 2 * n} and beside.phases["loss"]["reference"] == 4 * one_layer(config)
     assert demand(config, setting, None, True).total < usual.total
+    assert plan(config, recipe(optim={"checkpoint_activations": "on"})).total_bytes < usual.total
+
+
+AUTO = [("off", "device"), ("on", "device"), ("off", "cpu"), ("on", "cpu")]
+
+
+def fixed(recomputed: str, reference: str) -> Recipe:
+    return recipe(optim={"checkpoint_activations": recomputed}, grpo={"reference": reference})
+
+
+def test_auto_takes_the_first_choice_that_fits() -> None:
+    """What a recipe with that choice takes, to the byte; and the last where none fits."""
+    config = MODELS["3B"]
+    totals = [plan(config, fixed(*choice)).total_bytes for choice in AUTO]
+    assert min(totals) == totals[3] < totals[1] < totals[2] < totals[0]
+    for memory, number in [(totals[0], 0), (totals[0] - 1, 1), (totals[1] - 1, 3), (totals[3] - 1, 3)]:
+        found = plan(config, recipe(), memory_bytes=memory)
+        assert (found.checkpointed, found.reference) == (AUTO[number][0] == "on", AUTO[number][1])
+        assert found.total_bytes == totals[number] and found.fits is (memory >= totals[3])
+    assert plan(config, recipe()).reference == "device" and plan(config, recipe()).total_bytes == totals[0]
+
+
+def test_auto_leaves_a_reference_that_is_none_where_it_is() -> None:
+    """With adapters or beta 0, and on a CPU, where there is no other place."""
+    for changes in ({"lora": {"rank": 8}}, {"grpo": {"beta": 0.0}}, {"model": {"device": "cpu"}}):
+        found = plan(MODELS["0.5B"], recipe(**changes), memory_bytes=GB)
+        assert not found.fits and found.checkpointed
+        assert found.reference == ("device" if "model" in changes else None)
 
 
 @pytest.fixture
@@ -234,18 +280,57 @@ def test_a_wrong_flag_ends_in_one_sentence(
 def test_a_run_that_cannot_fit_is_refused_before_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_config(make_config(vocab_size=512), tmp_path)
-    small = from_dict(Recipe, {"model": {"path": str(tmp_path)}, "rollout": ROLLOUT}, "test")
-    needed = plan(make_config(vocab_size=512), small).total_bytes
-    monkeypatch.setattr(check, "cpu_memory", lambda: (needed - 1, needed - 1))
-    with pytest.raises(UserError, match=r"the run needs .* GB at its loss|backward \(.*\), and there are .*; "):
+    config = make_config(vocab_size=512)
+    write_config(config, tmp_path)
+    tables: dict[str, Any] = {"model": {"path": str(tmp_path)}, "rollout": ROLLOUT}
+    small = from_dict(Recipe, tables, "test")
+    kept, recomputed = (
+        from_dict(Recipe, tables | {"optim": {"checkpoint_activations": choice}}, "test") for choice in ("off", "on")
+    )
+    needed, least = (plan(config, choice).total_bytes for choice in (kept, recomputed))
+    monkeypatch.setattr(check, "cpu_memory", lambda: (least - 1, least - 1))
+    with pytest.raises(UserError, match=r"the run needs .* GB at its (loss|backward|gradients) \(.*\), and there are "):
         check_memory(small, tmp_path)
-    monkeypatch.setattr(check, "cpu_memory", lambda: (needed, needed - 1))
-    check_memory(small, tmp_path)
-    assert "are available now" in capsys.readouterr().out
-    monkeypatch.setattr(check, "cpu_memory", lambda: (needed, needed))
-    check_memory(small, tmp_path)
-    assert capsys.readouterr().out == ""
+    for memory, available, chosen, said in (
+        (least, least, "on", 'optim.checkpoint_activations = "on", for without it the run does not fit'),
+        (needed, needed - 1, "off", "are available now"),
+        (needed, needed, "off", ""),
+    ):
+        monkeypatch.setattr(check, "cpu_memory", lambda found=(memory, available): found)
+        decided = check_memory(small, tmp_path)
+        assert decided.optim.checkpoint_activations == chosen and decided.grpo.reference == "device"
+        printed = capsys.readouterr().out
+        assert said in printed and bool(printed) is bool(said)
+    assert check_memory(recomputed, tmp_path) == replace(recomputed, grpo=replace(small.grpo, reference="device"))
+    assert capsys.readouterr().out == "", "what the recipe says itself is no news"
+
+
+def test_on_a_gpu_auto_is_decided_by_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the machine's own memory is looked at for what goes there."""
+    config = MODELS["3B"]
+    write_config(config, tmp_path)
+    tables = {"model": {"path": str(tmp_path), "dtype": "bfloat16", "device": "cuda"}, "rollout": ROLLOUT}
+    asked = from_dict(Recipe, tables, "test")
+    totals = [plan(config, fixed(*choice)).total_bytes for choice in AUTO]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(check, "cpu_memory", lambda: (GB, GB))
+    for free, choice in ((totals[0], AUTO[0]), (totals[1], AUTO[1]), (totals[3], AUTO[3])):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 2 * free))
+        decided = check_memory(asked, tmp_path)
+        assert (decided.optim.checkpoint_activations, decided.grpo.reference) == choice
+        printed = capsys.readouterr().out
+        assert ('optim.checkpoint_activations = "on"' in printed) is (choice[0] == "on")
+        assert ('grpo.reference = "cpu"' in printed) is (choice[1] == "cpu")
+        assert ("are available now" in printed) is (choice[1] == "cpu")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (totals[3] - 1, totals[0]))
+    with pytest.raises(UserError, match=r"and the GPU has .* free; "):
+        check_memory(asked, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert check_memory(asked, tmp_path).optim.checkpoint_activations == "off", (
+        "another sentence says that there is no GPU"
+    )
 
 
 def test_this_machine_has_memory() -> None:
