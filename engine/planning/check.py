@@ -50,7 +50,9 @@ def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int 
 def _decided(recipe: Recipe, found: Plan, there: str) -> Recipe:
     """The recipe as the plan has it. One line says what was turned."""
     optim = replace(recipe.optim, checkpoint_activations="on" if found.checkpointed else "off")
-    grpo = recipe.grpo if found.reference is None else replace(recipe.grpo, reference=found.reference)
+    grpo = recipe.grpo
+    if found.reference is not None:
+        grpo = replace(grpo, reference="cpu" if found.reference == "cpu" else "device")
     turned = []
     if recipe.optim.checkpoint_activations == "auto" and found.checkpointed:
         turned.append('optim.checkpoint_activations = "on"')

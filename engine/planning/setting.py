@@ -64,7 +64,7 @@ class PlanSetting:
 
     def choices(self) -> Iterator["PlanSetting"]:
         """The record with each value that "auto" may take, in the order in which they are tried."""
-        references = (self.reference,)
+        references: tuple[str, ...] = (self.reference,)
         if self.reference == "auto":
             references = ("device", "cpu") if self.cuda and self.frozen_copy and self.gpus == 1 else ("device",)
         recomputed = self.checkpoint_activations

@@ -39,7 +39,7 @@ from thresher.engine.training.update import Updater
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
-HELD_TO_PLAN = 500_000_000  # bytes of a plan from which on a CPU gives freed memory back
+HELD_TO_PLAN = 2**28  # bytes of a plan, from which on a CPU gives freed memory back
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,9 +160,34 @@ def test_all_weights_of_7b_need_several_gpus() -> None:
 
 def test_several_gpus_divide_states_and_gather_weights() -> None:
     one, four = (plan(MODELS["7B"], recipe(), gpus=gpus).phases["rollout"] for gpus in (1, 4))
-    for name in ("weights", "masters", "moments", "reference"):
+    for name in ("masters", "moments", "reference"):
         assert four[name] == one[name] // 4
     assert (one["gathered copy"], four["gathered copy"]) == (0, one["weights"])
+    assert four["weights"] == 0, "each has its rows of the masters, from which the copy is gathered"
+    update = plan(MODELS["7B"], recipe(), gpus=4).phases["backward"]
+    outside = 2 * 152_064 * 3_584
+    assert update["gathered copy"] > 2 * 2 * outside, "embedding and head, of policy and reference"
+    adapters = plan(MODELS["7B"], recipe(lora={"rank": 16}), gpus=4).phases["rollout"]
+    assert adapters["weights"] > one["weights"] // 4
+    assert all("checkpoint" in line or "micro_batch" in line or "lora" in line for line in several_advice())
+
+
+def several_advice() -> list[str]:
+    """Where four GPUs do not do, only what several ranks can run is advised."""
+    off = recipe(optim={"checkpoint_activations": "off", "micro_batch_tokens": 65_536})
+    advice = plan(MODELS["7B"], off, gpus=4, memory_bytes=80 * GB).advice
+    assert advice
+    return advice
+
+
+def test_more_passes_take_as_many_times_as_long() -> None:
+    def update(**grpo: Any) -> float:
+        seconds = plan(MODELS["3B"], recipe(grpo=grpo), rates=CHIPS["A100-80"]).seconds
+        assert seconds is not None
+        return seconds["update"]
+
+    assert update(epochs_per_batch=4) == pytest.approx(4 * update())
+    assert update() < update(old_logprobs="recomputed") < 1.6 * update()
 
 
 def test_seconds_are_those_of_the_floors() -> None:
@@ -256,7 +281,7 @@ def test_the_command_reads_a_config_and_a_recipe_alone(
     assert not found["fits"] and found["advice"] and found["seconds_per_step"] is None
     assert cli.run([*files, "--gpu-memory", "80GB", "--gpus", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "of 80.0: it fits" in shown and "thresher train runs on one" in shown
+    assert "of 80.0: it fits" in shown and "torchrun --nproc-per-node N" in shown
 
 
 @pytest.mark.parametrize(
@@ -297,11 +322,11 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads(
         (needed, needed, "off", ""),
     ):
         monkeypatch.setattr(check, "cpu_memory", lambda found=(memory, available): found)
-        decided = check_memory(small, tmp_path)
+        decided, _ = check_memory(small, tmp_path)
         assert decided.optim.checkpoint_activations == chosen and decided.grpo.reference == "device"
         printed = capsys.readouterr().out
         assert said in printed and bool(printed) is bool(said)
-    assert check_memory(recomputed, tmp_path) == replace(recomputed, grpo=replace(small.grpo, reference="device"))
+    assert check_memory(recomputed, tmp_path)[0] == replace(recomputed, grpo=replace(small.grpo, reference="device"))
     assert capsys.readouterr().out == "", "what the recipe says itself is no news"
 
 
@@ -318,7 +343,7 @@ def test_on_a_gpu_auto_is_decided_by_what_is_free(
     monkeypatch.setattr(check, "cpu_memory", lambda: (GB, GB))
     for free, choice in ((totals[0], AUTO[0]), (totals[1], AUTO[1]), (totals[3], AUTO[3])):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 2 * free))
-        decided = check_memory(asked, tmp_path)
+        decided, _ = check_memory(asked, tmp_path)
         assert (decided.optim.checkpoint_activations, decided.grpo.reference) == choice
         printed = capsys.readouterr().out
         assert ('optim.checkpoint_activations = "on"' in printed) is (choice[0] == "on")
@@ -328,7 +353,7 @@ def test_on_a_gpu_auto_is_decided_by_what_is_free(
     with pytest.raises(UserError, match=r"and the GPU has .* free; "):
         check_memory(asked, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert check_memory(asked, tmp_path).optim.checkpoint_activations == "off", (
+    assert check_memory(asked, tmp_path)[0].optim.checkpoint_activations == "off", (
         "another sentence says that there is no GPU"
     )
 
