@@ -101,7 +101,7 @@ REDUCED = {
         ("table.md", "curves.png", "systems.json"),
         once=True,
     ),
-    "bench step": Row(("--steps", "1", "--shape", "demo", "--peer", "none"), once=True),
+    "bench step": Row(("--steps", "1", "--shape", "demo", "--peer", "none", "--out", "step.jsonl"), once=True),
     "bench rollout": Row(("--shape", "demo", "--rounds", "1", "--peer", "none"), once=True),
     "bench loss": Row(
         (

@@ -16,7 +16,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.planning.demand import Demand, demand, kv_token_bytes, kv_tokens
 from thresher.engine.planning.floors import DeviceRates
 from thresher.engine.planning.seconds import seconds_per_step
-from thresher.engine.planning.setting import Change, PlanSetting, read_setting, switches
+from thresher.engine.planning.setting import Change, Place, PlanSetting, read_setting, switches
 from thresher.policy.config import ModelConfig
 
 GB = 10**9
@@ -40,7 +40,7 @@ class Plan:
     memory_bytes: int | None
     fits: bool | None
     checkpointed: bool
-    reference: str | None = None
+    reference: Place | None = None
     host: dict[str, int] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.planning.sizes import BF16, FP32
+
+Place = Literal["auto", "device", "cpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class PlanSetting:
     item: int
     adapters: tuple[int, tuple[str, ...]] | None
     beta: bool
-    reference: str
+    reference: Place
     micro_batch_tokens: int
     loss_workspace_bytes: int | None
     checkpoint_activations: str
@@ -64,12 +66,14 @@ class PlanSetting:
 
     def choices(self) -> Iterator["PlanSetting"]:
         """The record with each value that "auto" may take, in the order in which they are tried."""
-        references: tuple[str, ...] = (self.reference,)
+        recomputed = [self.checkpoint_activations]
+        references: list[Place] = [self.reference]
         if self.reference == "auto":
-            references = ("device", "cpu") if self.cuda and self.frozen_copy and self.gpus == 1 else ("device",)
-        recomputed = self.checkpoint_activations
+            references = ["device", "cpu"] if self.cuda and self.frozen_copy and self.gpus == 1 else ["device"]
+        if self.checkpoint_activations == "auto":
+            recomputed = ["off", "on"]
         for reference in references:
-            for value in ("off", "on") if recomputed == "auto" else (recomputed,):
+            for value in recomputed:
                 yield replace(self, reference=reference, checkpoint_activations=value)
 
     @property

@@ -58,16 +58,23 @@ print(planned, now("VmHWM") - before)
 """
 
 
-def prepare(folder: Path, tables: str) -> None:
-    """A random model, questions and a prompt of some 150 tokens that fills the context, and a recipe of one step."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model, questions and a prompt of some 150 tokens that fills the context."""
     from thresher.engine.synthetic.random_model import initialise
 
+    folder = tmp_path_factory.mktemp("measured")
     questions = [{"id": str(n), "question": f"Who is mayor {n}?", "golden_answers": ["Anna"]} for n in range(8)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
     (folder / "config.json").write_text(json.dumps(FIXED | SIZES))
     initialise(folder / "config.json", folder / "model", train_on=[folder / "questions.jsonl"], vocab_size=280)
     (folder / "prompt.txt").write_text("Zq" * 96 + " {question}\n")
-    (folder / "recipe.toml").write_text(
+    return folder
+
+
+def write_recipe(folder: Path, out: Path, tables: str) -> None:
+    """Of one step."""
+    (out / "recipe.toml").write_text(
         f"""
 [model]
 path = "{folder / "model"}"
@@ -95,9 +102,9 @@ steps = 1
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("tables", ["", "[grpo]\nbeta = 0.0\n"], ids=["reference", "none"])
-def test_a_run_takes_what_was_planned(tmp_path: Path, tables: str) -> None:
+def test_a_run_takes_what_was_planned(tmp_path: Path, folder: Path, tables: str) -> None:
     """Within a tenth, of more than 500 MiB where there is a reference."""
-    prepare(tmp_path, tables)
+    write_recipe(folder, tmp_path, tables)
     # The product itself has glibc return what is freed; a user's threshold would keep it from that.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(

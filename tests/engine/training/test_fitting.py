@@ -10,13 +10,16 @@ import torch
 from safetensors.torch import load_file
 from train_cases import Killed, assert_same_run, die_after, metrics, single_threaded, what_happened
 
-from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.device import make_decoder
 from thresher.engine.packing.batches import Item
+from thresher.engine.planning import check
+from thresher.engine.planning.plan import plan
 from thresher.engine.training import train as train_module
 from thresher.engine.training.train import train
+from thresher.policy.config import read_config
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError
@@ -39,10 +42,8 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [record for record in metrics(run) if "eval" not in record]
 
 
-def test_where_things_lie_changes_no_bit(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Masters and reference in CPU memory, layers computed twice; and a run may change these when it goes on."""
+def note_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list that gets, for every forward of a policy, whether its layers are to be computed anew."""
     layers = []
     hidden = Policy.hidden
 
@@ -51,6 +52,36 @@ def test_where_things_lie_changes_no_bit(
         return hidden(self, *arguments)
 
     monkeypatch.setattr(Policy, "hidden", noted)
+    return layers
+
+
+def test_auto_recomputes_where_the_plan_does_not_fit_otherwise(
+    tmp_path: Path,
+    make_recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A line says so, and the run's recipe says "auto" as before, so that another machine may take it up."""
+    layers = note_recomputed(monkeypatch)
+    run = {**RUN, "steps": 1}
+    recipe = make_recipe(rollout=SMALL, run=run, optim={"lr": 1e-4, "micro_batch_tokens": 100_000})
+    needed = plan(read_config(recipe.model.path), recipe).total_bytes
+    for memory, anew in ((needed, False), (needed - 1, True)):
+        layers.clear()
+        monkeypatch.setattr(check, "cpu_memory", lambda memory=memory: (memory, needed))
+        train(recipe, tmp_path / str(anew))
+        assert any(layers) is anew
+        assert ('train: the plan takes optim.checkpoint_activations = "on"' in capsys.readouterr().out) is anew
+    for folder in (tmp_path / "False", tmp_path / "True"):
+        assert load_recipe(folder / "recipe.toml") == recipe
+    assert_same_run(tmp_path / "False", tmp_path / "True")
+
+
+def test_where_things_lie_changes_no_bit(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masters and reference in CPU memory, layers computed twice; and a run may change these when it goes on."""
+    layers = note_recomputed(monkeypatch)
     bf16 = {"dtype": "bfloat16"}
     train(make_recipe(model=bf16, rollout=SMALL, run=RUN, optim={"lr": 1e-4}), tmp_path / "plain")
     assert not any(layers)
