@@ -33,6 +33,7 @@ def play(scenario: dict[str, Any], rank: int) -> None:
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(scenario["ranks"]),
+        "LOCAL_WORLD_SIZE": str(scenario["ranks"]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(scenario["port"]),
     }
