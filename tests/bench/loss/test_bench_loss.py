@@ -149,7 +149,9 @@ def test_what_is_wrong_or_fails_is_not_timed(case: LossCase) -> None:
     assert isinstance(wrong, str) and "hidden_grad 2.0e-01" in wrong and "head_grad" not in wrong
     assert enter(replace(OURS[0], prepare=_broken), case, truth, None) == "RuntimeError: no kernel image."
     missing = replace(PEERS["trl"], package="a-package-that-is-not-there")
-    assert missing.unavailable(CPU, torch.float32) == "a-package-that-is-not-there is not installed."
+    assert missing.unavailable(CPU, torch.float32) == (
+        "a-package-that-is-not-there is not installed; pip install a-package-that-is-not-there brings it."
+    )
     chosen = [replace(OURS[0], prepare=_scaled), OURS[1], replace(PEERS["naive"], prepare=_broken)]
     row = measure_case(SHAPE, chosen, CPU, torch.float32)
     assert failure([row]) is not None and "ours at H 16, V 300, T 96, 50% active: It is off" in str(failure([row]))
