@@ -21,7 +21,6 @@ from thresher.cli import commands
 from thresher.cli.parsing.parser import Parser, add_version
 from thresher.cli.process import prepare_process
 from thresher.cli.registry import add_commands
-from thresher.engine import console
 from thresher.policy.files import remedy
 from thresher.rewards.errors import UserError
 
@@ -38,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
+    from thresher.engine import console  # brings numpy, before which `main` decides how its threads wait
+
     words = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in words and not {"-h", "--help"} & set(words)
     # Read before they are parsed, for a mistake in the flags is answered as they want it.
@@ -94,14 +95,18 @@ def _unread() -> int:
 
 
 def run_command(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; its errors are raised. Commands that are chains of others get it as `options.run_command`."""
+    """Run one command; its errors are raised."""
+    from thresher.engine import console
+
     options = build_parser().parse_args(arguments)
     options.handler(options)
     console.wrote({name: getattr(options, name, None) for name in ("out", "plot")})
 
 
 def _run_within(arguments: Sequence[str]) -> None:
-    """A command of a chain: what it shows is not the chain's answer."""
+    """A command of a chain, which has it as `options.run_command`: what it shows is not the chain's answer."""
+    from thresher.engine import console
+
     with console.answering():
         run_command(arguments)
 

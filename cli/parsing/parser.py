@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from thresher.cli.parsing.mistakes import command_of, sentence, unknown_flag
-from thresher.engine import console
 from thresher.rewards.errors import UserError
 
 PACKAGES = ("thresher", "torch", "triton")
@@ -86,6 +85,8 @@ def add_version(parser: argparse._ActionsContainer) -> None:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from thresher.engine import console  # brings numpy: see main.py
+
         found = {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()}
         console.answer(found)
         print(", ".join(f"{name} {text or 'not installed'}" for name, text in found.items()))

@@ -104,10 +104,10 @@ def markdown(keys: Sequence[Key]) -> str:
     lines = [
         "# The recipe",
         "",
-        "Every key of every section. This page is generated from engine/config/sections.py: `make docs` writes it, and",
-        "`thresher recipe --explain KEY` prints one key of it. A system's preset holds where neither the file nor",
-        "`--set` sets the key; `--set section.key=` takes the file's value away. A default of none is not written: leave",
-        "the key out. `thresher recipe --show RECIPE` prints a recipe with presets and defaults filled in.",
+        "Every key of every section. This page is generated from engine/config/sections.py: `make docs` writes it,",
+        "and `thresher recipe --explain KEY` prints one key of it. A system's preset holds where neither the file nor",
+        "`--set` sets the key; `--set section.key=` takes the file's value away. A default of none is not written:",
+        "leave the key out. `thresher recipe --show RECIPE` prints a recipe with presets and defaults filled in.",
     ]
     section = None
     for key in keys:

@@ -126,9 +126,7 @@ class GrpoSection(Section):
     updates_per_batch: Count = 1  # optimiser steps per pass over a rollout batch, whole groups split among them
     epochs_per_batch: Count = 1  # passes over a rollout batch, all in one order (PPO's epochs)
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # recorded when sampled, or by a forward of the update's
-    importance: Literal["none", "token", "sequence"] = (
-        "none"  # the loss's weights, recomputed/rollout, by token or trajectory
-    )
+    importance: Literal["none", "token", "sequence"] = "none"  # weights recomputed/rollout, of a token or trajectory
     importance_rule: Literal["truncate", "mask"] = "truncate"  # beyond the cap: the cap, or 0 (and 0 below the floor)
     importance_cap: Annotated[float, Within(1)] = 2.0  # the largest weight
     importance_floor: Share | None = None  # of "mask", the smallest; None: 1 / importance_cap
@@ -164,9 +162,7 @@ class OptimSection(Section):
     weight_decay: NotNegative = 0.0  # of AdamW, decoupled
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of lr, after the warm-up; 0 after the last step
-    max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = (
-        1.0  # gradients are clipped to it; inf: no clipping
-    )
+    max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # of gradients; inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
     attention: Attention = "auto"  # what computes attention, forward and backward
     share_prefix: bool = True  # compute once what trajectories begin with alike, where that is worth it
