@@ -60,10 +60,10 @@ def run(options: argparse.Namespace) -> None:
     plans = plan(options.passages, dim, options.kind or [ALL], memory, calibration, written)
     shape = f"{options.passages:,} passages" + ("" if words else f" x {dim}")
     _print_plans(f"{shape}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s", plans)
-    console.console.print(_encoding_note(options, encoded, words))
+    console.console.print(_encoding_note(options, encoded, words), soft_wrap=True)
     advised = advice(options.passages, dim, memory)
     if not words:
-        console.console.print(advised[0].upper() + advised[1:] + ".")
+        console.console.print(advised[0].upper() + advised[1:] + ".", soft_wrap=True)
     record = {
         "passages": options.passages,
         "dim": dim,
@@ -102,14 +102,12 @@ def _print_plans(title: str, plans: "Sequence[IndexPlan]") -> None:
 
     from thresher.retrieval.building.plan import COLUMNS
 
-    if not console.console.is_terminal:
-        console.console.width = max(WIDTH, console.console.width)
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for number, column in enumerate(COLUMNS):
         drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in plans:
         drawn.add_row(*row.row())
-    console.console.print(drawn)
+    console.console.print(drawn, width=None if console.console.is_terminal else max(WIDTH, console.console.width))
     console.console.print("1 query and 64 together: seconds of the search, at an assumed nprobe or efSearch.")
 
 
