@@ -3,6 +3,7 @@
 #   make demo        train a small model to search, from nothing      (SEED=1, OUT=runs/other)
 #   make test        formatter, linter, type checker, tests
 #   make lint        all of that but the tests
+#   make docs        docs/recipe.md, from the recipe's sections
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
 #   make gpu-check   all that a GPU has to confirm, in eight minutes, in the Python that is there (PYTHON=.., RESULTS=..)
 #   make .venv       only the environment                             (PYTHON=python3.12)
@@ -99,6 +100,11 @@ lint: .venv
 .PHONY: test
 test: lint
 	@$(VENV)/bin/pytest
+
+.PHONY: docs
+docs: .venv
+	@page="$$($(VENV)/bin/thresher recipe --reference)"
+	printf '%s\n' "$$page" >docs/recipe.md
 
 .PHONY: bench
 bench: .venv-bench

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
 
 Number = TypeVar("Number", int, float)
+OVERRIDE = "override the recipe; nothing behind = takes the key out of it, so that its default holds; may be repeated"
 
 
 def checked(kind: Callable[[str], Number], expected: str, fits: Callable[[Number], bool]) -> Callable[[str], Number]:
@@ -34,22 +35,26 @@ def checked(kind: Callable[[str], Number], expected: str, fits: Callable[[Number
 
 count = checked(int, "a whole number of at least 1", lambda value: 1 <= value < 2**63)
 natural = checked(int, "a whole number of at least 0", lambda value: 0 <= value < 2**63)
+integer = checked(int, "a whole number", lambda value: -(2**63) <= value < 2**63)
 seed = checked(int, "a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)
 percent = checked(int, "a whole number from 1 to 100", lambda value: 1 <= value <= 100)
 share = checked(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
 seconds = checked(float, "a number of at least 0", lambda value: value >= 0)  # inf: without end
+number = checked(float, "a number", lambda value: value == value)
 positive = checked(float, "a number above 0", lambda value: 0 < value < math.inf)
 temperature = checked(float, "a number of at least 0", lambda value: 0 <= value < math.inf)
 
 
-def add_set(parser: ArgumentParser, metavar: str = "SECTION.KEY=VALUE", text: str = "override the recipe") -> None:
+def add_set(parser: ArgumentParser, metavar: str = "SECTION.KEY=VALUE", text: str = OVERRIDE) -> None:
     """`--set`, which may be repeated: a list of assignments."""
     parser.add_argument("--set", action="append", default=[], metavar=metavar, help=text)
 
 
 def add_model_device(parser: ArgumentParser) -> None:
     """`--device`, where a recipe has the key as well: see `overrides`."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="short for --set model.device=")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="short for --set model.device=; default: the recipe's"
+    )
 
 
 def overrides(options: Namespace) -> list[str]:
@@ -59,7 +64,7 @@ def overrides(options: Namespace) -> list[str]:
 
 def add_recipe(parser: ArgumentParser) -> None:
     """A recipe's file, and what overrides it: see `read_recipe`."""
-    parser.add_argument("recipe", help="TOML file")
+    parser.add_argument("recipe", help="TOML file; docs/recipe.md has its keys")
     add_set(parser)
     add_model_device(parser)
 
@@ -72,9 +77,8 @@ def read_recipe(options: Namespace) -> "Recipe":
 
 
 def add_index_search(parser: ArgumentParser) -> None:
-    """Which index is asked, what, and how: of `index search` and of `index check`."""
-    parser.add_argument("--index", required=True)
-    parser.add_argument("--queries", required=True)
-    parser.add_argument("--k", type=count, default=5)
-    add_set(parser, "NAME=VALUE", "such as nprobe=64")
+    """Which index is asked, and how: of `index search` and of `index check`."""
+    parser.add_argument("--index", required=True, metavar="DIR", help="folder that `thresher index build` wrote")
+    parser.add_argument("--k", type=count, default=5, help="passages of a question")
+    add_set(parser, "NAME=VALUE", "a parameter of the search, such as nprobe=64; default: what the build measured")
     parser.add_argument("--gpu", action="store_true", help="lists on all GPUs, in float16")

@@ -3,19 +3,30 @@
 Exit status: 0 done; 2 the user's mistake, explained in one sentence; 1 ours, with a trace, or in a sentence where a
 command checks our own work (`bench loss`, `bench compile`); 130 interrupted; 141 nobody reads the output any more.
 
+With `--json` stdout is one object: what the command found, or {"error": sentence}, with the same status. Everything
+else goes to stderr.
+
 Deliberately absent: the commands themselves, which registry.py finds in cli/commands.
 """
 
 import argparse
+import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 
 from thresher.cli import commands
+from thresher.cli.parsing.parser import Parser, add_version
 from thresher.cli.process import prepare_process
 from thresher.cli.registry import add_commands
 from thresher.policy.files import remedy
 from thresher.rewards.errors import UserError
+
+INTERRUPTED = (
+    "interrupted; a training run or a rollout goes on with --resume, an index or an evaluation when begun again"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,43 +37,85 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
+    from thresher.engine import console  # brings numpy, before which `main` decides how its threads wait
+
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    as_json = "--json" in words and not {"-h", "--help"} & set(words)
+    # Read before they are parsed, for a mistake in the flags is answered as they want it.
+    with console.answering(quiet="--quiet" in words) as answer:
+        with ExitStack() as stack:
+            if as_json:
+                stack.enter_context(redirect_stdout(sys.stderr))
+            status, wrong = _ended(words)
+        found = answer.to_dict()
     try:
-        run_command(arguments)
-    except UserError as error:
-        print(f"thresher: {error}", file=sys.stderr)
-        return 2
+        if wrong is not None:
+            print(f"thresher: {wrong}", file=sys.stderr)
+            found |= {"error": wrong}
+        if as_json:
+            print(json.dumps(found, ensure_ascii=False), flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
-        return 141
+        return _unread()
+    return status
+
+
+def _ended(words: Sequence[str]) -> tuple[int, str | None]:
+    """The exit status of a command, and what is to be said of it."""
+    try:
+        run_command(words)
+    except UserError as error:
+        if "--verbose" in words:
+            traceback.print_exc()
+        return 2, str(error)
+    except BrokenPipeError:
+        return _unread(), None
     except OSError as error:
         # A path that nobody looked at before. What the system says without naming one is ours to explain.
         path = error.filename2 or error.filename
         if path is None:
             raise
-        print(f"thresher: {path}: {error.strerror}; {remedy(error)}", file=sys.stderr)
-        return 2
+        if "--verbose" in words:
+            traceback.print_exc()
+        return 2, f"{path}: {error.strerror}; {remedy(error)}"
     except KeyboardInterrupt:
-        print(
-            "thresher: interrupted; a training run or a rollout goes on with --resume, an index or an evaluation when "
-            "begun again",
-            file=sys.stderr,
-        )
-        return 130
-    return 0
+        return 130, INTERRUPTED
+    except SystemExit as left:  # --help and --version, and what checks our own work
+        return (left.code or 0, None) if isinstance(left.code, int | None) else (1, str(left.code))
+    except Exception as error:  # ours
+        if "--json" not in words:
+            raise
+        traceback.print_exc()
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, None
+
+
+def _unread() -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+    return 141
 
 
 def run_command(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; its errors are raised. Commands that are chains of others get it as `options.run_command`."""
+    """Run one command; its errors are raised."""
+    from thresher.engine import console
+
     options = build_parser().parse_args(arguments)
     options.handler(options)
+    console.wrote({name: getattr(options, name, None) for name in ("out", "plot")})
+
+
+def _run_within(arguments: Sequence[str]) -> None:
+    """A command of a chain, which has it as `options.run_command`: what it shows is not the chain's answer."""
+    from thresher.engine import console
+
+    with console.answering():
+        run_command(arguments)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. What it parses has the command's function as `handler`, and `run_command`."""
-    parser = argparse.ArgumentParser(
-        prog="thresher", description="Train small open models to answer from retrieved text, with GRPO."
-    )
-    parser.set_defaults(run_command=run_command)  # handed down, for no command imports what lies above it
+    parser = Parser(prog="thresher", description="Train small open models to answer from retrieved text, with GRPO.")
+    parser.set_defaults(run_command=_run_within)  # handed down, for no command imports what lies above it
+    add_version(parser)
     add_commands(parser, commands)
     return parser
 

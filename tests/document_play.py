@@ -27,6 +27,7 @@ from documents import Block, Command, blocks, commands, documents, mentions, to_
 from retrieval_server_cases import ask
 
 from thresher.cli.main import build_parser, run
+from thresher.rewards.errors import UserError
 
 CUDA_HERE = torch.cuda.is_available()
 NOBODY = "http://127.0.0.1:9"  # where no server answers
@@ -64,6 +65,7 @@ class Row:
 REDUCED = {
     "init": Row(writes=("config.json", "model.safetensors", "tokenizer.json")),
     "sft": Row(writes=("model.safetensors", "sft.json", "metrics.jsonl")),
+    "recipe": Row(),
     "train": Row(TRAIN, ("recipe.toml", "metrics.jsonl", "summary.json", "checkpoints", "trajectories")),
     "train --resume": Row(sets(run__steps=2), ("checkpoints/step_000002", "summary.json")),
     "train --url": Row((*TRAIN, "--set", "retrieval.url={url}"), ("summary.json",)),
@@ -240,11 +242,8 @@ def prepare(words: tuple[str, ...]) -> None:
 
 
 def status(words: list[str]) -> object:
-    """The exit status, also where argparse or a check of our own work leaves."""
-    try:
-        return run(words)
-    except SystemExit as left:
-        return left.code
+    """The exit status."""
+    return run(words)
 
 
 def in_a_process(words: list[str]) -> int:
@@ -315,6 +314,6 @@ def complete(words: tuple[str, ...]) -> bool:
         return False
     try:
         build_parser().parse_args(words)
-    except SystemExit:
+    except (SystemExit, UserError):  # --help and --version; what is missing
         return False
     return True

@@ -35,7 +35,7 @@ ROOMS = (
     ("bench/decode", "bench/gpu_check"),
     ("bench/step",),
     ("bench/studies/kl", "bench/studies/mask", "bench/studies/systems"),
-    ("cli/flags.py", "cli/process.py"),
+    ("cli/flags.py", "cli/parsing", "cli/process.py"),
     ("cli/commands",),
     ("cli/registry.py",),
     ("cli/main.py",),

@@ -30,7 +30,7 @@ from thresher.bench.compile.predict import Prediction, predict
 from thresher.bench.compile.sass import Code
 from thresher.bench.compile.target import KIB, TARGETS
 from thresher.bench.machine import facts, package_version
-from thresher.engine.console import console, progress_line, shown
+from thresher.engine.console import answer, console, progress_line, shown
 from thresher.kernels.launch.registry import Specialisation, specialisations_of, triton_modules
 from thresher.rewards.errors import UserError
 
@@ -53,9 +53,10 @@ def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str |
     with progress_line("compiled", len(wanted)) as line:
         results = compile_all([(specialisation, target) for _, specialisation, target in wanted], line.to)
     _show(results)
+    head = facts(("triton",))
+    rows = [_row(head, name, result) for (name, _, _), result in zip(wanted, results, strict=True)]
+    answer({"rows": rows})
     if out is not None:
-        head = facts(("triton",))
-        rows = [_row(head, name, result) for (name, _, _), result in zip(wanted, results, strict=True)]
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         with Path(out).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -64,8 +65,11 @@ def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str |
     return "; ".join(wrong) or None
 
 
-def run_under(triton: str | Path, targets: Sequence[str], modules: Sequence[str], out: str | Path | None) -> int:
-    """The same with the Triton that was unpacked into the folder `triton`; returns the exit status."""
+def run_under(
+    triton: str | Path, targets: Sequence[str], modules: Sequence[str], out: str | Path | None, as_json: bool = False
+) -> int:
+    """The same with the Triton that was unpacked into the folder `triton`; returns the exit status. as_json: its
+    answer is ours, and its tables go to stderr."""
     folder = Path(triton).resolve()
     if not (folder / "triton" / "__init__.py").is_file():
         raise UserError(
@@ -80,7 +84,12 @@ def run_under(triton: str | Path, targets: Sequence[str], modules: Sequence[str]
     words += [] if out is None else ["--out", str(out)]
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-m", "thresher.cli", "bench", "compile", *words]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
+    environment = os.environ | {"PYTHONPATH": path}
+    if not as_json:
+        return subprocess.run(command, env=environment, check=False).returncode
+    done = subprocess.run([*command, "--json"], env=environment, check=False, stdout=subprocess.PIPE)
+    answer(json.loads(done.stdout))
+    return done.returncode
 
 
 def _require_compiler() -> None:

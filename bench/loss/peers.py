@@ -54,10 +54,10 @@ class Contender:
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it cannot run here, in one sentence; None where it can."""
-        if self.package is not None and find_spec(self.package.replace("-", "_")) is None:
-            return f"{self.package} is not installed."
         if self.cuda_only and device.type != "cuda":
             return "It runs on CUDA only."
+        if self.package is not None and find_spec(self.package.replace("-", "_")) is None:
+            return f"{self.package} is not installed; pip install {self.package} brings it."
         if dtype not in self.dtypes:
             return f"It does not take {str(dtype).removeprefix('torch.')}."
         return None

@@ -24,8 +24,11 @@ from thresher.rewards.errors import UserError
 SHARED, OWN, GROUP = 1200, 300, 8
 
 
-def run_roofline(chips: Sequence[str], models: Sequence[str], batch: int, out: str | Path | None) -> None:
-    """Print both tables for these chips and models (a name of `MODELS` or a model folder), append rows to `out`."""
+def run_roofline(
+    chips: Sequence[str], models: Sequence[str], batch: int, out: str | Path | None
+) -> list[dict[str, Any]]:
+    """Print both tables for these chips and models (a name of `MODELS` or a model folder), append rows to `out`.
+    Returns the rows."""
     configs = {name: _config(name) for name in models}
     if batch % GROUP:
         raise UserError(f"--batch {batch}: expected a multiple of {GROUP}, for one shape has groups of {GROUP}")
@@ -45,6 +48,7 @@ def run_roofline(chips: Sequence[str], models: Sequence[str], batch: int, out: s
         head = facts()
         append_rows(out, *({"bench": "roofline", **head, **row} for row in rows))
         console.print(f"appended to {out}")
+    return rows
 
 
 def _config(name: str) -> ModelConfig:

@@ -8,3 +8,4 @@ A file here is found by its name and listed nowhere; docs/add/command.md says wh
 """
 
 METAVAR = "COMMAND"
+EXAMPLE = "thresher demo --out runs/demo"

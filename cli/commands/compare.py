@@ -8,6 +8,7 @@ from thresher.engine import console
 
 HELP = "two evaluations of the same questions, side by side"
 PLACE = 50
+EXAMPLE = "thresher compare runs/a runs/b --out runs/compared"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,7 @@ def run(options: argparse.Namespace) -> None:
         out.mkdir(parents=True, exist_ok=True)
         atomic_write_text(out / "compare.md", markdown(result))
         atomic_write_text(out / "compare.json", json.dumps(result, indent=2) + "\n")
+    console.answer(result)
     for note in result["notes"]:
         console.console.print(note, markup=False, soft_wrap=True)
     columns = ("measure", "first", "second", "difference", "95% interval", "p", "questions")

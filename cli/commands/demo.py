@@ -12,11 +12,12 @@ from thresher.engine import console
 
 HELP = "from nothing to a model that searches, in minutes"
 PLACE = 140
+EXAMPLE = "thresher demo --out runs/demo --seed 1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", default="runs/demo")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="runs/demo", help="folder for all that it makes")
+    parser.add_argument("--seed", type=flags.integer, default=0, help="of the world, the weights and the training")
     flags.add_set(parser)
 
 
@@ -42,4 +43,5 @@ def run(options: argparse.Namespace) -> None:
         ("", "after warm-up", "after GRPO"),
         rows,
     )
+    console.answer(summary)
     console.console.print(f"{summary['seconds']:.0f} s in all. Look at {out / 'report.html'}")

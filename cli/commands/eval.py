@@ -22,6 +22,7 @@ from thresher.rewards.errors import UserError
 
 HELP = "answer questions with a system or a baseline, and measure"
 PLACE = 40
+EXAMPLE = "thresher eval --best runs/first --questions test.jsonl --out runs/eval"
 
 KEYS = {  # flag -> the recipe's key
     "model": "model.path",
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
         baseline=options.baseline,
         best=best,
     )
-    run_evaluation(recipe, asked, Path(options.out))
+    console.answer(run_evaluation(recipe, asked, Path(options.out)))
 
 
 def eval_recipe(options: argparse.Namespace) -> tuple[Recipe, Best | None]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 HELP = "evidence from passages, for whoever answers"
 PLACE = 60
+EXAMPLE = "thresher extract --model models/eviomni --questions dev.jsonl --index indexes/mine --out evidence.jsonl"
 
 # Flags that are fields of the plan as they are.
 PLAN = ("model", "questions", "out", "index", "url", "k", "template", "prompt", "actions", "limit", "batch")
@@ -27,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=flags.count, default=5, help="passages of a search; default 5")
     parser.add_argument("--template", metavar="FILE", help="the extractor's prompt, with {question} and {passages}")
     parser.add_argument("--prompt", choices=("raw", "chat"), default="raw", help="chat: in the local models' templates")
-    parser.add_argument("--loop", choices=("traditional", "agentic"), default="traditional")
+    parser.add_argument(
+        "--loop",
+        choices=("traditional", "agentic"),
+        default="traditional",
+        help="who asks: every question once, or an agent that searches",
+    )
     for who, text in (("answer", "answers from the evidence"), ("agent", "searches, with --loop agentic")):
         parser.add_argument(f"--{who}-model", metavar="DIR", help=f"folder of the model that {text}")
         parser.add_argument(f"--{who}-url", metavar="URL", help="of a server that speaks OpenAI's chat completions")

@@ -6,11 +6,11 @@ One sample is shown while it is drawn; several, or the JSON of any number, when 
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
+from thresher.engine import console
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 HELP = "one look at a model: what it writes after a prompt"
 PLACE = 32
+EXAMPLE = 'thresher generate --model models/warm --prompt "Who is the mayor?" --chat'
 
 ENDS = {"eos": "end of text", "length": "--max-new-tokens", "context": "the model's context is full"}
 
@@ -37,10 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=top_p, default=1.0, metavar="P", help="the likeliest up to a mass of P; default 1: all")
     add("--min-p", type=flags.share, default=0.0, metavar="P", help="those of P times the likeliest's, at least")
     add("--n", type=flags.count, default=1, help="samples; default 1, shown while it is drawn")
-    add("--seed", type=flags.seed, default=0)
-    add("--json", action="store_true", help="one object, with token ids and log-probs, in the place of text")
+    add("--seed", type=flags.seed, default=0, help="of the sampling")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where it is computed")
 
 
 def stop(text: str) -> str:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     except UserError as error:
         raise UserError(str(error).replace("request 0: its prompt", f"{where}: the prompt")) from None
     if options.json:
-        print(json.dumps({"prompt_ids": request.prompt_ids, "samples": [_record(sample) for sample in samples]}))
+        console.answer({"prompt_ids": request.prompt_ids, "samples": [_record(sample) for sample in samples]})
         return
     for number, sample in enumerate(samples, 1):
         end = f"at {sample.stop}" if sample.stop is not None else ENDS[sample.finish]

@@ -7,6 +7,7 @@ from thresher.engine import console
 
 HELP = "make a model folder with random weights"
 PLACE = 10
+EXAMPLE = "thresher init --config config.json --tokenizer models/Qwen2.5-0.5B --out runs/init"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,11 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train-tokenizer", nargs="+", default=[], metavar="FILE", help="train one on the strings of JSONL files"
     )
     parser.add_argument("--vocab-size", type=flags.count, default=1024, help="of a tokenizer that is trained")
-    flags.add_set(parser, "KEY=VALUE", "override a key of the config")
-    parser.add_argument("--seed", type=int, default=0)
+    flags.add_set(parser, "KEY=VALUE", "override a key of the config; may be repeated")
+    parser.add_argument("--seed", type=flags.integer, default=0, help="of the random weights")
     parser.add_argument("--embedding-std", type=flags.positive, metavar="STD", help="default: initializer_range")
     parser.add_argument("--zero-outputs", action="store_true", help="every layer begins as the identity")
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", required=True, help="model folder to write")
 
 
 def run(options: argparse.Namespace) -> None:

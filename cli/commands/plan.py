@@ -4,7 +4,6 @@ The arithmetic is engine/planning/plan.py's.
 """
 
 import argparse
-import json
 import re
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 HELP = "the memory and the time of a training run, before anything is loaded"
 PLACE = 25
+EXAMPLE = "thresher plan --recipe recipes/eval_rar/qwen2.5-3b.toml --model models/Qwen2.5-3B-Instruct --chip H100"
 
 # Columns of the table, which a file or a pipe has room for.
 WIDTH = 120
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=flags.count, default=1, help="that share the weights; default: 1")
     parser.add_argument("--chip", help="such as H100: its memory, and its rates for the seconds of a step")
     parser.add_argument("--measure", action="store_true", help="this machine's rates, measured in a second")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -44,10 +43,8 @@ def run(options: argparse.Namespace) -> None:
     config = _config(recipe.model.path if options.model is None else options.model)
     rates, memory = _rates(options, recipe), _memory(options, recipe)
     found = plan(config, recipe, options.gpus, memory, rates)
-    if options.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        _print(found)
+    console.answer(found.to_dict())
+    _print(found)
 
 
 def _config(model: str) -> "ModelConfig":

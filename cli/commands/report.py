@@ -2,8 +2,11 @@
 
 import argparse
 
+from thresher.engine import console
+
 HELP = "curves and trajectories of a run, as a page and pictures"
 PLACE = 110
+EXAMPLE = "thresher report runs/first"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,4 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.reporting.report import write_report
 
-    print(write_report(options.run, options.out))
+    page = write_report(options.run, options.out)
+    print(page)
+    console.answer({"report": page})

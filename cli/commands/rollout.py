@@ -13,6 +13,7 @@ from thresher.cli.commands.eval import flagged_recipe
 
 HELP = "sample trajectories of questions, with their tokens and log-probs"
 PLACE = 36
+EXAMPLE = "thresher rollout --model models/warm --system arena --questions dev.jsonl --n 8 --out rollouts.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

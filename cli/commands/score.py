@@ -7,14 +7,15 @@ from thresher.engine import console
 
 HELP = "score transcripts with a system's reward"
 PLACE = 70
+EXAMPLE = "thresher score --system eval_rar --transcripts in.jsonl --out out.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", required=True, help="its name, or path/to/your_own.py")
-    flags.add_set(parser, "OPTION=VALUE", "a switch of the system")
-    parser.add_argument("--transcripts", required=True)
+    flags.add_set(parser, "OPTION=VALUE", "a switch of the system; may be repeated")
+    parser.add_argument("--transcripts", required=True, metavar="FILE", help="JSONL of segmented transcripts")
     parser.add_argument("--tokenizer", metavar="DIR", help="count lengths in its tokens; default: in words")
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write, a line a transcript")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -6,12 +6,13 @@ What a limit is for stands at retrieval/serving/server.py and wire.py.
 import argparse
 
 from thresher.cli import flags
+from thresher.engine import console
 from thresher.engine.config.overrides import parse_overrides
-from thresher.engine.console import console
 from thresher.rewards.errors import UserError
 
 HELP = "answer searches over HTTP, as Search-R1 and ReCall ask"
 PLACE = 90
+EXAMPLE = "thresher serve-retriever --index indexes/wiki --port 8000"
 
 PORT = flags.checked(int, "a whole number from 0 to 65535", lambda value: 0 <= value <= 65_535)
 COUNT = flags.checked(int, f"a whole number from 1 to {2**40}", lambda value: 1 <= value <= 2**40)
@@ -31,7 +32,9 @@ LIMITS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index", required=True, help="folder that `thresher index build` wrote")
-    flags.add_set(parser, "NAME=VALUE", "such as nprobe=64")
+    flags.add_set(
+        parser, "NAME=VALUE", "a parameter of the search, such as nprobe=64; default: what the build measured"
+    )
     parser.add_argument("--gpu", action="store_true", help="the index's lists on all GPUs, in float16")
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone, for there is no password")
     parser.add_argument("--port", type=PORT, default=8000, help="0: any that is free; default: 8000")
@@ -58,11 +61,12 @@ def run(options: argparse.Namespace) -> None:
         timeout=options.timeout,
         bounds=Bounds(max_queries=options.max_queries, max_k=options.max_k),
     )
-    serve_folder(
+    served = serve_folder(
         options.index,
         settings,
         (options.host, options.port),
-        lambda text: console.print(text, markup=False, soft_wrap=True),
+        lambda text: console.console.print(text, markup=False, soft_wrap=True),
         parse_overrides(options.set),
         options.gpu,
     )
+    console.answer(served)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 HELP = "supervised fine-tuning, of all weights or of adapters"
 PLACE = 20
+EXAMPLE = "thresher sft recipe.toml --out models/warm"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 HELP = "GRPO"
 PLACE = 30
+EXAMPLE = "thresher train recipe.toml --out runs/first --set run.steps=50"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ R1 of the papers' tables (GRPO with nothing retrieved) is trained, and so a swit
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"
 def load_baseline(name: str, options: Mapping[str, Any]) -> System:
     """The baseline of that name with its switches set; an unknown name or switch is a UserError."""
     if name not in NAMES:
-        raise UserError(f"baseline {name!r} is unknown; choose one of {', '.join(NAMES)}")
+        near = get_close_matches(name, NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}"
+        raise UserError(f"baseline {name!r} is unknown; {hint}")
     module = import_module(f"thresher.engine.baselines.{name}")
     made: System = module.system(from_dict(module.Options, dict(options), f"baseline {name}"))
     return made

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from thresher.engine.config.overrides import override
+from thresher.engine.config.overrides import override, unsets
 from thresher.engine.config.sections import (
     DataSection,
     GrpoSection,
@@ -35,6 +35,7 @@ from thresher.engine.config.sections import (
 from thresher.engine.config.tables import (
     FieldError,
     Section,
+    check_key,
     from_dict,
     hints,
     plain,
@@ -156,8 +157,8 @@ def load_recipe(
     `preset` gives, by the name of the recipe's system, values for keys that neither file nor overrides set.
 
     A value is read as TOML and, where it is none, taken as a bare string: `k2` needs no quotes, the string
-    "3" does. Raises UserError for an absent or malformed file, an unknown key, and a value of the wrong type
-    or out of range, each by its place.
+    "3" does; without a value, as in "section.key=", the file's is taken away. Raises UserError for an absent or
+    malformed file, an unknown key, and a value of the wrong type or out of range, each by its place.
     """
     return make_recipe(read_tables(path), str(path), overrides, preset)
 
@@ -181,6 +182,8 @@ def make_recipe(
 ) -> Recipe:
     """`load_recipe` of tables, which are changed in place; `where` names them in errors."""
     flags = {override(tables, text) for text in overrides}
+    for text in filter(unsets, overrides):
+        check_key(Recipe, text.partition("=")[0])
     section = tables.get("system")
     if preset is not None and isinstance(section, dict) and isinstance(section.get("name"), str):
         for name, values in preset(section["name"]).items():

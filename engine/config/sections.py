@@ -1,6 +1,8 @@
 """The sections of a recipe: one frozen dataclass each, one line a field.
 
-A field's type carries its bounds, and the reader, the writer, the digest and the errors follow from it (tables.py).
+A field's type carries its bounds, and the reader, the writer, the digest and the errors follow from it (tables.py). The
+comment behind a field, or above it, is its meaning, which `thresher recipe --explain` and docs/recipe.md show
+(reference.py).
 recipe.py puts the sections together and says what a resumed run may change.
 """
 
@@ -32,10 +34,10 @@ Attention = Literal["auto", "torch", "triton", "flash", "xformers"]  # kernels/a
 class ModelSection(Section):
     """[model] the policy to start from."""
 
-    path: str  # folder: config.json, safetensors, tokenizer.json
+    path: str  # the model's folder: config.json, safetensors, tokenizer.json
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; trained weights stay float32
-    device: Literal["cpu", "cuda"] = "cpu"
-    prompt: Literal["raw", "chat"] = "raw"  # chat: through the model's own chat template
+    device: Literal["cpu", "cuda"] = "cpu"  # where it is computed
+    prompt: Literal["raw", "chat"] = "raw"  # how prompts go in; chat: through the model's own chat template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +54,11 @@ class RetrievalSection(Section):
     """[retrieval] where searches go: an index in this process, or a server; neither, if questions bring passages."""
 
     index: str | None = None  # folder that `thresher index` wrote
-    url: str | None = None  # of `thresher serve-retriever`, or of a server that speaks Search-R1's /retrieve
+    url: str | None = None  # of a server: `thresher serve-retriever`, or one with Search-R1's /retrieve
     timeout: Positive = 60.0  # seconds that one answer of the server may take
     patience: NotNegative = 120.0  # seconds that the server may stay away before the run ends, to be resumed
     k: SmallCount = 3  # passages a search returns
-    passage_format: str = 'Doc {number}(Title: "{title}") {text}'  # one line per passage
+    passage_format: str = 'Doc {number}(Title: "{title}") {text}'  # of a passage, one line each
     shuffle: bool = False  # show a search's passages in an order drawn from the sample's seed, not by score
 
     def check(self) -> None:
@@ -72,7 +74,7 @@ class RetrievalSection(Section):
 class SystemSection(Section):
     """[system] the paper's protocol: prompt, tags, episode, reward."""
 
-    name: str  # of engine/systems/, or the path of a file of one's own
+    name: str  # of a system in engine/systems/, or the path of a file of one's own
     template: str | None = None  # file that replaces the built-in prompt template
     options: dict[str, Any] = field(default_factory=dict)  # the system's own switches, checked by it
 
@@ -82,18 +84,18 @@ class RolloutSection(Section):
     """[rollout] how trajectories are sampled. Lengths are in tokens."""
 
     group_size: SmallCount = 8  # samples a question, G
-    questions_per_step: SmallCount = 16
-    max_turns: SmallCount = 5  # of the policy, whatever they hold
-    max_turn_tokens: Count = 256  # one turn of the policy
-    max_policy_tokens: Count | None = None  # all turns of a trajectory together
-    max_context: Count = 4096  # the whole trajectory, prompt and passages included
+    questions_per_step: SmallCount = 16  # of a rollout, each with group_size samples
+    max_turns: SmallCount = 5  # turns of the policy in a trajectory, whatever they hold
+    max_turn_tokens: Count = 256  # of one turn of the policy
+    max_policy_tokens: Count | None = None  # of all turns of a trajectory; None: max_context
+    max_context: Count = 4096  # of the whole trajectory, prompt and passages included
     max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
-    temperature: Positive = 1.0
+    temperature: Positive = 1.0  # of sampling: logits are divided by it
     max_running: SmallCount = 128  # sequences decoded at once
     kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
     page_size: Count = 64  # positions in a block of the KV cache (what others call a page)
     speculate: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
-    attention: Attention = "auto"  # what computes it
+    attention: Attention = "auto"  # what computes attention
     share_prefix: bool = True  # attention to what several samples share: computed once, not for each; same results
 
     FORMER: ClassVar[Mapping[tuple[str, str], str]] = {
@@ -107,20 +109,20 @@ class GrpoSection(Section):
     """[grpo] from rewards to the loss; symbols as in kernels/loss.py."""
 
     clip_low: BelowOne = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: NotNegative = 0.2
+    clip_high: NotNegative = 0.2  # see clip_low
     dual_clip: Annotated[float, Within(1, open_low=True)] | None = None  # bounds the ratio if advantage < 0
-    kl_value: Estimator = "k3"  # what is added to the loss and logged
-    kl_gradient: Estimator | None = None  # None: the gradient of kl_value
+    kl_value: Estimator = "k3"  # estimator of the KL that is added to the loss and logged
+    kl_gradient: Estimator | None = None  # estimator whose gradient is taken; None: that of kl_value
     beta: NotNegative = 1e-3  # weight of the KL; 0 needs no reference model
-    entropy_coef: NotNegative = 0.0
-    aggregation: Literal["trajectory", "token", "constant"] = "trajectory"  # mean over what
+    entropy_coef: NotNegative = 0.0  # weight of the entropy, which is subtracted from the loss
+    aggregation: Literal["trajectory", "token", "constant"] = "trajectory"  # what the loss is a mean over
     aggregation_constant: Annotated[float, Within(1e-3, 1e9)] | None = (
         None  # "constant" divides a trajectory's sum by so many tokens
     )
     std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor)
     sample_std: bool = False  # divide by n - 1 instead of n
     drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
-    reference: Literal["auto", "device", "cpu"] = "auto"  # where it lies; cpu: its layers come over one by one
+    reference: Literal["auto", "device", "cpu"] = "auto"  # where the reference lies; cpu: layers come one by one
     updates_per_batch: Count = 1  # optimiser steps per pass over a rollout batch, whole groups split among them
     epochs_per_batch: Count = 1  # passes over a rollout batch, all in one order (PPO's epochs)
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # recorded when sampled, or by a forward of the update's
@@ -154,19 +156,19 @@ class GrpoSection(Section):
 class OptimSection(Section):
     """[optim] AdamW on float32 weights. `lr`, `warmup_ratio`, `schedule` are GRPO's, the rest SFT's too."""
 
-    lr: NotNegative = 1e-6
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.0
+    lr: NotNegative = 1e-6  # learning rate
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # decay of AdamW's first and second moment
+    eps: Positive = 1e-8  # of AdamW, added to the root of the second moment
+    weight_decay: NotNegative = 0.0  # of AdamW, decoupled
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; 0 after the last step
-    max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # inf: no clipping
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of lr, after the warm-up; 0 after the last step
+    max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # of gradients; inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
-    attention: Attention = "auto"  # what computes it, forward and backward
+    attention: Attention = "auto"  # what computes attention, forward and backward
     share_prefix: bool = True  # compute once what trajectories begin with alike, where that is worth it
-    loss_workspace_bytes: Count | None = None  # None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
-    checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: a layer's are recomputed in backward
-    moments: Literal["float32", "8bit"] = "float32"  # 8bit: quantised in blocks, 2 bytes a weight in place of 8
+    loss_workspace_bytes: Count | None = None  # of the loss; None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
+    checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: recomputed in backward; auto: by plan
+    moments: Literal["float32", "8bit"] = "float32"  # of AdamW; 8bit: in blocks, 2 bytes a weight in place of 8
     offload: Literal["none", "moments", "masters"] = "none"  # to CPU memory: moments, or float32 masters with them
 
     def depends_on_steps(self) -> bool:
@@ -178,13 +180,13 @@ class OptimSection(Section):
 class RunSection(Section):
     """[run] how long, how often."""
 
-    steps: Natural = 100
-    seed: Annotated[int, Within(0, 2**63 - 1)] = 0
-    eval_every: Count | None = None  # steps; None: only before and after
-    eval_questions: Count | None = None  # None: all of data.dev
+    steps: Natural = 100  # of GRPO, a rollout each
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of whatever is drawn at random
+    eval_every: Count | None = None  # steps between evaluations; None: only before and after
+    eval_questions: Count | None = None  # the first so many of data.dev; None: all
     save_every: Count = 50  # steps between checkpoints
-    keep_checkpoints: Count = 2  # the newest so many, and beside them the one of best dev exact match
-    threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch, on a CPU: see engine/threads.py
+    keep_checkpoints: Count = 2  # the newest so many, and beside them that of best dev exact match
+    threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch on a CPU; see engine/threads.py
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
 
 
@@ -198,19 +200,19 @@ class SftSection(Section):
 
     transcripts: str | None = None  # JSONL of segmented transcripts
     data: str | None = None  # or JSONL of questions, whose first gold answer is trained
-    format: Literal["qa", "closed-book", "direct", "reasoning"] = "qa"  # of data: see engine/training/sft_data.py
-    answer: Literal["tagged", "plain"] = "tagged"  # of data: <answer>gold</answer>, or the bare gold
+    format: Literal["qa", "closed-book", "direct", "reasoning"] = "qa"  # of data: docs/sft.md
+    answer: Literal["tagged", "plain"] = "tagged"  # of data: `<answer>gold</answer>`, or the bare gold
     template: str | None = None  # of data: file that replaces the format's own prompt template
-    steps: Count = 1000
+    steps: Count = 1000  # optimiser steps at most
     batch_size: SmallCount = 32  # transcripts a step
-    lr: NotNegative = 1e-5
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_ratio: BelowOne = 0.0
+    lr: NotNegative = 1e-5  # learning rate
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warm-up
+    warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
     held_out: BelowOne = 0.05  # share of the transcripts that is measured and never trained on
-    gate: Share | None = None
-    gate_every: Count = 50
+    gate: Share | None = None  # share of names copied right at which training ends; None: it takes all steps
+    gate_every: Count = 50  # steps between two looks at the gate
     min_steps: Natural = 0  # the gate is not asked before
-    max_restarts: Natural = 2
+    max_restarts: Natural = 2  # from another seed, where the gate is not reached
 
     def check(self) -> None:
         if (self.transcripts is None) == (self.data is None):
@@ -231,13 +233,13 @@ class JudgeSection(Section):
     """[judge] who is asked where a reward or a measure needs entailment (a classifier) or a verdict (a chat model)."""
 
     entailment: str | None = None  # folder of an NLI classifier; None: overlap of words, the stated stand-in
-    labels: tuple[str, ...] | None = None  # of its outputs, in their order, where its config.json does not name them
-    max_tokens: Count | None = None  # premise and hypothesis together; None: as many as the classifier can take
+    labels: tuple[str, ...] | None = None  # of the classifier's outputs, in order, where its config.json has none
+    max_tokens: Count | None = None  # of premise and hypothesis together; None: as many as the classifier can take
     batch_tokens: Count | None = None  # padded tokens of one forward; None: what suits the device
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"  # of the classifier
     remember: Natural = 65_536  # judged pairs kept in memory
-    # A server that speaks OpenAI's /v1/chat/completions, for verdicts: of all answers in `eval`, and in `train` where
-    # the system is rewarded by them.
+    # of a server that speaks OpenAI's /v1/chat/completions, for verdicts: of all answers in `eval`, and in `train`
+    # where the system is rewarded by them
     url: str | None = None
     model: str | None = None  # the chat model's name there
     key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
@@ -261,8 +263,9 @@ class JudgeSection(Section):
 class LoraSection(Section):
     """[lora] low-rank adapters in place of all weights, for `sft` and `train`; without the section all are trained."""
 
-    rank: SmallCount = 16
+    rank: SmallCount = 16  # of an adapter's two factors
     alpha: Positive = 32.0  # what the adapters add is scaled by alpha / rank
+    # projections of a layer that get an adapter
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = ("q", "k", "v", "o", "gate", "up", "down")
     seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of the adapters' first values
 

@@ -116,6 +116,20 @@ def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str]
         raise UserError(f"{_place(where, (*path, *error.key.split('.')), flags)}: {error.problem}") from None
 
 
+def check_key(cls: type, dotted: str) -> None:
+    """UserError unless there is a field of that dotted key. Whatever lies in a free table may be there."""
+    here: Any = cls
+    for key in (part.strip() for part in dotted.split(".")):
+        if get_origin(here) is dict:
+            return
+        nested = section_in(here)
+        known = {} if nested is None else hints(nested)
+        if key not in known:
+            hint = _suggestion(key, known) if known else "there is no section of that name"
+            raise UserError(f"--set {dotted}: unknown key; {hint}")
+        here = known[key]
+
+
 def hints(cls: type) -> dict[str, Any]:
     """Field name -> type hint, in the order of the fields."""
     types = get_type_hints(cls, include_extras=True)

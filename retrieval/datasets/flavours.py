@@ -9,6 +9,7 @@ To add one: write a function Row -> Question beside the others, and give it a li
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from thresher.retrieval.data.jsonl import Record
@@ -147,7 +148,9 @@ def find_flavour(name: str) -> Flavour:
     for flavour in FLAVOURS:
         if flavour.name == name:
             return flavour
-    raise UserError(f"unknown format {name!r}; choose auto or one of {', '.join(NAMES)}")
+    near = get_close_matches(name, NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose auto or one of {', '.join(NAMES)}"
+    raise UserError(f"unknown format {name!r}; {hint}")
 
 
 def detect(path: str | Path) -> Flavour:

@@ -345,11 +345,11 @@ def serve_folder(
     say: Callable[[str], None],
     parameters: dict[str, int] | None = None,
     gpu: bool = False,
-) -> None:
+) -> dict[str, Any]:
     """Loads an index folder and serves it at `address`, a host and a port, until a signal ends it.
 
-    `say` is called with where, and what is served; `parameters` and `gpu` as `load_retriever` has them. UserError as
-    that, and as Server.
+    `say` is called with where, and what is served; `parameters` and `gpu` as `load_retriever` has them. Returns the
+    same as figures, with the number of queries that were searched. UserError as `load_retriever`, and as Server.
     """
     from thresher.retrieval.indexes.load import load_retriever  # FAISS: not needed to serve what is loaded already
 
@@ -361,7 +361,15 @@ def serve_folder(
         say(f"{host} can be reached from outside this machine, and the server asks nobody for a password")
     say(f"{served.passages:,} passages ({served.kind}) of {folder} at {server.url}; end with SIGTERM or Ctrl-C")
     server.serve()
-    say(f"ended; {retriever.stats.queries:,} queries were searched")
+    queries = retriever.stats.queries
+    say(f"ended; {queries:,} queries were searched")
+    return {
+        "index": str(folder),
+        "url": server.url,
+        "passages": served.passages,
+        "kind": served.kind,
+        "queries": queries,
+    }
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -21,6 +21,7 @@ HEAVY = {"torch", "transformers", "trl", "datasets", "faiss", "tokenizers", "mat
 GREET = '''"""Says hello."""
 
 HELP = "say hello"
+EXAMPLE = "toy say-hello"
 PLACE = {place}
 
 
@@ -44,6 +45,7 @@ def modules(package: ModuleType = commands) -> Iterator[ModuleType]:
 @pytest.mark.parametrize("module", list(modules()), ids=lambda module: module.__name__.partition("commands.")[2])
 def test_a_command_says_what_it_must(module: ModuleType) -> None:
     assert module.__doc__ and isinstance(module.HELP, str) and isinstance(module.PLACE, int)
+    assert isinstance(module.EXAMPLE, str)
     if hasattr(module, "__path__"):
         assert isinstance(module.METAVAR, str)
     else:
@@ -57,8 +59,10 @@ def test_a_file_in_a_folder_of_commands_is_a_command(
 ) -> None:
     folder = tmp_path / "toy_commands"
     (folder / "group").mkdir(parents=True)
-    (folder / "__init__.py").write_text('METAVAR = "COMMAND"')
-    (folder / "group" / "__init__.py").write_text('HELP, PLACE, METAVAR = "a group", 15, "ACTION"')
+    (folder / "__init__.py").write_text('METAVAR, EXAMPLE = "COMMAND", "toy first"')
+    (folder / "group" / "__init__.py").write_text(
+        'HELP, PLACE, METAVAR, EXAMPLE = "a group", 15, "ACTION", "toy group inner"'
+    )
     (folder / "say_hello.py").write_text(GREET.format(place=20))
     (folder / "first.py").write_text(GREET.format(place=3))
     (folder / "group" / "inner.py").write_text(GREET.format(place=1))

@@ -1,16 +1,20 @@
 """The command line is frozen: every command and flag is listed in command_line.txt, with its kind and its default.
 
-A line is `COMMAND FLAG facts`; the facts that argparse takes for granted are left out. Whoever adds a flag adds its
-line, which the failing test spells out; a line that goes is a command somewhere that no longer runs.
+A line is `COMMAND FLAG facts`, and COMMAND stands for what every command has; the facts that argparse takes for granted
+are left out. Whoever adds a flag adds its line, which the failing test spells out; a line that goes is a command
+somewhere that no longer runs.
 """
 
 import argparse
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from thresher.cli import main as cli
+from thresher.cli.parsing.mistakes import commands_of
 
 FROZEN = Path(__file__).with_name("command_line.txt")
 
@@ -23,6 +27,10 @@ def leaves(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[st
     for group in groups:
         for word, sub in group.choices.items():
             yield from leaves(sub, f"{name} {word}".strip())
+
+
+def groups(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser]]:
+    return [(name, below) for name, below in commands_of(parser).items() if commands_of(below)]
 
 
 def spelled(action: argparse.Action) -> str:
@@ -44,12 +52,13 @@ def spelled(action: argparse.Action) -> str:
 
 
 def command_line() -> list[str]:
-    return [
-        f"{name} {spelled(action)}"
+    found = {
+        name: [spelled(action) for action in parser._actions if action.dest != "help"]
         for name, parser in leaves(cli.build_parser())
-        for action in parser._actions
-        if action.dest != "help"
-    ]
+    }
+    common = [line for line in found["train"] if all(line in lines for lines in found.values())]
+    own = [f"{name} {line}" for name, lines in found.items() for line in lines if line not in common]
+    return [*(f"COMMAND {line}" for line in common), *own]
 
 
 def test_the_command_line_is_frozen() -> None:
@@ -100,4 +109,37 @@ def test_a_number_out_of_bounds_is_refused_by_its_flag(
 ) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(arguments)
-    assert left.value.code == 2 and message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith(f"thresher: {message}") and said.count("\n") == 1
+
+
+def test_every_flag_says_what_it_means_and_its_default() -> None:
+    for name, parser in leaves(cli.build_parser()):
+        text = "".join(parser.format_help().split())
+        for action in parser._actions:
+            assert action.help, f"thresher {name}: {spelled(action)} has no help"
+            shown = " ".join(parser.formatter_class(prog="x")._expand_help(action).split())
+            assert "".join(shown.split()) in text
+            if action.option_strings and action.nargs != 0 and not action.required:
+                assert "default" in shown, f"thresher {name}: {spelled(action)}"
+
+
+def test_a_default_that_is_spelt_out_is_the_flags_own() -> None:
+    """ "default: 5" in a help text, written by hand, against what argparse takes."""
+    checked = 0
+    for name, parser in leaves(cli.build_parser()):
+        for action in parser._actions:
+            said = re.search(r"default:? ([\d,.]+\d|\d)(?=[;,) ]|$)", action.help or "")
+            if said and isinstance(action.default, int | float):
+                checked += 1
+                assert float(said[1].replace(",", "")) == action.default, f"thresher {name}: {spelled(action)}"
+    assert checked > 20
+
+
+def test_the_example_of_every_help_is_a_command() -> None:
+    parsers = [("", cli.build_parser()), *groups(cli.build_parser()), *leaves(cli.build_parser())]
+    for name, parser in parsers:
+        *_, head, example = parser.format_help().rstrip("\n").split("\n")
+        words = shlex.split(example)
+        assert head == "example:" and words[0] == "thresher" and " ".join(words[1:]).startswith(name)
+        assert cli.build_parser().parse_args(words[1:]).handler is not None

@@ -26,11 +26,7 @@ def say(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> Say:
     """say(*words) -> status, what was printed, what was complained of."""
 
     def run(*words: str) -> tuple[int, str, str]:
-        try:
-            status = cli.run(["generate", "--model", str(tiny_model_folder), *words])
-        except SystemExit as left:  # argparse's
-            assert isinstance(left.code, int)
-            status = left.code
+        status = cli.run(["generate", "--model", str(tiny_model_folder), *words])
         said = capsys.readouterr()
         return status, said.out, said.err
 
@@ -135,8 +131,8 @@ def test_a_stream_is_cut_between_characters(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "one of the arguments --prompt --prompt-file is required"),
-        (("--prompt", "a", "--prompt-file", "b"), "not allowed with argument --prompt"),
+        ((), "generate needs one of --prompt, --prompt-file"),
+        (("--prompt", "a", "--prompt-file", "b"), "expected either --prompt or --prompt-file, got both"),
         (("--prompt", ""), "thresher: --prompt: the prompt is empty; give the text"),
         (("--prompt-file", "absent.txt"), "thresher: absent.txt: no such file"),
         (("--prompt-file", "empty.txt"), "thresher: --prompt-file empty.txt: the prompt is empty"),
@@ -150,7 +146,7 @@ def test_a_stream_is_cut_between_characters(
         (("--prompt", "a", "--min-p", "nan"), "--min-p: expected a number from 0 to 1, got nan"),
         (("--prompt", "a", "--seed", "-1"), "--seed: expected a whole number from 0 to 2^63 - 1, got -1"),
         (("--prompt", "a", "--stop", ""), "--stop: expected a string that is not empty"),
-        (("--prompt", "a", "--dtype", "float16"), "--dtype: invalid choice"),
+        (("--prompt", "a", "--dtype", "float16"), "--dtype: expected float32 or bfloat16, got float16"),
         (("--prompt", "a", "--model", "absent"), "thresher: absent: no such file"),
     ],
 )
@@ -162,7 +158,7 @@ def test_a_mistake_is_one_sentence_that_names_its_flag(
     Path("latin.txt").write_bytes(b"n\xe9e")
     status, printed, complaint = say(*words)
     assert status == 2 and printed == "" and message in complaint
-    assert complaint.startswith("usage: ") or complaint.count("\n") == 1
+    assert complaint.count("\n") == 1
     assert "request 0" not in complaint
 
 

@@ -9,6 +9,8 @@ import pytest
 from document_play import Play, complete, entry_of, steps_of
 from documents import Command
 
+from thresher.rewards.errors import UserError
+
 TEXT = """# Title
 
     thresher data check a.jsonl      # a comment
@@ -75,7 +77,7 @@ def test_a_command_of_the_text_that_cannot_run_is_noticed(tmp_path: Path, monkey
         play.until(0)
     with pytest.raises(AssertionError, match=r"t.md:4: thresher data forget has no row in REDUCED"):
         play.until(1)
-    with pytest.raises((AssertionError, SystemExit)):
+    with pytest.raises((AssertionError, UserError)):
         play.until(2)
     assert set(play.ended) == {0, 1, 2}
     assert entry_of(("train", "r.toml", "--out", "x")) == "train --url"

@@ -8,6 +8,7 @@ import sys
 
 HELP = "the Triton kernels, compiled for GPUs that are not here"
 PLACE = 40
+EXAMPLE = "thresher bench compile --target sm_90"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
 
     targets, modules = options.target or tuple(TARGETS), options.module or KERNEL_MODULES
     if options.triton is not None:
-        sys.exit(run_under(options.triton, targets, modules, options.out))
+        sys.exit(run_under(options.triton, targets, modules, options.out, options.json))
     wrong = run_compile_bench(targets, modules, options.out)
     if wrong is not None:
-        sys.exit(f"thresher: {wrong}")  # prints it, status 1
+        sys.exit(wrong)  # status 1

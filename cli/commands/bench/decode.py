@@ -3,9 +3,11 @@
 import argparse
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "decode steps of Qwen2.5's sizes, beside their floor and what was predicted"
 PLACE = 17
+EXAMPLE = "thresher bench decode --model 0.5B --batch 8"
 
 MODELS = ("0.5B", "1.5B", "3B", "7B")
 
@@ -39,4 +41,4 @@ def run(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         budget=options.budget,
     )
-    run_decode_bench(bench, options.out)
+    console.answer({"rows": run_decode_bench(bench, options.out)})

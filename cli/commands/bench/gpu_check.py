@@ -7,9 +7,11 @@ import argparse
 import sys
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "all that a GPU has to confirm, in eight minutes"
 PLACE = 60
+EXAMPLE = "thresher bench gpu-check --part tests loss"
 
 PARTS = ("tests", "tuning", "loss", "decode", "rollout", "step", "racecheck")
 
@@ -23,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.gpu_check.run import failure, run_gpu_check
 
-    wrong = failure(run_gpu_check(options.out, options.budget, options.part))
+    outcomes = run_gpu_check(options.out, options.budget, options.part)
+    parts = [{"part": one.part.name, "how": one.how, "why": one.why, "seconds": one.seconds} for one in outcomes]
+    console.answer({"parts": parts})
+    wrong = failure(outcomes)
     if wrong is not None:
-        sys.exit(f"thresher: {wrong}")  # prints it, status 1
+        sys.exit(wrong)  # status 1

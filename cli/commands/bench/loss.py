@@ -7,9 +7,11 @@ import argparse
 import sys
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "the loss's forward and backward, beside peers and its matmuls' floor"
 PLACE = 20
+EXAMPLE = "thresher bench loss --device cpu --peers none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +43,8 @@ def run(options: argparse.Namespace) -> None:
         chunk_rows=options.chunk_rows,
         budget=options.budget,
     )
-    wrong = failure(run_loss_bench(bench, options.out, options.plot))
+    rows = run_loss_bench(bench, options.out, options.plot)
+    console.answer({"rows": rows})
+    wrong = failure(rows)
     if wrong is not None:
-        sys.exit(f"thresher: {wrong}")  # prints it, status 1
+        sys.exit(wrong)  # status 1

@@ -8,9 +8,11 @@ import sys
 from typing import Any
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "indexes, their recall and speed, beside torch, numpy and FAISS; the server under load"
 PLACE = 30
+EXAMPLE = "thresher bench retrieval --sizes 10000 100000"
 
 SIZES, BATCHES = (10_000, 100_000, 1_000_000), (1, 8, 64, 512)
 
@@ -56,6 +58,8 @@ def run(options: argparse.Namespace) -> None:
         server_seconds=options.server,
         budget=options.budget,
     )
-    wrong = failure(run_retrieval_bench(bench, options.out, options.plot))
+    rows = run_retrieval_bench(bench, options.out, options.plot)
+    console.answer({"rows": rows})
+    wrong = failure(rows)
     if wrong is not None:
-        sys.exit(f"thresher: {wrong}")  # prints it, status 1
+        sys.exit(wrong)  # status 1

@@ -3,16 +3,20 @@
 import argparse
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "sampling, beside transformers' generate and generate_batch"
 PLACE = 15
+EXAMPLE = "thresher bench rollout --shape demo --rounds 3"
 
 SHAPES = ("demo", "rag", "search", "branches")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=SHAPES, help="default: all of them")
-    parser.add_argument("--peer", choices=("hf", "generate_batch", "both", "none"), default="both")
+    parser.add_argument(
+        "--peer", choices=("hf", "generate_batch", "both", "none"), default="both", help="who is measured beside ours"
+    )
     parser.add_argument("--rounds", type=flags.count, default=5, metavar="N", help="of each side; default: 5")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--threads", type=flags.count, metavar="N", help="default: as many as torch takes")
@@ -38,4 +42,4 @@ def run(options: argparse.Namespace) -> None:
         budget=options.budget,
         device=options.device,
     )
-    run_rollout_bench(bench, options.out, options.plot)
+    console.answer({"rows": run_rollout_bench(bench, options.out, options.plot)})

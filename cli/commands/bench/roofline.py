@@ -3,9 +3,11 @@
 import argparse
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "a decode step and an update on A100 to H200: floors and predictions, by arithmetic"
 PLACE = 50
+EXAMPLE = "thresher bench roofline --chip H100 --model 7B"
 
 CHIPS = ("A100-40", "A100-80", "A800", "H100", "H200")
 MODELS = ("0.5B", "1.5B", "3B", "7B")
@@ -23,4 +25,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.roofline.run import run_roofline
 
-    run_roofline(options.chip, options.model, options.batch, options.out)
+    console.answer({"rows": run_roofline(options.chip, options.model, options.batch, options.out)})

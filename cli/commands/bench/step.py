@@ -3,16 +3,18 @@
 import argparse
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "one whole GRPO step, beside TRL where it is installed"
 PLACE = 10
+EXAMPLE = "thresher bench step --shape rag --peer none"
 
 SHAPES = ("demo", "rag", "search", "0.5B", "1.5B", "7B-lora")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="demo", help="default: demo; sizes in B take --device cuda")
-    parser.add_argument("--peer", choices=("trl", "none"), default="trl")
+    parser.add_argument("--peer", choices=("trl", "none"), default="trl", help="who is measured beside ours")
     parser.add_argument("--steps", type=flags.count, default=5, metavar="N", help="of each side; default: 5")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--threads", type=flags.count, metavar="N", help="default: as a run of this model takes")
@@ -38,4 +40,4 @@ def run(options: argparse.Namespace) -> None:
         device=options.device,
         budget=options.budget,
     )
-    run_step_bench(bench, options.out, options.plot)
+    console.answer(run_step_bench(bench, options.out, options.plot))

@@ -5,4 +5,5 @@ retrieval/datasets, retrieval/questions.py, rewards.
 
 HELP = "make and check data"
 PLACE = 100
+EXAMPLE = "thresher data check train.jsonl"
 METAVAR = "ACTION"

@@ -7,6 +7,7 @@ from thresher.engine import console
 
 HELP = "what a file of questions holds, and whether every line is sound"
 PLACE = 20
+EXAMPLE = "thresher data check train.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,4 +21,6 @@ def run(options: argparse.Namespace) -> None:
     spreads = {f"{part}, {name}": figures[part][name] for part in ("per question", "words") for name in figures[part]}
     plain = {name: value for name, value in figures.items() if name not in ("per question", "words")}
     console.figures(options.file, {**plain, **spreads})
-    print(json.dumps(figures))
+    if not options.json:
+        print(json.dumps(figures))
+    console.answer(figures)

@@ -14,6 +14,7 @@ from thresher.rewards.errors import UserError
 
 HELP = "published question sets into one file of questions"
 PLACE = 10
+EXAMPLE = "thresher data convert --in hotpot_train.json --limit 1000 --out train.jsonl --corpus corpus.jsonl"
 
 EVERY = 500  # records between two words on how far it is
 
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="several sets, and how many questions of each (default: all)",
     )
     parser.add_argument("--limit", type=flags.count, metavar="N", help="with --in: how many questions")
-    parser.add_argument("--seed", type=int, help="draw them at random and shuffle; without: the first ones, in order")
+    parser.add_argument(
+        "--seed", type=flags.integer, help="draw them at random and shuffle; without: the first ones, in order"
+    )
     parser.add_argument("--aliases", metavar="FILE", help="2Wiki's id_aliases.json: further gold answers")
     parser.add_argument(
         "--corpus", metavar="FILE", help="write their passages too, each once, for thresher index build"
@@ -49,11 +52,11 @@ def run(options: argparse.Namespace) -> None:
         sources = [parse_mix(text) for text in options.mix]
     else:
         sources = [Source(paths=tuple(map(Path, options.files)), count=options.limit)]
-    with console.console.status(f"reading into {options.out}") as status:
+    with console.counting(f"reading into {options.out}") as say:
 
         def on_record(name: str, records: int) -> None:
             if records % EVERY == 0:
-                status.update(f"{name}: {records:,} records")
+                say(f"{name}: {records:,} records")
 
         figures = convert(
             sources,
@@ -66,7 +69,9 @@ def run(options: argparse.Namespace) -> None:
             on_record=on_record,
         )
     _print_conversion(options.out, figures)
-    print(json.dumps(figures, ensure_ascii=False))
+    if not options.json:
+        print(json.dumps(figures, ensure_ascii=False))
+    console.answer(figures)
 
 
 def _print_conversion(out: str, figures: dict[str, Any]) -> None:

@@ -7,11 +7,12 @@ from thresher.engine import console
 
 HELP = "an invented world: corpus, questions, warm-up transcripts"
 PLACE = 50
+EXAMPLE = "thresher data invent --out runs/world"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--seed", type=flags.integer, default=0, help="of the invented facts")
     parser.add_argument("--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe")
     parser.add_argument(
         "--forms", type=flags.natural, default=0, help="warm-up transcripts for each system, for `study systems`"

@@ -4,23 +4,25 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from thresher.cli import flags
 from thresher.engine import console
 from thresher.engine.training.sft_data import KINDS, STYLES
 from thresher.rewards.errors import UserError
 
 HELP = "questions into transcripts for supervised fine-tuning"
 PLACE = 40
+EXAMPLE = "thresher data sft --kind reasoning --questions train.jsonl --out warmup.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", required=True, choices=KINDS)
+    parser.add_argument("--kind", required=True, choices=KINDS, help="what a record is to teach: docs/sft.md")
     parser.add_argument("--questions", required=True, help="our own JSONL, with passages but for closed-book")
     parser.add_argument("--answer", choices=STYLES, default="tagged", help="between answer tags (the default), or bare")
     parser.add_argument("--template", help="prompt template in place of the kind's own")
     parser.add_argument("--model", help="folder of the model that writes the analyses of reasoning records")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of that model")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an analysis")
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--max-tokens", type=flags.count, default=512, help="of an analysis")
+    parser.add_argument("--out", required=True, help="JSONL to write")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -67,5 +69,3 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
     if options.model is not None and options.kind != "reasoning":
         raise UserError(f"--model writes the analyses of reasoning records; a record of kind {options.kind} has none")
-    if options.max_tokens < 1:
-        raise UserError(f"--max-tokens is {options.max_tokens}; expected at least 1")

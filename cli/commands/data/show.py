@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
+from thresher.engine import console
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 HELP = "a few questions, with their passages, to be read"
 PLACE = 30
+EXAMPLE = "thresher data show train.jsonl --n 1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +37,16 @@ def run(options: argparse.Namespace) -> None:
     tally = Tally(name=options.file)
     questions = read_source(Source(paths=(Path(options.file),)), tally, flavour=flavour)
     chosen = islice(questions, options.n) if options.id is None else _with_ids(questions, options.id, options.file)
+    shown = []
     for number, question in enumerate(chosen):
+        shown.append(asdict(question))
         if not number:
             print(f"{options.file}, read as {tally.flavours[0]}")
         print(f"\n{excerpt(question, whole=options.full)}")
     for where, _, reason in tally.skipped[: options.n]:
         print(f"\n{where}: skipped, {reason}")
+    skipped = [{"where": where, "reason": reason} for where, _, reason in tally.skipped[: options.n]]
+    console.answer({"file": options.file, "formats": list(tally.flavours), "questions": shown, "skipped": skipped})
 
 
 def _with_ids(questions: "Iterator[Question]", ids: list[str], path: str) -> "Iterator[Question]":

@@ -8,10 +8,12 @@ from thresher.engine import console
 
 HELP = "recall and MRR against gold_titles"
 PLACE = 50
+EXAMPLE = "thresher index check --index indexes/mine --queries questions.jsonl --k 5"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_index_search(parser)
+    parser.add_argument("--queries", required=True, metavar="FILE", help="JSONL of questions with gold_titles")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -20,4 +22,6 @@ def run(options: argparse.Namespace) -> None:
 
     figures = check(options.index, options.queries, options.k, parse_overrides(options.set), options.gpu)
     console.figures(f"{options.index} against the gold titles of {options.queries}", figures)
-    print(json.dumps(figures))
+    if not options.json:
+        print(json.dumps(figures))
+    console.answer(figures)

@@ -8,12 +8,13 @@ from thresher.engine import console
 
 HELP = "join indexes of one corpus by reciprocal rank"
 PLACE = 30
+EXAMPLE = "thresher index hybrid indexes/wiki indexes/words --out indexes/both"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("members", nargs="+", metavar="INDEX", help="folders of two or more indexes of one corpus")
     parser.add_argument("--depth", type=flags.count, default=100, help="passages asked of each; default: 100")
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", required=True, metavar="DIR", help="index folder to write")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -12,26 +12,28 @@ from typing import TYPE_CHECKING
 
 from thresher.cli import flags
 from thresher.engine import console
+from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.retrieval.building.plan import IndexPlan
 
 HELP = "what an index will need and take, before it is built"
 PLACE = 10
+EXAMPLE = "thresher index plan --passages 21015324 --dim 768 --memory 16GB"
 
 # Columns of the table, which a file or a pipe has room for.
 WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--passages", type=flags.count, required=True, metavar="N")
+    parser.add_argument("--passages", type=flags.count, required=True, metavar="N", help="how many there will be")
     parser.add_argument("--dim", type=flags.count, metavar="D", help="of a vector; default: the encoder's, else 768")
     parser.add_argument(
         "--kind", action="append", help="as index build has it, or bm25; default: all (of vectors); may be repeated"
     )
     parser.add_argument("--memory", metavar="SIZE", help="such as 16GB; default: this machine's")
     parser.add_argument("--encoder", metavar="DIR", help="a model's folder, to estimate the time of encoding as well")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of --encoder; default: cpu")
     parser.add_argument("--sample", type=flags.count, metavar="N", help="vectors to calibrate with; default: 65536")
     parser.add_argument("--disk", default=".", metavar="FOLDER", help="where the index will lie; default: here")
     parser.add_argument("--out", metavar="FILE", help="JSON to write as well")
@@ -43,37 +45,49 @@ def run(options: argparse.Namespace) -> None:
     from thresher.retrieval.building.plan import ALL, WORDS, advice, own_memory, plan
     from thresher.retrieval.indexes.kinds import parse_memory, show_bytes
 
+    words = all(kind == WORDS for kind in options.kind or [ALL])
+    _check_flags(options, words)
     memory = own_memory() if options.memory is None else parse_memory(options.memory)
     dim, encoded = options.dim or 768, None
     if options.encoder is not None:
         from thresher.retrieval.encoders.learned import load_encoder
 
-        encoder = load_encoder(options.encoder, device=options.device)
+        encoder = load_encoder(options.encoder, device=options.device or "cpu")
         dim, encoded = options.dim or encoder.dim, encode_rate(encoder)
     calibration = Calibration(dim, options.sample or SAMPLE)
     _announce(calibration.sample, calibration.threads)
     written = disk_rate(options.disk)
     plans = plan(options.passages, dim, options.kind or [ALL], memory, calibration, written)
-    words = all(row.kind == WORDS for row in plans)
     shape = f"{options.passages:,} passages" + ("" if words else f" x {dim}")
     _print_plans(f"{shape}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s", plans)
-    console.console.print(_encoding_note(options, encoded, words))
+    console.console.print(_encoding_note(options, encoded, words), soft_wrap=True)
     advised = advice(options.passages, dim, memory)
     if not words:
-        console.console.print(advised[0].upper() + advised[1:] + ".")
+        console.console.print(advised[0].upper() + advised[1:] + ".", soft_wrap=True)
+    record = {
+        "passages": options.passages,
+        "dim": dim,
+        "memory_bytes": memory,
+        "threads": calibration.threads,
+        "sample": calibration.sample,
+        "disk_bytes_per_second": written,
+        "encoded_per_second": encoded,
+        "plans": [asdict(row) for row in plans],
+        "advice": advised,
+    }
+    console.answer(record)
     if options.out is not None:
-        record = {
-            "passages": options.passages,
-            "dim": dim,
-            "memory_bytes": memory,
-            "threads": calibration.threads,
-            "sample": calibration.sample,
-            "disk_bytes_per_second": written,
-            "encoded_per_second": encoded,
-            "plans": [asdict(row) for row in plans],
-            "advice": advised,
-        }
         atomic_write_text(options.out, json.dumps(record, indent=2) + "\n")
+
+
+def _check_flags(options: argparse.Namespace, words: bool) -> None:
+    """UserError for a flag that would do nothing."""
+    if options.device is not None and options.encoder is None:
+        raise UserError("--device is of --encoder, and none is given; add --encoder DIR, or leave it out")
+    if words:
+        for flag in ("dim", "encoder", "sample"):
+            if getattr(options, flag) is not None:
+                raise UserError(f"--{flag} is for vectors, and --kind bm25 counts words; leave it out")
 
 
 def _announce(sample: int, threads: int) -> None:
@@ -88,14 +102,12 @@ def _print_plans(title: str, plans: "Sequence[IndexPlan]") -> None:
 
     from thresher.retrieval.building.plan import COLUMNS
 
-    if not console.console.is_terminal:
-        console.console.width = max(WIDTH, console.console.width)
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for number, column in enumerate(COLUMNS):
         drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in plans:
         drawn.add_row(*row.row())
-    console.console.print(drawn)
+    console.console.print(drawn, width=None if console.console.is_terminal else max(WIDTH, console.console.width))
     console.console.print("1 query and 64 together: seconds of the search, at an assumed nprobe or efSearch.")
 
 
@@ -109,5 +121,5 @@ def _encoding_note(options: argparse.Namespace, encoded: float | None, words: bo
         return "Encoding comes before the build and is not in it; give --encoder to have it measured."
     return (
         f"Encoding comes before the build and is not in it: {show_seconds(options.passages / encoded)}, at "
-        f"{encoded:,.0f} passages of 100 words a second with {options.encoder} on {options.device}."
+        f"{encoded:,.0f} passages of 100 words a second with {options.encoder} on {options.device or 'cpu'}."
     )

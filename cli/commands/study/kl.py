@@ -4,9 +4,11 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "KL estimators: value, gradient, and training pushed off its reference"
 PLACE = 10
+EXAMPLE = "thresher study kl --start runs/demo --steps 10 --seeds 0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,10 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--start", metavar="FOLDER", help="a folder of `thresher demo`, whose world and warm-up are used"
     )
     parser.add_argument("--steps", type=flags.count, default=30, help="of each training run")
-    parser.add_argument("--seeds", type=flags.seed, nargs="+", default=[0, 1], metavar="SEED")
+    parser.add_argument(
+        "--seeds", type=flags.seed, nargs="+", default=[0, 1], metavar="SEED", help="of the training runs"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.studies.kl.run import run_study
+    from thresher.policy.files import read_json_object
 
     run_study(Path(options.out), options.start, options.steps, options.seeds, options.run_command)
+    console.answer(read_json_object(Path(options.out) / "kl.json"))

@@ -4,9 +4,11 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
+from thresher.engine import console
 
 HELP = "retrieved tokens in the loss, zeroed, masked, removed: cost and gradient"
 PLACE = 20
+EXAMPLE = "thresher study mask --run runs/demo/grpo --out runs/masked"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=flags.count, default=64, help="trajectories in the batch, at most")
     parser.add_argument("--repeats", type=flags.count, default=7, help="timed steps of each treatment")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it is computed")
 
 
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.studies.mask.run import run_study
+    from thresher.policy.files import read_json_object
 
     run_study(Path(options.out), options.run, options.seed, options.repeats, options.limit, options.device)
+    console.answer(read_json_object(Path(options.out) / "mask.json"))

@@ -69,3 +69,39 @@ def test_an_unfinished_build_is_gone_on_with_or_refused(corpus, tmp_path, capsys
     out = capsys.readouterr().out
     assert "encoding" not in out.splitlines()[0] and "tuning" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "ix"]
+
+
+def test_one_question_prints_its_passages(corpus, tmp_path, capsys):
+    assert run("build", "--corpus", corpus, "--encoder", "bm25", "--out", tmp_path / "ix") == 0
+    capsys.readouterr()
+    assert run("search", "--index", tmp_path / "ix", "--k", 2, "where is town 17?") == 0
+    out = capsys.readouterr().out
+    assert (
+        out.startswith("1. Town 17  [") and "town 17 lies by river 3" in out and "\n2. " in out and "\n3. " not in out
+    )
+    assert run("search", "--index", tmp_path / "ix", "zebra") == 0
+    assert capsys.readouterr().out == "no passage has a word of the question\n"
+    for words, expected in (
+        ([], "expected either a question"),
+        (["x", "--queries", "q.jsonl", "--out", "o"], "got both"),
+        (["--queries", "q.jsonl"], "--queries FILE and --out FILE go together"),
+        (["x", "--out", "o"], "go together; one question's passages are printed"),
+        ([" "], "the question is empty"),
+    ):
+        assert run("search", "--index", tmp_path / "ix", *words) == 2
+        message = capsys.readouterr().err
+        assert expected in message and message.count("\n") == 1
+
+
+def test_a_flag_that_would_do_nothing_is_refused(corpus, tmp_path, capsys):
+    for words, expected in (
+        (["--device", "cpu"], "--device is of --encoder, and none is given"),
+        (["--kind", "bm25", "--dim", "64"], "--dim is for vectors, and --kind bm25 counts words; leave it out"),
+        (["--kind", "bm25", "--encoder", "m"], "--encoder is for vectors"),
+        (["--kind", "bm25", "--sample", "9"], "--sample is for vectors"),
+    ):
+        assert run("plan", "--passages", 100, *words) == 2
+        assert expected in capsys.readouterr().err
+    build = ("build", "--corpus", corpus, "--encoder", "bm25", "--dim", 64, "--out", tmp_path / "ix")
+    assert run(*build) == 2
+    assert "--dim is of the encoder lexical, and bm25 takes none" in capsys.readouterr().err

@@ -204,7 +204,8 @@ def test_prompts_and_examples(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("drect", {}, "baseline 'drect' is unknown; choose one of cot, direct"),
+        ("drect", {}, r"baseline 'drect' is unknown; did you mean direct\?"),
+        ("zzz", {}, "baseline 'zzz' is unknown; choose one of cot, direct"),
         ("direct", {"k": 3}, "k: unknown key"),
         ("naive_rag", {"k": 0}, "k"),
         ("evidence", {}, "no file to answer from; add --set system.options.file=FILE"),

@@ -217,7 +217,7 @@ def test_a_template_of_ones_own(questions: Path, tmp_path: Path, renderer: Rende
     [
         (["--kind", "reasoning", "--answer", "plain"], "--template and --answer are not for reasoning"),
         (["--kind", "qa", "--model", "m"], "a record of kind qa has none"),
-        (["--kind", "reasoning", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["--kind", "reasoning", "--max-tokens", "0"], "--max-tokens: expected a whole number of at least 1, got 0"),
         (["--kind", "reasoning", "--model", "none", "--device", "cuda"], "torch sees no CUDA device"),
     ],
 )

@@ -238,7 +238,7 @@ def test_a_file_in_no_flavour(tmp_path: Path) -> None:
         detect(write(tmp_path / "f.jsonl", {"x": 1}))
     with pytest.raises(UserError, match=r"f\.jsonl: holds no questions"):
         detect(write(tmp_path / "f.jsonl"))
-    with pytest.raises(UserError, match="unknown format 'hotpot'; choose auto or one of native"):
+    with pytest.raises(UserError, match=r"unknown format 'hotpot'; did you mean hotpotqa\?"):
         find_flavour("hotpot")
 
 

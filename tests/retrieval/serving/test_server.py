@@ -389,9 +389,7 @@ def test_what_the_command_says(
         assert cli.run(["serve-retriever", *arguments, *["--port", "0"]]) == 2
         assert message in capsys.readouterr().err
     for wrong in (["--port", "70000"], ["--k", "0"], ["--timeout", "0"], ["--timeout", "nan"], ["--max-body", "8MB"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.run(["serve-retriever", "--index", str(tiny_index_folder), *wrong])
-        assert ended.value.code == 2
+        assert cli.run(["serve-retriever", "--index", str(tiny_index_folder), *wrong]) == 2
 
 
 def test_the_load_generator_counts_what_it_was_answered(

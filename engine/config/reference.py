@@ -1,0 +1,140 @@
+"""Every key of a recipe, with its meaning, its default, what it takes, and the systems that preset it.
+
+All of it is read from sections.py: the meaning is the comment behind a field or above it, the default and the bounds
+are the field's own. Presets lie with the systems and are given.
+
+Deliberately absent: a list of the keys.
+"""
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.tables import expected, hints, section_in, toml_value
+from thresher.rewards.errors import UserError
+
+Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]  # system -> section -> key -> value
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. default: as in TOML, or "required" or "none". presets: system -> value in TOML."""
+
+    section: str
+    name: str
+    meaning: str
+    default: str
+    takes: str
+    presets: dict[str, str]
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.section}.{self.name}"
+
+
+def keys_of(presets: Presets) -> list[Key]:
+    """All keys, in the order of the sections and of their fields."""
+    found = []
+    for section, hint in hints(Recipe).items():
+        cls = section_in(hint)
+        assert cls is not None
+        meanings, kinds = meanings_of(cls), hints(cls)
+        for one in fields(cls):
+            preset = {
+                system: toml_value(values[section][one.name])
+                for system, values in presets.items()
+                if one.name in values.get(section, {})
+            }
+            takes = expected(kinds[one.name]).replace(" that is not empty", "")
+            found.append(Key(section, one.name, meanings[one.name], _default(one), takes, preset))
+    return found
+
+
+def about(section: str) -> str:
+    """What a section is for: its docstring, without its name."""
+    cls = section_in(hints(Recipe)[section])
+    text = " ".join(((cls and inspect.getdoc(cls)) or "").split())
+    return text.removeprefix(f"[{section}] ")
+
+
+def meanings_of(cls: type) -> dict[str, str]:
+    """Field -> the comment behind it, or the lines of comments above it and that behind it."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    comments = {
+        token.start[0]: (token.string.lstrip("# "), token.line.lstrip().startswith("#"))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    (body,) = ast.parse(source).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno
+            while comments.get(above - 1, ("", False))[1]:
+                above -= 1
+            lines = range(above, (node.end_lineno or node.lineno) + 1)
+            found[node.target.id] = " ".join(comments[line][0] for line in lines if line in comments).replace(
+                "None: ", "none: "
+            )
+    return found
+
+
+def explain(keys: Sequence[Key], asked: str) -> list[Key]:
+    """The keys that `asked` names: "section.key", "section", or "key" alone. UserError with a suggestion for none."""
+    asked = asked.strip("[] ")
+    found = [key for key in keys if asked in (key.dotted, key.section, key.name)]
+    if not found:
+        names = [name for key in keys for name in (key.dotted, key.name, key.section)]
+        near = get_close_matches(asked, dict.fromkeys(names), n=1)
+        hint = f"did you mean {near[0]}?" if near else "docs/recipe.md lists them"
+        raise UserError(f"--explain {asked}: a recipe has no such key; {hint}")
+    return found
+
+
+def markdown(keys: Sequence[Key]) -> str:
+    """docs/recipe.md."""
+    lines = [
+        "# The recipe",
+        "",
+        "Every key of every section. This page is generated from engine/config/sections.py: `make docs` writes it,",
+        "and `thresher recipe --explain KEY` prints one key of it. A system's preset holds where neither the file nor",
+        "`--set` sets the key; `--set section.key=` takes the file's value away. A default of none is not written:",
+        "leave the key out. `thresher recipe --show RECIPE` prints a recipe with presets and defaults filled in.",
+    ]
+    section = None
+    for key in keys:
+        if key.section != section:
+            section = key.section
+            lines += ["", f"## {section}", "", about(section), "", "| key | default | takes | meaning | presets |"]
+            lines += ["|---|---|---|---|---|"]
+        presets = "; ".join(f"{_code(value)}: {', '.join(systems)}" for value, systems in by_value(key).items())
+        cells = (f"`{key.name}`", _code(key.default), key.takes, key.meaning, presets)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def by_value(key: Key) -> dict[str, list[str]]:
+    """Preset -> the systems that have it."""
+    found: dict[str, list[str]] = {}
+    for system, value in key.presets.items():
+        found.setdefault(value, []).append(system)
+    return found
+
+
+def _code(text: str) -> str:
+    return text if text in ("required", "none") else f"`{text}`"
+
+
+def _default(one: Any) -> str:
+    value = one.default_factory() if one.default_factory is not MISSING else one.default
+    if value is MISSING:
+        return "required"
+    return "none" if value is None else toml_value(value)

@@ -1,0 +1,72 @@
+"""The recipe's reference: every key with a meaning, read from the sections themselves; docs/recipe.md is up to date."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from thresher.engine.config.recipe import Recipe, make_recipe
+from thresher.engine.config.reference import explain, keys_of, markdown, meanings_of
+from thresher.engine.config.tables import hints, section_in
+from thresher.engine.systems import NAMES, load_system
+from thresher.rewards.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+KEYS = keys_of({name: load_system(name, {}).preset for name in NAMES})
+
+
+@dataclass
+class Sample:
+    """A section."""
+
+    first: int = 1  # behind it
+    # above it,
+    # on two lines
+    second: int = 2
+    # above
+    third: int = 3  # and behind; None: nothing
+    fourth: str = "# no comment"
+
+
+def test_a_meaning_is_the_comment_behind_a_field_or_above_it() -> None:
+    assert meanings_of(Sample) == {
+        "first": "behind it",
+        "second": "above it, on two lines",
+        "third": "above and behind; none: nothing",
+        "fourth": "",
+    }
+
+
+def test_every_key_is_there_and_has_a_meaning() -> None:
+    sections = {name: section_in(hint) for name, hint in hints(Recipe).items()}
+    assert [key.dotted for key in KEYS] == [
+        f"{name}.{key}" for name, cls in sections.items() if cls for key in hints(cls)
+    ]
+    assert [key.dotted for key in KEYS if len(key.meaning) < 6] == []
+
+
+def test_defaults_and_presets_are_those_that_hold() -> None:
+    found = {key.dotted: key for key in KEYS}
+    assert found["model.path"].default == "required" and found["data.dev"].default == "none"
+    made = make_recipe({"model": {"path": "m"}}, "here").to_toml()
+    for key in KEYS:
+        if key.section in ("rollout", "grpo", "optim", "run", "judge") and key.default not in ("required", "none"):
+            assert f"\n{key.name} = {key.default}\n" in f"{made}\n"
+    assert found["rollout.group_size"].presets["arena"] == "7" and found["rollout.group_size"].takes.startswith(
+        "an int"
+    )
+    assert found["grpo.kl_value"].presets["arena"] == '"k2"' and found["run.seed"].presets == {}
+
+
+def test_the_page_is_as_it_would_be_written_now() -> None:
+    page = (ROOT / "docs" / "recipe.md").read_text("utf-8")
+    assert page == markdown(KEYS), "run make docs"
+
+
+def test_a_key_is_explained_by_any_of_its_names() -> None:
+    assert [key.dotted for key in explain(KEYS, "lr")] == ["optim.lr", "sft.lr"]
+    assert [key.dotted for key in explain(KEYS, "optim.lr")] == ["optim.lr"]
+    assert {key.section for key in explain(KEYS, "[lora]")} == {"lora"}
+    for asked, hint in (("group_sze", "did you mean group_size"), ("zzzz", "docs/recipe.md lists them")):
+        with pytest.raises(UserError, match=hint):
+            explain(KEYS, asked)
