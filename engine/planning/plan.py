@@ -142,6 +142,8 @@ def _advice(config: ModelConfig, setting: PlanSetting, recipe: Recipe, memory: i
     """What makes it fit: each change that does alone, a smaller micro-batch at its side where it takes that; where none
     does, the switches one after the other until it fits."""
     known = switches(recipe) if setting.cuda else []
+    if setting.gpus > 1:  # what several ranks have, too (engine/parallel/agreement.py)
+        known = [change for change in known if "checkpoint_activations" in change[0]]
     alone: list[Change] = [("", lambda same: same), *known]
     if setting.adapters is None:
         alone.append((f"[lora] with rank = {LORA[0]}", lambda s: replace(s, adapters=LORA)))
