@@ -24,7 +24,7 @@ def check_ranks(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path 
     if not ranks.several:
         return
     said = ranks.gather(dict(_what_counts(recipe, out, checkpoint)))
-    problem = ranks.from_first(lambda: _alone(recipe) or _indivisible(recipe, ranks.count) or _difference(said or ()))
+    problem = ranks.from_first(lambda: alone(recipe) or _indivisible(recipe, ranks.count) or _difference(said or ()))
     if problem is not None:
         raise UserError(problem)
     if recipe.model.device == "cuda" and ranks.local >= torch.cuda.device_count() > 0:
@@ -34,8 +34,8 @@ def check_ranks(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path 
         )
 
 
-def _alone(recipe: Recipe) -> str | None:
-    """What a recipe may ask of one process and, so far, of no more."""
+def alone(recipe: Recipe) -> str | None:
+    """Why the recipe runs in one process and, so far, in no more; None: it runs in several, too."""
     optim, grpo = recipe.optim, recipe.grpo
     for name, value, shared in (
         ("optim.moments", optim.moments, "float32"),
