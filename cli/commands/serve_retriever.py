@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index", required=True, help="folder that `thresher index build` wrote")
     flags.add_set(parser, "NAME=VALUE", "such as nprobe=64")
     parser.add_argument("--gpu", action="store_true", help="the index's lists on all GPUs, in float16")
+    flags.add_no_verify(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone, for there is no password")
     parser.add_argument("--port", type=PORT, default=8000, help="0: any that is free; default: 8000")
     parser.add_argument("--k", type=COUNT, default=3, help="passages for a request that does not say; default: 3")
@@ -65,4 +66,5 @@ def run(options: argparse.Namespace) -> None:
         lambda text: console.print(text, markup=False, soft_wrap=True),
         parse_overrides(options.set),
         options.gpu,
+        options.verify,
     )

@@ -51,8 +51,15 @@ S = TypeVar("S", bound=Section)
 # What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
 # though that only at a constant learning rate (OptimSection.depends_on_steps).
 MAY_CHANGE = frozenset(
-    {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "run.threads", "model.device"}
-    | {"rollout.attention", "rollout.kv_tokens", "rollout.share_prefix", "rollout.speculate", "grpo.reference"}
+    {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "run.threads", "run.verify"}
+    | {
+        "model.device",
+        "rollout.attention",
+        "rollout.kv_tokens",
+        "rollout.share_prefix",
+        "rollout.speculate",
+        "grpo.reference",
+    }
     | {"optim.attention", "optim.share_prefix", "optim.checkpoint_activations", "optim.offload"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}

@@ -24,7 +24,8 @@ from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges
 from thresher.engine.store.best_checkpoint import steps_by_dev
-from thresher.engine.store.checkpoint import latest_checkpoint, load_optimizer, prune, save_checkpoint
+from thresher.engine.store.checkpoint import load_optimizer, prune, save_checkpoint
+from thresher.engine.store.resume import checkpoint_to_resume
 from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.engine.training.master_weights import starting_weights, trained_and_reference
 from thresher.engine.training.memory import out_of_memory, return_freed_memory
@@ -45,13 +46,17 @@ class Progress:
 
 
 def train(
-    recipe: Recipe, out: str | Path, resume: bool = False, watch: Callable[[Progress], None] = lambda _: None
+    recipe: Recipe,
+    out: str | Path,
+    resume: bool = False,
+    watch: Callable[[Progress], None] = lambda _: None,
+    from_step: int | None = None,
 ) -> dict[str, Any]:
     """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last
-    checkpoint."""
+    checkpoint, or from that of `from_step`; 0 is the beginning."""
     started = time.perf_counter()
     RunFolder.check(out, resume)
-    checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
+    checkpoint = checkpoint_to_resume(Path(out) / "checkpoints", from_step, recipe.run.verify) if resume else None
     check_memory(recipe, starting_weights(recipe, checkpoint))
     if recipe.model.device == "cpu":
         return_freed_memory()

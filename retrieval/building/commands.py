@@ -175,14 +175,15 @@ def search_file(
     out_path: str | Path,
     parameters: dict[str, int] | None = None,
     gpu: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Searches every {"id", "question"} of `queries_path` and writes {"id", "hits": [{"id", "title",
-    "score"}]} per line to `out_path`, in the same order. `parameters` and `gpu` as `load_retriever` has them.
+    "score"}]} per line to `out_path`, in the same order. `parameters`, `gpu` and `verify` as `load_retriever` has them.
 
     Returns queries, hits, k and seconds (of searching alone). UserError for a malformed file, k out of range,
     an index that does not load; then nothing is written.
     """
-    retriever = load_retriever(index_dir, None, parameters, gpu)
+    retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)
     queries = read_queries(queries_path)
     started = time.perf_counter()
@@ -207,6 +208,7 @@ def check(
     k: int,
     parameters: dict[str, int] | None = None,
     gpu: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Measures the index against the "gold_titles" of `queries_path`, means over the queries:
 
@@ -215,7 +217,7 @@ def check(
     and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, and
     for a query without gold titles.
     """
-    retriever = load_retriever(index_dir, None, parameters, gpu)
+    retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)
     queries = read_queries(queries_path)
     for query in queries:

@@ -18,6 +18,8 @@ def run(options: argparse.Namespace) -> None:
     from thresher.engine.config.overrides import parse_overrides
     from thresher.retrieval.building.commands import check
 
-    figures = check(options.index, options.queries, options.k, parse_overrides(options.set), options.gpu)
+    figures = check(
+        options.index, options.queries, options.k, parse_overrides(options.set), options.gpu, options.verify
+    )
     console.figures(f"{options.index} against the gold titles of {options.queries}", figures)
     print(json.dumps(figures))

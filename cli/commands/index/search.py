@@ -19,5 +19,7 @@ def run(options: argparse.Namespace) -> None:
     from thresher.retrieval.building.commands import search_file
 
     parameters = parse_overrides(options.set)
-    figures = search_file(options.index, options.queries, options.k, options.out, parameters, options.gpu)
+    figures = search_file(
+        options.index, options.queries, options.k, options.out, parameters, options.gpu, options.verify
+    )
     console.figures(f"hits in {options.out}", figures)
