@@ -18,7 +18,7 @@ Deliberately absent: repair of what is damaged.
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +50,8 @@ class _Listed:
 class Blocks:
     """The blocks of one file, each verified when it is first asked for. Several threads may ask."""
 
-    def __init__(self, path: Path, block: int, entry: _Listed) -> None:
-        self.path, self.block = path, block
+    def __init__(self, path: Path, block: int, entry: _Listed, listed: Path) -> None:
+        self.path, self.block, self._list = path, block, listed
         self._entry = entry
         self._seen = bytearray(len(entry.digests))
         self._left = len(self._seen)
@@ -76,7 +76,9 @@ class Blocks:
             if number >= len(self._seen) or digest != self._entry.digests[number]:
                 begin = number * self.block
                 end = min(begin + self.block, self._entry.size)
-                raise Damaged(_changed(self.path, f"its bytes {begin:,} to {end:,} are not those that were written"))
+                raise Damaged(
+                    _changed(self.path, f"its bytes {begin:,} to {end:,} are not those that were written", self._list)
+                )
         with self._lock:
             for number in new:
                 self._left -= not self._seen[number]
@@ -84,10 +86,10 @@ class Blocks:
 
 
 class Hashes:
-    """What a folder's `hashes.json` says. Made by `read_hashes`."""
+    """What a list of hashes says, of files in its folder but for what `blocks` is told. Made by `read_hashes`."""
 
-    def __init__(self, folder: Path, block: int, files: dict[str, _Listed]) -> None:
-        self.folder, self.block = folder, block
+    def __init__(self, path: Path, block: int, files: dict[str, _Listed]) -> None:
+        self.path, self.folder, self.block = path, path.parent, block
         self._files = files
 
     def check(self, names: Iterable[str]) -> None:
@@ -102,38 +104,42 @@ class Hashes:
         """Verifies every file that is listed, `but` these."""
         self.check(name for name in self._files if name not in but)
 
-    def blocks(self, name: str) -> Blocks:
-        """The blocks of a file, whose size is looked at now."""
-        path, entry = self.folder / name, self._files.get(name)
+    def blocks(self, name: str, path: Path | None = None) -> Blocks:
+        """The blocks of a file, whose size is looked at now; `path` is where one lies that is not in the folder."""
+        path, entry = path or self.folder / name, self._files.get(name)
         if entry is None:
-            raise Damaged(_changed(path, f"{FILE} does not list it"))
+            raise Damaged(_changed(path, f"{self.path.name} does not list it", self.path))
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            raise Damaged(f"{path}: no such file, though {FILE} lists it; fetch or make it again") from None
+            raise Damaged(f"{path}: no such file, though {self.path.name} lists it; fetch or make it again") from None
         if size != entry.size:
-            raise Damaged(_changed(path, f"expected {entry.size} bytes, found {size}"))
-        return Blocks(path, self.block, entry)
+            raise Damaged(_changed(path, f"expected {entry.size} bytes, found {size}", self.path))
+        return Blocks(path, self.block, entry, self.path)
 
 
 def write_hashes(folder: Path, leave_out: Collection[str] = ()) -> None:
     """Writes `hashes.json` over all files that `folder` holds now, hidden ones and those to `leave_out` apart.
     Unwritable where it cannot."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    files = {}
-    for path in paths:
-        name = path.relative_to(folder).as_posix()
-        if name != FILE and name not in leave_out:
-            size = path.stat().st_size
-            files[name] = {"bytes": size, "digests": _digests(path, BLOCK, range(-(-size // BLOCK)))}
-    record = {"format": FORMAT, "block": BLOCK, "files": files, "own": _own(BLOCK, files)}
-    atomic_write_text(folder / FILE, json.dumps(record, indent=0) + "\n")
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    write_list(folder / FILE, {name: path for name, path in names.items() if name not in (FILE, *leave_out)})
 
 
-def read_hashes(folder: Path, expected: bool = False) -> Hashes | None:
-    """The hashes of a folder; None where it has none. Damaged where it has none and they are `expected`, and where the
-    list is not what was written."""
-    path = folder / FILE
+def write_list(path: Path, files: Mapping[str, Path]) -> None:
+    """Writes such a list of these files, wherever they lie, as `path`."""
+    listed = {}
+    for name, place in files.items():
+        size = place.stat().st_size
+        listed[name] = {"bytes": size, "digests": _digests(place, BLOCK, range(-(-size // BLOCK)))}
+    record = {"format": FORMAT, "block": BLOCK, "files": listed, "own": _own(BLOCK, listed)}
+    atomic_write_text(path, json.dumps(record, indent=0) + "\n")
+
+
+def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashes | None:
+    """The hashes of a folder, in its list `file`; None where it has none. Damaged where it has none and they are
+    `expected`, and where the list is not what was written."""
+    path = folder / file
     if not path.is_file():
         if expected:
             raise Damaged(f"{path}: no such file, though one was written with the folder; fetch the folder again")
@@ -141,9 +147,9 @@ def read_hashes(folder: Path, expected: bool = False) -> Hashes | None:
     record = read_json_object(path)
     block, files = record.get("block"), record.get("files")
     if record.get("format") != FORMAT or record.get("own") != _own(block, files):
-        raise Damaged(_changed(path, "it is not what was written"))
+        raise Damaged(_changed(path, "it is not what was written", path))
     assert isinstance(block, int) and isinstance(files, dict)  # the digest says so
-    return Hashes(folder, block, {name: _Listed(entry["bytes"], entry["digests"]) for name, entry in files.items()})
+    return Hashes(path, block, {name: _Listed(entry["bytes"], entry["digests"]) for name, entry in files.items()})
 
 
 def check_hashes(folder: Path, names: Iterable[str]) -> None:
@@ -152,10 +158,9 @@ def check_hashes(folder: Path, names: Iterable[str]) -> None:
         hashes.check(names)
 
 
-def _changed(path: Path, found: str) -> str:
-    return (
-        f"{path}: damaged or changed, {found}; fetch or make it again, or delete {FILE} there if the change is your own"
-    )
+def _changed(path: Path, found: str, listed: Path) -> str:
+    own = f"or delete {listed.name} if the change is your own"
+    return f"{path}: damaged or changed, {found}; fetch or make it again, {own}"
 
 
 def _own(block: Any, files: Any) -> str:

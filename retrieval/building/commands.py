@@ -12,9 +12,6 @@ from typing import Any
 from thresher.policy.files import refuse_hub_id
 from thresher.retrieval.building.build import BuildSettings, build_folder, refuse_existing, work_folder
 from thresher.retrieval.data.corpus import (
-    COPY_FILE,
-    LEDGER_FILE,
-    OFFSETS_FILE,
     Corpus,
     check_embed,
     embedded_text,
@@ -22,6 +19,7 @@ from thresher.retrieval.data.corpus import (
     read_corpus,
 )
 from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.retrieval.data.ledger import CACHE_FILES
 from thresher.retrieval.encoders.encoder import Encoder
 from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
 from thresher.retrieval.indexes.kind import OnStage
@@ -161,8 +159,7 @@ def _build_words(encoder_name: str, corpus: Corpus, out: Path, embed: str, repor
     )
     work = work_folder(out)
     if work.is_dir():
-        # The ledger last: it vouches for the others.
-        for name in (OFFSETS_FILE, COPY_FILE, LEDGER_FILE):
+        for name in CACHE_FILES:
             if (work / name).is_file():
                 (work / name).rename(out / name)
         shutil.rmtree(work)

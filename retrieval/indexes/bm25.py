@@ -210,7 +210,7 @@ def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = T
         raise UserError(f"{folder / FILE}: not the settings that the index was built with; build the index again")
     for name, expected in files.items():
         check_file(folder / SCORES / name, expected)
-    corpus = find_corpus(manifest, folder, corpus)
+    corpus = find_corpus(manifest, folder, corpus, verify)
     scores = _read_scores(folder / SCORES, len(corpus))
     if hashes is None and not _in_range(scores, len(corpus)):
         raise UserError(f"{folder / SCORES}: damaged, its arrays do not fit each other; build the index again")

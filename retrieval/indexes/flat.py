@@ -124,7 +124,7 @@ def load_index(
     if manifest.kind not in MATRIX_DTYPES:
         raise UserError(f"{folder}: an index of kind {manifest.kind!r}, expected flat or flat16; name another folder")
     encoder = find_encoder(manifest, folder, encoder)
-    corpus = find_corpus(manifest, folder, corpus)
+    corpus = find_corpus(manifest, folder, corpus, verify)
     if manifest.format == 1:
         return Index(corpus, encoder, _read_format_1(folder / FORMAT_1_VECTORS, manifest), manifest.embed)
     if manifest.dtype != MATRIX_DTYPES[manifest.kind]:

@@ -159,7 +159,7 @@ def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load, verify: b
     places = [_find_member(folder, member) for member in members]
     if _fingerprint(depth, [_manifest_hash(place) for place in places]) != manifest.encoder_fingerprint:
         raise UserError(f"{folder / FILE}: was changed after the index was built; build the index again")
-    return _join(places, find_corpus(manifest, folder, corpus), depth, load)
+    return _join(places, find_corpus(manifest, folder, corpus, verify), depth, load)
 
 
 def _join(places: list[Path], corpus: Corpus | None, depth: int, load: Load) -> Hybrid:

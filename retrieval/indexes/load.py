@@ -66,7 +66,7 @@ def load_retriever(
     if (kind in KINDS and not exact) or (gpu and exact and manifest.format > 1):
         manifest, hashes = open_folder(folder, verify)
         encoder = find_encoder(manifest, folder, None)
-        corpus = find_corpus(manifest, folder, corpus)
+        corpus = find_corpus(manifest, folder, corpus, verify)
         return read_approximate(manifest, folder, corpus, encoder, parameters, gpu, hashes)
     if parameters or gpu:
         asked = "search parameters" if parameters else "form for GPUs"

@@ -15,7 +15,8 @@ from typing import Any, get_origin
 
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.policy.hashes import Hashes, read_hashes, write_hashes
-from thresher.retrieval.data.corpus import COPY_FILE, LEDGER_FILE, OFFSETS_FILE, Corpus, open_corpus, read_corpus
+from thresher.retrieval.data.corpus import Corpus, open_corpus, read_corpus
+from thresher.retrieval.data.ledger import CACHE_FILES, LEDGER_FILE
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
@@ -68,7 +69,7 @@ class Manifest:
 def write_index_hashes(folder: Path) -> None:
     """Writes `hashes.json` over the files of a finished index folder, but for what a pass over the corpus left there,
     which is made anew where the corpus changed."""
-    write_hashes(folder, leave_out=(LEDGER_FILE, OFFSETS_FILE, COPY_FILE))
+    write_hashes(folder, leave_out=CACHE_FILES)
 
 
 def open_folder(folder: Path, verify: bool) -> tuple[Manifest, Hashes | None]:
@@ -141,8 +142,9 @@ def corpus_paths(corpus: Corpus, folder: Path) -> list[str]:
     return [os.path.relpath(absolute, os.path.abspath(folder)), absolute]
 
 
-def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None) -> Corpus:
-    """The corpus the index in `folder` was built from: `corpus` itself, or read again from where it was.
+def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None, verify: bool = True) -> Corpus:
+    """The corpus the index in `folder` was built from: `corpus` itself, or read again from where it was, `verify` as
+    `open_corpus` has it.
     UserError when it is not to be found or not the same."""
     if corpus is None:
         places = [folder / path for path in manifest.corpus_paths]
@@ -151,7 +153,8 @@ def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None) -> Corp
             state = f"no longer at {places[-1]}" if places else "was never a file"
             raise UserError(f"{folder}: the corpus of this index is {state}; put it there, or build the index again")
         # Where the corpus was opened on the disk, how to find its passages lies in the index folder.
-        corpus = open_corpus(place, folder) if (folder / LEDGER_FILE).is_file() else read_corpus(place)
+        stored = (folder / LEDGER_FILE).is_file()
+        corpus = open_corpus(place, folder, verify=verify) if stored else read_corpus(place)
     if corpus.sha256 != manifest.corpus_sha256:
         raise UserError(
             f"{folder}: the index was built from another corpus ({manifest.passages} passages, sha256 "
