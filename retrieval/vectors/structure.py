@@ -102,10 +102,12 @@ def bounded_reading(path: Path, beyond: int = 0) -> Iterator[None]:
 
 def in_range(index: Any) -> bool:
     """Whether links, levels and rows of `index` point at vectors that it has: what can be told of a structure without
-    hashes. One pass over its links, or over the rows in its lists."""
+    hashes, of a graph by one pass over its links, of lists over their rows; of another structure nothing."""
     structure = behind(index)
     if hasattr(structure, "hnsw"):
         return _graph_in_range(structure.hnsw, index.ntotal)
+    if not hasattr(structure, "invlists"):
+        return True
     lists = faiss.downcast_InvertedLists(structure.invlists)
     sizes = [lists.list_size(number) for number in range(structure.nlist)]
     if sum(sizes) != index.ntotal:
