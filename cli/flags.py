@@ -82,3 +82,11 @@ def add_index_search(parser: ArgumentParser) -> None:
     parser.add_argument("--k", type=count, default=5, help="passages of a question")
     add_set(parser, "NAME=VALUE", "a parameter of the search, such as nprobe=64; default: what the build measured")
     parser.add_argument("--gpu", action="store_true", help="lists on all GPUs, in float16")
+    add_no_verify(parser)
+
+
+def add_no_verify(parser: ArgumentParser) -> None:
+    """`--no-verify`, for commands that read an index without a recipe (there: run.verify)."""
+    parser.add_argument(
+        "--no-verify", dest="verify", action="store_false", help="do not hold the index against its hashes"
+    )

@@ -93,7 +93,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
     system = system or load_system(section.name, section.options)
     template = system.template if section.template is None else read_template(section.template, system.given_passages)
     folder = Path(recipe.model.path if model_path is None else model_path)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, recipe.run.verify)
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
     if doubts := fit_doubts(policy, tokenizer, folder):
@@ -140,7 +140,7 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
 def load_on_device(recipe: Recipe, folder: str | Path) -> Policy:
     if recipe.model.device == "cuda" and not torch.cuda.is_available():
         raise UserError("model.device is cuda, but torch sees no CUDA device; set model.device=cpu")
-    return load_policy(folder, DTYPES[recipe.model.dtype], recipe.model.device)
+    return load_policy(folder, DTYPES[recipe.model.dtype], recipe.model.device, recipe.run.verify)
 
 
 def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
@@ -221,7 +221,7 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
         from thresher.retrieval.indexes.load import load_retriever
 
         assert section.index is not None  # it has no url
-        retriever = load_retriever(section.index)
+        retriever = load_retriever(section.index, verify=recipe.run.verify)
     retriever.check_k(section.k)
     return retriever
 

@@ -28,6 +28,9 @@ from thresher.policy.files import atomic_write_text, read_json_object, refuse_hu
 from thresher.policy.models.registry import FAMILIES, find_family, infer_model_type, load_layer_class
 from thresher.rewards.errors import UserError
 
+# What `read_config` reads of a model folder.
+CONFIG_FILES = ("config.json", "generation_config.json")
+
 Found = TypeVar("Found")
 # Values that are supported, absence being one always, and how a message says so.
 Accepted = tuple[tuple[object, ...], str]

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.elementwise.layers import add_norm, rope_table
-from thresher.policy.config import ModelConfig, read_config, write_config
+from thresher.policy.config import CONFIG_FILES, ModelConfig, read_config, write_config
+from thresher.policy.hashes import check_hashes
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
 from thresher.policy.models.layer import Attend, Layer
 from thresher.policy.models.registry import load_layer_class
@@ -135,13 +136,21 @@ def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
     return views
 
 
-def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Policy:
+def load_policy(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    verify: bool = True,
+) -> Policy:
     """Read a model, of any family in models/registry.py, from a folder of config.json and safetensors (one file, or
     shards with an index).
 
     Names and shapes must match the config exactly; anything else is a UserError that names the file and the tensor.
+    verify: hold what is read against the folder's hashes, where it has some (policy/hashes.py).
     """
     folder = Path(path)
+    if verify:
+        check_hashes(folder, CONFIG_FILES)
     config = read_config(folder)
     with torch.device("meta"):
         policy = Policy(config)
@@ -149,7 +158,8 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, device: to
     views = hf_views(policy)
     # Some writers keep a copy of the tied head; it is accepted if it is one.
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name, tensor in read_weights(folder, {name: view.shape for name, view in views.items()}, optional=optional):
+    shapes = {name: view.shape for name, view in views.items()}
+    for name, tensor in read_weights(folder, shapes, optional=optional, verify=verify):
         if name in views:
             views[name].copy_(tensor)
     return policy

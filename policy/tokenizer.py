@@ -26,6 +26,7 @@ import tokenizers
 
 from thresher.policy.chat import TemplateError, fill_template
 from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes, refuse_hub_id
+from thresher.policy.hashes import check_hashes
 from thresher.rewards.errors import UserError
 
 _COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
@@ -209,16 +210,19 @@ class Tokenizer:
         return parse_json_object(self._companions.get("tokenizer_config.json", b"{}"), where)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
     """Reads a tokenizer.json, given itself or by its folder, with the chat template beside it.
 
-    Raises UserError, naming the file, when it is absent, malformed or not byte-level BPE with every byte.
+    Raises UserError, naming the file, when it is absent, malformed or not byte-level BPE with every byte; unless
+    `verify` is off, also when it is not what the hashes beside it say.
     """
     refuse_hub_id(path)
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and not file.exists() and (path / "vocab.json").exists():
         raise UserError(f"{file}: no such file, and vocab.json alone is not read; convert it to tokenizer.json")
+    if verify:
+        check_hashes(file.parent, [file.name, *_COMPANIONS])
     content = read_bytes(file)
     beside = {name: file.with_name(name) for name in _COMPANIONS}
     companions = {name: read_bytes(companion) for name, companion in beside.items() if companion.exists()}

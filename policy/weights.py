@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from thresher.policy.files import atomic_path, atomic_write_text, parse_json_object, read_json_object
+from thresher.policy.hashes import check_hashes
 from thresher.rewards.errors import UserError
 
 SINGLE = "model.safetensors"
@@ -53,7 +54,11 @@ def tensor_shapes(folder: str | Path) -> dict[str, torch.Size]:
 
 
 def read_weights(
-    folder: str | Path, expected: Mapping[str, torch.Size], *, optional: Set[str] = frozenset()
+    folder: str | Path,
+    expected: Mapping[str, torch.Size],
+    *,
+    optional: Set[str] = frozenset(),
+    verify: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Streams (name, CPU tensor in float32, bfloat16 or float16) of a model folder, in file order.
 
@@ -61,9 +66,12 @@ def read_weights(
     be absent. An optional name that `expected` lacks may be present but is not yielded; `lm_head.weight` is
     then the copy of a tied head and must equal the embedding. All checks are made before this returns;
     UserError names file and tensor. The tensors are backed by the files: copy what is to be kept or
-    changed. A number that is not finite is a UserError when its tensor's turn has come.
+    changed. A number that is not finite is a UserError when its tensor's turn has come. `verify`: the files are held
+    against the folder's hashes, where it has some, before anything else.
     """
     folder = Path(folder)
+    if verify:
+        check_hashes(folder, _weight_files(folder))
     entries = _locate(folder)
     _check_names(folder, entries, expected, optional)
     for name, entry in entries.items():
@@ -160,6 +168,13 @@ def _remove_shards(folder: Path, keep: set[str]) -> None:
     for file in folder.iterdir():
         if _SHARD_NAME.fullmatch(file.name) and file.name not in keep:
             file.unlink()
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """What `_locate` will read."""
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    return [INDEX, *sorted(path.name for path in folder.glob("model-*.safetensors"))]
 
 
 def _locate(folder: Path) -> dict[str, _Entry]:

@@ -117,13 +117,17 @@ def untimed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def what_happened(run: Path) -> dict[str, Any]:
-    """All that a run wrote, but for what the clock says."""
+    """All that a run wrote, but for what the clock says, in a state and so in its hash."""
     files = [*run.glob("trajectories/*"), *run.glob("evaluations/*"), *run.glob("checkpoints/*/*.*")]
     return {
         "metrics": [untimed(record) for record in metrics(run)],
         "summary": untimed(json.loads((run / "summary.json").read_text())),
         "recipe": (run / "recipe.toml").read_bytes(),
-        **{str(path.relative_to(run)): path.read_bytes() for path in files if path.name != "state.json"},
+        **{
+            str(path.relative_to(run)): path.read_bytes()
+            for path in files
+            if path.name not in ("state.json", "hashes.json")
+        },
     }
 
 

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "NAME=VALUE", "a parameter of the search, such as nprobe=64; default: what the build measured"
     )
     parser.add_argument("--gpu", action="store_true", help="the index's lists on all GPUs, in float16")
+    flags.add_no_verify(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone, for there is no password")
     parser.add_argument("--port", type=PORT, default=8000, help="0: any that is free; default: 8000")
     parser.add_argument("--k", type=COUNT, default=3, help="passages for a request that does not say; default: 3")
@@ -68,5 +69,6 @@ def run(options: argparse.Namespace) -> None:
         lambda text: console.console.print(text, markup=False, soft_wrap=True),
         parse_overrides(options.set),
         options.gpu,
+        options.verify,
     )
     console.answer(served)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from thresher.cli import flags
 from thresher.engine import console
+from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.engine.parallel.ranks import Ranks
@@ -19,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_recipe(parser)
     parser.add_argument("--out", required=True, help="run folder to write")
     parser.add_argument("--resume", action="store_true", help="go on from the run folder's last checkpoint")
+    parser.add_argument(
+        "--from",
+        dest="from_step",
+        type=flags.natural,
+        metavar="STEP",
+        help="with --resume: go back to this step's checkpoint, and delete what came after it; 0: the beginning",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -31,6 +39,8 @@ def run(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
     from thresher.engine.training.train import train
 
+    if options.from_step is not None and not options.resume:
+        raise UserError("--from is for going back in a run that is there; give it with --resume")
     recipe = flags.read_recipe(options)
     rollout = recipe.rollout
     console.console.print(
@@ -53,5 +63,5 @@ def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
             text += f"  gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "  no update"
             line.to(progress.step, text)
 
-        summary = train(recipe, options.out, options.resume, watch, ranks)
+        summary = train(recipe, options.out, options.resume, watch, ranks, options.from_step)
     console.figures(f"train: run in {options.out}", summary)

@@ -6,11 +6,13 @@
         tokenizer.json, ..                  if a tokenizer was given
         optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"; moments in
                                             8 bits as their codes and scales (engine/optim/moments.py)
-        state.json                          {"step": .., "state": whatever JSON the trainer keeps}
+        state.json                          {"step": .., "state": whatever JSON the trainer keeps, "hashes": true}
+        hashes.json                         of every file above, block by block (policy/hashes.py), written last
 
 A checkpoint is staged under another name and renamed when it is on the disk, so a kill leaves the one before.
 What a copy over a network or a full disk may have cut short is found when the newest is looked for: every
-safetensors header must agree with its file's length, and state.json, written last, with the folder's name.
+safetensors header must agree with its file's length, and state.json with the folder's name. Whether every bit is what
+was written is asked when a run is to go on from it (`resume.py`).
 
 Deliberately absent: the optimiser's hyperparameters, which the recipe holds; generators of random numbers,
 for noise is a function of seed and position; sharded states.
@@ -30,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.engine.store.run_folder import step_name, step_of
 from thresher.policy.files import read_json_object, staged_folder
+from thresher.policy.hashes import read_hashes, write_hashes
 from thresher.policy.weights import save_tensors
 from thresher.rewards.errors import UserError
 
@@ -75,7 +78,7 @@ def save_checkpoint(
     """
     names = _names(optimizer, policy.named_parameters())
     tensors = _optimizer_tensors(optimizer, names)
-    text = json.dumps({"step": step, "state": dict(state)}, indent=1)
+    text = json.dumps({"step": step, "state": dict(state), "hashes": True}, indent=1)
     path = Path(folder) / step_name(step)
     with staged_folder(path, replace=True) as staged:
         policy.save(staged)
@@ -83,6 +86,7 @@ def save_checkpoint(
             tokenizer.save(staged)
         save_tensors(staged / OPTIMIZER, tensors, {"parameters": json.dumps(names)})
         (staged / STATE).write_text(text, encoding="utf-8")
+        write_hashes(staged)
     return path
 
 
@@ -91,9 +95,9 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
     One that is not whole is passed over with a warning that names it.
     """
-    for path in reversed(_step_folders(Path(folder))):
+    for path in reversed(step_folders(Path(folder))):
         try:
-            return _read(path)
+            return read_checkpoint(path)
         except UserError as error:
             warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
     return None
@@ -155,7 +159,7 @@ def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover)
     kept, deleted = 0, []
-    for path in reversed(_step_folders(folder)):
+    for path in reversed(step_folders(folder)):
         if kept == keep and step_of(path.name) == spare:
             continue
         if kept == keep:
@@ -167,7 +171,7 @@ def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]
     return deleted
 
 
-def _step_folders(folder: Path) -> list[Path]:
+def step_folders(folder: Path) -> list[Path]:
     """What has a checkpoint's name, oldest first."""
     if not folder.is_dir():
         return []
@@ -175,12 +179,17 @@ def _step_folders(folder: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def _read(path: Path) -> Checkpoint:
-    """The checkpoint in a folder; UserError if it is not whole."""
+def read_checkpoint(path: Path, verify: bool = False) -> Checkpoint:
+    """The checkpoint in a folder; UserError if it is not whole. verify: every file is held against its hashes; one that
+    was written without (by an earlier version) is as whole as its headers say."""
+    if verify and (hashes := read_hashes(path)) is not None:
+        hashes.check_all()
     content = read_json_object(path / STATE)
     step, state = content.get("step"), content.get("state")
     if not isinstance(step, int) or step != step_of(path.name) or not isinstance(state, dict):
         raise UserError(f"{path / STATE}: expected the state of {path.name}, got that of step {step}; delete it")
+    if verify:
+        read_hashes(path, expected=content.get("hashes") is True)
     for file in sorted({path / OPTIMIZER, *path.rglob("*.safetensors")}):
         _open(file)
     return Checkpoint(path, step, state)
@@ -188,7 +197,7 @@ def _read(path: Path) -> Checkpoint:
 
 def _is_whole(path: Path) -> bool:
     try:
-        _read(path)
+        read_checkpoint(path)
     except UserError:
         return False
     return True

@@ -12,7 +12,7 @@ The folder appears whole, with its recipe and its lock, or not at all. One proce
 lock is the operating system's, so a killed run leaves none behind. A killed run resumes by
 
     run = RunFolder.resume(path, recipe)
-    checkpoint = latest_checkpoint(run.checkpoints)
+    checkpoint = checkpoint_to_resume(run.checkpoints)
     run.truncate_after(checkpoint.step if checkpoint else -1)  # without one, not even the evaluation before step 1
 
 after which the folder is as it was when that checkpoint was saved, provided that a step's records are written
@@ -26,6 +26,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -169,10 +170,15 @@ class RunFolder:
         atomic_write_text(self.summary_file, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was recorded after a step: metrics, trajectories, and what a kill left unfinished.
+        """Forget what was recorded after a step: metrics, trajectories, checkpoints, and what a kill left unfinished.
 
-        Checkpoints stay: the one resumed from is the newest whole one, and a broken one is replaced in time.
+        Checkpoints are behind it only where a run is told to go back (engine/store/resume.py).
         """
+        for path in self.checkpoints.iterdir():
+            saved = step_of(path.name)
+            if saved is not None and saved > step:
+                # Renamed first, for a half-deleted folder must not have a checkpoint's name.
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
         self._keep_metrics([record for record in read_metrics(self.metrics_file) if record["step"] <= step])
         for path in (*self.trajectories.iterdir(), *self.evaluations.iterdir()):
             recorded = step_of(path.name.removesuffix(".jsonl"))

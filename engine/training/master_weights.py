@@ -40,7 +40,8 @@ def trained_and_reference(
     policy.requires_grad_(True)
     folder = starting_weights(recipe, checkpoint)
     place = "cpu" if recipe.optim.offload == "masters" else recipe.model.device
-    master = policy if policy.dtype == torch.float32 else load_policy(folder, device=place)
+    # Verified a moment ago, when the policy was read from the same folder.
+    master = policy if policy.dtype == torch.float32 else load_policy(folder, device=place, verify=False)
     return master, _reference(recipe) if beside else None
 
 
@@ -49,7 +50,7 @@ def _reference(recipe: Recipe) -> Policy | StreamedPolicy:
     a run begins (engine/planning/check.py); without one, on the device."""
     if recipe.grpo.reference != "cpu":
         return load_on_device(recipe, recipe.model.path).requires_grad_(False)
-    model = load_policy(recipe.model.path, DTYPES[recipe.model.dtype])
+    model = load_policy(recipe.model.path, DTYPES[recipe.model.dtype], verify=recipe.run.verify)
     return StreamedPolicy(model, recipe.model.device)
 
 

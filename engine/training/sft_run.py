@@ -19,6 +19,7 @@ from thresher.engine.training.master_weights import put_adapters
 from thresher.engine.training.sft import SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
 from thresher.policy.files import atomic_write_text, staged_folder
+from thresher.policy.hashes import write_hashes
 from thresher.policy.model import Policy
 from thresher.retrieval.data.jsonl import write_jsonl
 
@@ -70,6 +71,7 @@ class FineTuning:
             write_jsonl(staged / "metrics.jsonl", self.records)
             write_unused(self.unused, staged / "unused.jsonl")
             atomic_write_text(staged / "sft.json", json.dumps(figures, indent=2) + "\n")
+            write_hashes(staged)
 
 
 def load_fine_tuning(recipe: Recipe) -> FineTuning:

@@ -28,7 +28,8 @@ from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges
 from thresher.engine.store.best_checkpoint import steps_by_dev
-from thresher.engine.store.checkpoint import latest_checkpoint, prune, save_checkpoint
+from thresher.engine.store.checkpoint import prune, save_checkpoint
+from thresher.engine.store.resume import checkpoint_to_resume
 from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.engine.training.master_weights import starting_weights
 from thresher.engine.training.memory import out_of_memory, return_freed_memory
@@ -57,13 +58,15 @@ def train(
     resume: bool = False,
     watch: Callable[[Progress], None] = lambda _: None,
     ranks: Ranks = ALONE,
+    from_step: int | None = None,
 ) -> dict[str, Any]:
-    """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last
-    checkpoint. ranks: the processes that all call this, of which rank 0 alone writes, watches and has a summary."""
+    """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last checkpoint,
+    or from that of `from_step`; 0 is the beginning. ranks: the processes that all call this, of which rank 0 alone
+    writes, watches and has a summary."""
     started = time.perf_counter()
     if ranks.first:
         RunFolder.check(out, resume)
-    checkpoint = latest_checkpoint(Path(out) / "checkpoints") if resume else None
+    checkpoint = checkpoint_to_resume(Path(out) / "checkpoints", from_step, recipe.run.verify) if resume else None
     check_ranks(recipe, ranks, out, checkpoint.path if checkpoint else None)
     decided, planned = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
     decided = ranks.from_first(lambda: decided)  # a rank with less memory would otherwise compute in another way

@@ -35,7 +35,15 @@ from thresher.retrieval.indexes.flat import Index, load_index
 from thresher.retrieval.indexes.kind import INDEX_FILE, Kind, OnStage, grow
 from thresher.retrieval.indexes.kinds import SCRATCH, estimate, parse_kind, show_bytes
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
-from thresher.retrieval.indexes.manifest import FORMAT, KEPT_FILES, NOT_KEPT, Manifest, corpus_paths, read_manifest
+from thresher.retrieval.indexes.manifest import (
+    FORMAT,
+    KEPT_FILES,
+    NOT_KEPT,
+    Manifest,
+    corpus_paths,
+    read_manifest,
+    write_index_hashes,
+)
 from thresher.retrieval.vectors.approximate import ApproximateSearch
 from thresher.retrieval.vectors.exact import ExactRows, RowScores, faiss, largest_row_norm
 from thresher.retrieval.vectors.file import VectorFile
@@ -141,11 +149,13 @@ def refuse_existing(folder: Path) -> None:
 def fill_folder(
     work: Path, folder: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings, on_stage: OnStage
 ) -> Manifest:
-    """Does in `work` what is still to be done of an index that will lie at `folder`; the manifest comes last, and
-    nothing but the finished index stays. Settings, callback and errors as `build_folder`."""
+    """Does in `work` what is still to be done of an index that will lie at `folder`; the manifest comes last
+    but for the hashes of all files, and nothing but the finished index stays. Settings, callback and errors as
+    `build_folder`."""
     _take_up(work, corpus, encoder, settings)
     if (work / MANIFEST).is_file():
         _tidy(work, settings)
+        write_index_hashes(work)
         return read_manifest(work)
     vectors = VectorFile(work / KEPT_FILES["float32"], len(corpus), encoder.dim)
     _encode(corpus, encoder, settings.embed, vectors, on_stage)
@@ -172,9 +182,11 @@ def fill_folder(
         recall=recall,
         reason=settings.reason,
         faiss_version=faiss.__version__,
+        hashed=True,
     )
     manifest.write(work)
     _tidy(work, settings)
+    write_index_hashes(work)
     return manifest
 
 

@@ -12,9 +12,6 @@ from typing import Any
 from thresher.policy.files import refuse_hub_id
 from thresher.retrieval.building.build import BuildSettings, build_folder, refuse_existing, work_folder
 from thresher.retrieval.data.corpus import (
-    COPY_FILE,
-    LEDGER_FILE,
-    OFFSETS_FILE,
     Corpus,
     check_embed,
     embedded_text,
@@ -22,6 +19,7 @@ from thresher.retrieval.data.corpus import (
     read_corpus,
 )
 from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.retrieval.data.ledger import CACHE_FILES
 from thresher.retrieval.encoders.encoder import Encoder
 from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
 from thresher.retrieval.indexes.kind import OnStage
@@ -161,8 +159,7 @@ def _build_words(encoder_name: str, corpus: Corpus, out: Path, embed: str, repor
     )
     work = work_folder(out)
     if work.is_dir():
-        # The ledger last: it vouches for the others.
-        for name in (OFFSETS_FILE, COPY_FILE, LEDGER_FILE):
+        for name in CACHE_FILES:
             if (work / name).is_file():
                 (work / name).rename(out / name)
         shutil.rmtree(work)
@@ -175,14 +172,15 @@ def search_file(
     out_path: str | Path,
     parameters: dict[str, int] | None = None,
     gpu: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Searches every {"id", "question"} of `queries_path` and writes {"id", "hits": [{"id", "title",
-    "score"}]} per line to `out_path`, in the same order. `parameters` and `gpu` as `load_retriever` has them.
+    "score"}]} per line to `out_path`, in the same order. `parameters`, `gpu` and `verify` as `load_retriever` has them.
 
     Returns queries, hits, k and seconds (of searching alone). UserError for a malformed file, k out of range,
     an index that does not load; then nothing is written.
     """
-    retriever = load_retriever(index_dir, None, parameters, gpu)
+    retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)
     queries = read_queries(queries_path)
     started = time.perf_counter()
@@ -207,6 +205,7 @@ def check(
     k: int,
     parameters: dict[str, int] | None = None,
     gpu: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Measures the index against the "gold_titles" of `queries_path`, means over the queries:
 
@@ -215,7 +214,7 @@ def check(
     and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, and
     for a query without gold titles.
     """
-    retriever = load_retriever(index_dir, None, parameters, gpu)
+    retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)
     queries = read_queries(queries_path)
     for query in queries:

@@ -21,14 +21,14 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import IO, overload
 
 import numpy as np
 
-from thresher.policy.files import atomic_path, atomic_write_text
+from thresher.policy.files import atomic_path
+from thresher.policy.hashes import read_hashes, write_list
 from thresher.retrieval.data.formats import (
     LINES,
     EmptyPassage,
@@ -40,13 +40,21 @@ from thresher.retrieval.data.formats import (
     to_passage,
 )
 from thresher.retrieval.data.formats import Passage as Passage
+from thresher.retrieval.data.ledger import (
+    CACHE_FILES,
+    COPY_FILE,
+    HASHES_FILE,
+    LEDGER_FILE,
+    LEDGER_FORMAT,
+    OFFSETS_FILE,
+    STORED,
+    Ledger,
+    read_ledger,
+    stamp,
+)
 from thresher.rewards.errors import UserError
 
 EMBEDS = ("text", "title+text")
-OFFSETS_FILE = "corpus.offsets"  # uint64, little-endian: where each passage begins, and where the last one ends
-COPY_FILE = "corpus.copy.jsonl"
-LEDGER_FILE = "corpus.ledger.json"
-LEDGER_FORMAT = 1
 OFFSETS_AT_A_TIME = 1 << 12  # held back before they are written
 PASSAGES_AT_A_TIME = 256  # read in iteration
 # Ids with a hash seen twice that are looked at again; more of them only make the same complaint longer.
@@ -132,7 +140,12 @@ def read_corpus(path: str | Path, *, chunk_words: int = 0, skip_empty: bool = Fa
 
 
 def open_corpus(
-    path: str | Path, cache: str | Path, *, chunk_words: int | None = None, skip_empty: bool | None = None
+    path: str | Path,
+    cache: str | Path,
+    *,
+    chunk_words: int | None = None,
+    skip_empty: bool | None = None,
+    verify: bool = True,
 ) -> Corpus:
     """Opens a corpus without reading it into memory; `read_corpus` otherwise, in content, hash, order and errors.
 
@@ -143,16 +156,17 @@ def open_corpus(
 
     RAM: 8 bytes a passage during the pass (168 MB for 21 M passages), next to none after it; a JSON list or object is
     parsed whole in the pass. Disk: 8 bytes a passage, and the copy. The original is never written to. Whatever kills
-    the pass, the next call finds all of a cache or none. Several threads may read the same corpus.
+    the pass, the next call finds all of a cache or none. Several threads may read the same corpus. `verify`: offsets
+    are held against their hashes (`corpus.hashes.json`) when they are opened, passages when they are first read.
     UserError also for a cache that cannot be written, and, when a passage is read, for a file that has changed since.
     """
     path, cache = Path(path), Path(cache)
-    if path.name in (OFFSETS_FILE, COPY_FILE, LEDGER_FILE) and path.resolve().parent == cache.resolve():
+    if path.name in CACHE_FILES and path.resolve().parent == cache.resolve():
         raise UserError(
             f"{path}: would be overwritten by what is kept of it in {cache}; rename it, or name another folder"
         )
     fmt = detect_format(path)
-    ledger = _read_ledger(cache)
+    ledger = read_ledger(cache)
     if chunk_words is None:
         chunk_words = ledger.chunk_words if ledger else 0
     if skip_empty is None:
@@ -166,7 +180,7 @@ def open_corpus(
                 f"{cache}: cannot keep what a pass over {path} finds out ({error.strerror}); make room there, or the "
                 "folder writable"
             ) from None
-    return _StoredCorpus(path, cache, ledger, LINES if ledger.copied else fmt)
+    return _StoredCorpus(path, cache, ledger, LINES if ledger.copied else fmt, verify)
 
 
 def embedded_text(passage: Passage, embed: str) -> str:
@@ -180,50 +194,6 @@ def check_embed(embed: str) -> None:
     """UserError unless `embed` is one of EMBEDS."""
     if embed not in EMBEDS:
         raise UserError(f"embed is {embed!r}; expected one of {', '.join(EMBEDS)}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ledger:
-    """What a cache folder says of itself, in `corpus.ledger.json`. It is written last and removed first, so that
-    the offsets beside a ledger are always its own.
-
-    source_bytes, source_mtime_ns: of the file the pass was over. stored_bytes: of the file that the offsets are into,
-    which is the copy if `copied`. The rest as in Corpus and `open_corpus`.
-    """
-
-    format: int
-    source_bytes: int
-    source_mtime_ns: int
-    copied: bool
-    stored_bytes: int
-    chunk_words: int
-    skip_empty: bool
-    records: int
-    skipped: int
-    passages: int
-    sha256: str
-
-    def describes(self, path: Path, cache: Path, chunk_words: int, skip_empty: bool) -> bool:
-        """Whether file and options are still the same, and the cache's own files are whole."""
-        if (self.chunk_words, self.skip_empty) != (chunk_words, skip_empty):
-            return False
-        if (self.source_bytes, self.source_mtime_ns) != _stamp(os.stat(path)):
-            return False
-        files = {OFFSETS_FILE: 8 * (self.passages + 1), **({COPY_FILE: self.stored_bytes} if self.copied else {})}
-        return all((cache / name).is_file() and (cache / name).stat().st_size == size for name, size in files.items())
-
-
-def _read_ledger(cache: Path) -> _Ledger | None:
-    """None where there is none that this version wrote: a cache can always be made again."""
-    try:
-        record = json.loads((cache / LEDGER_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(record, dict) or record.get("format") != LEDGER_FORMAT:
-        return None
-    if any(type(record.get(field.name)) is not field.type for field in fields(_Ledger)):
-        return None
-    return _Ledger(**{field.name: record[field.name] for field in fields(_Ledger)})
 
 
 class _Scan:
@@ -254,7 +224,7 @@ class _Scan:
                 yield where, start, passage
 
 
-def _write_cache(scan: _Scan, cache: Path) -> _Ledger:
+def _write_cache(scan: _Scan, cache: Path) -> Ledger:
     before = os.stat(scan.path)
     copied = scan.chunk_words > 0 or not scan.fmt.seekable
     digest = hashlib.sha256()
@@ -275,12 +245,16 @@ def _write_cache(scan: _Scan, cache: Path) -> _Ledger:
             raise UserError(_no_passages(str(scan.path), scan.skipped))
         passages = len(id_hashes)
         _check_ids(id_hashes, scan)
-        if _stamp(os.stat(scan.path)) != _stamp(before):
+        if stamp(os.stat(scan.path)) != stamp(before):
             raise UserError(f"{scan.path}: changed while it was read; wait until it is written, then start again")
         starts.append(end if copied else before.st_size)
         _flush(starts, offsets)
         (cache / LEDGER_FILE).unlink(missing_ok=True)  # just before the new files take the old ones' places
-    ledger = _Ledger(
+    write_list(
+        cache / HASHES_FILE,
+        {OFFSETS_FILE: cache / OFFSETS_FILE, STORED: cache / COPY_FILE if copied else scan.path},
+    )
+    ledger = Ledger(
         format=LEDGER_FORMAT,
         source_bytes=before.st_size,
         source_mtime_ns=before.st_mtime_ns,
@@ -293,7 +267,7 @@ def _write_cache(scan: _Scan, cache: Path) -> _Ledger:
         passages=passages,
         sha256=digest.hexdigest(),
     )
-    atomic_write_text(cache / LEDGER_FILE, json.dumps(asdict(ledger), indent=2) + "\n")
+    ledger.write(cache)
     return ledger
 
 
@@ -316,7 +290,7 @@ def _check_ids(id_hashes: "array[int]", scan: _Scan) -> None:
 class _StoredCorpus(Corpus):
     """What `open_corpus` returns: file and offsets are open, passages are read when asked for."""
 
-    def __init__(self, path: Path, cache: Path, ledger: _Ledger, fmt: Format) -> None:
+    def __init__(self, path: Path, cache: Path, ledger: Ledger, fmt: Format, verify: bool) -> None:
         self.path = path
         self.records, self.skipped, self.sha256 = ledger.records, ledger.skipped, ledger.sha256
         self._stored = cache / COPY_FILE if ledger.copied else path
@@ -324,7 +298,11 @@ class _StoredCorpus(Corpus):
         # No file object: reads name their own position, so that threads do not meet, and none is buffered.
         self._file = os.open(self._stored, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        self._stamp = _stamp(os.fstat(self._file))
+        self._stamp = stamp(os.fstat(self._file))
+        self._blocks = None
+        if verify and (hashes := read_hashes(cache, file=HASHES_FILE)) is not None:
+            hashes.check([OFFSETS_FILE])
+            self._blocks = hashes.blocks(STORED, self._stored)
         self._offsets = np.memmap(cache / OFFSETS_FILE, dtype="<u8", mode="r")
         # Someone else may have written to the file, or made the cache anew, since the ledger was read.
         if (self._stamp[0], len(self)) != (ledger.stored_bytes, ledger.passages):
@@ -367,22 +345,20 @@ class _StoredCorpus(Corpus):
             yield to_passage(record_at(piece, self._fmt, where), row, where)
 
     def _read(self, begin: int, end: int) -> bytes:
-        parts = []
+        first, parts = begin, []
         while begin < end:  # one read gives 2 GiB at most
             parts.append(os.pread(self._file, end - begin, begin))
             begin += len(parts[-1])
             if not parts[-1]:
                 break
-        if begin != end or _stamp(os.fstat(self._file)) != self._stamp:
+        if begin != end or stamp(os.fstat(self._file)) != self._stamp:
             raise UserError(self._changed())
+        if self._blocks is not None:
+            self._blocks.touch(first, end)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _changed(self) -> str:
         return f"{self._stored}: changed since it was opened; leave it as it is, and start again"
-
-
-def _stamp(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_size, stat.st_mtime_ns
 
 
 def _flush(starts: "array[int]", file: IO[bytes]) -> None:

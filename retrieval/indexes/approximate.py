@@ -8,12 +8,13 @@ Deliberately absent: what differs between kinds (`kind`, and a file each).
 import math
 from pathlib import Path
 
+from thresher.policy.hashes import Hashes
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.dense import DenseIndex
 from thresher.retrieval.indexes.kind import INDEX_FILE, read_structure
 from thresher.retrieval.indexes.kinds import parse_kind
-from thresher.retrieval.indexes.manifest import KEPT_FILES, NOT_KEPT, Manifest, check_file
+from thresher.retrieval.indexes.manifest import NOT_KEPT, Manifest, check_file, kept_vectors
 from thresher.retrieval.vectors.approximate import ApproximateSearch, Candidates
 from thresher.retrieval.vectors.exact import Found, RowScores
 from thresher.retrieval.vectors.file import VectorFile
@@ -44,20 +45,20 @@ def read_approximate(
     encoder: Encoder,
     parameters: dict[str, int] | None = None,
     gpu: bool = False,
+    hashes: Hashes | None = None,
 ) -> ApproximateIndex:
     """The index with a structure in `folder`, for corpus and encoder that were checked against its manifest; with
     `gpu`, of kind flat or flat16 too.
 
     `parameters` replaces those of the manifest one by one. UserError for a damaged file, a parameter that the kind does
-    not have or that is below 1, a GPU that is not there, and a kind that has no form for GPUs.
+    not have or that is below 1, a GPU that is not there, and a kind that has no form for GPUs. `hashes`, those of the
+    folder: its other files have been verified, and the kept vectors are as they are read; without them a structure's
+    numbers are looked through.
     """
     kind = parse_kind(manifest.factory, manifest.passages, manifest.dim)
     kept = None
     if manifest.dtype != NOT_KEPT:
-        if manifest.dtype not in KEPT_FILES:
-            raise UserError(f'{folder}: "dtype" is {manifest.dtype!r}, which is no way to keep vectors; build it again')
-        kept = VectorFile(folder / KEPT_FILES[manifest.dtype], manifest.passages, manifest.dim, manifest.dtype)
-        check_file(kept.path, manifest.vectors_bytes)
+        kept = kept_vectors(folder, manifest, hashes)
         kept.open()  # checks its header, and maps nothing yet
     chosen = checked_parameters({**manifest.parameters, **(parameters or {})}, manifest.parameters, str(folder))
     candidates: Candidates
@@ -70,7 +71,7 @@ def read_approximate(
             )
         check_file(folder / INDEX_FILE, manifest.index_bytes)
         shape = kept or VectorFile(folder, manifest.passages, manifest.dim)
-        index = read_structure(folder / INDEX_FILE, kind, shape)
+        index = read_structure(folder / INDEX_FILE, kind, shape, trusted=hashes is not None)
         candidates = kind.on_gpus(index) if gpu else kind.candidates(index)
     exact = None if kept is None else RowScores(kept.take)
     search = ApproximateSearch(

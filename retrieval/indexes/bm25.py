@@ -34,7 +34,15 @@ import numpy.typing as npt
 from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
 from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders.lexical import words
-from thresher.retrieval.indexes.manifest import FORMAT, Manifest, check_file, corpus_paths, find_corpus, read_manifest
+from thresher.retrieval.indexes.manifest import (
+    FORMAT,
+    Manifest,
+    check_file,
+    corpus_paths,
+    find_corpus,
+    open_folder,
+    write_index_hashes,
+)
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 from thresher.rewards.errors import UserError
 
@@ -175,18 +183,21 @@ def build_bm25(
             factory=KIND,
             dtype="none",
             index_bytes=sum(files.values()),
+            hashed=True,
         ).write(staged)
+        write_index_hashes(staged)
     return Bm25Index(corpus, scores, embed, settings)
 
 
-def load_bm25(folder: str | Path, corpus: Corpus | None = None) -> Bm25Index:
+def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = True) -> Bm25Index:
     """Reads what `build_bm25` wrote; the scores stay on disk, behind the memory map.
 
-    The corpus is read again from the path in the manifest unless given. UserError when the folder is no finished BM25
-    index, a file of it is damaged, or the corpus is not the one it was built from.
+    `verify`: all files are held against the folder's hashes, where it has some, before a score is read. The corpus is
+    read again from the path in the manifest unless given. UserError when the folder is no finished BM25 index, a file
+    of it is damaged, or the corpus is not the one it was built from.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
+    manifest, hashes = open_folder(folder, verify)
     if manifest.kind != KIND:
         raise UserError(f"{folder}: an index of kind {manifest.kind!r}, expected {KIND!r}; name another folder")
     record = read_json_object(folder / FILE)
@@ -199,15 +210,35 @@ def load_bm25(folder: str | Path, corpus: Corpus | None = None) -> Bm25Index:
         raise UserError(f"{folder / FILE}: not the settings that the index was built with; build the index again")
     for name, expected in files.items():
         check_file(folder / SCORES / name, expected)
-    corpus = find_corpus(manifest, folder, corpus)
-    return Bm25Index(corpus, _read_scores(folder / SCORES, len(corpus)), manifest.embed, settings)
+    corpus = find_corpus(manifest, folder, corpus, verify)
+    scores = _read_scores(folder / SCORES, len(corpus))
+    if hashes is None and not _in_range(scores, len(corpus)):
+        raise UserError(f"{folder / SCORES}: damaged, its arrays do not fit each other; build the index again")
+    return Bm25Index(corpus, scores, manifest.embed, settings)
+
+
+def _in_range(scores: bm25s.BM25, passages: int) -> bool:
+    """Whether every column lies within the arrays and every row within the corpus: what can be told of arrays without
+    hashes. One pass over the rows."""
+    data, row_M, start_V = (scores.scores[name] for name in ("data", "indices", "indptr"))
+    if any(array.ndim != 1 or array.dtype.kind != kind for array, kind in ((data, "f"), (row_M, "i"), (start_V, "i"))):
+        return False
+    columns, words_ = len(start_V) - 1, scores.vocab_dict.values()
+    return bool(
+        columns >= 1
+        and start_V[0] == 0
+        and start_V[-1] == len(row_M) == len(data)
+        and (np.diff(start_V) >= 0).all()
+        and all(type(word) is int and 0 <= word < columns for word in words_)
+        and (not len(row_M) or (row_M.min() >= 0 and row_M.max() < passages))
+    )
 
 
 def _read_scores(folder: Path, passages: int) -> bm25s.BM25:
     try:
         scores = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         held = scores.scores["num_docs"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
         raise UserError(f"{folder}: the library bm25s cannot read it; build the index again") from None
     if held != passages:
         raise UserError(f"{folder}: holds {held} passages, expected {passages}; build the index again")

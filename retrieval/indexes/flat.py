@@ -6,6 +6,7 @@ mapped: loading costs no RAM of its own, searching keeps in memory what the oper
 Deliberately absent: how a folder is built (`retrieval/building`), and a structure, which an exact kind does not have.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -14,16 +15,16 @@ from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.dense import DenseIndex, find_encoder
 from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALAR_BYTES, Estimate, Kind
-from thresher.retrieval.indexes.manifest import KEPT_FILES, Manifest, check_file, find_corpus, read_manifest
+from thresher.retrieval.indexes.manifest import Manifest, check_file, find_corpus, kept_vectors, open_folder
 from thresher.retrieval.vectors.exact import ExactRows, Found, faiss
-from thresher.retrieval.vectors.file import SLICE_BYTES, Array, VectorFile
+from thresher.retrieval.vectors.file import SLICE_BYTES, Array
 from thresher.rewards.errors import UserError
 
 FORMAT_1_VECTORS = "vectors.faiss"
 # Up to here an exact search over 768 dimensions takes two cores under .1 s: no approximation is worth its loss.
 FLAT_PASSAGES = 200_000
-# File and dtype of the matrix that is searched.
-MATRIX_FILES = {"flat": (KEPT_FILES["float32"], "float32"), "flat16": (KEPT_FILES["float16"], "float16")}
+# How the matrix that is searched is kept.
+MATRIX_DTYPES = {"flat": "float32", "flat16": "float16"}
 _NAMES = {"flat": "float32", "flat16": "float16", "sqfp16": "float16"}
 
 
@@ -87,13 +88,20 @@ class Flat(Kind):
 
 class Index(DenseIndex):
     """A corpus, its vectors (float32 or float16 [N, D], one row per passage) and the encoder that made them. Made by
-    `build_index` or `load_index`. `largest_norm` is that of the rows, looked for unless given."""
+    `build_index` or `load_index`. `largest_norm` is that of the rows, looked for unless given; `verify` as ExactRows
+    has it."""
 
     def __init__(
-        self, corpus: Corpus, encoder: Encoder, vectors_ND: Array, embed: str, largest_norm: float | None = None
+        self,
+        corpus: Corpus,
+        encoder: Encoder,
+        vectors_ND: Array,
+        embed: str,
+        largest_norm: float | None = None,
+        verify: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__(corpus, encoder, embed, vectors_ND.shape[1])
-        self._rows = ExactRows(vectors_ND, largest_norm)
+        self._rows = ExactRows(vectors_ND, largest_norm, verify)
 
     def _top(self, query_QD: Vectors, k: int) -> list[Found]:
         found = self._rows.top(query_QD, k)
@@ -101,25 +109,28 @@ class Index(DenseIndex):
         return found
 
 
-def load_index(folder: str | Path, corpus: Corpus | None = None, encoder: Encoder | None = None) -> Index:
+def load_index(
+    folder: str | Path, corpus: Corpus | None = None, encoder: Encoder | None = None, verify: bool = True
+) -> Index:
     """Reads an exact index, of this format or of the first.
 
     The corpus is read again from the path in the manifest unless given, the encoder is loaded from the folder
-    unless given. UserError when the folder is no finished index or one of another kind, its vectors are damaged or of
+    unless given. `verify`: what is read is held against the folder's hashes, where it has some; the vectors at the
+    first search. UserError when the folder is no finished index or one of another kind, its vectors are damaged or of
     another shape, or corpus or encoder are not those it was built with.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    if manifest.kind not in MATRIX_FILES:
+    manifest, hashes = open_folder(folder, verify)
+    if manifest.kind not in MATRIX_DTYPES:
         raise UserError(f"{folder}: an index of kind {manifest.kind!r}, expected flat or flat16; name another folder")
     encoder = find_encoder(manifest, folder, encoder)
-    corpus = find_corpus(manifest, folder, corpus)
+    corpus = find_corpus(manifest, folder, corpus, verify)
     if manifest.format == 1:
         return Index(corpus, encoder, _read_format_1(folder / FORMAT_1_VECTORS, manifest), manifest.embed)
-    name, dtype = MATRIX_FILES[manifest.kind]
-    check_file(folder / name, manifest.vectors_bytes)
-    vectors_ND = VectorFile(folder / name, manifest.passages, manifest.dim, dtype).open()
-    return Index(corpus, encoder, vectors_ND, manifest.embed, manifest.largest_norm)
+    if manifest.dtype != MATRIX_DTYPES[manifest.kind]:
+        raise UserError(f"{folder}: {manifest.kind} with vectors in {manifest.dtype!r}; build the index again")
+    vectors = kept_vectors(folder, manifest, hashes)
+    return Index(corpus, encoder, vectors.open(), manifest.embed, manifest.largest_norm, vectors.verify)
 
 
 def _read_format_1(path: Path, manifest: Manifest) -> Vectors:

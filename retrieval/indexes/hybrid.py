@@ -22,7 +22,15 @@ from typing import Any
 from thresher.policy.files import atomic_write_text, read_bytes, read_json_object, staged_folder
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
-from thresher.retrieval.indexes.manifest import FORMAT, Manifest, corpus_paths, find_corpus, read_manifest
+from thresher.retrieval.indexes.manifest import (
+    FORMAT,
+    Manifest,
+    corpus_paths,
+    find_corpus,
+    open_folder,
+    read_manifest,
+    write_index_hashes,
+)
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 from thresher.rewards.errors import UserError
 
@@ -125,19 +133,21 @@ def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, 
             faiss_version="",
             factory=KIND,
             dtype="none",
+            hashed=True,
         ).write(staged)
+        write_index_hashes(staged)
     return hybrid
 
 
-def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load) -> Hybrid:
+def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load, verify: bool = True) -> Hybrid:
     """Reads what `build_hybrid` wrote and loads the members, which share one corpus: `corpus`, or the one that the
-    manifest names. `load` reads a member.
+    manifest names. `load` reads a member. `verify` as `load_index` has it.
 
     UserError when `folder` is no hybrid index, a member is not to be found or was built anew since, and as the
     members' own loading has it.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
+    manifest, _ = open_folder(folder, verify)
     if manifest.kind != KIND:
         raise UserError(f"{folder}: an index of kind {manifest.kind!r}, expected {KIND!r}; name another folder")
     record = read_json_object(folder / FILE)
@@ -149,7 +159,7 @@ def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load) -> Hybrid
     places = [_find_member(folder, member) for member in members]
     if _fingerprint(depth, [_manifest_hash(place) for place in places]) != manifest.encoder_fingerprint:
         raise UserError(f"{folder / FILE}: was changed after the index was built; build the index again")
-    return _join(places, find_corpus(manifest, folder, corpus), depth, load)
+    return _join(places, find_corpus(manifest, folder, corpus, verify), depth, load)
 
 
 def _join(places: list[Path], corpus: Corpus | None, depth: int, load: Load) -> Hybrid:

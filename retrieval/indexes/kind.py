@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 from thresher.retrieval.vectors.approximate import Candidates
 from thresher.retrieval.vectors.exact import faiss
 from thresher.retrieval.vectors.file import SLICE_BYTES, VectorFile
-from thresher.retrieval.vectors.structure import attach, behind
+from thresher.retrieval.vectors.structure import attach, behind, bounded_reading, in_range
 from thresher.rewards.errors import UserError
 
 INDEX_FILE = "index.faiss"
@@ -26,6 +26,8 @@ INDEX_FILE = "index.faiss"
 PROCESS_BYTES = 200 * 10**6
 # Quantisers, rotations, directions and the extremes of coordinates are found on at most so many vectors.
 TRAIN_CODES = 65_536
+# FAISS computes products of centroids and codes as it reads a PQ, where they take no more than this.
+PQ_TABLES = 2**31
 # Of every draw while a structure is built.
 SEED = 1234
 # How a coordinate is held, and what FAISS calls that.
@@ -181,18 +183,21 @@ def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
     return read_structure(path, kind, vectors) if path.is_file() else kind.grow(vectors, work, on_stage)
 
 
-def read_structure(path: Path, kind: Kind, vectors: VectorFile) -> Any:
+def read_structure(path: Path, kind: Kind, vectors: VectorFile, trusted: bool = True) -> Any:
     """Reads `index.faiss`; a structure that borrows its vectors gets them from `vectors`, copied to RAM. UserError when
-    FAISS cannot, or it holds something else."""
+    FAISS cannot, or it holds something else; unless `trusted`, also where a number in it points beside the vectors."""
     try:
-        index = faiss.read_index(os.fspath(path), read_flags(kind))
-    except RuntimeError:
+        with bounded_reading(path, PQ_TABLES if kind.codes == "pq" else 0):
+            index = faiss.read_index(os.fspath(path), read_flags(kind))
+    except (RuntimeError, MemoryError):
         raise UserError(f"{path}: FAISS cannot read it; build the index again") from None
     if (index.ntotal, index.d) != (vectors.rows, vectors.dim) or not _is_of(index, kind):
         raise UserError(
             f"{path}: holds {index.ntotal} x {index.d} vectors in a {type(index).__name__}, expected {vectors.rows} x "
             f"{vectors.dim} in {kind.name}; build the index again"
         )
+    if not trusted and not in_range(index):
+        raise UserError(f"{path}: damaged, its numbers point beside its {index.ntotal} vectors; build the index again")
     if kind.borrows:
         attach(index, vectors, index.ntotal)
     return index

@@ -1,8 +1,8 @@
 """What an index folder says about itself, so that it can refuse to be used with anything else.
 
-The manifest is the last file written into a folder that appears whole or not at all: a folder without one is
-no index. The corpus is not copied into the index; its path is kept, relative (a run folder may be moved) and
-absolute (the index alone may be), and its hash decides.
+The manifest is the last file written into a folder that appears whole or not at all, but for the hashes of them all: a
+folder without one is no index. The corpus is not copied into the index; its path is kept, relative (a run folder may
+be moved) and absolute (the index alone may be), and its hash decides.
 
 Format 1 knew the exact flat index only and held its vectors in FAISS's file; it is still read.
 """
@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from thresher.policy.files import atomic_write_text, read_json_object
-from thresher.retrieval.data.corpus import LEDGER_FILE, Corpus, open_corpus, read_corpus
+from thresher.policy.hashes import Hashes, read_hashes, write_hashes
+from thresher.retrieval.data.corpus import Corpus, open_corpus, read_corpus
+from thresher.retrieval.data.ledger import CACHE_FILES, LEDGER_FILE
+from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
 FILE = "manifest.json"
@@ -35,7 +38,7 @@ class Manifest:
     `corpus_paths` is where the corpus was, seen from the index folder and from the root (empty for a corpus that was
     never a file). `parameters` holds what a search does by default, `recall` what that finds of the exact answer (by k,
     with the number of sample queries and their searches a second), `reason` why this kind was taken where a memory
-    decided.
+    decided. `hashed`: a `hashes.json` was written with the folder.
     """
 
     format: int
@@ -56,10 +59,39 @@ class Manifest:
     parameters: dict[str, int] = field(default_factory=dict)
     recall: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+    hashed: bool = False
 
     def write(self, folder: Path) -> None:
         """Writes `manifest.json` into `folder`."""
         atomic_write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def write_index_hashes(folder: Path) -> None:
+    """Writes `hashes.json` over the files of a finished index folder, but for what a pass over the corpus left there,
+    which is made anew where the corpus changed."""
+    write_hashes(folder, leave_out=CACHE_FILES)
+
+
+def open_folder(folder: Path, verify: bool) -> tuple[Manifest, Hashes | None]:
+    """The manifest of an index folder, and its hashes where it has some and is to be verified. Every file is verified
+    then but the kept vectors, which are as they are read. UserError as `read_manifest`, and for a damaged file."""
+    if not verify or not (folder / FILE).is_file():
+        return read_manifest(folder), None
+    if (hashes := read_hashes(folder)) is not None:
+        hashes.check_all(but=KEPT_FILES.values())
+    manifest = read_manifest(folder)
+    read_hashes(folder, expected=manifest.hashed)
+    return manifest, hashes
+
+
+def kept_vectors(folder: Path, manifest: Manifest, hashes: Hashes | None) -> VectorFile:
+    """The file of the kept vectors of an index. UserError for a dtype that there is none for, and another size."""
+    if manifest.dtype not in KEPT_FILES:
+        raise UserError(f'{folder}: "dtype" is {manifest.dtype!r}, which is no way to keep vectors; build it again')
+    name = KEPT_FILES[manifest.dtype]
+    check_file(folder / name, manifest.vectors_bytes)
+    blocks = None if hashes is None else hashes.blocks(name)
+    return VectorFile(folder / name, manifest.passages, manifest.dim, manifest.dtype, blocks)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -110,8 +142,9 @@ def corpus_paths(corpus: Corpus, folder: Path) -> list[str]:
     return [os.path.relpath(absolute, os.path.abspath(folder)), absolute]
 
 
-def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None) -> Corpus:
-    """The corpus the index in `folder` was built from: `corpus` itself, or read again from where it was.
+def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None, verify: bool = True) -> Corpus:
+    """The corpus the index in `folder` was built from: `corpus` itself, or read again from where it was, `verify` as
+    `open_corpus` has it.
     UserError when it is not to be found or not the same."""
     if corpus is None:
         places = [folder / path for path in manifest.corpus_paths]
@@ -120,7 +153,8 @@ def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None) -> Corp
             state = f"no longer at {places[-1]}" if places else "was never a file"
             raise UserError(f"{folder}: the corpus of this index is {state}; put it there, or build the index again")
         # Where the corpus was opened on the disk, how to find its passages lies in the index folder.
-        corpus = open_corpus(place, folder) if (folder / LEDGER_FILE).is_file() else read_corpus(place)
+        stored = (folder / LEDGER_FILE).is_file()
+        corpus = open_corpus(place, folder, verify=verify) if stored else read_corpus(place)
     if corpus.sha256 != manifest.corpus_sha256:
         raise UserError(
             f"{folder}: the index was built from another corpus ({manifest.passages} passages, sha256 "

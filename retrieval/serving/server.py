@@ -345,16 +345,17 @@ def serve_folder(
     say: Callable[[str], None],
     parameters: dict[str, int] | None = None,
     gpu: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Loads an index folder and serves it at `address`, a host and a port, until a signal ends it.
 
-    `say` is called with where, and what is served; `parameters` and `gpu` as `load_retriever` has them. Returns the
-    same as figures, with the number of queries that were searched. UserError as `load_retriever`, and as Server.
+    `say` is called with where, and what is served; `parameters`, `gpu` and `verify` as `load_retriever` has them.
+    Returns the same as figures, with the number of queries that were searched. UserError as that, and as Server.
     """
     from thresher.retrieval.indexes.load import load_retriever  # FAISS: not needed to serve what is loaded already
 
     served = Served.by(read_manifest(Path(folder)), parameters)
-    retriever = load_retriever(folder, None, parameters, gpu)
+    retriever = load_retriever(folder, None, parameters, gpu, verify)
     host, port = address
     server = Server(retriever, served, settings, host=host, port=port)
     if host not in LOOPBACK:

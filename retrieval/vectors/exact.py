@@ -74,9 +74,14 @@ class RowScores:
 
 class ExactRows(RowScores):
     """`vectors_ND`, float32 or float16, in memory or mapped; `largest_norm` is the largest L2 norm of a row, looked for
-    (a pass over the matrix) unless given. `full_scans` counts the queries whose candidates proved nothing."""
+    (a pass over the matrix) unless given. `verify`, where the rows have hashes, is called with the first row
+    and the one behind the last before these are read. `full_scans` counts the queries whose candidates proved
+    nothing."""
 
-    def __init__(self, vectors_ND: Array, largest_norm: float | None = None) -> None:
+    def __init__(
+        self, vectors_ND: Array, largest_norm: float | None = None, verify: Callable[[int, int], None] | None = None
+    ) -> None:
+        self._verify = verify or (lambda first, stop: None)
         super().__init__(lambda row_F: vectors_ND[row_F])
         self.vectors_ND = vectors_ND
         self.full_scans = 0
@@ -118,10 +123,12 @@ class ExactRows(RowScores):
     def _blocks(self) -> Iterator[tuple[int, Vectors]]:
         """(first row, rows in float32): all of them at once where they are float32, else widened in blocks."""
         if self.vectors_ND.dtype == np.float32:
+            self._verify(0, len(self))
             yield 0, self.vectors_ND
             return
         step = max(1, SLICE_BYTES // (4 * self.vectors_ND.shape[1]))
         for start in range(0, len(self), step):
+            self._verify(start, min(start + step, len(self)))
             yield start, self.vectors_ND[start : start + step].astype(np.float32)
 
     def _error_bound(self, query_D: Vectors) -> float:

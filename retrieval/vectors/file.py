@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.policy.files import atomic_write_text, writing
+from thresher.policy.hashes import Blocks
 from thresher.rewards.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -33,9 +34,11 @@ READERS, READ_FEWEST = 4, 128
 
 
 class VectorFile:
-    """`rows` x `dim` numbers of `dtype` in the file `path`, which need not exist yet."""
+    """`rows` x `dim` numbers of `dtype` in the file `path`, which need not exist yet. `blocks`: the file's hashes; what
+    is read is verified by them when it is first read, but for `open`, whose reader asks for that (`verify`)."""
 
-    def __init__(self, path: Path, rows: int, dim: int, dtype: str = "float32") -> None:
+    def __init__(self, path: Path, rows: int, dim: int, dtype: str = "float32", blocks: Blocks | None = None) -> None:
+        self._blocks = blocks
         self.path, self.rows, self.dim, self.dtype = path, rows, dim, np.dtype(dtype)
         self._counted = path.with_name(f"{path.name}.rows")
         self._row_bytes = dim * self.dtype.itemsize
@@ -85,6 +88,7 @@ class VectorFile:
 
     def read(self, first: int, count: int) -> Array:
         """Rows first .. first + count - 1, mapped on their own."""
+        self.verify(first, first + count)
         offset = self._header_bytes() + first * self._row_bytes
         return np.asarray(np.memmap(self.path, self.dtype, "r", offset, (count, self.dim)))
 
@@ -100,6 +104,7 @@ class VectorFile:
         """The rows `row_S`, in any order, each read on its own: [len(row_S), dim]. A map would draw 64 kB into the
         process with every touch; this costs no memory but the rows'. Many are read by several threads, for a read
         waits: for the disk, or for memory that no cache holds."""
+        self._verify_rows(row_S)
         taken_SD = np.empty((len(row_S), self.dim), self.dtype)
         read = partial(self._read_into, self._descriptor)
         if len(row_S) < 2 * READ_FEWEST:
@@ -109,6 +114,24 @@ class VectorFile:
             # Consumed, so that a reader's error is raised here.
             list(_readers().map(read, np.array_split(taken_SD, parts), np.array_split(row_S, parts)))
         return taken_SD
+
+    def verify(self, first: int, stop: int) -> None:
+        """Holds the rows first .. stop - 1 against the file's hashes, where it has some. Damaged where they differ."""
+        if self._blocks is not None and first < stop:
+            offset = self._header_bytes()
+            self._blocks.touch(offset + first * self._row_bytes, offset + stop * self._row_bytes)
+
+    def _verify_rows(self, row_S: npt.NDArray[np.int64]) -> None:
+        """`verify` for rows here and there, by their blocks."""
+        if self._blocks is None or self._blocks.whole or not len(row_S):
+            return
+        if self._row_bytes > self._blocks.block:  # which no encoder makes
+            for row in row_S.tolist():
+                self.verify(row, row + 1)
+            return
+        first_S = self._header_bytes() + row_S * self._row_bytes
+        borders = np.concatenate([first_S, first_S + self._row_bytes - 1])
+        self._blocks.check(np.unique(borders // self._blocks.block).tolist())
 
     def _read_into(self, descriptor: int, taken_SD: Array, row_S: npt.NDArray[np.int64]) -> None:
         offset = self._header_bytes()
@@ -123,7 +146,8 @@ class VectorFile:
         return descriptor
 
     def open(self) -> Array:
-        """All of it, mapped: [rows, dim]. UserError when the file is absent or of another size, shape or dtype."""
+        """All of it, mapped: [rows, dim]. UserError when the file is absent or of another size, shape or dtype. Nothing
+        is verified yet: whoever reads rows calls `verify` before."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size != self.size:
             raise UserError(f"{self.path}: expected {self.size} bytes, found {size}; build the index again")

@@ -10,6 +10,8 @@ Shape letters: S a sample, B a slice, D dimension, P directions.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,56 @@ def reserve(vector: Any, elements: int) -> None:
     size = vector.size()
     vector.resize(max(size, elements))
     vector.resize(size)
+
+
+@contextmanager
+def bounded_reading(path: Path, beyond: int = 0) -> Iterator[None]:
+    """While FAISS reads `path`: no array may be larger than the file that should hold it, and `beyond` bytes that are
+    computed, so that a damaged length ends in an error and not in the machine's memory. Older versions of FAISS have no
+    such bound."""
+    if not hasattr(faiss, "set_deserialization_vector_byte_limit"):
+        yield
+        return
+    before = faiss.get_deserialization_vector_byte_limit()
+    faiss.set_deserialization_vector_byte_limit(path.stat().st_size + beyond)
+    try:
+        yield
+    finally:
+        faiss.set_deserialization_vector_byte_limit(before)
+
+
+def in_range(index: Any) -> bool:
+    """Whether links, levels and rows of `index` point at vectors that it has: what can be told of a structure without
+    hashes, of a graph by one pass over its links, of lists over their rows; of another structure nothing."""
+    structure = behind(index)
+    if hasattr(structure, "hnsw"):
+        return _graph_in_range(structure.hnsw, index.ntotal)
+    if not hasattr(structure, "invlists"):
+        return True
+    lists = faiss.downcast_InvertedLists(structure.invlists)
+    sizes = [lists.list_size(number) for number in range(structure.nlist)]
+    if sum(sizes) != index.ntotal:
+        return False
+    rows = [faiss.rev_swig_ptr(lists.get_ids(number), size) for number, size in enumerate(sizes) if size]
+    return all(row_L.min() >= 0 and row_L.max() < index.ntotal for row_L in rows)
+
+
+def _graph_in_range(hnsw: Any, count: int) -> bool:
+    level_N, offset_N, link_M, width_L = (
+        faiss.rev_swig_ptr(vector.data(), vector.size()) if vector.size() else np.zeros(0, np.int64)
+        for vector in (hnsw.levels, hnsw.offsets, hnsw.neighbors, hnsw.cum_nneighbor_per_level)
+    )
+    if (len(level_N), len(offset_N)) != (count, count + 1) or not count:
+        return False
+    if level_N.min() < 1 or level_N.max() >= len(width_L) or hnsw.max_level != level_N.max() - 1:
+        return False
+    return bool(
+        0 <= hnsw.entry_point < count
+        and (np.diff(offset_N.astype(np.int64)) == width_L[level_N]).all()
+        and (offset_N[0], offset_N[-1]) == (0, len(link_M))
+        and link_M.min() >= -1
+        and link_M.max() < count
+    )
 
 
 def write(index: Any, path: Path, flags: int = 0) -> None:

@@ -83,6 +83,35 @@ def test_a_run_that_is_there_can_be_resumed(here: Path) -> None:
     assert json.loads((here / "out" / "summary.json").read_text())["steps"] == 2
 
 
+def test_a_flipped_bit_ends_in_status_2_and_a_way_back(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = [*commands(here)["train"], "--set", "optim.warmup_ratio=0", "--set", "run.save_every=1"]
+    assert cli.run([*train, "--set", "run.steps=2"]) == 0
+    weights = here / "out/checkpoints/step_000002/model.safetensors"
+    flip_a_bit(weights)
+    capsys.readouterr()
+    longer = [*train, "--resume", "--set", "run.steps=3"]
+    assert cli.run(longer) == 2
+    told = capsys.readouterr().err
+    assert f"{weights}: damaged or changed" in told and "go back to it by --resume --from 1" in told
+    assert cli.run(["eval", *train[1:2], "--set", f"model.path={weights.parent}", "--out", str(here / "answers")]) == 2
+    assert f"{weights}: damaged or changed" in capsys.readouterr().err
+    assert cli.run([*train, "--from", "1"]) == 2
+    assert "--from is for going back in a run that is there" in capsys.readouterr().err
+    assert cli.run([*longer, "--from", "1"]) == 0
+    assert json.loads((here / "out" / "summary.json").read_text())["steps"] == 3
+    flip_a_bit(here / "index/vectors.npy")
+    ask = ["index", "search", "--index", str(here / "index"), "--queries", str(here / "questions.jsonl"), "--k", "1"]
+    assert cli.run([*ask, "--out", str(here / "hits.jsonl")]) == 2
+    assert f"{here / 'index/vectors.npy'}: damaged or changed" in capsys.readouterr().err
+    assert cli.run([*ask, "--out", str(here / "hits.jsonl"), "--no-verify"]) == 0
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+
+
 # what is wrong with a model
 
 

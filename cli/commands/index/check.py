@@ -20,7 +20,9 @@ def run(options: argparse.Namespace) -> None:
     from thresher.engine.config.overrides import parse_overrides
     from thresher.retrieval.building.commands import check
 
-    figures = check(options.index, options.queries, options.k, parse_overrides(options.set), options.gpu)
+    figures = check(
+        options.index, options.queries, options.k, parse_overrides(options.set), options.gpu, options.verify
+    )
     console.figures(f"{options.index} against the gold titles of {options.queries}", figures)
     if not options.json:
         print(json.dumps(figures))

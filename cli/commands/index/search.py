@@ -31,7 +31,9 @@ def run(options: argparse.Namespace) -> None:
     if options.question is not None:
         _print_passages(options, parameters)
         return
-    figures = search_file(options.index, options.queries, options.k, options.out, parameters, options.gpu)
+    figures = search_file(
+        options.index, options.queries, options.k, options.out, parameters, options.gpu, options.verify
+    )
     console.figures(f"hits in {options.out}", figures)
 
 
@@ -43,7 +45,7 @@ def _print_passages(options: argparse.Namespace, parameters: dict[str, int]) -> 
 
     if not options.question.strip():
         raise UserError("index search: the question is empty; give some words")
-    retriever = load_retriever(options.index, None, parameters, options.gpu)
+    retriever = load_retriever(options.index, None, parameters, options.gpu, options.verify)
     (hits,) = retriever.search([options.question], options.k)
     for rank, hit in enumerate(hits, 1):
         where = f"{rank}. {hit.passage.title}  [{hit.passage.id}]  {hit.score:.4g}"

@@ -110,7 +110,7 @@ def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
     state = {"seen": 12, "best": 0.1 + 0.2, "order": [3, 1, 2], "name": "é"}
     path = save_checkpoint(tmp_path / "checkpoints", 10, policy, optimizer, state, tokenizer=Words())
     assert path == tmp_path / "checkpoints" / "step_000010"
-    assert names(path) == ["model.safetensors", OPTIMIZER, STATE, "tokenizer.json"]
+    assert names(path) == ["hashes.json", "model.safetensors", OPTIMIZER, STATE, "tokenizer.json"]
     tensors = load_file(path / OPTIMIZER)
     assert sorted(tensors) == sorted(
         f"{name}.{what}"

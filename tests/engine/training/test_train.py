@@ -37,7 +37,8 @@ def one_thread() -> Iterator[None]:
 
 def test_a_run_learns_something_and_writes_everything_down(uninterrupted: Path, base: dict[str, Any]) -> None:
     names = sorted(str(path.relative_to(uninterrupted)) for path in uninterrupted.rglob("*") if path.is_file())
-    files = ("config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "state.json")
+    model = ("config.json", "generation_config.json", "hashes.json", "model.safetensors")
+    files = (*model, "optimizer.safetensors", "state.json")
     assert names == [
         ".lock",
         *(f"checkpoints/step_{step:06d}/{file}" for step in (2, 4) for file in (*files, "tokenizer.json")),

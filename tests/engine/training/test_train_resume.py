@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from train_cases import (
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.store.best_checkpoint import best_checkpoint
-from thresher.engine.training.train import train
+from thresher.engine.training.train import Progress, train
 from thresher.rewards.errors import UserError
 
 
@@ -127,6 +128,41 @@ def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
     # One warm-up step of four reaches the full rate at once, so this is the whole run but for its recipe.
     expected = what_happened(uninterrupted)
     assert [key for key in expected if expected[key] != before[key]] == ["recipe"]
+
+
+def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
+) -> None:
+    """Also of a run that is finished; from the step that is named, and from the beginning, to the same bits."""
+    out = tmp_path / "run"
+    shutil.copytree(uninterrupted, out)
+    damaged = out / "checkpoints" / "step_000004" / "optimizer.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-10] ^= 1
+    damaged.write_bytes(data)
+    before = what_happened(out)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"{damaged}: damaged or changed.* --resume --from 2"):
+            train(make_recipe(), out, resume=True)
+    assert what_happened(out) == before
+    train(make_recipe(run={"verify": False}), out, resume=True)  # finished: nothing is trained on it
+    for step in (2, 0):
+        seen: list[Progress] = []
+        train(make_recipe(), out, resume=True, watch=seen.append, from_step=step)
+        assert min(progress.step for progress in seen) == (step + 1 if step else 0)
+        assert_same_run(uninterrupted, out)
+    with pytest.raises(UserError, match="no checkpoint of step 3; there are 2, 4"):
+        train(make_recipe(), out, resume=True, from_step=3)
+
+
+def test_going_back_forgets_the_checkpoints_behind(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+    """Killed before the next is saved, the run goes on from where it was told to go back to, not from what it left."""
+    out, recipe = tmp_path / "run", make_recipe(run={"save_every": 1, "keep_checkpoints": 9})
+    train(recipe, out)
+    with pytest.raises(Killed):
+        train(recipe, out, resume=True, watch=die_after(2), from_step=1)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
+    assert max(record["step"] for record in metrics(out)) == 2
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_kept(

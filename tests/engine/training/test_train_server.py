@@ -26,6 +26,7 @@ from thresher.engine.config.sections import JudgeSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.scoring.score import score
 from thresher.engine.training.train import Progress, train
+from thresher.policy.hashes import write_hashes
 from thresher.retrieval.retriever import Unanswered
 from thresher.retrieval.serving.client import RemoteRetriever
 from thresher.rewards.errors import UserError
@@ -170,6 +171,7 @@ def test_a_run_is_not_resumed_with_another_index(
     record = json.loads(state.read_text())
     assert re.fullmatch("[0-9a-f]{16}", record["state"]["index"])
     state.write_text(json.dumps(record | {"state": record["state"] | {"index": "another"}}))
+    write_hashes(state.parent)
     with pytest.raises(UserError, match=r"retrieval.url: the server has another index \([0-9a-f]{16}\) than .*another"):
         train(recipe, tmp_path / "run", resume=True)
 

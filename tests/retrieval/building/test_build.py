@@ -12,6 +12,7 @@ import index_cases
 import pytest
 from index_cases import DIM, Clustered, numbered
 
+from thresher.policy.hashes import read_hashes
 from thresher.retrieval.building import build as build_module
 from thresher.retrieval.building.build import BuildSettings, build_folder, work_folder
 from thresher.retrieval.data.corpus import Corpus
@@ -82,8 +83,11 @@ def killed(folder: Path, kind: str, keep: str, stage: str, call: int) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file; the manifest without its one figure of time."""
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Every file; the manifest without its one figure of time, and the hashes, where that is in, by what they say."""
+    hashes = read_hashes(folder, expected=True)
+    assert hashes is not None
+    hashes.check_all()
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "hashes.json"}
     manifest = read_manifest(folder)
     assert manifest.recall == {} or manifest.recall["queries_per_second"] > 0
     record = str({key: value for key, value in manifest.recall.items() if key != "queries_per_second"})

@@ -15,7 +15,7 @@ import pytest
 
 from thresher.engine.episode import Retrieved
 from thresher.engine.protocol.render import Renderer
-from thresher.policy import files
+from thresher.policy import files, hashes
 from thresher.retrieval.data import corpus as corpus_module
 from thresher.retrieval.data.corpus import Corpus, Passage, embedded_text, open_corpus, read_corpus
 from thresher.rewards.errors import UserError
@@ -204,7 +204,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, damage):
     assert [passage.text for passage in corpus] == [passage.text for passage in passages]
 
 
-@pytest.mark.parametrize("renames", [0, 1, 2])
+@pytest.mark.parametrize("renames", [0, 1, 2, 3])
 def test_a_kill_leaves_no_cache_that_lies(tmp_path, monkeypatch, renames):
     """While a stale cache is made anew: after each of its files in turn took its place."""
     path, cache = tmp_path / "c.jsonl", tmp_path / "cache"
@@ -227,6 +227,7 @@ def test_a_kill_leaves_no_cache_that_lies(tmp_path, monkeypatch, renames):
     assert list(open_corpus(path, cache, chunk_words=1000)) == passages
     assert sorted(file.name for file in cache.iterdir()) == [
         "corpus.copy.jsonl",
+        "corpus.hashes.json",
         "corpus.ledger.json",
         "corpus.offsets",
     ]
@@ -380,3 +381,29 @@ def test_real_corpora(shared_data, tmp_path):
 def test_chunks_that_share_an_id_are_refused(shared_data):
     with pytest.raises(UserError, match=r"ultrarag_corpus_example\.jsonl:\d: the id '\d+' was used before"):
         read_corpus(shared_data / "formats/ultrarag_corpus_example.jsonl")
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_words": 3}])
+def test_every_flipped_bit_of_a_stored_corpus_is_named_or_changes_nothing(tmp_path, monkeypatch, options):
+    """Offsets when they are opened, passages when they are first read, whether in a copy or in the file itself."""
+    monkeypatch.setattr(hashes, "BLOCK", 200)
+    path, cache = tmp_path / "c.jsonl", tmp_path / "cache"
+    make(path, 30)
+    passages = list(open_corpus(path, cache, **options))
+    stored = cache / "corpus.copy.jsonl" if options else path
+    draw, found = np.random.default_rng(0), 0
+    for file in (stored, cache / "corpus.offsets", cache / "corpus.hashes.json"):
+        whole, times = file.read_bytes(), os.stat(file)
+        for bit in draw.integers(8 * len(whole), size=30).tolist():
+            data = bytearray(whole)
+            data[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(data)
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # a disk tells nobody
+            try:
+                assert list(open_corpus(path, cache)) == passages
+            except UserError as error:
+                assert f"{file}: " in str(error)
+                found += 1
+        file.write_bytes(whole)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert found >= 80 and list(open_corpus(path, cache)) == passages

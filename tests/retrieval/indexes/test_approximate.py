@@ -285,7 +285,7 @@ def test_a_damaged_or_foreign_folder_is_refused(tmp_path, world, folders, damage
     folder = shutil.copytree(folders("IVF64,Flat"), tmp_path / "ix")
     damage(folder)
     with pytest.raises(UserError, match=message) as caught:
-        load_retriever(folder, world[0])
+        load_retriever(folder, world[0], verify=False)
     assert "\n" not in str(caught.value)
 
 

@@ -248,9 +248,10 @@ def test_built_loaded_and_described(tmp_path):
         "parameters": {},
         "recall": {},
         "reason": "",
+        "hashed": True,
         "faiss_version": faiss.__version__,
     }
-    assert sorted(os.listdir(tmp_path / "ix")) == ["lexical.json", "manifest.json", "vectors.npy"]
+    assert sorted(os.listdir(tmp_path / "ix")) == ["hashes.json", "lexical.json", "manifest.json", "vectors.npy"]
     stored_ND = np.load(tmp_path / "ix/vectors.npy")
     assert stored_ND.dtype == np.float32
     assert np.array_equal(stored_ND, encoder.encode_passages([embedded_text(p, "title+text") for p in corpus]))
@@ -339,7 +340,7 @@ def test_a_damaged_or_foreign_folder_is_refused(tmp_path, finished, damage, mess
     folder = shutil.copytree(finished, tmp_path / "ix")
     damage(folder)
     with pytest.raises(UserError, match=message) as caught:
-        load_index(folder, lexical_corpus())
+        load_index(folder, lexical_corpus(), verify=False)
     assert "\n" not in str(caught.value)
 
 
@@ -351,7 +352,8 @@ def test_a_folder_of_the_first_format_is_still_read(tmp_path, finished):
     faiss.write_index(flat, str(folder / "vectors.faiss"))
     (folder / "vectors.npy").unlink()
     record = json.loads((folder / "manifest.json").read_text())
-    young = ("factory", "dtype", "index_bytes", "largest_norm", "parameters", "recall", "reason")
+    young = ("factory", "dtype", "index_bytes", "largest_norm", "parameters", "recall", "reason", "hashed")
+    (folder / "hashes.json").unlink()  # which no folder of that format has
     old = {key: value for key, value in record.items() if key not in young} | {"format": 1}
     (folder / "manifest.json").write_text(json.dumps(old))
     edit_manifest(folder, vectors_bytes=(folder / "vectors.faiss").stat().st_size)

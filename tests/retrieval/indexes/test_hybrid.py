@@ -160,7 +160,7 @@ def test_damage_is_reported_in_a_sentence(folder, change, message):
     path = folder / "hybrid/hybrid.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=message):
-        load_hybrid(folder / "hybrid", None, load_retriever)
+        load_hybrid(folder / "hybrid", None, load_retriever, verify=False)
 
 
 def test_what_cannot_be_joined_leaves_nothing(folder):

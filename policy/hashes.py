@@ -1,0 +1,205 @@
+"""Hashes of a folder's files, block by block, so that a flipped bit is found before it is used.
+
+`hashes.json` lies in a folder that this program wrote and lists its files, those of its subfolders included:
+
+    {"format": 1, "block": 262144, "files": {"state.json": {"bytes": .., "digests": ["..", ..]}, ..}, "own": ".."}
+
+A digest is the first 128 bits of the SHA-256 of one block, "own" that of the list itself. It guards against disks,
+copies and memory, not against people: whoever changes a file can change its hash. Where a processor has
+instructions for it, SHA-256 is the fastest of those that Python brings along (docs/log.md).
+
+What is read whole is verified whole, before it is read; of what is mapped, a block is verified when it is first touched
+(`Blocks`). A folder without the file is read as it is: published models have none, nor do folders of earlier
+versions.
+
+Deliberately absent: repair of what is damaged.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.rewards.errors import UserError
+
+FILE = "hashes.json"
+FORMAT = 1
+# A row that is read alone costs the hash of its block, .2 ms; a list has 144 bytes of digests a MiB.
+BLOCK = 1 << 18
+DIGEST_CHARS = 32
+# Fewer blocks are hashed by the calling thread alone.
+FEWEST_FOR_THREADS, MOST_THREADS = 64, 8
+
+
+class Damaged(UserError):
+    """A file that is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    size: int
+    digests: Sequence[str]
+
+
+class Blocks:
+    """The blocks of one file, each verified when it is first asked for. Several threads may ask."""
+
+    def __init__(self, path: Path, block: int, entry: _Listed, listed: Path) -> None:
+        self.path, self.block, self._list = path, block, listed
+        self._entry = entry
+        self._seen = bytearray(len(entry.digests))
+        self._left = len(self._seen)
+        self._lock = Lock()
+
+    @property
+    def whole(self) -> bool:
+        """Whether every block has been verified."""
+        return self._left == 0
+
+    def touch(self, begin: int, end: int) -> None:
+        """Verifies the blocks that hold the bytes `begin` to `end` - 1. Damaged where one is not what was written."""
+        if end > begin and self._left:
+            self.check(range(begin // self.block, (end - 1) // self.block + 1))
+
+    def check(self, numbers: Iterable[int]) -> None:
+        """Verifies the blocks of these numbers."""
+        new = [number for number in numbers if number >= len(self._seen) or not self._seen[number]]
+        if not new:
+            return
+        for number, digest in zip(new, _digests(self.path, self.block, new), strict=True):
+            if number >= len(self._seen) or digest != self._entry.digests[number]:
+                begin = number * self.block
+                end = min(begin + self.block, self._entry.size)
+                raise Damaged(
+                    _changed(self.path, f"its bytes {begin:,} to {end:,} are not those that were written", self._list)
+                )
+        with self._lock:
+            for number in new:
+                self._left -= not self._seen[number]
+                self._seen[number] = 1
+
+
+class Hashes:
+    """What a list of hashes says, of files in its folder but for what `blocks` is told. Made by `read_hashes`."""
+
+    def __init__(self, path: Path, block: int, files: dict[str, _Listed]) -> None:
+        self.path, self.folder, self.block = path, path.parent, block
+        self._files = files
+
+    def check(self, names: Iterable[str]) -> None:
+        """Verifies these files whole. Damaged for one that is absent, or has another size or another content. What is
+        not listed is passed over: no disk adds a file, a person may (a chat template, say)."""
+        for name in names:
+            if name in self._files:
+                self.blocks(name).check(range(len(self._files[name].digests)))
+
+    def check_all(self, but: Collection[str] = ()) -> None:
+        """Verifies every file that is listed, `but` these."""
+        self.check(name for name in self._files if name not in but)
+
+    def blocks(self, name: str, path: Path | None = None) -> Blocks:
+        """The blocks of a file, whose size is looked at now; `path` is where one lies that is not in the folder."""
+        path, entry = path or self.folder / name, self._files.get(name)
+        if entry is None:
+            raise Damaged(_changed(path, f"{self.path.name} does not list it", self.path))
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise Damaged(f"{path}: no such file, though {self.path.name} lists it; fetch or make it again") from None
+        if size != entry.size:
+            raise Damaged(_changed(path, f"expected {entry.size} bytes, found {size}", self.path))
+        return Blocks(path, self.block, entry, self.path)
+
+
+def write_hashes(folder: Path, leave_out: Collection[str] = ()) -> None:
+    """Writes `hashes.json` over all files that `folder` holds now, hidden ones and those to `leave_out` apart.
+    Unwritable where it cannot."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    write_list(folder / FILE, {name: path for name, path in names.items() if name not in (FILE, *leave_out)})
+
+
+def write_list(path: Path, files: Mapping[str, Path]) -> None:
+    """Writes such a list of these files, wherever they lie, as `path`."""
+    listed = {}
+    for name, place in files.items():
+        size = place.stat().st_size
+        listed[name] = {"bytes": size, "digests": _digests(place, BLOCK, range(-(-size // BLOCK)))}
+    record = {"format": FORMAT, "block": BLOCK, "files": listed, "own": _own(BLOCK, listed)}
+    atomic_write_text(path, json.dumps(record, indent=0) + "\n")
+
+
+def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashes | None:
+    """The hashes of a folder, in its list `file`; None where it has none. Damaged where it has none and they are
+    `expected`, and where the list is not what was written."""
+    path = folder / file
+    if not path.is_file():
+        if expected:
+            raise Damaged(f"{path}: no such file, though one was written with the folder; fetch the folder again")
+        return None
+    record = read_json_object(path)
+    block, files = record.get("block"), record.get("files")
+    if record.get("format") != FORMAT or record.get("own") != _own(block, files):
+        raise Damaged(_changed(path, "it is not what was written", path))
+    assert isinstance(block, int) and isinstance(files, dict)  # the digest says so
+    return Hashes(path, block, {name: _Listed(entry["bytes"], entry["digests"]) for name, entry in files.items()})
+
+
+def check_hashes(folder: Path, names: Iterable[str]) -> None:
+    """Verifies these files of a folder that may have hashes, as `Hashes.check` does."""
+    if (hashes := read_hashes(folder)) is not None:
+        hashes.check(names)
+
+
+def _changed(path: Path, found: str, listed: Path) -> str:
+    own = f"or delete {listed.name} if the change is your own"
+    return f"{path}: damaged or changed, {found}; fetch or make it again, {own}"
+
+
+def _own(block: Any, files: Any) -> str:
+    return _digest(json.dumps([block, files], sort_keys=True).encode("utf-8", "surrogatepass"))
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]
+
+
+def _digests(path: Path, block: int, numbers: Sequence[int]) -> list[str]:
+    """Of the blocks of these numbers, in their order; by several threads where they are many, for neither reading nor
+    hashing holds Python's lock."""
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(numbers) // FEWEST_FOR_THREADS)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its rights") from None
+    try:
+        if threads < 2:
+            return _digests_of(descriptor, path, block, numbers)
+        # Neighbours to one thread: a disk is read in runs.
+        step = -(-len(numbers) // threads)
+        parts = [numbers[start : start + step] for start in range(0, len(numbers), step)]
+        with ThreadPoolExecutor(threads, "hashes") as pool:
+            found = pool.map(lambda part: _digests_of(descriptor, path, block, part), parts)
+            return [digest for part in found for digest in part]
+    finally:
+        os.close(descriptor)
+
+
+def _digests_of(descriptor: int, path: Path, block: int, numbers: Sequence[int]) -> list[str]:
+    buffer = memoryview(bytearray(block))
+    found = []
+    for number in numbers:
+        length = 0
+        try:
+            while length < block and (count := os.preadv(descriptor, [buffer[length:]], number * block + length)):
+                length += count
+        except OSError as error:
+            raise Damaged(f"{path}: cannot be read ({error.strerror}); fetch or make it again") from None
+        found.append(_digest(buffer[:length]))
+    return found
