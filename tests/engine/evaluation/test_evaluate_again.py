@@ -13,7 +13,7 @@ from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.evaluation.folder import EvalFolder
-from thresher.engine.evaluation.generated import Generated, check_generated
+from thresher.engine.evaluation.generated import Generated, check_generated, read_generated
 from thresher.engine.evaluation.metrics import measures_of
 from thresher.engine.evaluation.run import EvalOptions, settings_of
 from thresher.engine.protocol.trajectory import Segment, Trajectory
@@ -157,20 +157,24 @@ def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     system, refused = load_system("search_r1", {}), 0
     many = damages(first)
     for damaged in many:
-        kept.write_text("\n".join([damaged, *rest]) + "\n")
-        folder = EvalFolder.open(out, json.loads((out / "settings.json").read_text()))
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("shutil.rmtree", lambda path: pytest.fail("deleted"))
-                with folder:
-                    entries = folder.generated()
-            check_generated(entries, tiny_tokenizer, system.tags, 4096, kept)
-            scored = score(tiny_questions[:1], [entries[0].trajectory], system, tiny_tokenizer)
+            entry = read_generated(damaged.encode(), f"{kept}:1")
+            check_generated([entry], tiny_tokenizer, system.tags, 4096, kept)
+            scored = score(tiny_questions[:1], [entry.trajectory], system, tiny_tokenizer)
             assert measures_of(scored[0], system.tags)["searches"] >= 0
         except UserError as error:
             assert str(error).startswith(f"{kept}:1: "), error
             refused += 1
     assert refused > 0.6 * len(many)
+    kept.write_text("\n".join([first, rest[0].replace('"ids"', '"idx"')]) + "\n")
+    with (
+        pytest.raises(
+            UserError, match=rf"^{kept}:2: no trajectory as it was written .*; delete this line and those behind"
+        ),
+        EvalFolder.open(out, json.loads((out / "settings.json").read_text())) as folder,
+    ):
+        folder.generated()
+    assert kept.exists(), "an evaluation that cannot go on is not deleted"
 
 
 def test_two_processes_do_not_write_to_one_evaluation(tmp_path: Path) -> None:
