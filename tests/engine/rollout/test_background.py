@@ -65,6 +65,7 @@ def test_an_interrupt_does_not_wait_for_a_search(
             return [[] for _ in queries]
 
     script({0: ["<search>mayor</search>"]})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     server = Away()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -72,3 +73,4 @@ def test_an_interrupt_does_not_wait_for_a_search(
         assert not server.answered and not server.over.is_set()
     finally:
         server.over.set()
+        signal.signal(signal.SIGINT, before)
