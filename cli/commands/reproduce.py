@@ -18,10 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="only show every row, what it needs, and what has no row")
     add("--scale", choices=("paper", "world"), default="world", help="paper: its models and data, which must be there")
     add("--seeds", type=flags.count, default=1, metavar="N", help="train every method with seeds 0 to N - 1")
+    add("--limit", type=flags.count, metavar="N", help="only the first N questions of every evaluation")
+    flags.add_set(parser, text="override the recipe of every training and evaluation; may be repeated")
     add("--out", help="folder; what is finished there is not done again; default: runs/PAPER-TABLE")
 
 
 def run(options: argparse.Namespace) -> None:
+    from thresher.engine.reproduction.commands import Scale
     from thresher.engine.reproduction.manifest import paper_names, read_manifest
     from thresher.engine.reproduction.run import listing, reproduce
     from thresher.rewards.errors import UserError
@@ -43,5 +46,6 @@ def run(options: argparse.Namespace) -> None:
     if options.paper is None:
         raise UserError(f"reproduce: name a paper, one of {', '.join(paper_names())}, or give --list")
     out = Path(options.out or f"runs/{'-'.join([options.paper, *options.tables])}")
-    found = reproduce(options.paper, options.tables, options.scale, options.seeds, out, options.run_command)
+    scale = Scale(options.scale, range(options.seeds), tuple(options.set), options.limit)
+    found = reproduce(options.paper, options.tables, scale, out, options.run_command)
     console.answer(found)

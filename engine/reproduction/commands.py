@@ -26,6 +26,24 @@ FINISHED = {"train": "summary.json", "eval": "metrics.json"}  # command -> the f
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """At which scale a table is run, "paper" or "world", with which seeds; overrides of every recipe, and how many
+    questions an evaluation has at most."""
+
+    name: str
+    seeds: Sequence[int] = (0,)
+    overrides: tuple[str, ...] = ()
+    limit: int | None = None
+
+    @property
+    def invented(self) -> bool:
+        return self.name == "world"
+
+    def flags_of_eval(self) -> list[str]:
+        return [] if self.limit is None else ["--limit", str(self.limit)]
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """One command of `thresher`, and the folder that it writes. lacking: what it reads and nobody has put there, each
     with how to get it."""
@@ -66,24 +84,24 @@ class Cell:
         return dict(pair for command in commands if not command.finished for pair in command.lacking)
 
 
-def cells_of(manifest: PaperManifest, table: PaperTable, scale: str, seeds: Sequence[int], out: Path) -> list[Cell]:
+def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[Cell]:
     """All cells of a table at this scale, in the order of its rows; rows and columns that it does not have there are
     left out. The invented world has one base, so of the rows of one method the last."""
-    make = _world_cell if scale == "world" else _paper_cell
+    make = _world_cell if scale.invented else _paper_cell
     last = {row.method: row for row in table.rows}
     found = []
     for row in table.rows:
         method = manifest.methods[row.method]
-        if scale == "world" and not (in_world(method) and last[row.method] is row):
+        if scale.invented and not (in_world(method) and last[row.method] is row):
             continue
-        for seed in seeds if _trained(method) else seeds[:1]:
-            found.append(make(manifest, table, row, seed, out))
+        for seed in scale.seeds if _trained(method) else scale.seeds[:1]:
+            found.append(make(manifest, table, scale, row, seed, out))
     return found
 
 
-def columns_of(manifest: PaperManifest, table: PaperTable, scale: str) -> list[str]:
+def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> list[str]:
     """The columns that a table has at this scale."""
-    return [name for name in table.columns if scale == "paper" or manifest.sets[name].world is not None]
+    return [name for name in table.columns if not invented or manifest.sets[name].world is not None]
 
 
 def in_world(method: Method) -> bool:
@@ -95,9 +113,9 @@ def _trained(method: Method) -> bool:
     return method.recipe is not None
 
 
-def _paper_cell(manifest: PaperManifest, table: PaperTable, row: TableRow, seed: int, out: Path) -> Cell:
+def _paper_cell(manifest: PaperManifest, table: PaperTable, scale: Scale, row: TableRow, seed: int, out: Path) -> Cell:
     method, model = manifest.methods[row.method], manifest.models[row.model]
-    name, sets = f"{row.method}-{row.model}", _sets(method)
+    name, sets = f"{row.method}-{row.model}", _sets(method, scale)
     read = {model.paper: model.get}
     before: tuple[Command, ...] = ()
     asked = ["--model", model.paper, *sets]
@@ -113,7 +131,7 @@ def _paper_cell(manifest: PaperManifest, table: PaperTable, row: TableRow, seed:
     for column in table.columns:
         questions = manifest.sets[column]
         folder = out / "evaluations" / f"{name}-{column}-seed{seed}"
-        words = ["eval", *asked, "--questions", questions.paper, "--out", str(folder)]
+        words = ["eval", *asked, "--questions", questions.paper, *scale.flags_of_eval(), "--out", str(folder)]
         evaluations[column] = Command(tuple(words), folder, _absent(read | {questions.paper: questions.get}))
     return Cell(row, seed, before, evaluations)
 
@@ -125,22 +143,26 @@ def _files_of(recipe: str) -> list[str]:
     return [path for path in paths if path]
 
 
-def _world_cell(manifest: PaperManifest, table: PaperTable, row: TableRow, seed: int, out: Path) -> Cell:
+def _world_cell(manifest: PaperManifest, table: PaperTable, scale: Scale, row: TableRow, seed: int, out: Path) -> Cell:
     method, world = manifest.methods[row.method], out / "world"
     assert method.system is not None  # in_world
     prompt = world / f"{method.system}.txt"
     base = [Command(tuple(words), Path(words[words.index("--out") + 1])) for words in world_stages(world)]
     name = f"{row.method}-seed{seed}"
-    recipe = [str(RECIPE), *_set(*world_paths(world, method.system), f"system.template={prompt}"), *_sets(method)]
+    recipe = [
+        str(RECIPE),
+        *_set(*world_paths(world, method.system), f"system.template={prompt}"),
+        *_sets(method, scale),
+    ]
     run = out / "runs" / name
     folder = out / "evaluations" / name
     if _trained(method):
         base.append(Command(("train", *recipe, *_set(f"run.seed={seed}"), "--out", str(run)), run))
-        words = ["eval", "--best", str(run), "--out", str(folder)]
+        words = ["eval", "--best", str(run)]
     else:
-        words = ["eval", *recipe, "--out", str(folder)]
-    evaluation = Command(tuple(words), folder)
-    return Cell(row, seed, tuple(base), dict.fromkeys(columns_of(manifest, table, "world"), evaluation))
+        words = ["eval", *recipe]
+    evaluation = Command((*words, *scale.flags_of_eval(), "--out", str(folder)), folder)
+    return Cell(row, seed, tuple(base), dict.fromkeys(columns_of(manifest, table, True), evaluation))
 
 
 def write_prompts(manifest: PaperManifest, world: Path) -> None:
@@ -151,11 +173,11 @@ def write_prompts(manifest: PaperManifest, world: Path) -> None:
             atomic_write_text(world / f"{method.system}.txt", template(method.system))
 
 
-def _sets(method: Method) -> list[str]:
-    """The method's system, options and overrides, as flags."""
+def _sets(method: Method, scale: Scale) -> list[str]:
+    """The method's system and options, its overrides and the scale's, as flags."""
     texts = [] if method.system is None else [f"system.name={method.system}"]
     texts += [f"system.options.{name}={_toml(value)}" for name, value in method.options.items()]
-    return _set(*texts, *method.overrides)
+    return _set(*texts, *method.overrides, *scale.overrides)
 
 
 def _toml(value: Any) -> str:

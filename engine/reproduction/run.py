@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.reproduction.commands import Cell, cells_of, columns_of, in_world, write_prompts
+from thresher.engine.reproduction.commands import Cell, Scale, cells_of, columns_of, in_world, write_prompts
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.tables import markdown, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
@@ -23,16 +23,16 @@ from thresher.rewards.errors import UserError
 
 
 def reproduce(
-    paper: str, tables: Sequence[str], scale: str, seeds: int, out: Path, run_command: Callable[[list[str]], None]
+    paper: str, tables: Sequence[str], scale: Scale, out: Path, run_command: Callable[[list[str]], None]
 ) -> dict[str, Any]:
-    """Run the tables (all of them where none is named) with seeds 0, 1, ..; returns what their JSON files hold, by
+    """Run the tables (all of them where none is named) at a scale; returns what their JSON files hold, by
     name. `run_command` runs a command of `thresher` from its words."""
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables)
     out.mkdir(parents=True, exist_ok=True)
-    if scale == "world":
+    if scale.invented:
         write_prompts(manifest, out / "world")
-    cells_by_table = {name: cells_of(manifest, table, scale, range(seeds), out) for name, table in chosen.items()}
+    cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     _say_lacking([cell for cells in cells_by_table.values() for cell in cells])
     found = {}
     for name, table in chosen.items():
@@ -87,7 +87,7 @@ def listing(manifest: PaperManifest) -> list[dict[str, Any]]:
                     "table": name,
                     "row": manifest.label(row),
                     "columns": list(table.columns),
-                    "world": columns_of(manifest, table, "world") if in_world(method) else [],
+                    "world": columns_of(manifest, table, True) if in_world(method) else [],
                     "model": manifest.models[row.model].paper,
                     "trained_by": method.recipe,
                     "needs": _stated(method.recipe),

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from thresher.engine.evaluation.compare import read_evaluation
-from thresher.engine.reproduction.commands import Cell, columns_of
+from thresher.engine.reproduction.commands import Cell, Scale, columns_of
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable
 from thresher.policy.files import read_json_object
 from thresher.retrieval.questions import read_questions
@@ -20,9 +20,9 @@ from thresher.rewards.statistics import compare_paired
 Values = dict[str, float]  # question's id -> value
 
 
-def results_of(manifest: PaperManifest, table: PaperTable, scale: str, cells: Sequence[Cell]) -> dict[str, Any]:
+def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: Sequence[Cell]) -> dict[str, Any]:
     """The table as data: its rows, each with "printed" and "ours" by measure and column; what is not run is absent."""
-    columns = columns_of(manifest, table, scale)
+    columns = columns_of(manifest, table, scale.invented)
     rows: dict[str, dict[str, Any]] = {}
     values: dict[tuple[str, str, str], list[Values]] = {}
     for cell in cells:
@@ -31,7 +31,7 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: str, cells: Se
         for column, command in cell.evaluations.items():
             if not command.finished:
                 continue
-            found = read_column(command.folder, manifest.sets[column].world if scale == "world" else None)
+            found = read_column(command.folder, manifest.sets[column].world if scale.invented else None)
             for measure in table.measures:
                 known = {id_: value for id_, row in found.items() if (value := row.get(measure)) is not None}
                 values.setdefault((label, measure, column), []).append(known)
@@ -43,7 +43,7 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: str, cells: Se
     return {
         "paper": manifest.title,
         "caption": table.caption,
-        "scale": scale,
+        "scale": scale.name,
         "measures": list(table.measures),
         "columns": {name: manifest.sets[name].label for name in columns},
         "places": {name: table.columns.index(name) for name in columns},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from thresher.engine.config.recipe import load_recipe
-from thresher.engine.reproduction.commands import cells_of, in_world
+from thresher.engine.reproduction.commands import Scale, cells_of, in_world
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
 from thresher.engine.reproduction.run import listing, reproduce
 from thresher.engine.reproduction.tables import markdown, results_of
@@ -17,6 +17,7 @@ from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.engine.systems import load_system
 from thresher.rewards.errors import UserError
 
+PAPER = Scale("paper")
 QUESTIONS = [{"id": str(n), "question": "?", "answer": "a", "hops": 1 + n % 2} for n in range(20)]
 
 
@@ -63,7 +64,7 @@ def test_a_manifest_is_of_systems_recipes_and_files_that_are_there(name: str) ->
     for table in manifest.tables.values():
         labels = [manifest.label(row) for row in table.rows]
         assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
-        assert all(cells_of(manifest, table, "paper", [0], Path("x")))
+        assert all(cells_of(manifest, table, PAPER, Path("x")))
     assert len(listing(manifest)) == sum(len(table.rows) for table in manifest.tables.values())
 
 
@@ -79,7 +80,7 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
 
     for _ in range(30):
         try:
-            found = reproduce("eval_rar", ["T2"], "world", 2, tmp_path, killed)
+            found = reproduce("eval_rar", ["T2"], Scale("world", (0, 1)), tmp_path, killed)
             break
         except Killed:
             continue
@@ -95,9 +96,21 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
     assert json.loads((tmp_path / "T2.json").read_text()) == found["T2"]
 
 
+def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
+    manifest = read_manifest("eval_rar")
+    for name in ("paper", "world"):
+        scale = Scale(name, overrides=("run.steps=2",), limit=3)
+        for cell in cells_of(manifest, manifest.tables["T1"], scale, tmp_path):
+            trains = [command for command in cell.before if command.words[0] == "train"]
+            assert all("run.steps=2" in command.words for command in trains)
+            for command in cell.evaluations.values():
+                assert command.words[command.words.index("--limit") + 1] == "3"
+                assert ("run.steps=2" in command.words) != ("--best" in command.words)
+
+
 def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
-    cell = cells_of(manifest, manifest.tables["T2"], "world", [0], tmp_path)[0]
+    cell = cells_of(manifest, manifest.tables["T2"], Scale("world"), tmp_path)[0]
     train = cell.before[-1]
     assert "--resume" not in train.to_run() and not train.finished
     train.folder.mkdir(parents=True)
@@ -109,13 +122,13 @@ def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ran: list[list[str]] = []
-    reproduce("eval_rar", ["T1"], "paper", 1, Path("out"), ran.append)
+    reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
     said = capsys.readouterr().out
     assert ran == [] and said.count("models/Qwen2.5-3B: hf download") == 1 and "data/nq_test.jsonl: NQ's" in said
     for path in ("models/Qwen2.5-3B/config.json", "data/nq_test.jsonl"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("{}")
-    reproduce("eval_rar", ["T1"], "paper", 1, Path("out"), ran.append)
+    reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
     assert [words[0] for words in ran] == ["eval"] * 4  # two without retrieval, two that name an index of their own
     assert all("data/nq_test.jsonl" in words for words in ran) and {"direct", "cot"} <= {words[-5] for words in ran}
 
@@ -123,13 +136,13 @@ def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
 def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     table = manifest.tables["T2"]
-    cells = cells_of(manifest, table, "paper", [0], tmp_path)
+    cells = cells_of(manifest, table, PAPER, tmp_path)
     for number, command in enumerate(cells[0].evaluations.values()):
         command.folder.mkdir(parents=True)
         record = {"id": "q", "question": "?", "parts": {}, "measures": {"em": float(number % 2)}}
         (command.folder / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
         (command.folder / "metrics.json").write_text("{}")
-    page = markdown(results_of(manifest, table, "paper", cells))
+    page = markdown(results_of(manifest, table, PAPER, cells))
     assert "Average, printed | ours | p |" in page and "| .404 | .429 |  |" in page and "| .353 | - |  |" in page
 
 
@@ -146,7 +159,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match=r"no paper 'evalrar'; choose one of .*eval_rar"):
         read_manifest("evalrar")
     with pytest.raises(UserError, match="eval_rar has no table 'T9' here; choose of T1, T2"):
-        reproduce("eval_rar", ["T9"], "world", 1, Path("x"), print)
+        reproduce("eval_rar", ["T9"], PAPER, Path("x"), print)
     row: dict[str, Any] = {"method": "m", "model": "a", "printed": {"em": [1.0]}}
     found: dict[str, Any] = {
         "title": "x",
