@@ -96,6 +96,7 @@ REDUCED = {
         ),
         ("report.html", "summary.json", "grpo/summary.json", "warmup/sft.json"),
     ),
+    "reproduce": Row(("--scale", "paper", "--seeds", "1", "--limit", "1", *TRAIN), ("T2.md", "T2.json"), once=True),
     "study kl": Row(("--start", "runs/demo", "--steps", "1", "--seeds", "0"), ("kl.json", "training.png"), once=True),
     "study mask": Row(("--limit", "2", "--repeats", "1"), ("mask.json", "mask.png"), once=True),
     "study systems": Row(

@@ -29,7 +29,7 @@ ROOMS = (
     ("engine/packing", "engine/planning"),
     ("engine/assemble.py", "engine/parallel"),
     ("engine/evaluation", "engine/synthetic"),
-    ("engine/extraction", "engine/training"),
+    ("engine/extraction", "engine/reproduction", "engine/training"),
     ("bench/machine.py", "bench/measure.py", "bench/rows.py"),
     ("bench/compile", "bench/loss", "bench/retrieval", "bench/rollout", "bench/roofline"),
     ("bench/decode", "bench/gpu_check"),

@@ -119,7 +119,8 @@ class GrpoSection(Section):
     aggregation_constant: Annotated[float, Within(1e-3, 1e9)] | None = (
         None  # "constant" divides a trajectory's sum by so many tokens
     )
-    std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor)
+    std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor) + std_eps
+    std_eps: NotNegative = 0.0  # see std_floor; TRL's, and so ARENA's code's, is 1e-4
     sample_std: bool = False  # divide by n - 1 instead of n
     drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
     reference: Literal["auto", "device", "cpu"] = "auto"  # where the reference lies; cpu: layers come one by one
@@ -243,6 +244,7 @@ class JudgeSection(Section):
     # where the system is rewarded by them
     url: str | None = None
     model: str | None = None  # the chat model's name there
+    prompt: str = "lenient"  # of verdicts: lenient, strict, or a file with {golds} and {response}
     key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
     timeout: Positive = 120.0  # seconds that one reply may take
     patience: NotNegative = 300.0  # seconds that the server may stay away

@@ -18,6 +18,7 @@ SHOWN = {
     "sft": ("{at}/recipe.toml --out {at}/warm", "steps out"),
     "plan": ("--recipe {at}/recipe.toml --gpu-memory 80GB", "fits phases"),
     "recipe": ("--show {at}/recipe.toml", "model rollout"),
+    "reproduce": ("--list", "rows left_out"),
     "train": ("{at}/recipe.toml --out {at}/run", "out"),
     "generate": ("--model {at}/model --prompt Who --max-new-tokens 2", "prompt_ids samples"),
     "rollout": ("--recipe {at}/recipe.toml --questions {at}/questions.jsonl --out {at}/r.jsonl", "trajectories out"),
