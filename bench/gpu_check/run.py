@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from thresher.bench.gpu_check.parts import CheckPart, TableLine, missing, parts
-from thresher.bench.machine import checkout, facts, gpu
+from thresher.bench.machine import facts
+from thresher.engine.machine import checkout, gpu
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, table
 from thresher.rewards.errors import UserError

@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from thresher.bench.machine import facts, memory_gib
+from thresher.bench.machine import facts
+from thresher.engine.machine import memory_gib
 from thresher.bench.measure import in_turn, spread
 from thresher.bench.retrieval.build import built
 from thresher.bench.retrieval.curve import CURVE_BATCH, SETTLE_SECONDS, Rotation, follow, settle

@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from thresher.bench.machine import checkout, facts
+from thresher.bench.machine import facts
+from thresher.engine.machine import checkout
 from thresher.bench.rows import append_rows, check_files
 from thresher.bench.step.ours import Ours
 from thresher.bench.step.report import make_row, read_rows, show

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from thresher.bench.machine import checkout
+from thresher.engine.machine import checkout
 from thresher.bench.rollout.shapes import Sizes
 from thresher.bench.roofline.models import MODELS
 from thresher.bench.step import run as step_module
