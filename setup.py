@@ -24,6 +24,7 @@ setup(
     package_data={
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
         "thresher.engine.reporting": ["*.html"],
+        "thresher.engine.watching": ["*.js"],
         "thresher.engine.systems": ["*.txt"],
         "thresher.engine.baselines": ["*.txt"],
     },

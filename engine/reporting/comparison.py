@@ -1,4 +1,4 @@
-"""Several runs as one page: their curves over each other, their last figures with paired tests, what their recipes differ in.
+"""Several runs as one page: curves over each other, last figures with paired tests, and what their recipes differ in.
 
     run folders  ->  curves of each (charts.py)  ->  a chart for each curve that two runs have
                  ->  questions of their last evaluations, matched by id  ->  engine/evaluation/compare.py
@@ -21,7 +21,7 @@ import numpy as np
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import shown as shown_value
 from thresher.engine.console import shown as shown_number
-from thresher.engine.evaluation.compare import Evaluation, compare, difference_rows
+from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
 from thresher.engine.evaluation.metrics import NAMES
 from thresher.engine.reporting.charts import PALETTE, Chart, Series, charts_of
 from thresher.engine.reporting.plots import draw, smoothing
@@ -33,8 +33,15 @@ from thresher.rewards.errors import UserError
 
 Record = Mapping[str, Any]
 
-# Of charts with curves that say one thing in several ways, the ones to hold runs against each other by.
-CHOSEN = {"kl": ("k3",), "kl_largest": ("value",), "logprob_gap": ("largest",)}
+# Of charts with curves that say one thing in several ways: the one to hold runs against each other by, and its caption.
+CHOSEN = {
+    "kl": (
+        "k3",
+        "Mean over sampled tokens of e^(-d) - 1 + d, d = log p - log p_ref, whatever each recipe's loss has.",
+    ),
+    "kl_largest": ("value", "Over a step's sampled tokens, by the estimator of each recipe (grpo.kl_value), before β."),
+    "logprob_gap": ("largest", "|log p when sampled - log p when trained| of the same token under the same weights."),
+}
 LETTERS = "ABCDEFG"
 
 
@@ -120,9 +127,9 @@ def overlaid(runs: Sequence[ComparedRun]) -> list[Chart]:
     for run in runs:
         for chart in _charts(run):
             for series in chart.series:
-                if series.label in CHOSEN.get(chart.name, (series.label,)):
+                if series.label == CHOSEN.get(chart.name, (series.label,))[0]:
                     curves.setdefault(chart.name, {}).setdefault(series.label, []).append((run, chart, series))
-    charts = []
+    charts: list[Chart] = []
     for label, found in ((label, found) for chart in curves.values() for label, found in chart.items()):
         chart, many = found[0][1], any(len(chart.series) > 1 for _, chart, _ in found)
         if len(found) > 1:
@@ -130,6 +137,7 @@ def overlaid(runs: Sequence[ComparedRun]) -> list[Chart]:
                 replace(
                     chart,
                     name=str(len(charts)),
+                    caption=CHOSEN[chart.name][1] if chart.name in CHOSEN else chart.caption,
                     title=f"{chart.title}: {label}" if many else chart.title,
                     series=tuple(replace(series, label=run.letter, color=run.color) for run, _, series in found),
                     stacked=False,
@@ -225,7 +233,8 @@ def _last_evaluation(run: ComparedRun) -> Evaluation | None:
     paths = [path for path in run.folder.evaluations.glob("step_*.jsonl") if step_of(path.stem) is not None]
     if not paths:
         return None
-    questions, measures = {}, {}
+    questions: dict[str, str] = {}
+    measures: dict[str, Measures] = {}
     for _, record in iter_jsonl(max(paths)):
         values = {"reward": record.get("reward")} | (record.get("parts") or {})
         questions[str(record.get("id"))] = str(record.get("question"))

@@ -3,9 +3,9 @@
     python -P send.py NAME RUN STEP      STEP: that of the checkpoint from which the run goes on; -1: it begins
 
 Records are read from the file, so the run hands over nothing and waits for nothing. The process ends when its standard
-input does, which is also what a killed run leaves; the word "done" on it says that the run came to its end. How far it is
-stands in RUN/sinks/NAME.json, with the identity that the tracker knows the run by: a run that goes on continues the same
-curves, and a tracker that joins late gets them from the beginning.
+input does, which is also what a killed run leaves; the word "done" on it says that the run came to its end. How far it
+is stands in RUN/sinks/NAME.json, with the identity that the tracker knows the run by: a run that goes on continues the
+same curves, and a tracker that joins late gets them from the beginning.
 
 A record's numbers become train/NAME, of an evaluation eval/NAME, those of an inner object train/OUTER/NAME; the step is
 the run's.
@@ -40,7 +40,9 @@ class TensorBoard:
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(run / "tensorboard"))
         if goes_on:
-            self._writer.add_event(Event(step=begin, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
+            self._writer.add_event(
+                Event(step=begin, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+            )
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
         found = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]

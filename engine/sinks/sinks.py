@@ -1,8 +1,8 @@
 """The trackers of a run, each in a process of its own that follows metrics.jsonl (send.py).
 
-metrics.jsonl is the truth, and a tracker a reader of it: one that fails, is slow or never answers takes nothing from the
-run but, at its end, up to LINGER seconds. What went wrong is said once, and is in RUN/sinks/NAME.log, where a tracker's own
-words go.
+metrics.jsonl is the truth, and a tracker a reader of it: one that fails, is slow or never answers takes nothing from
+the run but, at its end, up to LINGER seconds. What went wrong is said once, and is in RUN/sinks/NAME.log, where a
+tracker's own words go.
 """
 
 import os
