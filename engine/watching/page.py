@@ -136,7 +136,7 @@ def serve_page(run: str | Path, port: int, say: Callable[[str], None], every: fl
 def handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
     """What answers GET and HEAD from this machine, and nothing else."""
 
-    class Answer(BaseHTTPRequestHandler):
+    class PageRequest(BaseHTTPRequestHandler):
         timeout = 30  # of a connection on which nothing comes
         server_version, sys_version = "thresher", ""
 
@@ -163,4 +163,4 @@ def handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
 
         def log_message(self, *_: Any) -> None: ...
 
-    return Answer
+    return PageRequest

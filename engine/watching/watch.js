@@ -1,5 +1,5 @@
 // Keeps the page of `thresher watch` up to date: asks for the run's state, and where there is a newer page puts it in the
-// place of the old one. Scroll position and what was unfolded stay.
+// place of the old one. The section that is read stays where it is on the screen, and what was unfolded stays so.
 "use strict";
 const EVERY = 3000; // ms
 let shown = null;
@@ -15,11 +15,16 @@ async function bringIn() {
     return ahead.decode().catch(() => {});
   }));
   const unfolded = [...document.querySelectorAll("main details")].map((details) => details.open);
-  const [x, y] = [scrollX, scrollY];
+  const sections = () => [...document.querySelectorAll("main h2")];
+  const top = (section) => section.getBoundingClientRect().top;
+  const read = sections().filter((section) => top(section) < innerHeight / 2).pop();
+  const [name, place, y] = [read?.textContent, read && top(read), scrollY];
   document.title = next.title;
   document.querySelector("main").replaceWith(document.adoptNode(next.querySelector("main")));
-  document.querySelectorAll("main details").forEach((details, place) => { details.open = unfolded[place] ?? false; });
-  scrollTo(x, y);
+  document.querySelectorAll("main details").forEach((details, number) => { details.open = unfolded[number] ?? false; });
+  scrollTo(0, y);
+  const same = sections().find((section) => section.textContent === name);
+  if (y > 0 && same) scrollBy(0, top(same) - place);
 }
 
 async function look() {
