@@ -113,13 +113,14 @@ def read_state(path: str | Path) -> RunState:
     """UserError for a folder that is no run, and for a malformed file in it."""
     run, recipe = read_run(path)
     records = read_metrics(run.metrics_file)
+    process = _process(run)
     reached = any("eval" not in record and record["step"] >= recipe.run.steps for record in records)
     return RunState(
         recipe=recipe,
         records=records,
-        process=_process(run),
+        process=process,
         elsewhere=_elsewhere(run),
-        finished=run.summary_file.exists() and (reached or recipe.run.steps == 0),
+        finished=process is None and run.summary_file.exists() and (reached or recipe.run.steps == 0),
         age=max(time.time() - run.metrics_file.stat().st_mtime, 0.0) if records else None,
     )
 
