@@ -190,6 +190,11 @@ class RunSection(Section):
     threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch on a CPU; see engine/threads.py
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
     verify: bool = True  # hold checkpoints and indexes against their hashes as they are read
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that get the metrics as well
+
+    def check(self) -> None:
+        if len(set(self.sinks)) < len(self.sinks):
+            raise FieldError("sinks", f"expected each once, got {shown(list(self.sinks))}")
 
 
 @dataclass(frozen=True, kw_only=True)
