@@ -77,7 +77,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     status: int
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
@@ -98,7 +98,7 @@ class App:
             max_waiting=settings.max_waiting,
         )
 
-    async def answer(self, method: str, path: str, read_body: ReadBody, client: Hashable) -> Answer:
+    async def answer(self, method: str, path: str, read_body: ReadBody, client: Hashable) -> Reply:
         """To a request of a `client`, whose body `read_body` waits for, or raises Refused."""
         try:
             answer = await self._answer(method, path, read_body, client)
@@ -110,9 +110,9 @@ class App:
             answer = _refusal(Refused(500, "the server failed on this request; its log says more"))
         self.metrics.count(path if path in PATHS else "other", answer.status)
         named = (*answer.headers, (IDENTITY_HEADER, self.served.identity))
-        return Answer(answer.status, answer.body, named, answer.kind)
+        return Reply(answer.status, answer.body, named, answer.kind)
 
-    async def _answer(self, method: str, path: str, read_body: ReadBody, client: Hashable) -> Answer:
+    async def _answer(self, method: str, path: str, read_body: ReadBody, client: Hashable) -> Reply:
         allowed = "POST" if path in DIALECTS else "GET" if path in PATHS else None
         if allowed is None:
             raise Refused(404, f"no such path; expected one of {', '.join(PATHS)}")
@@ -121,7 +121,7 @@ class App:
         if path == "/health":
             return self._health()
         if path == "/metrics":
-            return Answer(200, self._metrics().encode(), kind="text/plain; version=0.0.4; charset=utf-8")
+            return Reply(200, self._metrics().encode(), kind="text/plain; version=0.0.4; charset=utf-8")
         body = await read_body()
         if self.serving >= self.settings.max_connections:
             raise Refused(503, f"{self.serving} requests are being served already; ask again", RETRY)
@@ -136,7 +136,7 @@ class App:
         finally:
             self.serving -= 1
 
-    async def _search(self, request: Request, dialect: Dialect, client: Hashable) -> Answer:
+    async def _search(self, request: Request, dialect: Dialect, client: Hashable) -> Reply:
         try:
             self.retriever.check_k(request.k)
         except UserError as error:
@@ -154,9 +154,9 @@ class App:
             print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
             reason = str(error) if isinstance(error, UserError) else type(error).__name__
             raise Refused(500, f"the search failed ({reason}); the server's log says more") from None
-        return Answer(200, render_answer(found, dialect, request.scores))
+        return Reply(200, render_answer(found, dialect, request.scores))
 
-    def _health(self) -> Answer:
+    def _health(self) -> Reply:
         hangs = self.batcher.busy_seconds() > self.settings.timeout
         report = {
             "status": "a search hangs" if hangs else "ok",
@@ -166,7 +166,7 @@ class App:
             "index": self.served.identity,
             "waiting_queries": self.batcher.waiting,
         }
-        return Answer(503 if hangs else 200, json.dumps(report).encode("ascii"))
+        return Reply(503 if hangs else 200, json.dumps(report).encode("ascii"))
 
     def _metrics(self) -> str:
         stats = self.retriever.stats
@@ -180,5 +180,5 @@ class App:
         )
 
 
-def _refusal(refused: Refused) -> Answer:
-    return Answer(refused.status, json.dumps({"error": refused.reason}).encode("ascii"), refused.headers)
+def _refusal(refused: Refused) -> Reply:
+    return Reply(refused.status, json.dumps({"error": refused.reason}).encode("ascii"), refused.headers)

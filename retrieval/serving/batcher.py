@@ -5,11 +5,11 @@ queue up, and whenever the thread is free it takes up to `max_batch` queries wit
 as fit. When there are fewer it gives others `max_wait` seconds after the first to join, but only if the last batch was
 shared: a lone client, as a training run is, never waits.
 
-Who comes next is fair queueing, a client being a connection (Golestani 1994, self-clocked; what was served is the clock).
-A request starts where its client's last one ends, or now, if that is later, and ends by one later for every query. Of those
-that wait, the first is whose next batch ends first. So a client that asks little is in the next batch whoever else is
-waiting, and one that asks much gets what the others leave. What is next to nothing beside the request that would join it
-is searched without it: that costs the other little, and saves this one its time.
+Who comes next is fair queueing, a client being a connection (self-clocked: Golestani 1994). A request starts where its
+client's last one ends, or now, if that is later, now being the start of what was served last; it ends one later for
+every query. The first is whose next batch ends first. So a client that asks little is in the next batch whoever else is
+waiting, and one that asks much gets what the others leave. What is next to nothing beside the request that would join
+it is searched without it: that costs the other little, and saves this one its time.
 
 A full queue makes room for a short request by refusing the longest one that has not begun. A search that fails may be
 the fault of one request in the batch: each is then searched again alone, so that only the guilty one fails.
@@ -27,7 +27,8 @@ from thresher.retrieval.retriever import Hit
 
 Found = list[list[Hit]]
 Search = Callable[[list[str], int], Found]
-# A request does not join a batch that it would make so many times as large, or more.
+# A request does not join a batch beside which it is so many times as large. The batch after one that is so many times
+# smaller than the largest is half of the largest, for that client may ask again; docs/log.md has what this costs.
 ALONE = 16
 
 
@@ -67,6 +68,7 @@ class Batcher:
         self.batches = 0
         self.seconds = 0.0
         self._busy_since: float | None = None
+        self._short = False  # whether the last batch was
         self._shared = True  # whether the last batch held several requests; of the first, nobody knows
         self._thread = threading.Thread(target=self._work, name="retriever", daemon=True)
         self._thread.start()
@@ -136,17 +138,18 @@ class Batcher:
                 if self._closed or self.waiting >= self.max_batch or left <= 0:
                     break
                 self._changed.wait(left)
-            batch = self._first()
+            batch = self._first(max(1, self.max_batch // 2) if self._short else self.max_batch)
             self._shared = len(batch) > 1
+            self._short = sum(count for _, count in batch) * ALONE <= self.max_batch
             return [(request, self._begin(request, count)) for request, count in batch]
 
-    def _first(self) -> list[tuple[_Request, int]]:
-        """Requests with one k, and how many queries of each come next."""
-        order = sorted(self._requests, key=lambda one: (one.start + min(one.left, self.max_batch), one.arrived))
+    def _first(self, most: int) -> list[tuple[_Request, int]]:
+        """Requests with one k, and how many queries of each come next, together at most so many."""
+        order = sorted(self._requests, key=lambda one: (one.start + min(one.left, most), one.arrived))
         batch: list[tuple[_Request, int]] = []
         size = 0
         for request in order:
-            count = min(request.left, self.max_batch - size)
+            count = min(request.left, most - size)
             if request.k == order[0].k and count:
                 if batch and count >= ALONE * size:
                     break

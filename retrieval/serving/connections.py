@@ -1,7 +1,8 @@
 """The open connections of the retrieval server: aiohttp's low-level server, and a limit on what each may take.
 
-aiohttp reads and writes HTTP: heads of bounded size, chunks, connections that are kept, and, where a request was refused
-before all of it had come, what still comes, so that its sender sees the refusal. What it leaves to its user is here:
+aiohttp reads and writes HTTP: heads of bounded size, chunks, connections that are kept, and, where a request was
+refused before all of it had come, what still comes, so that its sender sees the refusal. What is no HTTP gets aiohttp's
+own 400. What it leaves to its user is here:
 
 - A connection that is waited for, because no whole request has come or the last answer is not read, is ended after
   IDLE_SECONDS, and a body has `Settings.timeout` to arrive.
@@ -23,15 +24,16 @@ from itertools import islice
 
 from aiohttp import web
 
-from thresher.retrieval.serving.app import Answer, App
+from thresher.retrieval.serving.app import App, Reply
 from thresher.retrieval.serving.wire import Refused
 
 # A client whose connection was closed while it did other things opens another.
 IDLE_SECONDS = 60.0
 LINGER_SECONDS = 30.0  # for the rest of a refused body to be read and dropped
 BODIES = 64  # of the largest size, or their like in shorter ones, may be unfinished at a time
-BACKLOG = 256
-SPARE = BACKLOG + 64  # descriptors for who comes while others go, and for the index
+ACCEPTED = 64  # connections that a turn of the event loop takes from the system's queue,
+QUEUE = 1024  # which is so long
+SPARE = 5 * ACCEPTED  # descriptors for who comes in the few turns that it takes others to go, and for the index
 FEWEST = 64  # connections that are allowed wherever we run
 CLOSE = (("connection", "close"),)  # the rest of a body is not waited for
 
@@ -70,7 +72,10 @@ class Connections:
         return len(self._server.connections)
 
     async def listen(self, listening: socket.socket) -> asyncio.Server:
-        return await asyncio.get_running_loop().create_server(self._accept, sock=listening, backlog=BACKLOG)
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(self._accept, sock=listening, backlog=ACCEPTED)
+        listening.listen(QUEUE)  # asyncio has one number for both
+        return listener
 
     async def sweep(self) -> None:
         """Ends connections that wait for too long, or are too many; for ever."""
@@ -148,7 +153,7 @@ class Connections:
         self._states.pop(connection, None)
         self._states[connection] = state
 
-    def _response(self, answer: Answer) -> web.Response:
+    def _response(self, answer: Reply) -> web.Response:
         headers = {"content-type": answer.kind, "server": "thresher", **dict(answer.headers)}
         response = web.Response(status=answer.status, body=answer.body, headers=headers)
         if self._closing or CLOSE[0] in answer.headers:

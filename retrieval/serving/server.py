@@ -1,8 +1,9 @@
 """`thresher serve-retriever`: an index behind a URL, in the two dialects that training code already speaks (wire.py).
 
-One event loop reads and writes (connections.py, on aiohttp), answers what needs no search (app.py), and hands the rest to
-one thread that searches (batcher.py). Everything is bounded: connections, the size of a head and a body, the time to send
-either, queries in a request, queries waiting, the time of a search, and the time that an answer may take to be read.
+One event loop reads and writes (connections.py, on aiohttp), answers what needs no search (app.py), and hands the rest
+to one thread that searches (batcher.py). Everything is bounded: connections, the size of a head and a body, the time to
+send either, queries in a request, queries waiting, the time of a search, and the time that an answer may take to be
+read.
 
 Deliberately absent: a web framework, for five routes need none; TLS, passwords and several processes, which a proxy in
 front has. Hence the loopback address unless another is asked for.
@@ -24,7 +25,7 @@ from thresher.retrieval.serving.app import App, Served, Settings
 from thresher.rewards.errors import UserError
 
 try:
-    from thresher.retrieval.serving.connections import BACKLOG, Connections
+    from thresher.retrieval.serving.connections import QUEUE, Connections
 except ModuleNotFoundError as error:
     if error.name != "aiohttp":
         raise
@@ -148,7 +149,7 @@ def serve_folder(
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=QUEUE)
     except OSError as error:
         # The socket module's own text repeats the address; a name that is not found has no number of the system's.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror

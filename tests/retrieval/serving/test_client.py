@@ -15,8 +15,8 @@ from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.retriever import Hit, Unanswered
 from thresher.retrieval.serving import client as client_module
-from thresher.retrieval.serving.client import RemoteRetriever
 from thresher.retrieval.serving.app import Served
+from thresher.retrieval.serving.client import RemoteRetriever
 from thresher.retrieval.serving.server import Server
 from thresher.rewards.errors import UserError
 

@@ -20,8 +20,8 @@ from thresher.cli import main as cli
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.retrieval.retriever import Retriever
-from thresher.retrieval.serving.metrics import Metrics
 from thresher.retrieval.serving.app import Served, Settings
+from thresher.retrieval.serving.metrics import Metrics
 from thresher.retrieval.serving.server import Server, serve_folder
 from thresher.retrieval.serving.wire import DIALECTS, Bounds, Refused, contents, passage_of, read_request
 from thresher.rewards.errors import UserError
@@ -183,8 +183,14 @@ def test_other_paths_and_methods(serve: Callable[..., Server], scripted: Scripte
     assert (status, text) == (200, "") and int(headers["content-length"]) > 50
 
 
-def test_what_is_no_http(serve: Callable[..., Server], scripted: Scripted, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_http(
+    serve: Callable[..., Server],
+    scripted: Scripted,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Alone, after a request, in a body, and in a body whose request was refused before it was read."""
+    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
     server = serve(scripted)
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     body = b" /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -318,7 +324,9 @@ def test_who_waits_is_in_nobodys_way(
 ) -> None:
     """Connections without a request, with half a head, half a body: more than there is room for. Those that have waited
     longest make room for who has something to ask, and one that is served is never among them."""
-    monkeypatch.setattr("thresher.retrieval.serving.connections.SPARE", -9 + resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    monkeypatch.setattr(
+        "thresher.retrieval.serving.connections.SPARE", -9 + resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )
     monkeypatch.setattr("thresher.retrieval.serving.connections.FEWEST", 9)
     server = serve(scripted, max_connections=3)
     scripted.go.clear()
