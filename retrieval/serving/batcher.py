@@ -36,7 +36,7 @@ class Full(Exception):
     """More queries wait than may."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     queries: list[str]
     k: int
@@ -126,8 +126,8 @@ class Batcher:
         """The next batch; empty once closed and done."""
         with self._changed:
             while True:
-                for request in [one for one in self._requests if one.answer.cancelled()]:
-                    self._remove(request)
+                self._requests = [one for one in self._requests if not one.answer.cancelled()]
+                self.waiting = sum(one.left for one in self._requests)
                 if not self._requests:
                     if self._closed:
                         return []

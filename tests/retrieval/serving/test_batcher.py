@@ -92,7 +92,7 @@ def test_only_the_guilty_request_fails() -> None:
 
 
 def test_who_asks_little_is_in_the_next_batch_whatever_others_ask() -> None:
-    """Four clients ask for much, one of them with another k; a fifth asks for one query whenever a search of theirs begins."""
+    """Four clients ask for much, one of them with another k; a fifth for one query whenever a search of theirs begins."""
     log: list[list[str]] = []
     asked: list[int] = []
     waited: list[int] = []
@@ -150,4 +150,20 @@ def test_a_full_queue_refuses_the_longest_and_not_the_shortest() -> None:
         batcher.submit(["c"] * 12, 1, "c")
     gate.set()
     assert ids(first) == ["first"] and ids(lone) == ["lone"] and ids(longs[1]) == ["b"] * 8
+    batcher.close()
+
+
+def test_thousands_that_gave_up_cost_the_next_one_nothing() -> None:
+    log: list[tuple[list[str], int]] = []
+    gate = threading.Event()
+    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=20_000)
+    first = batcher.submit(["first"], 1, "z")
+    until(lambda: batcher.waiting == 0)
+    gone = [batcher.submit(["gone"], 1, number) for number in range(5000)]
+    assert all(future.cancel() for future in gone)
+    started = time.process_time()
+    last = batcher.submit(["last"], 1, "last")
+    gate.set()
+    assert ids(first) == ["first"] and ids(last) == ["last"] and len(log) == 2
+    assert time.process_time() - started < 1.0
     batcher.close()
