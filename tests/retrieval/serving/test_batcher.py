@@ -92,7 +92,7 @@ def test_only_the_guilty_request_fails() -> None:
 
 
 def test_who_asks_little_is_in_the_next_batch_whatever_others_ask() -> None:
-    """Four clients ask for much, one of them with another k; a fifth for one query whenever a search of theirs begins."""
+    """Four clients ask for much, one of them with another k; a fifth for one query when a search of theirs begins."""
     log: list[list[str]] = []
     asked: list[int] = []
     waited: list[int] = []
