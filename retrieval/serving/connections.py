@@ -101,6 +101,11 @@ class Connections:
         while any(transport.get_write_buffer_size() for transport in transports) and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
+    def end(self) -> None:
+        """Ends all of them, answered or not."""
+        for connection in self._states:
+            _end(connection)
+
     def _accept(self) -> asyncio.Protocol:
         if len(self._states) >= self._most:
             self._make_room()

@@ -65,7 +65,7 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def serve(self) -> None:
-        """Until SIGTERM or SIGINT, or `stop`; requests that have arrived by then are answered."""
+        """Until SIGTERM, SIGINT or `stop`; requests that have arrived by then are answered, unless it comes twice."""
         try:
             asyncio.run(self._serve())
         finally:
@@ -81,7 +81,12 @@ class Server:
         """Makes `serve` return; may be called from any thread."""
         self._stopped = True
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._stopping.is_set() and self._connections is not None:
+            self._connections.end()
+        self._stopping.set()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -89,7 +94,7 @@ class Server:
             return
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._loop.add_signal_handler(number, self._stopping.set)
+                self._loop.add_signal_handler(number, self._stop)
         self._connections = Connections(self.app)
         listener = await self._connections.listen(self._socket)
         sweep = asyncio.create_task(self._connections.sweep())

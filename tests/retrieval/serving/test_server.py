@@ -207,7 +207,10 @@ def test_what_is_no_http(
     assert ask(server, "/health")[0] == 200 and capfd.readouterr().err == ""
 
 
-def test_a_body_that_is_too_long(serve: Callable[..., Server], scripted: Scripted) -> None:
+def test_a_body_that_is_too_long(
+    serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
     server = serve(scripted, max_body=1000)
     for length in (1001, 3999):
         status, answer, headers = ask(server, "/retrieve", b"x" * length)
@@ -235,7 +238,10 @@ def test_a_body_that_is_far_too_long_gets_its_413(serve: Callable[..., Server], 
     assert exchange(server, head + b"9\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def test_a_body_that_does_not_arrive(serve: Callable[..., Server], scripted: Scripted) -> None:
+def test_a_body_that_does_not_arrive(
+    serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
     server = serve(scripted, timeout=0.2)
     answer = exchange(server, b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ") and b"the body did not arrive within 0.2 s" in answer
@@ -411,6 +417,37 @@ def test_connections_share_searches(serve: Callable[..., Server], scripted: Scri
         for number, other in enumerate(others):
             assert other.result()[1] == {"result": [[{"id": f"q{number}-0", "contents": f'"T0"\nabout q{number}'}]]}
     assert [len(queries) for queries, _ in scripted.searched] == [1, 16]
+
+
+def test_who_has_gone_is_not_searched_for(serve: Callable[..., Server], scripted: Scripted) -> None:
+    server = serve(scripted, max_wait_ms=0.0)
+    scripted.go.clear()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, server, "/retrieve", {"queries": ["first"]})
+        until(lambda: bool(scripted.searched))
+        body = b'{"queries": ["gone"]}'
+        with socket.create_connection(address(server)) as connection:
+            connection.sendall(HALF.replace(b"900\r\n\r\n{", b"%d\r\n\r\n%s" % (len(body), body)))
+            until(lambda: server.app.serving == 2)
+        until(lambda: server.app.serving == 1)
+        scripted.go.set()
+        assert first.result()[0] == 200 and ask(server, "/retrieve", {"queries": ["next"]})[0] == 200
+    assert [queries for queries, _ in scripted.searched] == [["first"], ["next"]]
+
+
+def test_a_server_that_is_stopped_twice_waits_for_nobody(serve: Callable[..., Server], scripted: Scripted) -> None:
+    server = serve(scripted)
+    scripted.go.clear()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, server, "/retrieve", {"queries": ["a"]})
+        until(lambda: bool(scripted.searched))
+        server.stop()
+        with pytest.raises(ConnectionError):
+            while True:
+                socket.create_connection(address(server)).close()
+        assert not asked.done()
+        server.stop()
+        assert isinstance(asked.exception(20), ConnectionError | http.client.HTTPException)
 
 
 # address, command, figures
