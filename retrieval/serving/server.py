@@ -100,6 +100,7 @@ class Server:
         sweep = asyncio.create_task(self._connections.sweep())
         await self._stopping.wait()
         listener.close()
+        await asyncio.sleep(0.05)  # who has just been accepted gets to say what it wants
         await self._connections.close(2 * self.app.settings.timeout + 1)
         sweep.cancel()
 
