@@ -5,9 +5,9 @@ own fused AdamW steps them, and the moments are put away again. No more than tho
 every value goes through the arithmetic of `torch.optim.AdamW`, and the bits are the same; the 8-bit ones are
 quantised after the step, which itself takes the exact values (Dettmers et al. 2021, section 2; moments.py).
 
-Matrices have 8-bit moments; vectors, which are norms and biases, keep float32 ones (in the paper: whatever has fewer than
-4,096 values). A parameter's rows are independent of each other, so this is also the optimiser of a rank that holds some
-of them (engine/parallel), with the values that it has where all rows are together.
+Matrices have 8-bit moments; vectors, which are norms and biases, keep float32 ones (in the paper: whatever has fewer
+than 4,096 values). Rows of a parameter are independent of each other, so a rank that holds some of them
+(engine/parallel) steps them as they would be stepped where all are together.
 Deliberately absent: moments that travel while other rows are stepped; the copies wait for each other.
 """
 

@@ -61,8 +61,8 @@ def blocks_of(columns: int) -> int:
 
 
 def quantise(x_RC: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """x [R, C] float32, not negative unless `signed` -> codes [R, C] uint8 and scales [R, blocks_of(C)] float32. Takes a
-    few times the memory of x."""
+    """x [R, C] float32, not negative unless `signed` -> codes [R, C] uint8 and scales [R, blocks_of(C)] float32. Takes
+    a few times the memory of x."""
     rows, columns = x_RC.shape
     width = min(BLOCK, columns)
     missing = -columns % width

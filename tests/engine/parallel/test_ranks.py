@@ -16,8 +16,8 @@ from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.parallel.first import UnwrittenFolder, VerdictsOfFirst
 from thresher.engine.parallel.ranks import ALONE, Ranks, joined
 from thresher.engine.parallel.shards import rows_of
-from thresher.engine.training.metrics import StepPart, step_record
-from thresher.engine.training.step import groups_of_rank, parts_of_batch, shuffled_rewards, shuffled_within_groups
+from thresher.engine.training.metrics import RankStep, step_record
+from thresher.engine.training.step import groups_of_rank, shuffled_rewards, shuffled_within_groups, update_bounds
 from thresher.engine.training.update import UpdateStats
 from thresher.rewards.errors import UserError
 
@@ -29,7 +29,7 @@ def of(count: int) -> list[Ranks]:
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("total", [0, 1, 5, 64])
 def test_parts_and_rows_are_everything_once(count: int, total: int) -> None:
-    parts = [ranks.part(total) for ranks in of(count)]
+    parts = [ranks.share(total) for ranks in of(count)]
     assert [number for part in parts for number in part] == list(range(total))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     rows = [rows_of(total, ranks) for ranks in of(count)]
@@ -44,9 +44,9 @@ def test_every_optimiser_step_has_the_same_groups_for_any_number_of_ranks(
     groups: int, updates: int, count: int
 ) -> None:
     mine = [groups_of_rank(groups, updates, ranks) for ranks in of(count)]
-    wanted = [set(range(start, end)) for start, end in parts_of_batch(groups, 1, updates)]
+    wanted = [set(range(start, end)) for start, end in update_bounds(groups, 1, updates)]
     for number, step in enumerate(wanted):
-        stretches = [part[slice(*parts_of_batch(len(part), 1, updates)[number])] for part in mine]
+        stretches = [part[slice(*update_bounds(len(part), 1, updates)[number])] for part in mine]
         assert sorted(group for stretch in stretches for group in stretch) == sorted(step)
         assert len(set(map(len, stretches))) == 1
 
@@ -62,12 +62,12 @@ def test_the_control_shuffles_alike_for_any_number_of_ranks() -> None:
         assert shuffled_rewards(ours, mine, groups, seed) == wanted
 
 
-def part(groups: Sequence[int], seconds: float, loss: float) -> StepPart:
+def part(groups: Sequence[int], seconds: float, loss: float) -> RankStep:
     rows = [Measured((group, 0), {"reward": 0.1 * group}, {"answer": None}, "answered") for group in groups]
     update = UpdateStats(tokens=10, rows=4, loss=loss, grad_norm=0.5, lr=1e-3, capped=1, seconds=seconds)
     update.sums, update.largest = {"logprob_gap": 0.25, "entropy": 8.0}, {"logprob_gap_max": seconds}
     clock = {"decode": 0.5, "prefill": 0.1, "search": 0.2, "host": 0.1, "total": seconds, "forwards": 5, "searches": 3}
-    return StepPart(
+    return RankStep(
         rows=rows, cut_passages=2, zero_advantage_groups=1, updates=[update], scoring_seconds=1 / seconds, clock=clock
     )
 

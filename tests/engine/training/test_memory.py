@@ -68,9 +68,8 @@ def test_what_lies_elsewhere_or_in_8_bits_is_counted_as_it_is(
     def noted(self: train.Trainer, number: int) -> object:
         done = step(self, number)
         parts.update(held(self.updater, self.rollout))
-        monkeypatch.setattr(type(self.updater.policy), "device", torch.device("meta"))
+        self.updater.device = torch.device("meta")
         elsewhere.update(held(self.updater, self.rollout))
-        monkeypatch.undo()
         return done
 
     monkeypatch.setattr(train.Trainer, "step", noted)
