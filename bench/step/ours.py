@@ -76,7 +76,7 @@ class Ours:
         seconds = Seconds(sampled - wall, time.perf_counter() - wall, sampled_cpu - cpu, time.process_time() - cpu)
         self.steps += 1
         clock = self.side.rollout.clock
-        self.parts = {"decode": clock.decode, "prefill": clock.prefill, "search": clock.search, "host": clock.host}
+        self.parts = {"decode": clock.decode, "prefill": clock.prefill, "search": clock.search, "host": clock.rest}
         self.asked, self.computed = sum(len(item.ids) - 1 for item in items), stats.computed_tokens
         return seconds
 

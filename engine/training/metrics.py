@@ -14,7 +14,7 @@ from thresher.engine.training.importance import Recomputed, recomputed_record
 from thresher.engine.training.step import StepResult
 from thresher.engine.training.update import UpdateStats
 
-_TIMES = ("decode", "prefill", "search", "host", "total")  # of a rollout's clock; the rest are counts
+_TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollout's clock; all else are counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> Ra
         updates=result.updates,
         recomputed=result.recomputed,
         scoring_seconds=result.scoring_seconds,
-        clock=asdict(rollout.clock),
+        clock=asdict(rollout.clock) | {"rest": rollout.clock.rest},
     )
 
 
@@ -149,15 +149,13 @@ def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
 
 def _rollout_metrics(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    clock = dict(max(clocks, key=lambda each: each["total"]))
-    host = clock["host"] / max(clock["forwards"], 1)
-    for name in clock:
-        if name not in _TIMES:
-            clock[name] = sum(each[name] for each in clocks)
+    """Seconds of the rank whose rollout took longest, counts of all."""
+    slowest = max(clocks, key=lambda each: each["total"])
     return {
-        "rollout_seconds": clock["total"],
-        "search_share": clock["search"] / clock.pop("total"),  # of the rollout's time, in which decoding waited
-        "forward_host_seconds": host,  # of Python around one forward
-        **{f"{name}_seconds": clock.pop(name) for name in _TIMES if name != "total"},
-        **clock,
+        "rollout_seconds": slowest["total"],
+        "search_share": slowest["search"] / slowest["total"],  # of the rollout's time, in which decoding waited
+        "forward_host_seconds": slowest["host"] / max(slowest["forwards"], 1),  # of the decoder's Python, a forward
+        "host_seconds": slowest["rest"],
+        **{f"{name}_seconds": slowest[name] for name in ("decode", "prefill", "search")},
+        **{name: sum(each[name] for each in clocks) for name in slowest if name not in _TIMES},
     }

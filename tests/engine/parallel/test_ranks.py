@@ -66,7 +66,16 @@ def part(groups: Sequence[int], seconds: float, loss: float) -> RankStep:
     rows = [Measured((group, 0), {"reward": 0.1 * group}, {"answer": None}, "answered") for group in groups]
     update = UpdateStats(tokens=10, rows=4, loss=loss, grad_norm=0.5, lr=1e-3, capped=1, seconds=seconds)
     update.sums, update.largest = {"logprob_gap": 0.25, "entropy": 8.0}, {"logprob_gap_max": seconds}
-    clock = {"decode": 0.5, "prefill": 0.1, "search": 0.2, "host": 0.1, "total": seconds, "forwards": 5, "searches": 3}
+    clock = {
+        "decode": 0.5,
+        "prefill": 0.1,
+        "search": 0.2,
+        "host": 0.1,
+        "rest": 0.3,
+        "total": seconds,
+        "forwards": 5,
+        "searches": 3,
+    }
     return RankStep(
         rows=rows, cut_passages=2, zero_advantage_groups=1, updates=[update], scoring_seconds=1 / seconds, clock=clock
     )
@@ -82,7 +91,7 @@ def test_a_steps_record_is_that_of_all_ranks() -> None:
         "step": 3, "cut_passages": 4, "zero_advantage_groups": 2, "loss": 0.25, "grad_norm": 0.5, "entropy": 2.0,
         "logprob_gap": 0.0625, "logprob_gap_max": 4.0, "capped": 2, "train_tokens": 20, "loss_tokens": 8,
         "update_seconds": 4.0, "reward_seconds": 0.5, "rollout_seconds": 4.0, "search_share": 0.05, "forwards": 10,
-        "forward_host_seconds": 0.02, "searches": 6,
+        "forward_host_seconds": 0.02, "host_seconds": 0.3, "decode_seconds": 0.5, "searches": 6,
     }  # fmt: skip
     assert {key: record[key] for key in wanted} == wanted
     # A rank whose groups were all dropped has no sums, and its counts are 0.
