@@ -2,7 +2,7 @@
 
     optim.moments  optim.offload   weights that are trained    moments                       stepped
     float32        none            on the device               on the device                 there, by torch's AdamW
-    float32        moments         on the device               in CPU memory, pinned         on the device, some rows at a time
+    float32        moments         on the device               in CPU memory, pinned         there, some rows at a time
     float32        masters         in CPU memory               in CPU memory                 there, by torch's AdamW
     8bit           any of them     as above                    as above, in 8 bits           where the weights are
 

@@ -4,14 +4,18 @@
 
 From top to bottom, as `Updater.update` and `Updater._backward` have it:
 
-    micro-batches                              packing/batches.py; items with A and w are packing/items.py's
-    for each:
+    items into micro-batches                   packing/batches.py; the items, with A and w, are packing/items.py's
+    for each of these:
         the reference's log-probs, if any      policy/model.py, kernels/logprob.py
         the policy's hidden states             policy/model.py; of these the rows in the loss
         loss, and its gradient at those rows   kernels/loss.py, which adds up the head's gradient, too
         backward through the layers            autograd
-        gradients to the trained weights       `collect`  } of `TrainedWeights`: optim/master_weights.py where one
-    clip, AdamW, weights back to the policy    `refresh`  } process has them whole, else parallel/sharded_weights.py
+        gradients to the trained weights       `TrainedWeights.collect`
+    clip, AdamW                                `TrainedWeights.clip`, optim/optimizer.py
+    trained weights back to the policy         `TrainedWeights.refresh`
+
+`TrainedWeights` are those of optim/master_weights.py where one process has them whole, and of
+parallel/sharded_weights.py where each of several ranks has some rows.
 
 With several ranks all of this is the same, each rank on its own items. Every forward and backward is a collective, so
 the ranks make as many: what one lacks it feeds as `idle_batch`, whose gradient is 0.
