@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from thresher.cli.main import run
+from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.evaluation.metrics import Measured, summary_of
+from thresher.engine.optim.master_weights import MasterWeights
+from thresher.engine.packing.batches import Item
 from thresher.engine.parallel.first import UnwrittenFolder, VerdictsOfFirst
 from thresher.engine.parallel.ranks import ALONE, Ranks, joined
 from thresher.engine.parallel.shards import rows_of
 from thresher.engine.training.metrics import RankStep, step_record
 from thresher.engine.training.step import groups_of_rank, shuffled_rewards, shuffled_within_groups, update_bounds
-from thresher.engine.training.update import UpdateStats
+from thresher.engine.training.update import Updater, UpdateStats
+from thresher.policy.model import Policy
 from thresher.rewards.errors import UserError
 
 
@@ -132,6 +136,33 @@ class Three(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         return [value, [], [(("g",), "yes"), (("g",), "no")]]
+
+
+class Behind(Ranks):
+    """A rank of which another always has two micro-batches more."""
+
+    def most(self, number: int) -> int:
+        return number + 2
+
+
+def test_micro_batches_that_make_up_the_number_change_no_bit(make_tiny_policy: Callable[..., Policy]) -> None:
+    generator, items = torch.Generator().manual_seed(0), []
+    for length, advantage in ((12, 1.0), (9, -0.7), (17, 0.4)):
+        ids = torch.randint(1, 29, (length,), generator=generator).tolist()
+        old = [-3.0] * (length - 4)
+        items.append(
+            Item(ids=ids, positions=list(range(4, length)), old_logprobs=old, advantage=advantage, weight=0.05)
+        )
+    ends = []
+    for ranks in (ALONE, Behind()):
+        policy, reference = make_tiny_policy().requires_grad_(True), make_tiny_policy(initializer_range=0.2)
+        optim = OptimSection(lr=1e-2, micro_batch_tokens=20, checkpoint_activations="on")
+        grpo = GrpoSection(beta=0.1, entropy_coef=0.1)
+        updater = Updater(MasterWeights(policy), reference, optim, grpo, 29, 3, ranks)
+        found = updater.logprobs(items, 1.0)
+        stats = [replace(updater.update(items, step, 1.0), seconds=0.0) for step in range(2)]
+        ends.append((found, stats, {name: value.tolist() for name, value in policy.state_dict().items()}))
+    assert ends[0] == ends[1] and ends[0][1][0].grad_norm > 0
 
 
 def test_verdicts_are_asked_for_once_and_each_rank_gets_its_own() -> None:
