@@ -41,13 +41,13 @@ def load_updater(recipe: Recipe, parts: Parts, checkpoint: Checkpoint | None, ra
         put_adapters(recipe, policy)
         if checkpoint is not None:
             load_adapters(policy, checkpoint.path / FOLDER)
-    load = _sharded if ranks.several else _whole
-    weights, reference = load(recipe, policy, starting_weights(recipe, checkpoint), ranks)
+    folder = starting_weights(recipe, checkpoint)
+    weights, reference = _sharded(recipe, policy, folder, ranks) if ranks.several else _whole(recipe, policy, folder)
     steps = recipe.run.steps * grpo.updates_per_batch * grpo.epochs_per_batch
     return Updater(weights, reference, recipe.optim, grpo, parts.vocab_size, steps, ranks)
 
 
-def _whole(recipe: Recipe, policy: Policy, folder: Path, ranks: Ranks) -> tuple[TrainedWeights, Reference]:
+def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights, Reference]:
     """In one process. `policy` is made trainable in place."""
     beside = recipe.grpo.beta > 0
     if recipe.lora is not None:
