@@ -24,6 +24,8 @@ setup(
     package_data={
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
         "thresher.engine.reporting": ["*.html"],
+        "thresher.engine.reproduction": ["papers/*.toml"],
+        "thresher.engine.watching": ["*.js"],
         "thresher.engine.systems": ["*.txt"],
         "thresher.engine.baselines": ["*.txt"],
     },
@@ -43,6 +45,10 @@ setup(
         "data": [ARROW],
         "cpu": ["faiss-cpu>=1.8"],
         "gpu": ["faiss-gpu>=1.15"],
+        # Trackers, each by the name that `[run] sinks` has.
+        "tensorboard": ["tensorboard>=2.14"],
+        "wandb": ["wandb>=0.17"],
+        "trackio": ["trackio>=0.5"],
         "test": [
             "pytest>=8",
             "hypothesis>=6.100",
