@@ -63,14 +63,18 @@ def play_all(file: str, rank: int) -> None:
 
 
 def fail_in_step_2(what: str) -> None:
-    """Let rank 1 be killed, or find bad input, when it begins with step 2."""
+    """Let rank 1 be killed, or find bad input, in the rollout of step 2: when all ranks have come together for its
+    weights, and rank 0 has saved step 1."""
     step = GrpoStep.__call__
 
-    def failing(self: GrpoStep, number: int) -> StepResult:
-        if number == 2 and what == "killed":
+    def fail(*_: Any) -> None:
+        if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        raise UserError("questions.jsonl: line 7 is on fire; put it out")
+
+    def failing(self: GrpoStep, number: int) -> StepResult:
         if number == 2:
-            raise UserError("questions.jsonl: line 7 is on fire; put it out")
+            self.rollout.run = fail  # type: ignore[method-assign,assignment]
         return step(self, number)
 
     GrpoStep.__call__ = failing  # type: ignore[method-assign]

@@ -83,7 +83,7 @@ class GeneratorSide:
 
         play(self.setting, ask)
         clock = self.generator.clock
-        work.forwards, work.host_share = clock.forwards, clock.host / clock.total
+        work.forwards, work.host_share = clock.forwards, clock.rest / clock.total
         return work
 
 
@@ -156,7 +156,7 @@ class RolloutSide:
         return Work(
             prefilled=clock.prefilled_tokens,
             forwards=clock.forwards,
-            host_share=clock.host / clock.total,
+            host_share=clock.rest / clock.total,
             written=[Written(one.ids(), one.policy_positions(), one.policy_logprobs()) for one in everything],
         )
 

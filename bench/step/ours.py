@@ -17,8 +17,10 @@ import torch
 from thresher.bench.rollout.ours import RolloutSide
 from thresher.bench.step.setting import Seconds, Setting, reward_of
 from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
+from thresher.engine.optim.master_weights import MasterWeights
+from thresher.engine.packing.items import advantages, make_items
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.training.update import Updater, advantages, make_items
+from thresher.engine.training.update import Updater
 from thresher.policy.lora import add_lora
 from thresher.policy.model import Policy
 
@@ -33,13 +35,12 @@ class Ours:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         shape, policy = setting.shape, copy.deepcopy(setting.rollout.policy)
-        master, reference = _trained(policy, shape.lora)
+        weights, reference = _trained(policy, shape.lora)
         self.side = RolloutSide(replace(setting.rollout, policy=policy))
         self.grpo = GrpoSection(beta=shape.beta, kl_value="k3_ratio")  # TRL's default is the same estimator
         self.updaters = {
             share: Updater(
-                policy=policy,
-                master=master,
+                weights=weights,
                 reference=reference,
                 optim=OptimSection(lr=shape.lr, share_prefix=share),
                 grpo=self.grpo,
@@ -75,7 +76,7 @@ class Ours:
         seconds = Seconds(sampled - wall, time.perf_counter() - wall, sampled_cpu - cpu, time.process_time() - cpu)
         self.steps += 1
         clock = self.side.rollout.clock
-        self.parts = {"decode": clock.decode, "prefill": clock.prefill, "search": clock.search, "host": clock.host}
+        self.parts = {"decode": clock.decode, "prefill": clock.prefill, "search": clock.search, "host": clock.rest}
         self.asked, self.computed = sum(len(item.ids) - 1 for item in items), stats.computed_tokens
         return seconds
 
@@ -84,14 +85,13 @@ class Ours:
             torch.cuda.synchronize()
 
 
-def _trained(policy: Policy, lora: int | None) -> tuple[Policy, Policy]:
-    """(who holds the trained weights, the reference); `policy` is made trainable in place."""
+def _trained(policy: Policy, lora: int | None) -> tuple[MasterWeights, Policy]:
+    """(the trained weights, the reference); `policy` is made trainable in place."""
     if lora is not None:
         section = LoraSection(rank=lora)
         add_lora(policy, rank=lora, alpha=section.alpha, targets=section.targets, seed=section.seed)
-        return policy, policy  # the reference is the policy with its adapters off
+        return MasterWeights(policy), policy  # the reference is the policy with its adapters off
     reference = copy.deepcopy(policy).requires_grad_(False)
     policy.requires_grad_(True)
-    if policy.dtype == torch.float32:
-        return policy, reference
-    return copy.deepcopy(policy).float().requires_grad_(True), reference
+    master = None if policy.dtype == torch.float32 else copy.deepcopy(policy).float().requires_grad_(True)
+    return MasterWeights(policy, master), reference

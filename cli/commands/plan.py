@@ -37,13 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.assemble import read_run_recipe
-    from thresher.engine.parallel.agreement import alone
     from thresher.engine.planning.plan import plan
-    from thresher.rewards.errors import UserError
 
     recipe = read_run_recipe(options.recipe, flags.overrides(options))
-    if options.gpus > 1 and (problem := alone(recipe)) is not None:
-        raise UserError(problem)
     config = _config(recipe.model.path if options.model is None else options.model)
     rates, memory = _rates(options, recipe), _memory(options, recipe)
     found = plan(config, recipe, options.gpus, memory, rates)

@@ -44,8 +44,9 @@ class Lap:
 class DecodeClock:
     """Where the time of decoding went, in seconds, and how much was done.
 
-    prefill, decode: of the forwards, and of the draws under `decode`. host: in Python around them. On CUDA the first
-    two are the GPU's own (`Lap`), which goes on meanwhile, so that the three may be more than what passed.
+    prefill, decode: of the forwards, and of the draws under `decode`. host: in the decoder's own Python around them. On
+    CUDA the first two are the GPU's own (`Lap`), which goes on meanwhile, so that the three may be more than what
+    passed, `total`. rest: see there.
     prefilled_tokens: rows of prompts and of appended text, those computed a second time included; shared_tokens: those
     that another sequence had computed. discarded_tokens: drawn for a turn that had ended. drafted_tokens, of which
     accepted_tokens came true.
@@ -64,6 +65,11 @@ class DecodeClock:
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+    @property
+    def rest(self) -> float:
+        """What of `total` was spent on nothing else; on CUDA, while the GPU had nothing to do."""
+        return max(self.total - self.decode - self.prefill, 0.0)
 
     def add(self, laps: Iterable[tuple[Lap, float]]) -> None:
         """Of forwards and draws that are known to be done, each with the share of it that was prefill."""

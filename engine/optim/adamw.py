@@ -1,12 +1,14 @@
 """AdamW whose moments are held otherwise than torch holds them: in 8 bits, in CPU memory, or both.
 
-The weights are worked on part by part: a part's moments are brought to the weights' device as float32, torch's own
-fused AdamW steps it, and the moments are put away again. Nothing but a part's is ever there as a whole. With float32
-moments every value goes through the arithmetic of `torch.optim.AdamW`, and the bits are the same; the 8-bit ones are
+The weights are worked on some rows at a time: the rows' moments are brought to the weights' device as float32, torch's
+own fused AdamW steps them, and the moments are put away again. No more than those is ever there. With float32 moments
+every value goes through the arithmetic of `torch.optim.AdamW`, and the bits are the same; the 8-bit ones are
 quantised after the step, which itself takes the exact values (Dettmers et al. 2021, section 2; moments.py).
 
-Parameters of fewer than 4,096 values keep float32 moments, as in the paper (there for norms and biases).
-Deliberately absent: moments that travel while another part is stepped; the copies wait for each other.
+Matrices have 8-bit moments; vectors, which are norms and biases, keep float32 ones (in the paper: whatever has fewer
+than 4,096 values). Rows of a parameter are independent of each other, so a rank that holds some of them
+(engine/parallel) steps them as they would be stepped where all are together.
+Deliberately absent: moments that travel while other rows are stepped; the copies wait for each other.
 """
 
 from collections.abc import Iterable
@@ -16,16 +18,15 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from thresher.engine.optim.moments import BLOCK, blocks_of, dequantise, quantise
+from thresher.engine.optim.moments import blocks_of, dequantise, quantise
 from thresher.rewards.errors import UserError
 
-PART = 1 << 22  # values worked on at a time, a multiple of BLOCK: 16 MiB in float32
-SMALL = 4096
+AT_A_TIME = 1 << 22  # values worked on, whole rows: 16 MiB in float32
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether it has a sign
 
 
 class PartwiseAdamW(torch.optim.Optimizer):
-    """AdamW over dense float32 parameters that lie in one piece. eight_bit: moments in 8 bits; storage: the device
+    """AdamW over dense float32 vectors and matrices. eight_bit: moments in 8 bits; storage: the device
     where they lie, None: that of the weights. In CPU memory, beside weights on CUDA, they are pinned."""
 
     def __init__(
@@ -43,7 +44,7 @@ class PartwiseAdamW(torch.optim.Optimizer):
 
     def state_like(self, param: Tensor, device: torch.device | str = "meta") -> dict[str, Tensor]:
         """A parameter's state before its first step, by name; on "meta" its shapes and dtypes alone."""
-        eight_bit = self.eight_bit and param.numel() >= SMALL
+        eight_bit = self.eight_bit and param.dim() > 1
         pinned = torch.device(device).type == "cpu" and param.device.type == "cuda"
 
         def zeros(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
@@ -53,7 +54,7 @@ class PartwiseAdamW(torch.optim.Optimizer):
         for name, _ in MOMENTS:
             state[name] = zeros(param.shape, torch.uint8 if eight_bit else torch.float32)
             if eight_bit:
-                state[f"{name}_scale"] = zeros([blocks_of(param.numel())], torch.float32)
+                state[f"{name}_scale"] = zeros([len(param), blocks_of(param.shape[1])], torch.float32)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,23 +79,23 @@ class PartwiseAdamW(torch.optim.Optimizer):
                 if param not in self.state:
                     self.state[param] = self.state_like(param, self.storage or param.device)
                 state = self.state[param]
-                for start in range(0, param.numel(), PART):
-                    self._step_part(group, param, state, slice(start, min(start + PART, param.numel())))
+                rows = max(AT_A_TIME // max(param[:1].numel(), 1), 1)
+                for start in range(0, len(param), rows):
+                    self._step_rows(group, param, state, slice(start, start + rows))
                 state["step"] += 1
         cuda = {param.device for param in self.state if param.device.type == "cuda"} if self.storage else ()
         for device in cuda:
             torch.cuda.current_stream(device).synchronize()  # or a checkpoint would read what is still under way
 
-    def _step_part(self, group: dict[str, Any], param: Tensor, state: dict[str, Tensor], part: slice) -> None:
-        device = param.device
-        moments = [_take(state, name, signed, part, device) for name, signed in MOMENTS]
+    def _step_rows(self, group: dict[str, Any], param: Tensor, state: dict[str, Tensor], rows: slice) -> None:
+        moments = [_take(state, name, signed, rows, param.device) for name, signed in MOMENTS]
         adamw(
-            [param.view(-1)[part]],
-            [cast(Tensor, param.grad).reshape(-1)[part]],
+            [param[rows]],
+            [cast(Tensor, param.grad)[rows]],
             moments[:1],
             moments[1:],
             [],
-            [state["step"].clone()],  # which it counts up, once a part
+            [state["step"].clone()],  # which it counts up, each time that it is called
             fused=True,
             amsgrad=False,
             beta1=group["betas"][0],
@@ -105,28 +106,23 @@ class PartwiseAdamW(torch.optim.Optimizer):
             maximize=False,
         )
         for (name, signed), moment in zip(MOMENTS, moments, strict=True):
-            _put(state, name, signed, part, moment)
+            _put(state, name, signed, rows, moment)
 
 
-def _scales(part: slice) -> slice:
-    return slice(part.start // BLOCK, blocks_of(part.stop))
-
-
-def _take(state: dict[str, Tensor], name: str, signed: bool, part: slice, device: torch.device) -> Tensor:
-    """A part of a moment on `device`, float32; the state's own memory where it is that already."""
-    held = state[name].view(-1)[part].to(device, non_blocking=True)
+def _take(state: dict[str, Tensor], name: str, signed: bool, rows: slice, device: torch.device) -> Tensor:
+    """Some rows of a moment on `device`, float32; the state's own memory where it is that already."""
+    held = state[name][rows].to(device, non_blocking=True)
     if held.dtype == torch.float32:
         return held
-    scale = state[f"{name}_scale"][_scales(part)].to(device, non_blocking=True)
-    return dequantise(held, scale, signed)
+    return dequantise(held, state[f"{name}_scale"][rows].to(device, non_blocking=True), signed)
 
 
-def _put(state: dict[str, Tensor], name: str, signed: bool, part: slice, moment: Tensor) -> None:
-    held = state[name].view(-1)[part]
+def _put(state: dict[str, Tensor], name: str, signed: bool, rows: slice, moment: Tensor) -> None:
+    held = state[name][rows]
     if held.dtype == torch.float32:
         if held.data_ptr() != moment.data_ptr() or held.device != moment.device:
             held.copy_(moment, non_blocking=True)
         return
     codes, scale = quantise(moment, signed)
     held.copy_(codes, non_blocking=True)
-    state[f"{name}_scale"][_scales(part)].copy_(scale, non_blocking=True)
+    state[f"{name}_scale"][rows].copy_(scale, non_blocking=True)

@@ -1,6 +1,10 @@
 """Optimiser states in 8 bits: blocks of 256 values, each a code of a fixed table times the block's largest magnitude.
 
-    x[i] = table[code[i]] * scale[i // 256],   scale = max |x| of the block (float32)
+    x[r, c] = table[code[r, c]] * scale[r, c // 256],   scale = max |x| of the block (float32)
+
+A block lies within one row of its matrix, and the last of a row may have fewer values. So some rows of a matrix have
+the codes and scales that they have in the whole, and several ranks that hold some rows each (engine/parallel) quantise
+as one does.
 
 The table is that of dynamic quantisation (Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization",
 arXiv:2110.02861, sections 1.3 and 2.2): seven decades below 1, the higher ones in more steps. With a sign, for the
@@ -9,8 +13,10 @@ first moment, decade e (1 the lowest) has 2^(e - 1) values of either sign, the m
 block's largest magnitude with a sign and .9 / 256 without, and of a value in decade e the larger part of it that the
 decade's fewer steps leave.
 
-Two departures from the paper. Blocks have 256 values, not 2,048, which costs 1.6% in scales. And the second moment's
-table has no 0: a moment rounded to 0 would leave eps alone in the denominator, and a step of m / eps.
+Departures from the paper: blocks of 256 values, not 2,048, which cost 1.6% in scales; blocks that end with their row;
+and a second moment's table without 0, for a moment rounded to 0 would leave eps alone in the denominator, and a step of
+m / eps.
+Axes: R rows of C values, B blocks of a row.
 """
 
 from functools import cache
@@ -49,29 +55,33 @@ def _on(device: torch.device, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
     return table.to(device), torch.cat([edges, torch.tensor([torch.inf])]).to(device), below.to(device)
 
 
-def blocks_of(count: int) -> int:
-    """How many scales `count` values have."""
-    return -(-count // BLOCK)
+def blocks_of(columns: int) -> int:
+    """How many scales a row of so many values has."""
+    return -(-columns // BLOCK)
 
 
-def quantise(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """x [n] float32, not negative unless `signed` -> codes [n] uint8 and scales [blocks_of(n)] float32. Takes a few
-    times the memory of x."""
-    missing = -len(x) % BLOCK
-    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x
-    blocks = padded.view(-1, BLOCK)
-    scale = blocks.abs().amax(1)
-    _, edges, below = _on(x.device, signed)
+def quantise(x_RC: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """x [R, C] float32, not negative unless `signed` -> codes [R, C] uint8 and scales [R, blocks_of(C)] float32. Takes
+    a few times the memory of x."""
+    rows, columns = x_RC.shape
+    width = min(BLOCK, columns)
+    missing = -columns % width
+    padded = torch.nn.functional.pad(x_RC, (0, missing)) if missing else x_RC
+    blocks = padded.view(rows, -1, width)
+    scale_RB = blocks.abs().amax(2)
+    _, edges, below = _on(x_RC.device, signed)
     # A block of zeros has the scale 0, with which every code means 0.
-    parts = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)
+    parts = (blocks / scale_RB.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).view(-1)
     # Numbers whose upper 17 bits agree are .4% apart and edges .7%, so at most one edge lies among them. A search
     # would take several times as long.
     codes = below.index_select(0, (parts.view(torch.int32) >> 15) & 0x1FFFF)
     codes += parts > edges.index_select(0, codes)
-    return codes[: len(x)].to(torch.uint8), scale
+    return codes.view(rows, -1)[:, :columns].to(torch.uint8), scale_RB
 
 
-def dequantise(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """codes [n] uint8, scales [blocks_of(n)] -> [n] float32."""
-    table, _, _ = _on(codes.device, signed)
-    return table.index_select(0, codes.int()) * scale.repeat_interleave(BLOCK)[: len(codes)]
+def dequantise(codes_RC: Tensor, scale_RB: Tensor, signed: bool) -> Tensor:
+    """codes [R, C] uint8, scales [R, blocks_of(C)] -> [R, C] float32."""
+    table, _, _ = _on(codes_RC.device, signed)
+    columns = codes_RC.shape[1]
+    values = table.index_select(0, codes_RC.reshape(-1).int()).view(codes_RC.shape)
+    return values * scale_RB.repeat_interleave(min(BLOCK, columns), 1)[:, :columns]

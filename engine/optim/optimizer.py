@@ -2,11 +2,12 @@
 
     optim.moments  optim.offload   weights that are trained    moments                       stepped
     float32        none            on the device               on the device                 there, by torch's AdamW
-    float32        moments         on the device               in CPU memory, pinned         on the device, in parts
+    float32        moments         on the device               in CPU memory, pinned         there, some rows at a time
     float32        masters         in CPU memory               in CPU memory                 there, by torch's AdamW
     8bit           any of them     as above                    as above, in 8 bits           where the weights are
 
-Where the weights lie is decided by whoever loads them (masters.py, training/master_weights.py).
+Of several ranks each has its rows of the weights, and does the same with them. Where the weights lie is decided by
+whoever loads them (training/weights.py).
 """
 
 import math
@@ -32,14 +33,12 @@ def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.
     return PartwiseAdamW(groups, lr, optim.betas, optim.eps, eight_bit=optim.moments == "8bit", storage=storage)
 
 
-def step_optimizer(trained: nn.Module, optimizer: torch.optim.Optimizer, optim: OptimSection, lr: float) -> float:
-    """Clip the gradient to `optim.max_grad_norm`, step at `lr`; returns the norm before clipping."""
-    norm = float(torch.nn.utils.clip_grad_norm_(trained.parameters(), optim.max_grad_norm))
+def step_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Step at `lr` on the gradients that there are, and give them up."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm
 
 
 def scheduled_lr(lr: float, schedule: str, warmup_ratio: float, step: int, total_steps: int) -> float:

@@ -95,7 +95,7 @@ def pack(
     """Sort by length and cut into batches of at most `micro_batch_tokens` tokens, padding counted (always >= 1 item).
 
     The last token of a sequence predicts nothing that is trained and is left out. Items that train nothing are dropped.
-    attention: from `choose_attention` of update.py; None: `varlen_attention`, which runs everywhere.
+    attention: from training/attention.py; None: `varlen_attention`, which runs everywhere.
     """
     order = sorted((n for n, item in enumerate(items) if item.positions), key=lambda n: (-len(items[n].ids), n))
     batches: list[list[int]] = []
@@ -119,6 +119,13 @@ def _batch(
     return _assembled(items, members, ids, rows, layout)
 
 
+def idle_batch(device: torch.device | str = "cpu", attention: TrainingAttention | None = None) -> Batch:
+    """A token that belongs to no item, in a row of weight 0: what a rank feeds that has to take part in the others'
+    forwards and backwards, and has nothing of its own."""
+    item = Item(ids=[0, 0], positions=[1], old_logprobs=[0.0], advantage=0.0, weight=0.0)
+    return replace(_batch([item], [0], device, attention), items=[], tokens=0)
+
+
 def pack_shared(
     items: Sequence[Item],
     micro_batch_tokens: int,
@@ -131,7 +138,7 @@ def pack_shared(
 
     Items that share lie together, and batches of at most `micro_batch_tokens` computed tokens are cut between such
     groups. A group that is larger is cut by members, its prefix repeated.
-    partial: from `choose_sharing` of update.py; None: the CPU's.
+    partial: from training/attention.py; None: the CPU's.
     """
     order = [n for n, item in enumerate(items) if item.positions]
     order = [order[n] for n in in_order([items[n].ids[:-1] for n in order])]

@@ -24,7 +24,7 @@ def check_ranks(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path 
     if not ranks.several:
         return
     said = ranks.gather(dict(_what_counts(recipe, out, checkpoint)))
-    problem = ranks.from_first(lambda: alone(recipe) or _indivisible(recipe, ranks.count) or _difference(said or ()))
+    problem = ranks.from_first(lambda: _indivisible(recipe, ranks.count) or _difference(said or ()))
     if problem is not None:
         raise UserError(problem)
     if recipe.model.device == "cuda" and ranks.local >= torch.cuda.device_count() > 0:
@@ -32,21 +32,6 @@ def check_ranks(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path 
             f"rank {ranks.rank} is process {ranks.local + 1} of its machine, which has {torch.cuda.device_count()} "
             "GPUs; start torchrun with a lower --nproc-per-node"
         )
-
-
-def alone(recipe: Recipe) -> str | None:
-    """Why the recipe runs in one process and, so far, in no more; None: it runs in several, too."""
-    optim, grpo = recipe.optim, recipe.grpo
-    for name, value, shared in (
-        ("optim.moments", optim.moments, "float32"),
-        ("optim.offload", optim.offload, "none"),
-        ("grpo.old_logprobs", grpo.old_logprobs, "rollout"),
-    ):
-        if value != shared:
-            return f'{name} is "{value}", which runs in one process; expected "{shared}" with several ranks'
-    if grpo.reference == "cpu":
-        return 'grpo.reference is "cpu", which runs in one process; with several ranks it is sharded, so leave it out'
-    return None
 
 
 def _indivisible(recipe: Recipe, count: int) -> str | None:

@@ -53,7 +53,7 @@ class Ranks:
     def several(self) -> bool:
         return self.count > 1
 
-    def part(self, total: int) -> range:
+    def share(self, total: int) -> range:
         """This rank's stretch of `total` things, shared out as evenly as they can be."""
         return range(self.rank * total // self.count, (self.rank + 1) * total // self.count)
 

@@ -3,12 +3,13 @@ arXiv:2304.11277): of each parameter a stretch of its rows.
 
     forward     layer by layer: gather its parameters in the dtype of the computation, compute, free them again
     backward    the same, last layer first; then its gradients are summed over the ranks, each keeping its own rows
-    optimiser   on the shards, as on any parameters (`Shards`)
+    optimiser   on the shards, as on any parameters (sharded_weights.py)
     rollout     a whole copy in the dtype of the computation, gathered when a rollout begins and freed when it ends:
                 decoding reads every weight once a token, and a captured graph holds their addresses
 
 Rows are shared out as torch.chunk does: ceil(rows / N) to each rank until there are none left, so that a vector may
-have nothing on the last ranks.
+have nothing on the last ranks. Shards may lie in CPU memory: each is then brought to the device before it is gathered,
+and its gradient goes back once it is summed.
 
 Deliberately absent: shards within one machine that are replicated across machines, and sharding within a layer.
 """
@@ -19,10 +20,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
 
 from thresher.engine.parallel.ranks import Ranks
 from thresher.policy.lora import LoraSettings, add_lora
@@ -31,8 +39,11 @@ from thresher.policy.models.registry import load_layer_class
 from thresher.policy.weights import read_weights
 
 
-def load_sharded(folder: str | Path, like: Policy, dtype: torch.dtype, ranks: Ranks, *, trained: bool) -> Policy:
-    """The model in `folder`, sharded, on the device of `like` and computing in its dtype; the shards are of `dtype`.
+def load_sharded(
+    folder: str | Path, like: Policy, dtype: torch.dtype, ranks: Ranks, *, trained: bool, in_cpu_memory: bool = False
+) -> Policy:
+    """The model in `folder`, sharded, computing on the device and in the dtype of `like`; the shards are of `dtype`, on
+    that device or in CPU memory.
 
     like: a whole policy of the same config. Where it has adapters they are sharded too, and are what is trained. Every
     rank reads the files layer by layer and keeps its rows. Errors as `load_policy`.
@@ -42,7 +53,7 @@ def load_sharded(folder: str | Path, like: Policy, dtype: torch.dtype, ranks: Ra
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(trained and (lora is None or _is_adapters(name)))
     shapes = {name: view.shape for name, view in hf_views(policy).items()}
-    _shard(policy, like.dtype, like.device, ranks)
+    _shard(policy, like.dtype, like.device, ranks, in_cpu_memory)
     optional = {"lm_head.weight"} if like.config.tie_word_embeddings else set[str]()
     tensors = dict(read_weights(folder, shapes, optional=optional))  # mapped from the files, not yet read
     _fill(policy, tensors, dtype, ranks)
@@ -68,21 +79,22 @@ def _empty(like: Policy, dtype: torch.dtype, lora: LoraSettings | None) -> Polic
     return policy
 
 
-def _shard(policy: Policy, compute: torch.dtype, device: torch.device, ranks: Ranks) -> None:
+def _shard(policy: Policy, compute: torch.dtype, device: torch.device, ranks: Ranks, in_cpu_memory: bool) -> None:
     """Wrap every layer, and then what lies outside of them: embedding, last norm, head."""
     mesh = init_device_mesh(device.type, (ranks.count,))
     # Sums of gradients are float32; what a layer is given (rotations among it) stays in the dtype that it has.
     precision = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.promote_types(compute, torch.float32), cast_forward_inputs=False
     )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if in_cpu_memory else OffloadPolicy()
     for module in (*policy.layers, policy):
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         assert isinstance(module, FSDPModule)
         # The loss's weights count all ranks' trajectories: gradients are summed, not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo has too
     register_fsdp_forward_method(policy, "hidden")
-    policy.to_empty(device=device)
+    policy.to_empty(device="cpu" if in_cpu_memory else device)
 
 
 @torch.no_grad()
@@ -127,75 +139,23 @@ def local(tensor: Tensor) -> Tensor:
     return part.detach()
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All rows of a sharded tensor, on every rank; cast before they travel."""
-    part = tensor.detach() if dtype is None else tensor.detach().to(dtype)
-    whole: Tensor = part.full_tensor() if isinstance(part, DTensor) else part
+def all_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """The rows that lie here and those of the other ranks, on every rank and its device; like: the sharded tensor whose
+    rows, or an optimiser's state of whose rows, they are."""
+    assert isinstance(like, DTensor)
+    shape = torch.Size((len(like), *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = like.device_mesh
+    here = rows.to(mesh.device_type)
+    whole: Tensor = DTensor.from_local(
+        here, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    ).full_tensor()
     return whole
 
 
-class Shards(nn.Module):
-    """The rows of a sharded policy's parameters that lie here, as plain parameters under the policy's names. They share
-    its memory, so that a step of an optimiser on them is a step of the policy."""
-
-    def __init__(self, policy: Policy, ranks: Ranks) -> None:
-        super().__init__()
-        self.ranks = ranks
-        self.sharded = dict(policy.named_parameters())
-        self.parts = {
-            name: nn.Parameter(local(parameter), requires_grad=parameter.requires_grad)
-            for name, parameter in self.sharded.items()
-        }
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.parts.items()
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Move the sharded policy's gradients here."""
-        for name, parameter in self.sharded.items():
-            grad, parameter.grad = parameter.grad, None
-            if grad is not None:
-                self.parts[name].grad = local(grad)
-
-    @torch.no_grad()
-    def add_summed(self, name: str, grad: Tensor) -> None:
-        """Add to a parameter's gradient the sum over the ranks of `grad`, which has all of its rows."""
-        sharded, part = self.sharded[name], self.parts[name]
-        assert isinstance(sharded, DTensor)
-        summands = DTensor.from_local(grad, sharded.device_mesh, [Partial()], run_check=False)
-        summed = local(summands.redistribute(placements=[Shard(0)]))
-        part.grad = summed if part.grad is None else part.grad.add_(summed)
-
-    @torch.no_grad()
-    def clip(self, largest: float) -> float:
-        """Scale all gradients so that their norm over all ranks is `largest` at most; the norm before that."""
-        grads = [part.grad for part in self.parts.values() if part.grad is not None]
-        squares = torch.stack([grad.double().square().sum() for grad in grads]).sum()
-        torch.distributed.all_reduce(squares)
-        norm = squares.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.parts.values(), largest, norm.float())
-        return float(norm)
-
-    def cut(self, name: str, value: Tensor) -> Tensor:
-        """This rank's rows of what is stored for a whole parameter; what has another shape is left as it is."""
-        if value.shape != self.sharded[name].shape:
-            return value
-        return value[rows_of(len(value), self.ranks)].clone()
-
-    def whole_moment(self, name: str, value: Tensor) -> Tensor:
-        """All rows of a tensor that an optimiser keeps for a parameter's rows here; a count is one already."""
-        parameter = self.sharded[name]
-        assert isinstance(parameter, DTensor)
-        if value.shape != self.parts[name].shape:
-            return value
-        mesh: DeviceMesh = parameter.device_mesh
-        stride = parameter.stride()
-        return gathered(
-            DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=stride)
-        )
+def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All rows of a sharded tensor, on every rank; cast before they travel."""
+    return all_rows(local(tensor).to(dtype), tensor)
 
 
 @contextmanager
@@ -219,7 +179,7 @@ def on_first(sharded: Policy, ranks: Ranks) -> Policy | None:
     policy = _empty(sharded, sharded.dtype, sharded.lora).to_empty(device="cpu") if ranks.first else None
     into = {} if policy is None else dict(policy.named_parameters())
     for name, parameter in sharded.named_parameters():
-        value = gathered(parameter)
+        value = gathered(parameter, parameter.dtype)
         if ranks.first:
             into[name].data.copy_(value)
             into[name].requires_grad_(parameter.requires_grad)

@@ -213,7 +213,7 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
         outside = all_weights(config) - config.num_hidden_layers * one_layer(config)
         copies = 2 if s.frozen_copy else 1
         layers = {"gathered copy": (2 * s.item + s.item + FP32) * one_layer(config) + copies * s.item * outside}
-        gradients += head if several and trains_head else 0
+        gradients += head if several and trains_head and "gradients" not in kept.host else 0
     now = before | layers | {"gradients": gradients}
     largest = s.item * max(map(prod, parameter_shapes(config))) if trains_head else 0
     working = tokens * backward_bytes(config, s) + (largest if several else 0)

@@ -69,7 +69,7 @@ class PlanSetting:
         recomputed = [self.checkpoint_activations]
         references: list[Place] = [self.reference]
         if self.reference == "auto":
-            references = ["device", "cpu"] if self.cuda and self.frozen_copy and self.gpus == 1 else ["device"]
+            references = ["device", "cpu"] if self.cuda and self.frozen_copy else ["device"]
         if self.checkpoint_activations == "auto":
             recomputed = ["off", "on"]
         for reference in references:
@@ -129,8 +129,6 @@ def switches(setting: PlanSetting) -> list[Change]:
     found: list[Change] = []
     if setting.checkpoint_activations == "off":
         found.append(('optim.checkpoint_activations = "on"', changed(checkpoint_activations="on")))
-    if setting.gpus > 1:  # what else there is runs in one process (engine/parallel/agreement.py)
-        return found
     if setting.moments != "8bit":
         found.append(('optim.moments = "8bit"', changed(moments="8bit")))
     if not setting.cuda:

@@ -80,9 +80,8 @@ class Limits:
 
 @dataclass(slots=True)
 class RolloutClock(DecodeClock):
-    """Where the time of a rollout went, in seconds, and how much was done. host: what passed beside the rest, in
-    Python; on CUDA, while the GPU had nothing to do. cut_search_tokens: of retrieved passages, beyond the budget of a
-    search."""
+    """Where the time of a rollout went, in seconds, and how much was done. cut_search_tokens: of retrieved passages,
+    beyond the budget of a search."""
 
     search: float = 0.0
     search_queries: int = 0
@@ -90,6 +89,11 @@ class RolloutClock(DecodeClock):
     cut_search_tokens: int = 0
     branches: int = 0
     branches_without_room: int = 0
+
+    @property
+    def rest(self) -> float:
+        """As of a decoder, and not spent in searches; 0 where a search passed while the GPU was decoding."""
+        return max(self.total - self.decode - self.prefill - self.search, 0.0)
 
 
 class Rollout:
@@ -162,8 +166,6 @@ class Rollout:
         run.finish(samples)
         self.decoder.end()
         self.clock.total = time.perf_counter() - started
-        elsewhere = self.clock.decode + self.clock.prefill + self.clock.search
-        self.clock.host = max(self.clock.total - elsewhere, 0.0)  # a search may pass while a GPU decodes
         for sample in samples if recall else ():
             self._written[sample.job.question.id] = _ids_by_turns(sample.trajectory)
             self._written.move_to_end(sample.job.question.id)

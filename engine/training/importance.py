@@ -13,14 +13,14 @@ the whole surrogate term: w min(r A, clip(r) A). KL and entropy keep their weigh
 token counts in |y|.
 
 A step's record tells of the weights before they were bounded: mean, largest, the share that was bounded, and the
-effective share of the samples, (sum w)^2 / (n sum w^2), over n tokens or sequences (Kish 1965; 1 is the best). An
-exponent is capped at 80.
+effective share of the samples, (sum w)^2 / (n sum w^2), over n tokens or sequences (Kish 1965; 1 is the best). These
+follow from sums, which every rank makes of its own trajectories. An exponent is capped at 80.
 """
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.packing.batches import Item
@@ -30,49 +30,82 @@ EXP_CAP = 80.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputed:
-    """What the forward before a batch's first step found: the gap between its log-probs and the rollout's, in nats, and
-    the weights' statistics, none without weights."""
+class WeightSums:
+    """Of one rank's importance weights before they were bounded; count: of tokens or sequences."""
 
-    gap: float  # mean of the absolute values, over tokens
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
+    bounded: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What the forward before a batch's first step found on one rank: the gap between its log-probs and the rollout's,
+    in nats, and the weights, none of them without weights."""
+
+    tokens: int
+    gap: float  # sum of the absolute values, over tokens
     gap_largest: float
     seconds: float
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: WeightSums
+
+
+def recomputed_record(ranks: Sequence[Recomputed]) -> dict[str, float]:
+    """What a step's record has of it, from all ranks."""
+    weights = [found.weights for found in ranks]
+    count, squares = sum(w.count for w in weights), math.fsum(w.squares for w in weights)
+    total = math.fsum(w.total for w in weights)
+    record = {
+        "logprob_gap": math.fsum(found.gap for found in ranks) / max(sum(found.tokens for found in ranks), 1),
+        "logprob_gap_max": max(found.gap_largest for found in ranks),
+        "recompute_seconds": max(found.seconds for found in ranks),
+    }
+    if not count:
+        return record
+    return record | {
+        "importance_mean": total / count,
+        "importance_max": max(w.largest for w in weights),
+        "importance_bounded": sum(w.bounded for w in weights) / count,
+        "importance_effective": total**2 / (count * squares) if squares else 0.0,
+    }
 
 
 def recompute(
-    updater: Updater, parts: Sequence[list[Item]], grpo: GrpoSection, temperature: float
+    updater: Updater, batch: Sequence[list[Item]], grpo: GrpoSection, temperature: float
 ) -> tuple[list[list[Item]], Recomputed]:
-    """The items of a batch's optimiser steps with old log-probs by the policy as it is now, and importance weights
-    where the recipe wants some; what was found on the way."""
+    """The items of each of a batch's optimiser steps with old log-probs by the policy as it is now, and importance
+    weights where the recipe wants some; what was found on the way."""
     started = time.perf_counter()
-    items = [item for part in parts for item in part]
+    items = [item for of_step in batch for item in of_step]
     own = updater.logprobs(items, temperature)
     gaps = [
         abs(now - then)
         for item, mine in zip(items, own, strict=True)
         for now, then in zip(mine, item.old_logprobs, strict=True)
     ]
-    weights, statistics = importance_weights(own, [item.old_logprobs for item in items], grpo)
+    weights, sums = importance_weights(own, [item.old_logprobs for item in items], grpo)
     renewed = iter(
         replace(item, old_logprobs=mine, importance=weight)
         for item, mine, weight in zip(items, own, weights, strict=True)
     )
-    return [[next(renewed) for _ in part] for part in parts], Recomputed(
-        gap=sum(gaps) / max(len(gaps), 1),
+    return [[next(renewed) for _ in of_step] for of_step in batch], Recomputed(
+        tokens=len(gaps),
+        gap=math.fsum(gaps),
         gap_largest=max(gaps, default=0.0),
         seconds=time.perf_counter() - started,
-        weights=statistics,
+        weights=sums,
     )
 
 
 def importance_weights(
     own: Sequence[Sequence[float]], rollout: Sequence[Sequence[float]], grpo: GrpoSection
-) -> tuple[list[list[float] | None], dict[str, float]]:
+) -> tuple[list[list[float] | None], WeightSums]:
     """Log-probs of every trajectory's tokens, by the update and by the rollout -> the weight of each token, None where
-    the recipe wants none, and the statistics of the weights as they were."""
+    the recipe wants none, and the sums of the weights as they were."""
     if grpo.importance == "none":
-        return [None] * len(own), {}
+        return [None] * len(own), WeightSums()
     logs = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(own, rollout, strict=True)]
     if grpo.importance == "sequence":
         logs = [[math.fsum(values)] for values in logs if values]
@@ -81,7 +114,7 @@ def importance_weights(
     if grpo.importance == "sequence":
         of_sequence = iter(bounded)
         bounded = [next(of_sequence) * len(values) if values else [] for values in own]
-    return list(bounded), _statistics([w for values in raw for w in values], grpo)
+    return list(bounded), _sums([w for values in raw for w in values], grpo)
 
 
 def _bounded(w: float, grpo: GrpoSection) -> float:
@@ -94,13 +127,11 @@ def _floor(grpo: GrpoSection) -> float:
     return 1.0 / grpo.importance_cap if grpo.importance_floor is None else grpo.importance_floor
 
 
-def _statistics(raw: list[float], grpo: GrpoSection) -> dict[str, float]:
-    if not raw:
-        return {}
-    squares = math.fsum(w * w for w in raw)
-    return {
-        "importance_mean": math.fsum(raw) / len(raw),
-        "importance_max": max(raw),
-        "importance_bounded": sum(_bounded(w, grpo) != w for w in raw) / len(raw),
-        "importance_effective": math.fsum(raw) ** 2 / (len(raw) * squares) if squares else 0.0,
-    }
+def _sums(raw: list[float], grpo: GrpoSection) -> WeightSums:
+    return WeightSums(
+        count=len(raw),
+        total=math.fsum(raw),
+        squares=math.fsum(w * w for w in raw),
+        largest=max(raw, default=0.0),
+        bounded=sum(_bounded(w, grpo) != w for w in raw),
+    )

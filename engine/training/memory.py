@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def return_freed_memory() -> None:
 
 def held(updater: Updater, rollout: Rollout) -> dict[str, int]:
     """Bytes on the policy's device by what they are for. A tensor that serves twice counts once."""
-    masters, device = list(updater.master.parameters()), updater.policy.device
+    trained, device = list(updater.weights.module.parameters()), updater.device
     counted: set[int] = set()
 
     def total(tensors: Iterable[Tensor | None]) -> int:
@@ -50,18 +51,26 @@ def held(updater: Updater, rollout: Rollout) -> dict[str, int]:
     states = updater.optimizer.state.values()
     cache = rollout.decoder.held()
     return {
-        "weights": total([*parameters(updater.policy), *masters, *parameters(rollout.policy)]),
-        "gradients": total([*(x.grad for x in (*masters, *parameters(updater.policy))), *updater.masters.held()]),
+        "weights": total([*parameters(updater.policy), *trained, *parameters(rollout.policy)]),
+        "gradients": total([*(x.grad for x in (*trained, *parameters(updater.policy))), *updater.weights.buffers()]),
         "moments": total(x for state in states for x in state.values() if isinstance(x, Tensor)),
         "the reference": total(parameters(updater.reference)),
         "keys and values": total(cache),
     }
 
 
-def out_of_memory(updater: Updater, rollout: Rollout) -> UserError:
-    """The sentence for a device that is full: what took how much, and what to lower."""
+@contextmanager
+def in_a_sentence(updater: Updater, rollout: Rollout) -> Iterator[None]:
+    """A device that is full within it is a UserError: what took how much, and what to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise _out_of_memory(updater, rollout) from None
+
+
+def _out_of_memory(updater: Updater, rollout: Rollout) -> UserError:
     parts = held(updater, rollout)
-    device = updater.policy.device
+    device = updater.device
     said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
     if device.type == "cuda":
         rest = max(torch.cuda.max_memory_allocated(device) - sum(parts.values()), 0)

@@ -10,15 +10,15 @@ import torch
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, measured, summary_of
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.training.importance import Recomputed
+from thresher.engine.training.importance import Recomputed, recomputed_record
 from thresher.engine.training.step import StepResult
 from thresher.engine.training.update import UpdateStats
 
-_TIMES = ("decode", "prefill", "search", "host", "total")  # of a rollout's clock; the rest are counts
+_TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollout's clock; all else are counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPart:
+class RankStep:
     """What one rank has to say of a step; see `step_record` for what is made of it."""
 
     rows: list[Measured]
@@ -27,40 +27,41 @@ class StepPart:
     updates: list[UpdateStats]
     scoring_seconds: float
     clock: dict[str, Any]
-    recomputed: Recomputed | None = None  # of one rank alone: agreement.py refuses it for several
+    recomputed: Recomputed | None = None
 
 
-def part_of_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> StepPart:
-    """The part of the rank that calls it."""
+def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> RankStep:
+    """Of the rank that calls it."""
     groups = {entry.trajectory.group for entry in result.scored}
     with_signal = {e.trajectory.group for e, value in zip(result.scored, result.advantages, strict=True) if value}
-    return StepPart(
+    return RankStep(
         rows=measured(result.scored, tags),
         cut_passages=result.shown.cut_passages,
         zero_advantage_groups=len(groups - with_signal),
         updates=result.updates,
         recomputed=result.recomputed,
         scoring_seconds=result.scoring_seconds,
-        clock=asdict(rollout.clock),
+        clock=asdict(rollout.clock) | {"rest": rollout.clock.rest},
     )
 
 
-def step_record(step: int, parts: Sequence[StepPart]) -> dict[str, Any]:
+def step_record(step: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
     """A step's line of metrics.jsonl, from all ranks: means over trajectories, losses over tokens, seconds by phase.
     Counts are sums over the ranks; seconds are those of the rank that took longest."""
-    updates = [_of_all(each) for each in zip(*(part.updates for part in parts), strict=True)]
+    updates = [_of_all(each) for each in zip(*(rank.updates for rank in ranks), strict=True)]
+    recomputed = [rank.recomputed for rank in ranks if rank.recomputed is not None]
     return {
         "step": step,
-        **summary_of(sorted((row for part in parts for row in part.rows), key=lambda row: row.place)),
-        "cut_passages": sum(part.cut_passages for part in parts),
-        "zero_advantage_groups": sum(part.zero_advantage_groups for part in parts),
+        **summary_of(sorted((row for rank in ranks for row in rank.rows), key=lambda row: row.place)),
+        "cut_passages": sum(rank.cut_passages for rank in ranks),
+        "zero_advantage_groups": sum(rank.zero_advantage_groups for rank in ranks),
         **_update_metrics(updates),
         **_epoch_metrics(updates),
-        **_recomputed_metrics(parts[0].recomputed),
-        "reward_seconds": max(part.scoring_seconds for part in parts),
+        **(recomputed_record(recomputed) if recomputed else {}),
+        "reward_seconds": max(rank.scoring_seconds for rank in ranks),
         "threads": torch.get_num_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # of those threads; None: as their library has it
-        **_rollout_metrics([part.clock for part in parts]),
+        **_rollout_metrics([rank.clock for rank in ranks]),
     }
 
 
@@ -130,14 +131,6 @@ def _epoch_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
     return {"by_epoch": by_epoch}
 
 
-def _recomputed_metrics(found: Recomputed | None) -> dict[str, Any]:
-    """The gap between rollout and update, where the update's first step no longer shows it."""
-    if found is None:
-        return {}
-    gap = {"logprob_gap": found.gap, "logprob_gap_max": found.gap_largest}
-    return {**gap, **found.weights, "recompute_seconds": found.seconds}
-
-
 def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
     """One optimiser step, from what each rank saw of it."""
     first, seconds = ranks[0], max(stats.seconds for stats in ranks)
@@ -156,15 +149,13 @@ def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
 
 def _rollout_metrics(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    clock = dict(max(clocks, key=lambda each: each["total"]))
-    host = clock["host"] / max(clock["forwards"], 1)
-    for name in clock:
-        if name not in _TIMES:
-            clock[name] = sum(each[name] for each in clocks)
+    """Seconds of the rank whose rollout took longest, counts of all."""
+    slowest = max(clocks, key=lambda each: each["total"])
     return {
-        "rollout_seconds": clock["total"],
-        "search_share": clock["search"] / clock.pop("total"),  # of the rollout's time, in which decoding waited
-        "forward_host_seconds": host,  # of Python around one forward
-        **{f"{name}_seconds": clock.pop(name) for name in _TIMES if name != "total"},
-        **clock,
+        "rollout_seconds": slowest["total"],
+        "search_share": slowest["search"] / slowest["total"],  # of the rollout's time, in which decoding waited
+        "forward_host_seconds": slowest["host"] / max(slowest["forwards"], 1),  # of the decoder's Python, a forward
+        "host_seconds": slowest["rest"],
+        **{f"{name}_seconds": slowest[name] for name in ("decode", "prefill", "search")},
+        **{name: sum(each[name] for each in clocks) for name in slowest if name not in _TIMES},
     }

@@ -28,8 +28,8 @@ from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_o
 from thresher.engine.packing.batches import Item, pack
 from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
+from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
-from thresher.engine.training.update import checkpoints_activations, choose_attention
 from thresher.kernels import grpo_loss
 from thresher.kernels.checks import NotFinite
 from thresher.policy.model import Policy
@@ -186,7 +186,7 @@ class SftTrainer:
         seed: int,
     ) -> None:
         self.policy, self.sft, self.optim, self.vocab_size, self.seed = policy, sft, optim, vocab_size, seed
-        self.attention = choose_attention(optim, policy)
+        self.attention, _ = choose_attention(optim, policy)
         held_out = max(1, round(len(transcripts) * sft.held_out)) if sft.held_out else 0
         self.held_out, self.training = list(transcripts[:held_out]), list(transcripts[held_out:])
         if not self.training:
@@ -219,7 +219,8 @@ class SftTrainer:
                 loss, tokens = self._backward(batch)
             except NotFinite:
                 loss = math.nan
-            norm = step_optimizer(self.policy, optimizer, self.optim, lr)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm))
+            step_optimizer(optimizer, lr)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 what = "gradient" if math.isfinite(loss) else "policy"
                 raise UserError(f"sft: step {step + 1}: the {what} is not finite; start again with a lower sft.lr")
@@ -252,7 +253,7 @@ class SftTrainer:
             )
             for t in batch
         ]
-        loss, tokens, recompute = 0.0, 0, checkpoints_activations(self.optim)
+        loss, tokens, recompute = 0.0, 0, self.optim.checkpoint_activations == "on"
         for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout, recompute)
             # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.

@@ -15,9 +15,9 @@ from typing import Any
 from thresher.engine.assemble import Parts, load_parts
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
-from thresher.engine.training.master_weights import put_adapters
 from thresher.engine.training.sft import SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
+from thresher.engine.training.weights import put_adapters
 from thresher.policy.files import atomic_write_text, staged_folder
 from thresher.policy.hashes import write_hashes
 from thresher.policy.model import Policy

@@ -4,7 +4,8 @@ What each line of `GrpoStep.__call__` does is in one file:
 
     rollout.run(..)     engine/rollout/rollout.py      G trajectories a question, retrieved text among sampled tokens
     score(..)           engine/scoring/score.py        trajectory -> attempt -> entailment, verdicts -> reward
-    advantages(..)      engine/training/update.py      by group; rewards/advantages.py has the formula
+    advantages(..)      engine/packing/items.py        by group; rewards/advantages.py has the formula
+    make_items(..)      engine/packing/items.py        what of a trajectory is trained, and its weight in the loss
     updater.update(..)  engine/training/update.py      packed batches through the policy (policy/model.py) and the loss
                                                        (kernels/loss.py), one optimiser step
 
@@ -37,13 +38,15 @@ from typing import TypeVar
 
 from thresher.engine.assemble import Parts
 from thresher.engine.packing.batches import Item
+from thresher.engine.packing.items import Totals, advantages, make_items, totals_of
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.protocol.passages import Fitted, show_passages
+from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.training.importance import Recomputed, recompute
-from thresher.engine.training.update import Updater, UpdateStats, advantages, make_items
+from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.checks import NotFinite
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
@@ -91,7 +94,7 @@ class GrpoStep:
             for group, question in zip(groups, shown.questions, strict=True)
             for sample in range(size)
         ]
-        with self.updater.rolling_out():
+        with self.updater.weights.rolling_out():
             trajectories = self.rollout.run(jobs, temperature)
 
         started = perf_counter()
@@ -103,8 +106,12 @@ class GrpoStep:
         advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
         scoring_seconds = perf_counter() - started
 
-        bounds = parts_of_batch(len(groups), size, updates_per_batch)
-        batch = [make_items(trajectories[a:b], advantage[a:b], recipe.grpo, self.ranks) for a, b in bounds]
+        bounds = update_bounds(len(groups), size, updates_per_batch)
+        totals = totals_of_ranks([trajectories[a:b] for a, b in bounds], self.ranks)
+        batch = [
+            make_items(trajectories[a:b], advantage[a:b], recipe.grpo, total)
+            for (a, b), total in zip(bounds, totals, strict=True)
+        ]
         recomputed = None
         if recipe.grpo.old_logprobs == "recomputed":
             batch, recomputed = recompute(self.updater, batch, recipe.grpo, temperature)
@@ -119,11 +126,11 @@ class GrpoStep:
         )
 
     def _updates(self, batch: Sequence[list[Item]], step: int, temperature: float) -> list[UpdateStats]:
-        """The optimiser steps of a batch: every pass over it takes its parts in the same order."""
+        """The optimiser steps of a batch: every pass over it takes them in the same order."""
         epochs, updates = self.parts.recipe.grpo.epochs_per_batch, []
         for number, (epoch, items) in enumerate(itertools.product(range(epochs), batch)):
             if self.ranks.most(len(items)) == 0:
-                continue  # every group of this part was without a signal, and the recipe drops those
+                continue  # every group of this step was without a signal, and the recipe drops those
             try:
                 stats = self.updater.update(items, (step - 1) * epochs * len(batch) + number, temperature)
             except NotFinite:  # in a second update of the step; before the first, what was sampled tells
@@ -151,15 +158,23 @@ def _order(count: int, seed: int, number: int) -> list[int]:
     return order
 
 
-def parts_of_batch(groups: int, size: int, updates: int) -> list[tuple[int, int]]:
-    """(start, end) of each optimiser step's trajectories: `groups` groups of `size`, whole, in `updates` even parts."""
-    bounds = [round(part * groups / updates) * size for part in range(updates + 1)]
+def update_bounds(groups: int, size: int, updates: int) -> list[tuple[int, int]]:
+    """(start, end) of each optimiser step's trajectories: `groups` groups of `size`, whole, shared out evenly."""
+    bounds = [round(number * groups / updates) * size for number in range(updates + 1)]
     return list(itertools.pairwise(bounds))
+
+
+def totals_of_ranks(batch: Sequence[Sequence[Trajectory]], ranks: Ranks) -> list[Totals]:
+    """Of each optimiser step of a batch, over the trajectories of all ranks."""
+    own = [totals_of(trajectories) for trajectories in batch]
+    counts = ranks.total(*(total.trajectories for total in own))
+    tokens = ranks.total(*(total.tokens for total in own))
+    return [Totals(*pair) for pair in zip(counts, tokens, strict=True)]
 
 
 def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
     """The numbers of this rank's groups: of those of each optimiser step a stretch, as long as every other rank's."""
-    return [start + group for start, end in parts_of_batch(groups, 1, updates) for group in ranks.part(end - start)]
+    return [start + group for start, end in update_bounds(groups, 1, updates) for group in ranks.share(end - start)]
 
 
 def shuffled_within_groups(rewards: Sequence[T], size: int, seed: int) -> list[T]:

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from thresher.engine import console
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
 from thresher.engine.config.recipe import Recipe
@@ -33,12 +31,11 @@ from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import prune, save_checkpoint
 from thresher.engine.store.resume import checkpoint_to_resume
 from thresher.engine.store.run_folder import RunFolder, read_metrics
-from thresher.engine.training.master_weights import starting_weights
-from thresher.engine.training.memory import out_of_memory, return_freed_memory
-from thresher.engine.training.metrics import part_of_step, run_summary, step_record
-from thresher.engine.training.sharded_update import load_updater
+from thresher.engine.training.memory import in_a_sentence, return_freed_memory
+from thresher.engine.training.metrics import rank_step, run_summary, step_record
 from thresher.engine.training.step import Diverged, GrpoStep, check_trajectories
 from thresher.engine.training.update import Updater
+from thresher.engine.training.weights import load_updater, starting_weights
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -197,10 +194,8 @@ class Trainer:
     def step(self, step: int) -> dict[str, Any] | None:
         """One step, from questions to new weights; its trajectories are stored where due. Returns its metrics, on rank
         0."""
-        try:
+        with in_a_sentence(self.updater, self.rollout):
             result = self.grpo_step(step)
-        except torch.OutOfMemoryError:
-            raise out_of_memory(self.updater, self.rollout) from None
         self._warn_of_cuts(result.shown)
         keep = self.recipe.run.keep_trajectories
         if keep and step % keep == 0:
@@ -209,8 +204,8 @@ class Trainer:
             lines = self._lines([{**entry.to_dict(tokenizer), "advantage": value} for entry, value in scored])
             if lines is not None:
                 self.run_folder.write_trajectories(step, lines)
-        parts = self.ranks.gather(part_of_step(result, self.rollout, self.parts.system.tags))
-        return None if parts is None else step_record(step, parts)
+        of_ranks = self.ranks.gather(rank_step(result, self.rollout, self.parts.system.tags))
+        return None if of_ranks is None else step_record(step, of_ranks)
 
     def _lines(self, records: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """All ranks' records of trajectories by group and sample, on rank 0; None elsewhere."""
@@ -232,11 +227,11 @@ class Trainer:
             return
         started = time.perf_counter()
         parts = self.parts
-        mine = self.ranks.part(len(self.dev_questions))
+        mine = self.ranks.share(len(self.dev_questions))
         asked = self.dev_questions[mine.start : mine.stop]
         shown = show_passages(asked, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
         self._warn_of_cuts(shown)
-        with self.updater.rolling_out():
+        with in_a_sentence(self.updater, self.rollout), self.updater.weights.rolling_out():
             scored = evaluate(self.rollout, shown.questions, judges=self.judges, first=mine.start)
         check_trajectories(scored, parts, step)
         lines = self._lines([entry.to_dict(parts.tokenizer) for entry in scored])

@@ -23,6 +23,7 @@ import torch
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import GrpoSection, RetrievalSection
 from thresher.engine.episode import Prompt, read_template
+from thresher.engine.packing.items import advantages
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.checkpoint import latest_checkpoint
@@ -31,7 +32,6 @@ from thresher.engine.synthetic.demo import RECIPES
 from thresher.engine.synthetic.invent import invent_files
 from thresher.engine.synthetic.random_model import initialise
 from thresher.engine.synthetic.world import Size
-from thresher.engine.training.update import advantages
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import load_tokenizer
 from thresher.retrieval.data.jsonl import iter_jsonl

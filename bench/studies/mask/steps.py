@@ -31,7 +31,7 @@ from torch import Tensor
 from thresher.bench.studies.mask.batch import Subject, retrieved_rows, without_retrieved
 from thresher.bench.studies.mask.peak_memory import peak_bytes
 from thresher.engine.packing.batches import Batch, Item, pack
-from thresher.engine.training.update import make_items
+from thresher.engine.packing.items import make_items
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy

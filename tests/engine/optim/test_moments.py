@@ -33,11 +33,15 @@ def test_the_tables_are_dynamic_quantisations() -> None:
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("count", LENGTHS)
 def test_a_value_becomes_the_nearest_of_its_blocks(count: int, signed: bool) -> None:
-    x = values(count, signed)
-    codes, scale = quantise(x, signed)
-    assert codes.dtype == torch.uint8 and scale.dtype == torch.float32
-    assert codes.shape == x.shape and scale.shape == (blocks_of(count),)
-    found = dequantise(codes, scale, signed)
+    """Of rows of `count` values, which are quantised each by itself."""
+    x_RC = values(3 * count, signed).view(3, count)
+    codes_RC, scale_RB = quantise(x_RC, signed)
+    assert codes_RC.dtype == torch.uint8 and scale_RB.dtype == torch.float32
+    assert codes_RC.shape == x_RC.shape and scale_RB.shape == (3, blocks_of(count))
+    for row in range(3):
+        alone = quantise(x_RC[row : row + 1], signed)
+        assert torch.equal(alone[0][0], codes_RC[row]) and torch.equal(alone[1][0], scale_RB[row])
+    x, found = x_RC[1], dequantise(codes_RC, scale_RB, signed)[1]
     for start in range(0, count, BLOCK):
         part, largest = x[start : start + BLOCK].double(), x[start : start + BLOCK].abs().max()
         distances = (part[:, None] - (code_table(signed).double() * largest.double())[None]).abs()
@@ -45,8 +49,8 @@ def test_a_value_becomes_the_nearest_of_its_blocks(count: int, signed: bool) -> 
         assert bool((error <= distances.min(1).values + 1e-7 * largest).all())
         assert bool((error <= (0.45 / 64 if signed else 0.45 / 128) * largest * (1 + 1e-5)).all())
         assert found[start : start + BLOCK].abs().max() == largest or signed  # a negative one is at most .993 of it
-    again = quantise(found, signed)
-    assert signed or torch.equal(again[0], codes)
+    again = quantise(found[None], signed)
+    assert signed or torch.equal(again[0][0], codes_RC[1])
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -58,14 +62,14 @@ def test_codes_are_those_of_a_search(signed: bool) -> None:
     x = torch.cat([edges, above, beneath, table, values(20_000, signed).clamp(-1, 1)])
     x = torch.nn.functional.pad(x, (0, -len(x) % (BLOCK - 1))).view(-1, BLOCK - 1)
     x = torch.nn.functional.pad(x, (0, 1), value=1.0)  # a scale of 1
-    codes, scale = quantise(x.reshape(-1), signed)
-    assert bool((scale == 1).all()) and torch.equal(codes.int(), torch.bucketize(x.view(-1), edges, out_int32=True))
+    codes, scale = quantise(x, signed)
+    assert bool((scale == 1).all()) and torch.equal(codes.int(), torch.bucketize(x, edges, out_int32=True))
 
 
 def test_a_block_of_zeros_stays_zero_and_a_second_moment_never_becomes_one() -> None:
     x = torch.zeros(2 * BLOCK)
     x[BLOCK], x[BLOCK + 1] = 5.0, 1e-30
     for signed in (True, False):
-        found = dequantise(*quantise(x, signed), signed)
+        found = dequantise(*quantise(x[None], signed), signed)[0]
         assert not found[:BLOCK].any() and found[BLOCK] == 5
         assert found[BLOCK + 1] == 0 if signed else 0 < found[BLOCK + 1] < 2e-6

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.packing.batches import Batch, Item, pack
+from thresher.engine.packing.items import make_items
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.training.update import make_items
 from thresher.kernels import token_logprobs
 from thresher.policy.model import Policy
 from thresher.rewards.transcript import Source

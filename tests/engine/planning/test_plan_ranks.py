@@ -1,45 +1,39 @@
-"""A plan of several GPUs offers and accepts what several ranks train, and nothing else."""
+"""A plan of several GPUs accepts and offers what one GPU does; what lies beside a GPU is divided among them, too."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from thresher.bench.roofline.models import MODELS
-from thresher.cli import main as cli
 from thresher.engine.assemble import read_run_recipe
-from thresher.engine.parallel.agreement import alone
-from thresher.engine.planning.plan import GB, plan
-from thresher.policy.config import write_config
+from thresher.engine.planning.demand import head_weights
+from thresher.engine.planning.plan import GB, Plan, plan
 
 ARENA = Path(__file__).parents[3] / "recipes" / "arena" / "qwen2.5-7b.toml"
-IN_ONE_PROCESS = ("optim.moments", "optim.offload", "grpo.reference")
 
 
-def test_advice_to_several_gpus_is_what_their_ranks_can_do() -> None:
-    assert all(
-        alone(read_run_recipe(ARENA, [f"{key}={value}"]))
-        for key, value in zip(IN_ONE_PROCESS, ("8bit", "moments", "cpu"), strict=True)
-    )
-    recipe = read_run_recipe(ARENA, [])
-    assert alone(recipe) is None
-    for memory in (24 * GB, 40 * GB, 80 * GB):
-        found = plan(MODELS["7B"], recipe, 2, memory)
-        assert not found.fits and found.advice
-        assert not [line for line in found.advice if any(key in line for key in IN_ONE_PROCESS)], found.advice
+def planned(gpus: int, *changes: str, **options: Any) -> Plan:
+    return plan(MODELS["7B"], read_run_recipe(ARENA, list(changes)), gpus, **options)
 
 
-@pytest.mark.parametrize(
-    ("setting", "sentence"),
-    [
-        ("optim.moments=8bit", 'optim.moments is "8bit", which runs in one process; expected "float32" with several'),
-        ("grpo.reference=cpu", 'grpo.reference is "cpu", which runs in one process'),
-    ],
-)
-def test_what_ranks_would_refuse_is_not_planned(
-    setting: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_config(MODELS["7B"].replace(eos_token_ids=(1,)), tmp_path)
-    words = ["plan", "--recipe", str(ARENA), "--model", str(tmp_path), "--gpu-memory", "80GB", "--set", setting]
-    assert cli.run([*words, "--gpus", "2"]) == 2
-    assert sentence in capsys.readouterr().err
-    assert cli.run(words) == 0
+@pytest.mark.parametrize("change", ["optim.offload=masters", "optim.offload=moments", "grpo.reference=cpu"])
+def test_what_lies_in_the_machines_memory_is_each_ranks_share(change: str) -> None:
+    one, four = planned(1, change), planned(4, change)
+    assert one.host and one.host.keys() == four.host.keys()
+    for name, size in one.host.items():
+        assert four.host[name] == size // 4, name
+
+
+def test_masters_elsewhere_leave_the_heads_gradient_on_the_device() -> None:
+    """The loss adds to it there, whole, whatever the number of ranks."""
+    for gpus in (1, 4):
+        parts = planned(gpus, "optim.offload=masters").phases["loss"]
+        assert parts["gradients"] == 4 * head_weights(MODELS["7B"]) and parts["masters"] == parts["moments"] == 0
+
+
+def test_two_small_gpus_are_offered_what_one_is() -> None:
+    found = planned(2, memory_bytes=40 * GB)
+    assert not found.fits
+    assert any('optim.offload = "masters"' in line for line in found.advice), found.advice
+    assert not any("sharded over" in line for line in found.advice)

@@ -16,6 +16,7 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
 from thresher.engine.packing.batches import Item
+from thresher.engine.packing.items import make_items
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.engine.rollout.branches import branch_seed, kept_ids
@@ -23,7 +24,6 @@ from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.engine.systems import load_system
-from thresher.engine.training.update import make_items
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.data.formats import Passage

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing.batches import Item
 from thresher.engine.training import update as update_module
-from thresher.engine.training.importance import importance_weights, recompute
+from thresher.engine.training.importance import Recomputed, WeightSums, importance_weights, recompute, recomputed_record
 from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy
 from thresher.rewards.errors import UserError
@@ -29,6 +30,12 @@ def corrected(importance: str, **settings: Any) -> GrpoSection:
     return GrpoSection(beta=0.0, old_logprobs="recomputed", importance=importance, **settings)  # type: ignore[arg-type]
 
 
+def figures(*ranks: WeightSums) -> dict[str, float]:
+    """What a record has of the weights of these ranks."""
+    found = [Recomputed(tokens=1, gap=0.0, gap_largest=0.0, seconds=0.0, weights=sums) for sums in ranks]
+    return {name: value for name, value in recomputed_record(found).items() if name.startswith("importance")}
+
+
 @pytest.mark.parametrize(
     ("grpo", "expected", "bounded"),
     [
@@ -42,8 +49,11 @@ def corrected(importance: str, **settings: Any) -> GrpoSection:
     ],
 )
 def test_weights_by_hand(grpo: GrpoSection, expected: list[list[float]], bounded: float) -> None:
-    weights, statistics = importance_weights(OWN, ROLLOUT, grpo)
+    weights, sums = importance_weights(OWN, ROLLOUT, grpo)
     assert [pytest.approx(row) for row in expected] == weights
+    of_ranks = [importance_weights(OWN[a:b], ROLLOUT[a:b], grpo)[1] for a, b in ((0, 1), (1, 3), (3, 3))]
+    statistics = figures(sums)
+    assert figures(*of_ranks) == pytest.approx(statistics)
     raw = [3, 0.5, 1, 0.1, 4] if grpo.importance == "token" else [1.5, 1, 0.4]
     assert statistics == pytest.approx(
         {
@@ -56,10 +66,11 @@ def test_weights_by_hand(grpo: GrpoSection, expected: list[list[float]], bounded
 
 
 def test_weights_that_nobody_wants_and_weights_without_end() -> None:
-    assert importance_weights(OWN, ROLLOUT, GrpoSection()) == ([None] * 3, {})
-    assert importance_weights([], [], corrected("token")) == ([], {})
-    weights, statistics = importance_weights([[0.0] * 3, []], [[-600.0] * 3, []], corrected("sequence"))
-    assert weights == [[2.0] * 3, []] and math.isfinite(statistics["importance_effective"])
+    assert importance_weights(OWN, ROLLOUT, GrpoSection()) == ([None] * 3, WeightSums())
+    assert importance_weights([], [], corrected("token")) == ([], WeightSums())
+    assert figures(WeightSums(), WeightSums()) == {}
+    weights, sums = importance_weights([[0.0] * 3, []], [[-600.0] * 3, []], corrected("sequence"))
+    assert weights == [[2.0] * 3, []] and math.isfinite(figures(sums)["importance_effective"])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +112,7 @@ def own_logprobs(policy: Policy, ids: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def updater_of(policy: Policy, grpo: GrpoSection, **optim: Any) -> Updater:
-    return Updater(policy, policy, None, OptimSection(**optim), grpo, 29, 9)
+    return Updater(MasterWeights(policy), None, OptimSection(**optim), grpo, 29, 9)
 
 
 @pytest.mark.parametrize("budget", [1, 25, 1000])
@@ -130,7 +141,10 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
         for one, two in zip(items, renewed, strict=True)
         for a, b in zip(one.old_logprobs, two.old_logprobs, strict=True)
     ]
-    assert found.gap == pytest.approx(sum(gaps) / len(gaps)) and found.gap_largest == max(gaps) > 0.3
+    assert (
+        recomputed_record([found])["logprob_gap"] == pytest.approx(sum(gaps) / len(gaps))
+        and found.gap_largest == max(gaps) > 0.3
+    )
 
     loss = torch.zeros((), dtype=torch.float64)
     for item in items:
@@ -147,11 +161,11 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
 
     seen: list[torch.Tensor] = []
 
-    def catch(model: Policy, *_: Any) -> float:
-        seen.extend(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)
+    def catch(weights: MasterWeights, _: float) -> float:
+        seen.extend(parameter.grad.clone() for parameter in weights.module.parameters() if parameter.grad is not None)
         return 0.0
 
-    monkeypatch.setattr(update_module, "step_optimizer", catch)
+    monkeypatch.setattr(MasterWeights, "clip", catch)
     stats = updater.update(renewed, 0, 0.8)
     assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-5)
     assert stats.sums["ratio"] == pytest.approx(stats.rows, rel=1e-6) and stats.sums["clipped"] == 0
@@ -167,19 +181,22 @@ def test_micro_batches_add_up_to_the_same_gradient(
     sum more."""
     seen: list[torch.Tensor] = []
 
-    def catch(model: Policy, *_: Any) -> float:
-        seen.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))  # type: ignore[union-attr]
-        for parameter in model.parameters():
+    def catch(weights: MasterWeights, _: float) -> float:
+        parameters = list(weights.module.parameters())
+        seen.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))  # type: ignore[union-attr]
+        for parameter in parameters:
             parameter.grad = None
         return 0.0
 
-    monkeypatch.setattr(update_module, "step_optimizer", catch)
+    monkeypatch.setattr(MasterWeights, "clip", catch)
     master = make_tiny_policy().requires_grad_(True)
     items = sampled(master, 0.1)
     policy = master if dtype == torch.float32 else make_tiny_policy().to(dtype).requires_grad_(True)
     micro_batches = []
     for budget in (1000, 30, 1):
-        updater = Updater(policy, master, None, OptimSection(micro_batch_tokens=budget), GrpoSection(beta=0.0), 29, 9)
+        updater = Updater(
+            MasterWeights(policy, master), None, OptimSection(micro_batch_tokens=budget), GrpoSection(beta=0.0), 29, 9
+        )
         updater.update(items, 0, 0.8)
         micro_batches.append(len(update_module.pack(items, budget)))
     assert micro_batches == [1, 2, 3]

@@ -33,6 +33,17 @@ def test_a_full_device_names_what_it_holds_and_what_to_lower(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"], "what was learned"
 
 
+def test_a_device_that_is_full_in_an_evaluation_says_the_same(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(train, "evaluate", full)
+    with pytest.raises(UserError, match=r"^cpu is out of memory; GiB held: .*; lower optim.micro_batch_tokens"):
+        train.train(make_recipe(), tmp_path / "run")
+
+
 def test_what_is_held_is_counted_once_and_weights_stay_in_place(
     tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,9 +79,8 @@ def test_what_lies_elsewhere_or_in_8_bits_is_counted_as_it_is(
     def noted(self: train.Trainer, number: int) -> object:
         done = step(self, number)
         parts.update(held(self.updater, self.rollout))
-        monkeypatch.setattr(type(self.updater.policy), "device", torch.device("meta"))
+        self.updater.device = torch.device("meta")
         elsewhere.update(held(self.updater, self.rollout))
-        monkeypatch.undo()
         return done
 
     monkeypatch.setattr(train.Trainer, "step", noted)

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from model_cases import make_config
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import prefix_trie
 from thresher.engine.packing.batches import Batch, Item, pack, pack_shared
+from thresher.engine.packing.items import make_items
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.training import update as update_module
-from thresher.engine.training.update import Updater, UpdateStats, choose_sharing, make_items
+from thresher.engine.training.attention import choose_sharing
+from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.attention.backends import parts
 from thresher.kernels.attention.parts import cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest
@@ -57,14 +59,16 @@ def run(
     """An update's figures and the gradients that it would have stepped on."""
     policy, reference = policies(dtype, adapters)
     master = policies(torch.float32)[0] if dtype == torch.bfloat16 else policy
-    updater = Updater(policy, master, reference, OptimSection(share_prefix=share, **optim), grpo, VOCAB, 1)
+    updater = Updater(
+        MasterWeights(policy, master), reference, OptimSection(share_prefix=share, **optim), grpo, VOCAB, 1
+    )
     found: Gradients = {}
 
-    def catch(model: Policy, *_: Any) -> float:
-        found.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    def catch(weights: MasterWeights, _: float) -> float:
+        found.update({n: p.grad.clone() for n, p in weights.module.named_parameters() if p.grad is not None})
         return 0.0
 
-    with patch.object(update_module, "step_optimizer", catch), free_merges():
+    with patch.object(MasterWeights, "clip", catch), free_merges():
         return updater.update(items, 0, 0.9), found
 
 
@@ -264,14 +268,13 @@ def test_a_group_that_is_too_large_repeats_its_prefix() -> None:
 
 
 def test_the_switch_and_what_a_library_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     policy, _ = policies(torch.float32)
-    assert choose_sharing(OptimSection(), policy) is cpu_attention()
-    assert choose_sharing(OptimSection(share_prefix=False), policy) is None
+    assert choose_sharing(OptimSection(), policy, "torch") is cpu_attention()
+    assert choose_sharing(OptimSection(share_prefix=False), policy, "torch") is None
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(update_module, "resolve_attention", lambda *_: "flash3")
-    assert choose_sharing(OptimSection(), policy) is None
+    assert choose_sharing(OptimSection(), policy, "flash3") is None
     said = " ".join(capsys.readouterr().out.split())
     assert said == (
         "optim.share_prefix has no effect: attention is computed by flash3, which gives no log-sum-exp, or has no "

@@ -8,13 +8,11 @@ import torch
 from model_cases import make_config
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.optim.master_weights import MasterWeights
+from thresher.engine.packing.items import make_items
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training import update as grpo_module
-from thresher.engine.training.update import (
-    Updater,
-    UpdateStats,
-    make_items,
-)
+from thresher.engine.training.update import Updater, UpdateStats
 from thresher.policy.model import Policy, init_policy
 from thresher.rewards.transcript import Source
 
@@ -111,13 +109,13 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Filled by an update with the gradient that it would have stepped on; the weights stay as they are."""
     found: dict[str, torch.Tensor] = {}
 
-    def catch(policy: Policy, optimizer: Any, optim: OptimSection, lr: float) -> float:
-        for name, parameter in policy.named_parameters():
+    def catch(weights: MasterWeights, _: float) -> float:
+        for name, parameter in weights.module.named_parameters():
             assert parameter.grad is not None
             found[name], parameter.grad = parameter.grad, None
         return 0.0
 
-    monkeypatch.setattr(grpo_module, "step_optimizer", catch)
+    monkeypatch.setattr(MasterWeights, "clip", catch)
     return found
 
 
@@ -130,7 +128,7 @@ def update(
     temperature: float = 1.0,
     **optim: Any,
 ) -> UpdateStats:
-    updater = Updater(policy, policy, reference, OptimSection(**optim), grpo, VOCAB, 10)
+    updater = Updater(MasterWeights(policy), reference, OptimSection(**optim), grpo, VOCAB, 10)
     return updater.update(make_items(trajectories, advantage, grpo), 0, temperature)
 
 
@@ -326,7 +324,7 @@ def test_an_update_moves_the_policy_towards_what_was_rewarded() -> None:
     trajectories = spoken(policy, 0, 0.0)
     before = [float(logprobs(policy, trajectory, 1.0).detach().sum()) for trajectory in trajectories]
     grpo = GrpoSection(beta=0)
-    updater = Updater(policy, policy, None, OptimSection(lr=1e-3, warmup_ratio=0.5), grpo, VOCAB, 10)
+    updater = Updater(MasterWeights(policy), None, OptimSection(lr=1e-3, warmup_ratio=0.5), grpo, VOCAB, 10)
     stats = updater.update(make_items(trajectories, [1.0, -1.0, 0.0], grpo), 1, 1.0)
     assert stats.lr == pytest.approx(1e-3 * 2 / 5) and stats.grad_norm > 0 and stats.seconds > 0
     after = [float(logprobs(policy, trajectory, 1.0).detach().sum()) for trajectory in trajectories]
@@ -340,7 +338,7 @@ def test_bfloat16_is_a_copy_of_float32_weights_that_are_trained() -> None:
     before = {name: value.clone() for name, value in master.state_dict().items()}
     grpo = GrpoSection(beta=0)
     # A step of 1e-6 is lost on a bfloat16 weight of .3 and must not be lost on the float32 one.
-    updater = Updater(policy, master, None, OptimSection(lr=1e-6), grpo, VOCAB, 10)
+    updater = Updater(MasterWeights(policy, master), None, OptimSection(lr=1e-6), grpo, VOCAB, 10)
     updater.update(make_items(trajectories, ADVANTAGES, grpo), 0, 1.0)
     for (name, trained), used in zip(master.named_parameters(), policy.parameters(), strict=True):
         assert trained.dtype == torch.float32 and used.dtype == torch.bfloat16

@@ -10,11 +10,13 @@ from model_cases import make_config
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing.batches import Item
 from thresher.engine.training import update
+from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft import SftTrainer, Transcript
 from thresher.engine.training.train import train
-from thresher.engine.training.update import Updater, UpdateStats, choose_attention
+from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.attention.backends.choice import load_attention
 from thresher.kernels.attention.varlen import Varlen, varlen_attention
 from thresher.policy.model import Policy, init_policy
@@ -30,7 +32,7 @@ ITEMS = [
 def step(policy: Policy) -> UpdateStats:
     vocab = policy.config.vocab_size
     reference = init_policy(policy.config, 1).requires_grad_(False)
-    updater = Updater(policy, policy, reference, OptimSection(lr=1e-3), GrpoSection(beta=0.1), vocab, 1)
+    updater = Updater(MasterWeights(policy), reference, OptimSection(lr=1e-3), GrpoSection(beta=0.1), vocab, 1)
     return updater.update(ITEMS, 0, 1.0)
 
 
@@ -45,7 +47,7 @@ def test_every_layer_of_a_step_is_computed_by_the_library(name: str, monkeypatch
         calls.append(q.requires_grad)
         return library(q, k, v, layout)
 
-    monkeypatch.setattr(update, "choose_attention", lambda optim, policy: counted)
+    monkeypatch.setattr(update, "choose_attention", lambda optim, policy: (counted, "torch"))
     stats = step(other)
     layers = plain.config.num_hidden_layers
     assert calls == [False] * layers + [True] * layers  # the reference's forward, then the policy's
@@ -56,7 +58,7 @@ def test_every_layer_of_a_step_is_computed_by_the_library(name: str, monkeypatch
 def test_on_a_cpu_it_is_the_reference_itself() -> None:
     policy = init_policy(make_config(), 0)
     for name in ("auto", "torch"):
-        assert choose_attention(OptimSection(attention=name), policy) is varlen_attention
+        assert choose_attention(OptimSection(attention=name), policy) == (varlen_attention, "torch")
     assert Varlen([1]).attention is varlen_attention
 
 

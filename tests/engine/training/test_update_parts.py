@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.packing.items import advantages, make_items
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.training.update import advantages, make_items
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
 from thresher.rewards.errors import UserError
@@ -116,20 +117,24 @@ def test_a_schedule_that_is_run_past_its_end_stays_at_zero(schedule: str) -> Non
     assert [scheduled_lr(1.0, schedule, 0.5, step, 4) for step in (4, 5, 100)] == pytest.approx([0, 0, 0])
 
 
-def test_a_step_clips_by_the_norm_of_all_and_reports_it_unclipped() -> None:
-    module = torch.nn.Linear(2, 1)
-    with torch.no_grad():
-        module.weight.copy_(torch.tensor([[1.0, 2.0]]))
-        module.bias.fill_(3.0)
-    module.weight.grad, module.bias.grad = torch.tensor([[0.0, 3.0]]), torch.tensor([4.0])
-    optimizer = torch.optim.SGD(module.parameters(), lr=99.0)
-    assert step_optimizer(module, optimizer, OptimSection(max_grad_norm=1.0), 0.5) == pytest.approx(5)
-    torch.testing.assert_close(module.weight.data, torch.tensor([[1.0, 1.7]]))
-    torch.testing.assert_close(module.bias.data, torch.tensor([2.6]))
-    assert module.weight.grad is None and optimizer.param_groups[0]["lr"] == 0.5
-    module.weight.grad, module.bias.grad = torch.tensor([[0.0, 3.0]]), torch.tensor([4.0])
-    assert step_optimizer(module, optimizer, OptimSection(max_grad_norm=math.inf), 0.1) == pytest.approx(5)
-    torch.testing.assert_close(module.bias.data, torch.tensor([2.2]))
+def test_a_step_clips_by_the_norm_of_all_and_reports_it_unclipped(make_tiny_policy: Callable[..., Policy]) -> None:
+    policy = make_tiny_policy().requires_grad_(True)
+    weights = MasterWeights(policy)
+    parameters = list(policy.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = torch.optim.SGD(parameters, lr=99.0)
+    count = sum(parameter.numel() for parameter in parameters)
+    moved = 0.0
+    for largest, lr in ((1.0, 0.5), (math.inf, 0.1)):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 3.0)
+        assert weights.clip(largest) == pytest.approx(3 * math.sqrt(count))
+        step_optimizer(optimizer, lr)
+        moved += lr * 3.0 * min(1.0, largest / (3 * math.sqrt(count)))
+        for parameter, start in zip(parameters, before, strict=True):
+            torch.testing.assert_close(parameter.data, start - moved)
+            assert parameter.grad is None
+        assert optimizer.param_groups[0]["lr"] == lr
 
 
 def test_norms_and_biases_are_not_decayed(make_tiny_policy: Callable[..., Policy]) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
-from thresher.engine.optim import masters as module
-from thresher.engine.optim.masters import Masters
+from thresher.engine.optim import master_weights as module
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing.batches import Item
 from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy
@@ -32,21 +32,23 @@ def items(seed: int) -> list[Item]:
 def test_masters_in_another_memory_change_no_bit(
     make_tiny_policy: Callable[..., Policy], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PART", 700)  # several to a matrix
+    monkeypatch.setattr(module, "STRETCH", 700)  # several to a matrix
     ends, sent = [], 0
-    through = Masters._through
+    through = MasterWeights._through
 
-    def counted(self: Masters, *arguments: object) -> None:
+    def counted(self: MasterWeights, *arguments: object) -> None:
         nonlocal sent
         sent += 1
         through(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Masters, "_through", counted)
+    monkeypatch.setattr(MasterWeights, "_through", counted)
     for offload in ("none", "masters"):
         master = make_tiny_policy(tie_word_embeddings=tied).requires_grad_(True)
         policy = deepcopy(master).bfloat16().requires_grad_(True)
         optim = OptimSection(lr=1e-2, offload=offload, micro_batch_tokens=20)  # two micro-batches
-        updater = Updater(policy, master, None, optim, GrpoSection(beta=0.0), 29, 3)
+        updater = Updater(
+            MasterWeights(policy, master, offload == "masters"), None, optim, GrpoSection(beta=0.0), 29, 3
+        )
         assert sent == 0
         stats = [updater.update(items(step), step, 1.0) for step in range(3)]
         ends.append((master, policy, [entry.grad_norm for entry in stats]))
@@ -59,7 +61,7 @@ def test_masters_in_another_memory_change_no_bit(
 
 def test_a_policy_of_float32_is_its_own_master(make_tiny_policy: Callable[..., Policy]) -> None:
     policy = make_tiny_policy().requires_grad_(True)
-    own = Masters(policy, policy, apart=True)
+    own = MasterWeights(policy, apart=True)
     assert not own.apart and own.head_gradient() is policy.head_VH.grad is not None
     policy.norm.grad = torch.ones_like(policy.norm)
     own.collect()

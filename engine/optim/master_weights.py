@@ -1,0 +1,164 @@
+"""The weights that an update trains, as it sees them; and those of one process: a policy's own, or its master weights.
+
+A policy that computes in bfloat16 is not trained itself, for at lr 1e-6 none of its weights would move. Beside it lie
+master weights, a float32 copy, which the optimiser steps:
+
+    gradients    policy's dtype, on its device   ->  added up in float32 beside the masters, micro-batch by micro-batch
+    weights      masters, float32                ->  the policy's, in its own dtype, after every step
+
+Masters may lie in CPU memory (`optim.offload = "masters"`): then both go in stretches through one pinned buffer, and no
+gradient stays on the device but the head's, to which the loss adds in float32 there. Where the policy computes in
+float32 it is its own master, and there is no way to go.
+
+Several ranks hold rows of the weights each: engine/parallel/sharded_weights.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thresher.policy.model import Policy
+
+STRETCH = 1 << 24  # values that go over at a time
+
+
+class TrainedWeights(Protocol):
+    """What an update asks of whoever holds the weights that are trained, in the order in which it asks.
+
+    policy: whose forward and backward the update runs. rollout_policy: a whole one, which says on which device and in
+    which dtype both compute; it samples. module: its parameters are what the optimiser steps.
+    """
+
+    policy: Policy
+    rollout_policy: Policy
+    module: nn.Module
+
+    def rolling_out(self) -> AbstractContextManager[None]:
+        """Within it `rollout_policy` has the trained weights."""
+        ...
+
+    def head_gradient(self) -> Tensor | None:
+        """Where the loss adds the head's gradient, [V, H] float32 on the policy's device; None: it is not trained."""
+        ...
+
+    def collect(self) -> None:
+        """After a micro-batch: add the policy's gradients, which are used up, to the trained weights'."""
+        ...
+
+    def complete(self) -> None:
+        """After the last micro-batch: every gradient is where the optimiser looks for it."""
+        ...
+
+    def clip(self, largest: float) -> float:
+        """Scale all gradients so that their norm is `largest` at most; the norm before that."""
+        ...
+
+    def refresh(self) -> None:
+        """After a step: the policy's weights are the trained ones again."""
+        ...
+
+    def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
+        """The trained weights and the optimiser's state, on the process that saves them; None elsewhere."""
+        ...
+
+    def held_here(self, name: str, state: Tensor) -> Tensor:
+        """Of an optimiser's state that was saved for a whole parameter, what belongs to the parameter in `module`."""
+        ...
+
+    def buffers(self) -> list[Tensor]:
+        """What is held beside parameters and their gradients."""
+        ...
+
+
+class MasterWeights:
+    """`master` beside `policy`, parameter by parameter the same; None: the policy is its own, as where it computes in
+    float32, or where its adapters alone are trained. apart: they lie in two memories. With both on a CPU the way is the
+    same, and so are the bits."""
+
+    def __init__(self, policy: Policy, master: Policy | None = None, apart: bool = False) -> None:
+        self.policy = self.rollout_policy = policy
+        self.master = policy if master is None else master
+        self.module: nn.Module = self.master
+        self.apart = apart and self.master is not policy
+        self._head_grad: Tensor | None = None
+        pinned = policy.device.type == "cuda"
+        self._buffer = torch.empty(STRETCH if self.apart else 0, dtype=policy.dtype, pin_memory=pinned)
+
+    def rolling_out(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def head_gradient(self) -> Tensor | None:
+        head_VH = self.master.head_VH
+        if not head_VH.requires_grad:
+            return None
+        if self.apart:
+            if self._head_grad is None:
+                self._head_grad = torch.zeros_like(head_VH, device=self.policy.device)
+            return self._head_grad
+        if head_VH.grad is None:
+            head_VH.grad = torch.zeros_like(head_VH)
+        return head_VH.grad
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        if self.master is self.policy:
+            return
+        for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
+            grad, parameter.grad = parameter.grad, None
+            if grad is None:
+                continue
+            if trained is self.master.head_VH and self._head_grad is not None:
+                self._head_grad.add_(grad)  # a tied embedding's share
+            elif self.apart:
+                first = trained.grad is None
+                if trained.grad is None:
+                    trained.grad = torch.empty_like(trained)
+                for sent, kept in self._stretches(grad, trained.grad):
+                    self._through(sent, kept, first)
+            else:
+                trained.grad = grad.float() if trained.grad is None else trained.grad.add_(grad.float())
+
+    def complete(self) -> None:
+        if self._head_grad is not None:
+            self.master.head_VH.grad = self._head_grad.to(self.master.device)
+            self._head_grad = None
+
+    def clip(self, largest: float) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self.master.parameters(), largest))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self.master is self.policy:
+            return
+        for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
+            if not self.apart:
+                parameter.copy_(trained)
+                continue
+            for sent, kept in self._stretches(trained.data, parameter.data):
+                buffer = self._buffer[: len(sent)]
+                buffer.copy_(sent)
+                kept.copy_(buffer)
+
+    def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
+        return self.master, optimizer
+
+    def held_here(self, name: str, state: Tensor) -> Tensor:
+        return state
+
+    def buffers(self) -> list[Tensor]:
+        return [self._buffer] if self._head_grad is None else [self._buffer, self._head_grad]
+
+    def _through(self, sent: Tensor, kept: Tensor, first: bool) -> None:
+        buffer = self._buffer[: len(sent)]
+        buffer.copy_(sent)
+        if first:
+            kept.copy_(buffer)
+        else:
+            kept.add_(buffer)
+
+    @staticmethod
+    def _stretches(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(one.reshape(-1).split(STRETCH), other.view(-1).split(STRETCH), strict=True)

@@ -1,0 +1,35 @@
+"""What computes the attention of an update and of SFT, by the recipe and by what runs here."""
+
+from thresher.engine.config.sections import OptimSection
+from thresher.engine.console import console
+from thresher.kernels.attention.backends.adapter import Unserved
+from thresher.kernels.attention.backends.choice import Backend, load_attention, resolve_attention
+from thresher.kernels.attention.backends.parts import load_partial_attention
+from thresher.kernels.attention.parts import PartialAttention
+from thresher.kernels.attention.varlen import TrainingAttention
+from thresher.policy.model import Policy
+from thresher.rewards.errors import UserError
+
+
+def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAttention, Backend]:
+    """What computes the attention of this policy's forwards and backwards, and the backend that it is of. UserError
+    where that does not serve here. On CUDA it is tried out, which takes a moment."""
+    try:
+        backend = resolve_attention(optim.attention, policy.device, policy.dtype, policy.config.head_dim, "training")
+        return load_attention(backend), backend
+    except ValueError as error:
+        raise UserError(f"optim.{error}") from None
+
+
+def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> PartialAttention | None:
+    """What of the backend computes attention in parts, for items that share what they begin with; None: each item is
+    computed whole. Where that is not the recipe's choice, the reason is printed."""
+    if not optim.share_prefix:
+        return None
+    try:
+        return load_partial_attention(backend, policy.device, policy.dtype, policy.config.head_dim)
+    except Unserved as error:
+        console.print(
+            f"optim.share_prefix has no effect: attention is computed by {backend}, which {error}", soft_wrap=True
+        )
+        return None

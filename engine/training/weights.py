@@ -1,0 +1,90 @@
+"""What a run trains and what it is held against: from a recipe to its updater.
+
+    all weights      the policy, or float32 masters of a bfloat16 one; the reference is the model at `model.path`, anew,
+                     on the device or in CPU memory
+    [lora] adapters  theirs alone, float32; the reference is the same policy with them off, so there is one model
+
+With several ranks each of these models is sharded, masters or reference in CPU memory where the recipe has them there.
+A run with adapters goes on from its recipe's `model.path` and the adapters of its checkpoint, not from the merged
+weights beside them, whose last bits are others.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from thresher.engine.assemble import DTYPES, Parts, load_on_device
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.optim.master_weights import MasterWeights, TrainedWeights
+from thresher.engine.parallel.ranks import Ranks
+from thresher.engine.parallel.sharded_weights import ShardedWeights
+from thresher.engine.parallel.shards import load_sharded
+from thresher.engine.store.checkpoint import Checkpoint
+from thresher.engine.training.update import Updater
+from thresher.policy.lora import FOLDER, add_lora, load_adapters
+from thresher.policy.model import Policy, load_policy
+from thresher.policy.streamed import StreamedPolicy
+
+Reference = Policy | StreamedPolicy | None  # None where beta is 0
+
+
+def starting_weights(recipe: Recipe, checkpoint: Checkpoint | None) -> Path:
+    """The folder from which the policy of a run is loaded."""
+    return Path(recipe.model.path) if checkpoint is None or recipe.lora is not None else checkpoint.path
+
+
+def load_updater(recipe: Recipe, parts: Parts, checkpoint: Checkpoint | None, ranks: Ranks) -> Updater:
+    """The updater of a run on these ranks, for parts that were loaded from `starting_weights`."""
+    policy, grpo = parts.policy, recipe.grpo
+    if recipe.lora is not None:
+        put_adapters(recipe, policy)
+        if checkpoint is not None:
+            load_adapters(policy, checkpoint.path / FOLDER)
+    folder = starting_weights(recipe, checkpoint)
+    weights, reference = _sharded(recipe, policy, folder, ranks) if ranks.several else _whole(recipe, policy, folder)
+    steps = recipe.run.steps * grpo.updates_per_batch * grpo.epochs_per_batch
+    return Updater(weights, reference, recipe.optim, grpo, parts.vocab_size, steps, ranks)
+
+
+def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights, Reference]:
+    """In one process. `policy` is made trainable in place."""
+    beside = recipe.grpo.beta > 0
+    if recipe.lora is not None:
+        return MasterWeights(policy), policy if beside else None
+    policy.requires_grad_(True)
+    apart, master = recipe.optim.offload == "masters", None
+    if policy.dtype != torch.float32:
+        # Verified a moment ago, when the policy was read from the same folder.
+        master = load_policy(folder, device="cpu" if apart else recipe.model.device, verify=False)
+    return MasterWeights(policy, master, apart), _reference(recipe) if beside else None
+
+
+def _reference(recipe: Recipe) -> Policy | StreamedPolicy:
+    """A frozen copy of the model at `model.path`, where grpo.reference wants it. "auto" is the plan's to decide, before
+    a run begins (engine/planning/check.py); without one, on the device."""
+    if recipe.grpo.reference != "cpu":
+        return load_on_device(recipe, recipe.model.path).requires_grad_(False)
+    model = load_policy(recipe.model.path, DTYPES[recipe.model.dtype], verify=recipe.run.verify)
+    return StreamedPolicy(model, recipe.model.device)
+
+
+def _sharded(recipe: Recipe, policy: Policy, folder: Path, ranks: Ranks) -> tuple[TrainedWeights, Reference]:
+    """Of several ranks. `policy` becomes the one that rolls out, whose weights are gathered."""
+    dtype = torch.float32 if recipe.lora is None else policy.dtype  # a base that is frozen needs no master weights
+    apart = recipe.optim.offload == "masters"
+    trained = load_sharded(folder, policy, dtype, ranks, trained=True, in_cpu_memory=apart)
+    reference = None
+    if recipe.grpo.beta > 0 and recipe.lora is not None:
+        reference = trained
+    elif recipe.grpo.beta > 0:
+        away = recipe.grpo.reference == "cpu"
+        reference = load_sharded(recipe.model.path, policy, policy.dtype, ranks, trained=False, in_cpu_memory=away)
+    policy.requires_grad_(False)
+    return ShardedWeights(trained, policy, reference, recipe.optim, ranks), reference
+
+
+def put_adapters(recipe: Recipe, policy: Policy) -> None:
+    """Fresh adapters as the recipe's [lora] has them, which it must have."""
+    assert recipe.lora is not None
+    add_lora(policy, **asdict(recipe.lora))
