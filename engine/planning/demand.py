@@ -19,7 +19,8 @@ The phases of a run, and the parts that each has:
     saving      on a CPU, with adapters: the merged weights in float32
 
 The KV pool is given back between a rollout and its update on CUDA and kept on a CPU.
-T is the larger of optim.micro_batch_tokens, as far as a step has so many tokens, and of one whole context.
+T counts computed tokens, a group's prompt once where packing computes it once (setting.py: computed_tokens): the larger
+of optim.micro_batch_tokens, as far as an update has so many, and of one whole context.
 
 With several GPUs weights, masters, gradients, moments and the reference are divided among them (FSDP), and a rollout
 needs the weights whole: a gathered copy. A forward or backward gathers two layers at a time.
@@ -136,8 +137,9 @@ def states(config: ModelConfig, s: PlanSetting) -> States:
 
 
 def micro_batch(s: PlanSetting) -> tuple[int, bool]:
-    """(tokens of the largest micro-batch, whether an update has several)."""
-    of_update = s.samples_of_update * s.length
+    """(computed tokens of the largest micro-batch, whether an update has several): the budget, for trajectories of any
+    length may fill it up, or all that an update has."""
+    of_update = s.groups_of_update * s.computed_tokens
     tokens = max(min(s.micro_batch_tokens, of_update), s.length)
     return tokens, of_update > tokens
 
@@ -202,9 +204,7 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
     """The phases of a micro-batch: the second one, where there are several, for it finds gradients."""
     tokens, several = micro_batch(s)
     activations = tokens * activation_bytes(config, s, checkpointed)
-    # Where a group's prompt is computed once, as many tokens hold more trajectories.
-    computed = s.length - s.shared_prompt + s.shared_prompt / s.group if s.share_rows else s.length
-    in_loss = max(min(int(tokens * s.sampled / computed), s.samples_of_update * s.sampled), 1)
+    in_loss = max(min(tokens / s.computed_tokens, s.groups_of_update) * s.group * s.sampled, 1)
     trains_head = s.adapters is None
     head = FP32 * head_weights(config)
     gradients = kept.master_gradients if several else head if trains_head else 0
@@ -219,7 +219,7 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
     working = tokens * backward_bytes(config, s) + (largest if several else 0)
     last = tokens * layer_bytes(config, s)
     found = {
-        "loss": now | {"activations": activations, "loss workspace": loss_workspace(config, s, in_loss)},
+        "loss": now | {"activations": activations, "loss workspace": loss_workspace(config, s, int(in_loss))},
         "backward": now | {"activations": activations, "working memory": working},
     }
     if trains_head:

@@ -32,7 +32,7 @@ bench/rollout/floor.py has the floor of a whole rollout on the machine that it r
 there; here are single steps in bfloat16 on chips that are not there.
 
 Deliberately absent: norms, rotations and sampling (fused, they add no traffic to speak of), activations' traffic,
-gaps between launches and the host, links between GPUs.
+gaps between launches and the host, links between GPUs (links.py).
 """
 
 import math
@@ -101,17 +101,17 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateShape:
-    """trajectories of `length` tokens, `sampled` of them by the policy. full: all weights are trained, else adapters,
-    whose own work is left out. reference: whether there is one."""
+    """trajectories of `length` tokens, `sampled` of them by the policy; both may be means. full: all weights are
+    trained, else adapters, whose own work is left out. reference: whether there is one."""
 
-    trajectories: int = 256
+    trajectories: float = 256
     length: int = 1500
-    sampled: int = 300
+    sampled: float = 300
     full: bool = True
     reference: bool = True
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         return self.trajectories * self.length
 
 
