@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from thresher.engine.machine import installed_memory
+
 
 def checkout() -> Path | None:
     """The root of the git checkout that this code runs from; None where it was installed as a wheel."""
@@ -24,7 +26,7 @@ def facts(packages: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": f"{os.cpu_count()} x {cpu_name()}, {memory_gib():.0f} GiB",
+        "machine": f"{os.cpu_count()} x {cpu_name()}, {installed_memory() / 2**30:.0f} GiB",
         "gpu": gpu(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -54,11 +56,6 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def memory_gib() -> float:
-    """Installed memory in GiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def gpu() -> str | None:

@@ -90,7 +90,7 @@ def _rates(options: argparse.Namespace, recipe: "Recipe") -> "DeviceRates | None
 def _memory(options: argparse.Namespace, recipe: "Recipe") -> int:
     import torch
 
-    from thresher.engine.planning.check import cpu_memory
+    from thresher.engine.machine import cpu_memory
     from thresher.engine.planning.chips import CHIPS
     from thresher.retrieval.indexes.kinds import parse_memory
     from thresher.rewards.errors import UserError
