@@ -7,7 +7,8 @@ which groups may share too) is not counted.
 
     own = min(sampled + searched, length - 1)     prompt = length - own
 
-A shorter prompt makes a smaller group, but for one that is not quite worth sharing (packing/prefix_trie.py).
+A shorter prompt makes a smaller group, but for one that is not quite worth sharing (packing/prefix_trie.py). On CUDA
+the libraries that can share (kernels/attention/backends/parts.py) serve bfloat16.
 """
 
 from collections.abc import Callable, Iterator
@@ -116,11 +117,12 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
     """The record of a recipe that its system's preset has filled."""
     rollout, optim = recipe.rollout, recipe.optim
     lora, system = recipe.lora, recipe.system
+    cuda, item = recipe.model.device == "cuda", BF16 if recipe.model.dtype == "bfloat16" else FP32
     searches = rollout.max_turns - 1 if system is None or load_system(system.name, system.options).searches else 0
     written = min(rollout.max_policy_tokens or rollout.max_context, rollout.max_turns * rollout.max_turn_tokens)
     return PlanSetting(
-        cuda=recipe.model.device == "cuda",
-        item=BF16 if recipe.model.dtype == "bfloat16" else FP32,
+        cuda=cuda,
+        item=item,
         adapters=None if lora is None else (lora.rank, tuple(lora.targets)),
         beta=recipe.grpo.beta > 0,
         reference=recipe.grpo.reference,
@@ -129,7 +131,7 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
         checkpoint_activations=optim.checkpoint_activations,
         moments=optim.moments,
         offload=optim.offload,
-        share_rows=optim.share_prefix,
+        share_rows=optim.share_prefix and (not cuda or (item == BF16 and optim.attention != "xformers")),
         share_prefix=rollout.share_prefix,
         group=rollout.group_size,
         questions=rollout.questions_per_step,
