@@ -6,7 +6,7 @@ answer is the prompt, which a group shares.
 
     rollout    prefill: prompts once a group, passages once a sample, 2 W flops a token;
                decoding: sampled tokens / sequences at once, each a decode step at half the context
-    update     floors.py: update_parts, a token that is computed (setting.py: computed_tokens)
+    update     floors.py: update_costs, a token that is computed (setting.py: computed_tokens)
 
 With activations computed anew the layers' forward comes once more, 8 W in place of 6. Every pass of
 grpo.epochs_per_batch costs the same; old log-probs that are recomputed, a forward.
@@ -57,7 +57,7 @@ def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
     prompt, batch = s.prompt, min(s.running, s.samples)
     group = min(s.group, batch) if s.share_prefix else 1
     shape = DecodeShape(batch=batch, group=group, shared=prompt, own=max((s.length - prompt) // 2, 1))
-    a_step = floors.floor_s(floors.decode_parts(config, shape), rates) / floors.decode_share(config, shape)
+    a_step = floors.floor_s(floors.decode_costs(config, shape), rates) / floors.decode_share(config, shape)
     fed = s.samples * (s.length - prompt - s.sampled) + s.groups * prompt
     prefill = 2 * layer_weights(config) * max(fed, 0) / rates.flops_per_s / UPDATE_SHARES["layers"]
     return prefill + a_step * s.samples * s.sampled / batch
@@ -73,12 +73,12 @@ def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointe
         full=s.adapters is None,
         reference=s.beta,
     )
-    parts = floors.update_parts(config, shape)
+    costs = floors.update_costs(config, shape)
     if checkpointed:
-        parts = tuple(
-            replace(part, flops=part.flops + 2 * layer_weights(config)) if part.name == "layers" else part
-            for part in parts
+        costs = tuple(
+            replace(cost, flops=cost.flops + 2 * layer_weights(config)) if cost.name == "layers" else cost
+            for cost in costs
         )
     forward = 2 * (layer_weights(config) + head_weights(config) * shape.sampled / s.length)
     recomputing = tokens * forward / rates.flops_per_s / UPDATE_SHARES["layers"] if s.recomputes else 0.0
-    return floors.predicted_update_s(parts, rates) * tokens * s.epochs + recomputing
+    return floors.predicted_update_s(costs, rates) * tokens * s.epochs + recomputing
