@@ -14,7 +14,8 @@ The phases of a run, and the parts that each has:
     rollout     weights, masters, moments, reference, KV pool, one forward
     loss        all activations of a micro-batch, the loss's workspace, the gradients of micro-batches before it
     backward    all activations, one layer's gradients of them
-    gradients   a backward's end: the gradients of all weights, of a bfloat16 policy beside those of its masters
+    gradients   a backward's end, in its last layer: the gradients of all weights, of a bfloat16 policy beside those of
+                its masters
     optimiser   gradients and moments
     saving      on a CPU, with adapters: the merged weights in float32
 
@@ -217,20 +218,22 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
     now = before | layers | {"gradients": gradients}
     largest = s.item * max(map(prod, parameter_shapes(config))) if trains_head else 0
     working = tokens * backward_bytes(config, s) + (largest if several else 0)
-    last = tokens * layer_bytes(config, s)
     found = {
         "loss": now | {"activations": activations, "loss workspace": loss_workspace(config, s, int(in_loss))},
         "backward": now | {"activations": activations, "working memory": working},
     }
     if trains_head:
         ending = kept.policy_gradients + (kept.master_gradients if several or not s.has_masters else head)
+        inputs = 2 * s.item * config.hidden_size if checkpointed else 0
+        # While the last layer's activations get their gradients, its weights have none yet, but of batches before.
+        missing = s.item * one_layer(config) if s.gpus == 1 and (s.has_masters or not several) else 0
         found["gradients"] = (
             before
             | layers
             | {
                 "gradients": ending,
-                "activations": last,
-                "working memory": s.item * head_weights(config),
+                "activations": tokens * (layer_bytes(config, s) + inputs),
+                "working memory": max(s.item * head_weights(config), tokens * backward_bytes(config, s) - missing),
             }
         )
     return found
