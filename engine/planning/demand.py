@@ -26,7 +26,7 @@ of optim.micro_batch_tokens, as far as an update has so many, and of one whole c
 With several GPUs weights, masters, gradients, moments and the reference are divided among them (FSDP), and a rollout
 needs the weights whole: a gathered copy. A forward or backward gathers two layers at a time.
 
-Deliberately absent: fragmentation; what searches, tokenizers and judges take; Python itself.
+Deliberately absent: fragmentation; what searches, tokenizers and judges take; what is imported.
 """
 
 from dataclasses import dataclass
@@ -51,6 +51,8 @@ from thresher.policy.config import ModelConfig
 
 # The CUDA context, libraries and their workspaces, and code of kernels: an assumption, for no GPU was measured.
 CUDA_CONTEXT = 1_000_000_000
+# What a process on a CPU keeps beyond its tensors once it has rolled out, whatever the model: measured, docs/scale.md.
+CPU_PROCESS = 40 * 2**20
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2 * (1 + FP32 / 256)}  # both, of a weight; 8 bit: a scale for 256
 PARTS = (
     "weights",
@@ -179,13 +181,14 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
         base["CUDA context"] = CUDA_CONTEXT
     found = {"loading": base | ({} if s.cuda else {"working memory": FP32 * all_weights(config)})}
     if not s.cuda:
-        base["KV pool"] = wanted
+        base |= {"KV pool": wanted, "working memory": CPU_PROCESS}
     before = dict(base)
     if s.steps * s.updates * s.epochs > 1:
         before["moments"] = kept.moments
     rows = min(FORWARD_ROWS, s.samples * s.length)
     gathered = s.item * all_weights(config) if s.gpus > 1 else 0
-    rollout = before | {"working memory": rows * forward_bytes(config, s), "gathered copy": gathered}
+    forward = rows * forward_bytes(config, s)
+    rollout = before | {"working memory": before["working memory"] + forward, "gathered copy": gathered}
     if s.cuda:
         free = (memory or 0) - sum(rollout.values()) + rollout["working memory"]
         rollout["KV pool"] = wanted if memory is None else min(wanted, max(int(KV_SHARE * free), least))
@@ -196,7 +199,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
         "gradients": kept.master_gradients,
     }
     if s.adapters is not None and not s.cuda:
-        merged = FP32 * all_weights(config)
+        merged = base["working memory"] + FP32 * all_weights(config)
         found["saving"] = base | {"moments": kept.moments, "working memory": merged}
     return Demand(found, kept.host if s.cuda else {})
 
@@ -217,7 +220,8 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
         gradients += head if several and trains_head else 0
     now = before | layers | {"gradients": gradients}
     largest = s.item * max(map(prod, parameter_shapes(config))) if trains_head else 0
-    working = tokens * backward_bytes(config, s) + (largest if several else 0)
+    own, in_layer = before["working memory"], tokens * backward_bytes(config, s)
+    working = own + in_layer + (largest if several else 0)
     found = {
         "loss": now | {"activations": activations, "loss workspace": loss_workspace(config, s, int(in_loss))},
         "backward": now | {"activations": activations, "working memory": working},
@@ -233,7 +237,7 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
             | {
                 "gradients": ending,
                 "activations": tokens * (layer_bytes(config, s) + inputs),
-                "working memory": max(s.item * head_weights(config), tokens * backward_bytes(config, s) - missing),
+                "working memory": own + max(s.item * head_weights(config), in_layer - missing),
             }
         )
     return found
