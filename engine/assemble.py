@@ -4,7 +4,6 @@ Whatever disagrees (a tokenizer larger than the head, an index with fewer passag
 without a question) is refused here, before anything is computed or written.
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
 from thresher.engine.console import console
 from thresher.engine.decoding.cache.kv_cache import PagedKV
+from thresher.engine.decoding.device import free_memory
 from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.rollout.rollout import Limits, Rollout
@@ -66,7 +66,7 @@ class Parts:
             # On a GPU the cache takes what memory there is when a rollout begins, and has to hold one context.
             blocks = 1 + -(-limits.max_context // limits.page_size)
         needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.page_size, self.policy.dtype.itemsize)
-        available = memory_bytes(self.policy.device)
+        available = free_memory(self.policy.device)
         if needed > available:
             raise UserError(
                 f"the KV cache for {(blocks - 1) * limits.page_size} tokens, by rollout.max_running = "
@@ -76,13 +76,6 @@ class Parts:
         parts = (self.system, self.tools, self.renderer, limits)
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
         return Rollout(self.policy, self.tokenizer, retriever, *parts, shuffle=shuffle)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, or all of the machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: System | None = None) -> Parts:
@@ -202,7 +195,7 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
     a system that shows what it searched for."""
     section = recipe.retrieval
     if section is None or (section.index is None and section.url is None):
-        if "<information>" in system.tags:
+        if system.searches:
             raise UserError(
                 f"the recipe names nowhere to search, and {system.name} searches; set retrieval.index to a folder or "
                 "retrieval.url to a server"

@@ -166,6 +166,11 @@ class System:
     answer: Callable[[Attempt], str | None] = last_answer
     needs_gold_indices: bool = False
 
+    @property
+    def searches(self) -> bool:
+        """Whether its trajectories show what they searched for."""
+        return "<information>" in self.tags
+
 
 def first_prompt(system: System, question: Question, tools: Tools) -> Prompt:
     """The episode's first request; TypeError for one that does not begin with a prompt."""

@@ -1,4 +1,5 @@
-"""Which code computes, on what machine, with which libraries: what a figure must say of where it comes from."""
+"""The machine that this process runs on: what a figure must say of where it comes from (code, processor, libraries), and
+how much memory there is, of the machine or of the container."""
 
 import os
 import platform
@@ -7,6 +8,10 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+# Of a container: version 2's file and version 1's.
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+MEMINFO = Path("/proc/meminfo")
 
 
 def checkout() -> Path | None:
@@ -32,7 +37,7 @@ def origin(cuda: bool) -> dict[str, Any]:
 
 def machine() -> str:
     """Cores, processor and memory in words."""
-    return f"{os.cpu_count()} x {cpu_name()}, {memory_gib():.0f} GiB"
+    return f"{os.cpu_count()} x {cpu_name()}, {installed_memory() / 2**30:.0f} GiB"
 
 
 @cache
@@ -60,9 +65,21 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def memory_gib() -> float:
-    """Installed memory in GiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+def installed_memory() -> int:
+    """Bytes of RAM."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cpu_memory() -> tuple[int, int]:
+    """(bytes that this process may ever have, bytes available now)."""
+    total = installed_memory()
+    for path in map(Path, LIMITS):
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():  # else "max"
+            total = min(total, int(text))
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else []
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total)
+    return total, min(available, total)
 
 
 def gpu() -> str | None:

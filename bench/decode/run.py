@@ -29,7 +29,7 @@ from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.engine.planning.chips import this_chip
-from thresher.engine.planning.floors import DecodeShape, decode_parts, decode_share, floor_s
+from thresher.engine.planning.floors import DecodeShape, decode_costs, decode_share, floor_s
 from thresher.kernels.attention.backends.choice import resolve_attention
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy
@@ -136,8 +136,8 @@ def measure(policy: Policy, shape: DecodeShape, steps: int) -> dict[str, Any]:
             times.append(time.perf_counter() - started)
     seconds = sum(times) / steps
     chip = this_chip(policy.device)
-    parts = decode_parts(policy.config, shape)
-    floor = None if chip is None else floor_s(parts, chip)
+    costs = decode_costs(policy.config, shape)
+    floor = None if chip is None else floor_s(costs, chip)
     return {
         "shape": asdict(shape),
         "attention": attention,

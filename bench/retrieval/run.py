@@ -39,7 +39,7 @@ from thresher.bench.retrieval.service import measure_service, unavailable
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, table
-from thresher.engine.machine import memory_gib
+from thresher.engine.machine import cpu_memory
 from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.kind import Kind
@@ -174,7 +174,7 @@ def measure_set(made: VectorSet, run: BenchRun) -> None:
         needed = estimate(kind, rows, dim)
         # Beside the structure and the vectors themselves, a peer holds the scores of a whole batch.
         memory = needed.ram_bytes + 4 * rows * (max(run.bench.batches) + (0 if kind.exact else dim))
-        if memory > memory_gib() * 2**30:
+        if memory > cpu_memory()[0]:
             run.left_out[name] = f"{show_bytes(memory)} of memory would be needed"
         elif run.late():
             run.left_out[name] = OUT_OF_TIME

@@ -63,8 +63,8 @@ def _decode_rows(chip: Chip, name: str, config: ModelConfig, batch: int) -> list
     rows = []
     shapes = (DecodeShape(batch=batch), DecodeShape(batch=batch, group=GROUP, shared=SHARED, own=OWN))
     for shape in shapes:
-        parts = floors.decode_parts(config, shape)
-        seconds, share = floors.floor_s(parts, chip), floors.decode_share(config, shape)
+        costs = floors.decode_costs(config, shape)
+        seconds, share = floors.floor_s(costs, chip), floors.decode_share(config, shape)
         memory = floors.decode_bytes(config, shape)
         rows.append(
             {
@@ -72,7 +72,7 @@ def _decode_rows(chip: Chip, name: str, config: ModelConfig, batch: int) -> list
                 "chip": chip.name,
                 "model": name,
                 "shape": asdict(shape),
-                "parts": [asdict(part) | {"seconds": part.seconds(chip)} for part in parts],
+                "parts": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],
                 "floor_seconds": seconds,
                 "floor_tokens_per_s": batch / seconds,
                 "predicted_share": share,
@@ -86,7 +86,7 @@ def _decode_rows(chip: Chip, name: str, config: ModelConfig, batch: int) -> list
 
 def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[str, Any]:
     shape = UpdateShape(trajectories=batch)
-    parts = floors.update_parts(config, shape)
+    costs = floors.update_costs(config, shape)
     states = floors.state_bytes(config)
     return {
         "kind": "update",
@@ -94,10 +94,10 @@ def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[
         "model": name,
         "shape": asdict(shape),
         "weights": trained_weights(config),
-        "parts_of_a_token": [asdict(part) | {"seconds": part.seconds(chip)} for part in parts],
-        "floor_seconds_per_1000_tokens": 1000 * floors.floor_s(parts, chip),
-        "predicted_seconds_per_1000_tokens": 1000 * floors.predicted_update_s(parts, chip),
-        "predicted_mfu": floors.predicted_mfu(parts, chip),
+        "parts_of_a_token": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],
+        "floor_seconds_per_1000_tokens": 1000 * floors.floor_s(costs, chip),
+        "predicted_seconds_per_1000_tokens": 1000 * floors.predicted_update_s(costs, chip),
+        "predicted_mfu": floors.predicted_mfu(costs, chip),
         "states_gb": states / GB,
         "states_fit": states < chip.memory,
     }

@@ -86,7 +86,7 @@ def _rates(options: argparse.Namespace, recipe: "Recipe") -> "DeviceRates | None
 def _memory(options: argparse.Namespace, recipe: "Recipe") -> int:
     import torch
 
-    from thresher.engine.planning.check import cpu_memory
+    from thresher.engine.machine import cpu_memory
     from thresher.engine.planning.chips import CHIPS
     from thresher.retrieval.indexes.kinds import parse_memory
     from thresher.rewards.errors import UserError
@@ -146,8 +146,11 @@ def _lines(found: "Plan") -> list[str]:
         lines.append("several GPUs: torchrun --nproc-per-node N (docs/scale.md), on which nothing was measured")
     if found.seconds is not None:
         rollout, update = found.seconds["rollout"], found.seconds["update"]
+        sent = "" if found.gpus == 1 else ", without what they send each other"
+        if found.links is not None:
+            sent = f", linked at {found.links / GB:.0f} GB/s a direction as in one machine"
         lines.append(
             f"predicted, with every trajectory at its limits: {found.seconds_per_step:.3g} s a step, "
-            f"rollout {rollout:.3g}, update {update:.3g}; nothing was run"
+            f"rollout {rollout:.3g}, update {update:.3g}{sent}; nothing was run"
         )
     return lines

@@ -39,6 +39,7 @@ from thresher.engine.decoding.clock import DecodeClock, Lap
 from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.drafts import Costs, gpu_costs
 from thresher.engine.decoding.sequences import TokenSequence
+from thresher.engine.machine import cpu_memory
 from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.paged import Ints, Pieces
 from thresher.kernels.drawing.rules import DrawRules
@@ -46,6 +47,11 @@ from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
 KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes: what is free of a CUDA device, or all that this process may have of the machine's."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else cpu_memory()[0]
 
 
 def make_decoder(policy: Policy, tokenizer: Tokenizer, attention: Backend = "torch", **options: Any) -> Decoder:

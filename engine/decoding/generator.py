@@ -7,19 +7,16 @@ Every request is checked before anything runs. A result does not depend on the o
 that holds to the bit). Keys and values live for one call, so the weights may change between two.
 """
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
-import torch
-
 from thresher.engine.decoding.cache.kv_cache import PagedKV
 from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.decoder import Decoder
-from thresher.engine.decoding.device import make_decoder
+from thresher.engine.decoding.device import free_memory, make_decoder
 from thresher.engine.decoding.drafts import MOST, Speculate
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.kernels.attention.backends.choice import Choice, resolve_attention
@@ -201,11 +198,7 @@ class Generator:
         return self._decoder
 
     def _affordable(self) -> int:
-        device = self.policy.device
-        if device.type == "cuda":
-            memory = int(torch.cuda.mem_get_info(device)[0])
-        else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = free_memory(self.policy.device)
         return int(CPU_SHARE * memory) // PagedKV.bytes_needed(self.policy.config, 1, BLOCK, self.policy.dtype.itemsize)
 
     def _prompt(self, number: int, request: GenerateRequest) -> list[int]:

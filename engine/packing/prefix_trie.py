@@ -93,6 +93,21 @@ def cut_group(sequences: Sequence[Ids], budget: int) -> list[range]:
     return cuts
 
 
+def group_tokens(prompt: int, own: int, members: int) -> int:
+    """The most tokens that are computed of a group whose members begin with at most `prompt` tokens in common, the same
+    for all, and go on with `own` others each: the whole prompt once, or a prompt that is not quite worth sharing for
+    each of them."""
+    if members == 1:
+        return prompt + own
+    apart = min(prompt, int(_price(members * own) / (members - 1)))
+    return max(prompt + members * own, members * (apart + own))
+
+
+def worth_sharing(prompt: int, own: int, members: int) -> bool:
+    """Whether such a group's whole prompt is a segment of its own."""
+    return (members - 1) * prompt > _price(members * own)
+
+
 def build_trie(sequences: Sequence[Ids]) -> PrefixTrie:
     """The trie of sequences in order, none empty. What is not worth sharing is there for each."""
     trie = PrefixTrie(pieces=[[] for _ in sequences])
@@ -193,6 +208,11 @@ def _branchings(sequences: Sequence[Ids]) -> list[Branching]:
     return trees
 
 
+def _price(rows: int) -> float:
+    """What a shared segment costs beside its tokens, with so many rows below it."""
+    return NODE_COST + MERGE_COST * rows
+
+
 def _choose(tree: Branching, sequences: Sequence[Ids]) -> None:
     """Mark the branchings of a tree whose sharing costs least."""
     above: list[tuple[Branching, list[int]]] = []  # from the root on, with the depths at which it may begin
@@ -211,7 +231,7 @@ def _choose(tree: Branching, sequences: Sequence[Ids]) -> None:
             """Its parts by themselves, each from `depth` on, the depth numbered `at`."""
             return sum(singles) - len(singles) * depth + sum(costs[id(child)][at] for child in node.below)
 
-        once = node.length + NODE_COST + MERGE_COST * rows + split(node.length, len(depths))
+        once = node.length + _price(rows) + split(node.length, len(depths))
         apart = [split(depth, at) for at, depth in enumerate(depths)]
         costs[id(node)] = [min(once - depth, cost) for depth, cost in zip(depths, apart, strict=True)]
         cheaper[id(node)] = [once - depth < cost for depth, cost in zip(depths, apart, strict=True)]

@@ -12,9 +12,9 @@ A layer (policy/models/decoder.py), e bytes an element; H hidden, N and K heads 
     down         its input e I                          the same
 
 A weight that is not trained does not need its input: with adapters the inputs of maps without one are not kept, nor
-the n of a norm; an adapter keeps its input and x A^T, e R. On a CPU attention copies q, k and v to padded places.
-Sequences of a micro-batch are of like length, so padding counts as tokens here, as it does in
-packing/batches.py: pack.
+the n of a norm; an adapter keeps its input and x A^T, e R. On a CPU attention copies q, k and v to padded places, but
+where prompts are computed once (kernels/attention/prefix.py): there it keeps what it keeps on CUDA. Sequences of a
+micro-batch are of like length, so padding counts as tokens here, as it does in packing/batches.py: pack.
 
 Deliberately absent: what is saved once a forward and not for each token (A and B in bfloat16, say).
 Axes: T tokens (docs/notation.md).
@@ -37,7 +37,7 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     for maps in (("q", "k", "v"), ("gate", "up")):
         total += norm_bytes(config, setting) + (e * hidden if _input_kept(setting, *maps) else 0)
     total += e * (q + 2 * kv) + e * q + FP32 * heads  # q, k and v as attention has them, o, log-sum-exp
-    if setting.cuda:
+    if setting.cuda or setting.prompt_once:
         total += e * (q + kv)  # turned, beside the projection, of which v is a view
     else:
         total += e * q if _input_kept(setting, "o") else 0  # o once more, without padding
@@ -64,7 +64,7 @@ def _input_kept(setting: PlanSetting, *maps: str) -> bool:
 def around_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """A token, beside the layers: ids and places, the table of the rotation, the last norm (the first one's input is a
     frozen embedding where there are adapters, and keeps nothing: the last takes its place)."""
-    total = INDEX + setting.item * config.head_dim
+    total = (0 if setting.prompt_once else INDEX) + setting.item * config.head_dim
     if setting.adapters is None:
         total += INDEX + norm_bytes(config, setting)
     return total

@@ -7,7 +7,6 @@ the machine (or the container) has, and one that exceeds what is available now i
 What a recipe leaves to "auto" is decided here, once: optim.checkpoint_activations and grpo.reference.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +14,10 @@ import torch
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.console import console
+from thresher.engine.machine import cpu_memory
 from thresher.engine.planning.plan import GB, Plan, plan
 from thresher.policy.config import read_config
 from thresher.rewards.errors import UserError
-
-# Of a container: version 2's file and version 1's.
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-MEMINFO = Path("/proc/meminfo")
 
 
 def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int = 1) -> tuple[Recipe, Plan]:
@@ -71,15 +67,3 @@ def _sentence(found: Plan, there: str) -> str:
         f"the run needs {found.total_bytes / GB:.1f} GB at its {found.peak} ({found.sentence()}), and {there}; "
         f"{found.advice[0]} (thresher plan has the rest)"
     )
-
-
-def cpu_memory() -> tuple[int, int]:
-    """(bytes that this process may ever have, bytes available now) of the machine, or of the container it runs in."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in map(Path, LIMITS):
-        text = path.read_text().strip() if path.is_file() else ""
-        if text.isdigit():  # else "max"
-            total = min(total, int(text))
-    lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else []
-    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total)
-    return total, min(available, total)

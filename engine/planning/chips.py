@@ -5,6 +5,8 @@ the memory's. Both are ceilings of data sheets, and a bare matmul or a bare copy
 
     data sheets of NVIDIA: A100 40GB and 80GB SXM, A800 80GB SXM (an A100 with slower NVLink), H100 SXM and PCIe, H800
     SXM (an H100 with slower NVLink), H200 SXM
+    NVLink, both directions together, of which one is half: A100 600 GB/s, A800 400, H100 and H200 900, H800 400; the
+    H100 PCIe's PCIe 5.0 x16: 128
     latency of a load that misses every cache, in cycles: Luo et al. 2024, "Benchmarking and Dissecting the Nvidia
     Hopper GPU Architecture via Microbenchmarking", the table of memory latencies: 466 on an A100, 479 on an H100. The
     H200 is taken for an H100 with other memory.
@@ -13,7 +15,7 @@ Little's law: bytes in flight = latency x bandwidth. A multiprocessor that keeps
 fill the memory's bandwidth. The latency is that of an idle memory. Under load it is longer, so the figure is necessary
 and not sufficient.
 
-Deliberately absent: anything measured here, NVLink and PCIe, the L2 cache.
+Deliberately absent: anything measured here, links between machines, the L2 cache.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +27,8 @@ GB, TB, TERA = 1e9, 1e12, 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """flops_per_s: dense bfloat16, multiplications and additions. memory and bytes_per_s: of its HBM."""
+    """flops_per_s: dense bfloat16, multiplications and additions. memory and bytes_per_s: of its HBM.
+    link_bytes_per_s: to the other GPUs of its machine, a direction."""
 
     name: str
     capability: int
@@ -34,6 +37,7 @@ class Chip:
     flops_per_s: float
     memory: float
     bytes_per_s: float
+    link_bytes_per_s: float
     latency_cycles: int
 
     @property
@@ -46,7 +50,7 @@ class Chip:
         return self.latency_s * self.bytes_per_s / self.sms
 
 
-def _ampere(name: str, memory: float, bytes_per_s: float) -> Chip:
+def _ampere(name: str, memory: float, bytes_per_s: float, links: float = 600 * GB) -> Chip:
     return Chip(
         name=name,
         capability=80,
@@ -55,11 +59,12 @@ def _ampere(name: str, memory: float, bytes_per_s: float) -> Chip:
         flops_per_s=312 * TERA,
         memory=memory,
         bytes_per_s=bytes_per_s,
+        link_bytes_per_s=links / 2,
         latency_cycles=466,
     )
 
 
-def _hopper(name: str, memory: float, bytes_per_s: float) -> Chip:
+def _hopper(name: str, memory: float, bytes_per_s: float, links: float = 900 * GB) -> Chip:
     return Chip(
         name=name,
         capability=90,
@@ -68,6 +73,7 @@ def _hopper(name: str, memory: float, bytes_per_s: float) -> Chip:
         flops_per_s=989 * TERA,
         memory=memory,
         bytes_per_s=bytes_per_s,
+        link_bytes_per_s=links / 2,
         latency_cycles=479,
     )
 
@@ -77,14 +83,16 @@ CHIPS = {
     for chip in (
         _ampere("A100-40", 40 * GB, 1.555 * TB),
         _ampere("A100-80", 80 * GB, 2.039 * TB),
-        _ampere("A800", 80 * GB, 2.039 * TB),
+        _ampere("A800", 80 * GB, 2.039 * TB, 400 * GB),
         _hopper("H100", 80 * GB, 3.35 * TB),
         _hopper("H200", 141 * GB, 4.8 * TB),
     )
 }
 # Nobody's prediction is asked for on these, but they may be what a bench runs on.
-_H800 = _hopper("H800", 80 * GB, 3.35 * TB)
-_H100_PCIE = replace(_hopper("H100-PCIe", 80 * GB, 2.0 * TB), sms=114, clock_hz=1.755e9, flops_per_s=756 * TERA)
+_H800 = _hopper("H800", 80 * GB, 3.35 * TB, 400 * GB)
+_H100_PCIE = replace(
+    _hopper("H100-PCIe", 80 * GB, 2.0 * TB, 128 * GB), sms=114, clock_hz=1.755e9, flops_per_s=756 * TERA
+)
 
 
 def fastest(capability: int) -> Chip:

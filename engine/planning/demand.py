@@ -14,17 +14,19 @@ The phases of a run, and the parts that each has:
     rollout     weights, masters, moments, reference, KV pool, one forward
     loss        all activations of a micro-batch, the loss's workspace, the gradients of micro-batches before it
     backward    all activations, one layer's gradients of them
-    gradients   a backward's end: the gradients of all weights, of a bfloat16 policy beside those of its masters
+    gradients   a backward's end, in its last layer: the gradients of all weights, of a bfloat16 policy beside those of
+                its masters
     optimiser   gradients and moments
     saving      on a CPU, with adapters: the merged weights in float32
 
 The KV pool is given back between a rollout and its update on CUDA and kept on a CPU.
-T is the larger of optim.micro_batch_tokens, as far as a step has so many tokens, and of one whole context.
+T counts computed tokens, a group's prompt once where packing computes it once (setting.py: computed_tokens): the larger
+of optim.micro_batch_tokens, as far as an update has so many, and of one whole context.
 
 With several GPUs weights, masters, gradients, moments and the reference are divided among them (FSDP), and a rollout
 needs the weights whole: a gathered copy. A forward or backward gathers two layers at a time.
 
-Deliberately absent: fragmentation; what searches, tokenizers and judges take; Python itself.
+Deliberately absent: fragmentation; what searches, tokenizers and judges take; what is imported.
 """
 
 from dataclasses import dataclass
@@ -49,6 +51,8 @@ from thresher.policy.config import ModelConfig
 
 # The CUDA context, libraries and their workspaces, and code of kernels: an assumption, for no GPU was measured.
 CUDA_CONTEXT = 1_000_000_000
+# What a process on a CPU keeps beyond its tensors once it has rolled out, whatever the model: measured, docs/scale.md.
+CPU_PROCESS = 40 * 2**20
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2 * (1 + FP32 / 256)}  # both, of a weight; 8 bit: a scale for 256
 PARTS = (
     "weights",
@@ -136,8 +140,9 @@ def states(config: ModelConfig, s: PlanSetting) -> States:
 
 
 def micro_batch(s: PlanSetting) -> tuple[int, bool]:
-    """(tokens of the largest micro-batch, whether an update has several)."""
-    of_update = s.samples_of_update * s.length
+    """(computed tokens of the largest micro-batch, whether an update has several): the budget, for trajectories of any
+    length may fill it up, or all that an update has."""
+    of_update = s.groups_of_update * s.computed_tokens
     tokens = max(min(s.micro_batch_tokens, of_update), s.length)
     return tokens, of_update > tokens
 
@@ -176,13 +181,14 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
         base["CUDA context"] = CUDA_CONTEXT
     found = {"loading": base | ({} if s.cuda else {"working memory": FP32 * all_weights(config)})}
     if not s.cuda:
-        base["KV pool"] = wanted
+        base |= {"KV pool": wanted, "working memory": CPU_PROCESS}
     before = dict(base)
     if s.steps * s.updates * s.epochs > 1:
         before["moments"] = kept.moments
     rows = min(FORWARD_ROWS, s.samples * s.length)
     gathered = s.item * all_weights(config) if s.gpus > 1 else 0
-    rollout = before | {"working memory": rows * forward_bytes(config, s), "gathered copy": gathered}
+    forward = rows * forward_bytes(config, s)
+    rollout = before | {"working memory": before["working memory"] + forward, "gathered copy": gathered}
     if s.cuda:
         free = (memory or 0) - sum(rollout.values()) + rollout["working memory"]
         rollout["KV pool"] = wanted if memory is None else min(wanted, max(int(KV_SHARE * free), least))
@@ -193,7 +199,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
         "gradients": kept.master_gradients,
     }
     if s.adapters is not None and not s.cuda:
-        merged = FP32 * all_weights(config)
+        merged = base["working memory"] + FP32 * all_weights(config)
         found["saving"] = base | {"moments": kept.moments, "working memory": merged}
     return Demand(found, kept.host if s.cuda else {})
 
@@ -202,9 +208,7 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
     """The phases of a micro-batch: the second one, where there are several, for it finds gradients."""
     tokens, several = micro_batch(s)
     activations = tokens * activation_bytes(config, s, checkpointed)
-    # Where a group's prompt is computed once, as many tokens hold more trajectories.
-    computed = s.length - s.shared_prompt + s.shared_prompt / s.group if s.share_rows else s.length
-    in_loss = max(min(int(tokens * s.sampled / computed), s.samples_of_update * s.sampled), 1)
+    in_loss = max(min(tokens / s.computed_tokens, s.groups_of_update) * s.group * s.sampled, 1)
     trains_head = s.adapters is None
     head = FP32 * head_weights(config)
     gradients = kept.master_gradients if several else head if trains_head else 0
@@ -216,21 +220,24 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
         gradients += head if several and trains_head and "gradients" not in kept.host else 0
     now = before | layers | {"gradients": gradients}
     largest = s.item * max(map(prod, parameter_shapes(config))) if trains_head else 0
-    working = tokens * backward_bytes(config, s) + (largest if several else 0)
-    last = tokens * layer_bytes(config, s)
+    own, in_layer = before["working memory"], tokens * backward_bytes(config, s)
+    working = own + in_layer + (largest if several else 0)
     found = {
-        "loss": now | {"activations": activations, "loss workspace": loss_workspace(config, s, in_loss)},
+        "loss": now | {"activations": activations, "loss workspace": loss_workspace(config, s, int(in_loss))},
         "backward": now | {"activations": activations, "working memory": working},
     }
     if trains_head:
         ending = kept.policy_gradients + (kept.master_gradients if several or not s.has_masters else head)
+        inputs = 2 * s.item * config.hidden_size if checkpointed else 0
+        # While the last layer's activations get their gradients, its weights have none yet, but of batches before.
+        missing = s.item * one_layer(config) if s.gpus == 1 and (s.has_masters or not several) else 0
         found["gradients"] = (
             before
             | layers
             | {
                 "gradients": ending,
-                "activations": last,
-                "working memory": s.item * head_weights(config),
+                "activations": tokens * (layer_bytes(config, s) + inputs),
+                "working memory": own + max(s.item * head_weights(config), in_layer - missing),
             }
         )
     return found

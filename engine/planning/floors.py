@@ -1,7 +1,7 @@
 """The least time that a decode step and an update can take on a chip, and what is predicted of them.
 
-A part of the work takes its arithmetic at the chip's peak or its memory traffic at its bandwidth, whichever is longer.
-Parts follow one another, so their times are added. Symbols: W weights of the layers, V H those of the head, N all that
+A kind of work costs arithmetic at the chip's peak or memory traffic at its bandwidth, whichever takes longer. One kind
+follows another, so their times are added. Symbols: W weights of the layers, V H those of the head, N all that
 are trained, B sequences, C context of one, L layers, Q width of the queries, t bytes of a token's keys and values in
 bfloat16.
 
@@ -24,7 +24,7 @@ adapters, which are left out as their products are.
 The predictions. A decode step is expected to reach these shares of its floor: 65% at 7B and 50% at 1.5B where nothing
 is shared, 55% and 45% with a shared prefix. They are aims, set for an H200 and B = 256; other sizes are interpolated in
 log(W + V H). Slower chips hide more of the fixed costs of a step, and should exceed the aims. An update is expected
-to run each part at its share in `UPDATE_SHARES`, and
+to run each kind at its share in `UPDATE_SHARES`, and
 
     MFU = (layers + attention + loss) / (predicted seconds x peak)      the reference's work does not count
 
@@ -32,7 +32,7 @@ bench/rollout/floor.py has the floor of a whole rollout on the machine that it r
 there; here are single steps in bfloat16 on chips that are not there.
 
 Deliberately absent: norms, rotations and sampling (fused, they add no traffic to speak of), activations' traffic,
-gaps between launches and the host, links between GPUs.
+gaps between launches and the host, links between GPUs (links.py).
 """
 
 import math
@@ -52,7 +52,7 @@ from thresher.policy.config import ModelConfig
 # Of the floor, of a decode step: (weights of 1.5B, share there), (weights of 7B, share there).
 UNSHARED_SHARES = ((1.54e9, 0.50), (7.07e9, 0.65))
 SHARED_SHARES = ((1.54e9, 0.45), (7.07e9, 0.55))
-# Of its own floor, of a part of an update. layers: matmuls, with the elementwise kernels between them.
+# Of its own floor, of a kind of an update's work. layers: matmuls, with the elementwise kernels between them.
 UPDATE_SHARES = {"layers": 0.60, "attention": 0.45, "loss": 0.50, "reference": 0.60, "optimiser": 0.80}
 ADAMW_BYTES = 30  # a weight: read master, gradient and moments, 16; write master, moments and the bfloat16 copy, 14
 STATE_BYTES = 22  # a weight: bfloat16 copy and gradient 4, master 4, gradient 4, moments 8, reference 2
@@ -70,7 +70,7 @@ class DeviceRates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A part of the work."""
+    """What a kind of work takes."""
 
     name: str
     flops: float
@@ -101,21 +101,21 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateShape:
-    """trajectories of `length` tokens, `sampled` of them by the policy. full: all weights are trained, else adapters,
-    whose own work is left out. reference: whether there is one."""
+    """trajectories of `length` tokens, `sampled` of them by the policy; both may be means. full: all weights are
+    trained, else adapters, whose own work is left out. reference: whether there is one."""
 
-    trajectories: int = 256
+    trajectories: float = 256
     length: int = 1500
-    sampled: int = 300
+    sampled: float = 300
     full: bool = True
     reference: bool = True
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         return self.trajectories * self.length
 
 
-def decode_parts(config: ModelConfig, shape: DecodeShape) -> tuple[Cost, ...]:
+def decode_costs(config: ModelConfig, shape: DecodeShape) -> tuple[Cost, ...]:
     """The work of one step."""
     weights = layer_weights(config) + head_weights(config)
     scores = config.num_hidden_layers * query_width(config) * shape.context * shape.batch
@@ -125,7 +125,7 @@ def decode_parts(config: ModelConfig, shape: DecodeShape) -> tuple[Cost, ...]:
     )
 
 
-def update_parts(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
+def update_costs(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
     """The work of one update, a token."""
     layers, head = layer_weights(config), head_weights(config) * shape.sampled / shape.length
     attention = 4 * config.num_hidden_layers * query_width(config) * shape.length / 2
@@ -139,8 +139,8 @@ def update_parts(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
     )
 
 
-def floor_s(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
-    return sum(part.seconds(chip) for part in parts)
+def floor_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
+    return sum(cost.seconds(chip) for cost in costs)
 
 
 def decode_share(config: ModelConfig, shape: DecodeShape) -> float:
@@ -151,20 +151,20 @@ def decode_share(config: ModelConfig, shape: DecodeShape) -> float:
     return min(max(share, LOWEST_SHARE), high)
 
 
-def predicted_update_s(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
-    return sum(part.seconds(chip) / UPDATE_SHARES[part.name] for part in parts)
+def predicted_update_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
+    return sum(cost.seconds(chip) / UPDATE_SHARES[cost.name] for cost in costs)
 
 
-def predicted_mfu(parts: tuple[Cost, ...], chip: DeviceRates) -> float:
-    """Of an update's parts: model flops a second, as a share of peak."""
-    useful = sum(part.flops for part in parts if part.name != "reference")
-    return useful / predicted_update_s(parts, chip) / chip.flops_per_s
+def predicted_mfu(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
+    """Of an update's costs: model flops a second, as a share of peak."""
+    useful = sum(cost.flops for cost in costs if cost.name != "reference")
+    return useful / predicted_update_s(costs, chip) / chip.flops_per_s
 
 
 def decode_bytes(config: ModelConfig, shape: DecodeShape) -> float:
     """Memory that a decode step's weights, keys and values take."""
     embedding = trained_weights(config) - layer_weights(config) - head_weights(config)
-    return sum(part.bytes for part in decode_parts(config, shape)) + BF16 * embedding
+    return sum(cost.bytes for cost in decode_costs(config, shape)) + BF16 * embedding
 
 
 def state_bytes(config: ModelConfig) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.planning.demand import Demand, demand, kv_token_bytes, kv_tokens
 from thresher.engine.planning.floors import DeviceRates
-from thresher.engine.planning.seconds import seconds_per_step
+from thresher.engine.planning.seconds import link_rate, seconds_per_step
 from thresher.engine.planning.setting import Change, Place, PlanSetting, read_setting, switches
 from thresher.policy.config import ModelConfig
 
@@ -30,7 +30,8 @@ class Plan:
     """Bytes of one GPU. total_bytes and parts: of the phase that needs most, `peak`; phases: of each. fits: None
     where no memory was named. checkpointed: whether activations are computed anew; reference: where its copy lies,
     "device" or "cpu", None where there is none. Both as the plan chose where the recipe says "auto". host: parts beside
-    a GPU, in the machine's memory. seconds: {"rollout", "update"}, predicted, where rates were given."""
+    a GPU, in the machine's memory. seconds: {"rollout", "update"}, predicted, where rates were given. links: bytes a
+    second that a GPU sends to the others in them, None where that is not counted."""
 
     total_bytes: int
     parts: dict[str, int]
@@ -45,6 +46,7 @@ class Plan:
     largest: dict[str, int] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
     seconds: dict[str, float] | None = None
+    links: float | None = None
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -96,6 +98,7 @@ def plan(
         largest=largest,
         advice=advice,
         seconds=None if rates is None else seconds_per_step(config, setting, rates, checkpointed),
+        links=None if rates is None else link_rate(rates, gpus),
     )
 
 
@@ -160,10 +163,10 @@ def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]
 
 
 def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
-    """The largest micro-batch that fits, in tokens: no less than a context takes, no more than a step has."""
-    in_step = max(setting.samples_of_update, 1) * setting.length
+    """The largest micro-batch that fits, in tokens: no less than a context takes, no more than an update has."""
+    of_update = max(setting.groups_of_update * setting.computed_tokens, setting.length)
     return _last(
-        lambda tokens: _fits(config, replace(setting, micro_batch_tokens=tokens), memory), setting.length, in_step
+        lambda tokens: _fits(config, replace(setting, micro_batch_tokens=tokens), memory), setting.length, of_update
     )
 
 

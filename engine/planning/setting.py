@@ -1,11 +1,24 @@
-"""What of a recipe decides its memory, in one flat record that can be varied."""
+"""What of a recipe decides its memory, in one flat record that can be varied.
+
+How long a trajectory is. Its context has `length` tokens at most; of these the policy writes `sampled` at most, and its
+searches bring `searched`, but for the tags around them. What is left is the prompt, which all samples of a question
+begin with: that is certain. What else they may have in common (a turn that coincides; the words before the question,
+which groups may share too) is not counted.
+
+    own = min(sampled + searched, length - 1)     prompt = length - own
+
+A shorter prompt makes a smaller group, but for one that is not quite worth sharing (packing/prefix_trie.py). On CUDA
+the libraries that can share (kernels/attention/backends/parts.py) serve bfloat16.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.packing.prefix_trie import group_tokens, worth_sharing
 from thresher.engine.planning.sizes import BF16, FP32
+from thresher.engine.systems import load_system
 
 Place = Literal["auto", "device", "cpu"]
 
@@ -13,10 +26,9 @@ Place = Literal["auto", "device", "cpu"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSetting:
     """item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: where the
-    frozen copy lies, "device", "cpu" or "auto". checkpoint_activations: "on", "off" or "auto". share_rows: whether the
-    update computes a common beginning once. samples, length, sampled: of a step, and the longest that a trajectory may
-    be, and how much of it the policy may write. offload: what lies on the CPU, "none", "moments" or "masters" (moments,
-    too)."""
+    frozen copy lies, "device", "cpu" or "auto". checkpoint_activations: "on", "off" or "auto". offload: what lies on
+    the CPU, "none", "moments" or "masters" (moments, too). share_rows: whether the update computes a common beginning
+    once. length, sampled, searched: tokens of a trajectory, at most, as above."""
 
     cuda: bool
     item: int
@@ -32,10 +44,9 @@ class PlanSetting:
     share_prefix: bool
     group: int
     questions: int
-    turns: int
-    passage_tokens: int
     length: int
     sampled: int
+    searched: int
     running: int
     kv_tokens: int | None
     page_size: int
@@ -46,14 +57,39 @@ class PlanSetting:
     gpus: int
 
     @property
-    def samples(self) -> int:
-        """Of a step, on one GPU."""
-        return -(-self.questions * self.group // self.gpus)
+    def groups(self) -> int:
+        """Of a step, on one GPU, which has them whole."""
+        return -(-self.questions // self.gpus)
 
     @property
-    def samples_of_update(self) -> int:
-        groups = -(-self.questions // self.updates)
-        return -(-groups * self.group // self.gpus)
+    def samples(self) -> int:
+        return self.groups * self.group
+
+    @property
+    def groups_of_update(self) -> int:
+        return -(-self.groups // self.updates)
+
+    @property
+    def own(self) -> int:
+        """Tokens of a sample that no other of its group need have, at most."""
+        return min(self.sampled + self.searched, self.length - 1)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens that a group's samples begin with, where their own are as many as can be."""
+        return self.length - self.own
+
+    @property
+    def prompt_once(self) -> bool:
+        """Whether an update computes a group's prompt once."""
+        return self.share_rows and worth_sharing(self.prompt, self.own, self.group)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of a group in an update, at most."""
+        if self.share_rows:
+            return group_tokens(self.prompt, self.own, self.group)
+        return self.group * self.length
 
     @property
     def frozen_copy(self) -> bool:
@@ -76,20 +112,17 @@ class PlanSetting:
             for value in recomputed:
                 yield replace(self, reference=reference, checkpoint_activations=value)
 
-    @property
-    def shared_prompt(self) -> int:
-        """Tokens that a group's samples begin with, as far as the limits tell: what is left of the context when the
-        policy has written all and every search but the last was answered in full."""
-        return max(self.length - self.sampled - (self.turns - 1) * self.passage_tokens, 1)
-
 
 def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
-    """The record of a recipe."""
+    """The record of a recipe that its system's preset has filled."""
     rollout, optim = recipe.rollout, recipe.optim
-    lora = recipe.lora
+    lora, system = recipe.lora, recipe.system
+    cuda, item = recipe.model.device == "cuda", BF16 if recipe.model.dtype == "bfloat16" else FP32
+    searches = rollout.max_turns - 1 if system is None or load_system(system.name, system.options).searches else 0
+    written = min(rollout.max_policy_tokens or rollout.max_context, rollout.max_turns * rollout.max_turn_tokens)
     return PlanSetting(
-        cuda=recipe.model.device == "cuda",
-        item=BF16 if recipe.model.dtype == "bfloat16" else FP32,
+        cuda=cuda,
+        item=item,
         adapters=None if lora is None else (lora.rank, tuple(lora.targets)),
         beta=recipe.grpo.beta > 0,
         reference=recipe.grpo.reference,
@@ -98,14 +131,13 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
         checkpoint_activations=optim.checkpoint_activations,
         moments=optim.moments,
         offload=optim.offload,
-        share_rows=optim.share_prefix,
+        share_rows=optim.share_prefix and (not cuda or (item == BF16 and optim.attention != "xformers")),
         share_prefix=rollout.share_prefix,
         group=rollout.group_size,
         questions=rollout.questions_per_step,
-        turns=rollout.max_turns,
-        passage_tokens=rollout.max_passage_tokens,
         length=rollout.max_context,
-        sampled=min(rollout.max_policy_tokens or rollout.max_context, rollout.max_context),
+        sampled=min(written, rollout.max_context),
+        searched=searches * rollout.max_passage_tokens,
         running=rollout.max_running,
         kv_tokens=rollout.kv_tokens,
         page_size=rollout.page_size,

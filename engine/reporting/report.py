@@ -277,12 +277,13 @@ def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.retrieval:
         facts.append(("Retrieval", _retrieval(recipe.retrieval)))
     steps = grpo.updates_per_batch * grpo.epochs_per_batch
+    turns = f"{rollout.max_turns} turn{'s' if rollout.max_turns > 1 else ''}"
     kl = f"KL {grpo.beta:g} × {grpo.kl_value}" if grpo.beta > 0 else "no KL"
     facts += [
         (
             "Step",
             f"{rollout.questions_per_step} questions × {rollout.group_size} samples at temperature"
-            f" {rollout.temperature:g}, at most {rollout.max_turns} turns and {rollout.max_context:,} tokens each",
+            f" {rollout.temperature:g}, at most {turns} and {rollout.max_context:,} tokens each",
         ),
         (
             "Objective",

@@ -61,6 +61,7 @@ def system(options: Options) -> System:
             "rollout": {
                 "group_size": 7,
                 "questions_per_step": 256,
+                "max_turns": 1,
                 "max_turn_tokens": 256,
                 "max_context": 4096,
                 "max_passage_tokens": 3072,

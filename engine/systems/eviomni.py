@@ -110,6 +110,7 @@ def system(options: Options) -> System:
             "retrieval": {"k": 5},
             "rollout": {
                 "group_size": 8,
+                "max_turns": 2,
                 "max_turn_tokens": 640,
                 "max_policy_tokens": 768,
                 "max_context": 3072,

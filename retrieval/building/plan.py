@@ -28,7 +28,6 @@ Encoding the passages comes first and is mostly the longest; it is estimated onl
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,11 +127,6 @@ def advice(passages: int, dim: int, memory: int) -> str:
     except UserError as error:
         return str(error)
     return f"build {name} (--kind {name}, or --memory): {reason}"
-
-
-def own_memory() -> int:
-    """Bytes of RAM in this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _plan_one(

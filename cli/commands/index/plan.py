@@ -40,14 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from thresher.engine.machine import cpu_memory
     from thresher.policy.files import atomic_write_text
     from thresher.retrieval.building.calibrate import SAMPLE, Calibration, disk_rate, encode_rate
-    from thresher.retrieval.building.plan import ALL, WORDS, advice, own_memory, plan
+    from thresher.retrieval.building.plan import ALL, WORDS, advice, plan
     from thresher.retrieval.indexes.kinds import parse_memory, show_bytes
 
     words = all(kind == WORDS for kind in options.kind or [ALL])
     _check_flags(options, words)
-    memory = own_memory() if options.memory is None else parse_memory(options.memory)
+    memory = cpu_memory()[0] if options.memory is None else parse_memory(options.memory)
     dim, encoded = options.dim or 768, None
     if options.encoder is not None:
         from thresher.retrieval.encoders.learned import load_encoder

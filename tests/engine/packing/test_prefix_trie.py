@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.engine.packing import prefix_trie
-from thresher.engine.packing.prefix_trie import PrefixTrie, build_trie, common, cut_group, in_order, shared_groups
+from thresher.engine.packing.prefix_trie import (
+    PrefixTrie,
+    build_trie,
+    common,
+    cut_group,
+    group_tokens,
+    in_order,
+    shared_groups,
+    worth_sharing,
+)
 
 Sequences = list[list[int]]
 
@@ -128,6 +137,19 @@ def test_what_is_worth_it(prompt: int, completion: int, members: int, shared: bo
     assert shared_groups(given_sequences) == ([range(members)] if shared else [])
     expected = prompt * (1 if shared else members) + members * completion
     assert len(build_trie(given_sequences).ids) == expected
+
+
+@given(st.integers(1, 150), st.integers(0, 60), st.integers(1, 9))
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_tokens_of_a_group_are_what_is_computed(prompt: int, own: int, members: int) -> None:
+    """Of prompts of any length up to the longest the most; whether the longest is shared is what is chosen."""
+
+    def computed(common_tokens: int) -> int:
+        group = [list(range(common_tokens)) + [1000 * (m + 1) + n for n in range(own)] for m in range(members)]
+        return len(build_trie(group).ids)
+
+    assert group_tokens(prompt, own, members) == max(computed(n) for n in range(1, prompt + 1))
+    assert worth_sharing(prompt, own, members) is (members > 1 and computed(prompt) < members * (prompt + own))
 
 
 @given(sequences(most=12), st.integers(1, 40))

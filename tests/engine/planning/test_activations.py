@@ -9,24 +9,30 @@ from model_cases import make_config
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.planning.activations import activation_bytes, layer_bytes
-from thresher.engine.planning.setting import read_setting
+from thresher.engine.planning.setting import PlanSetting, read_setting
+from thresher.kernels.attention.prefix import PrefixForest
 from thresher.kernels.attention.varlen import Varlen
 from thresher.policy.config import ModelConfig
 from thresher.policy.lora import add_lora
 from thresher.policy.model import init_policy
 
 TOKENS, SEQUENCES, RANK = 48, 3, 5
+# Of TOKENS tokens: sequences by themselves, and two that begin with half of them.
+LAYOUTS = {
+    False: lambda: Varlen([TOKENS // SEQUENCES] * SEQUENCES),
+    True: lambda: PrefixForest([TOKENS // 2, TOKENS // 4, TOKENS // 4], [-1, 0, 0]),
+}
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-def saved_bytes(config: ModelConfig, dtype: torch.dtype, targets: tuple[str, ...] | None) -> float:
+def saved_bytes(config: ModelConfig, dtype: torch.dtype, targets: tuple[str, ...] | None, shared: bool) -> float:
     """Bytes a token of the storages that a forward saves, parameters and what is made of them alone left out."""
     policy = init_policy(config, 0).to(dtype)
     policy.requires_grad_(True)
     if targets is not None:
         add_lora(policy, rank=RANK, alpha=8.0, targets=targets)
     parameters = {x.untyped_storage().data_ptr() for x in policy.parameters()}
-    layout, kept = Varlen([TOKENS // SEQUENCES] * SEQUENCES), {}
+    layout, kept = LAYOUTS[shared](), {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         key = x.untyped_storage().data_ptr()
@@ -41,23 +47,33 @@ def saved_bytes(config: ModelConfig, dtype: torch.dtype, targets: tuple[str, ...
     return sum(kept.values()) / TOKENS
 
 
-def setting_of(dtype: torch.dtype, targets: tuple[str, ...] | None, device: str = "cpu") -> Any:
-    table: dict[str, Any] = {"model": {"path": "m", "dtype": str(dtype)[6:], "device": device}}
+def setting_of(
+    dtype: torch.dtype, targets: tuple[str, ...] | None, device: str = "cpu", shared: bool = False
+) -> PlanSetting:
+    """shared: prompts of a thousand tokens, once for eight samples."""
+    table: dict[str, Any] = {
+        "model": {"path": "m", "dtype": str(dtype)[6:], "device": device},
+        "rollout": {"max_context": 1032, "max_policy_tokens": 32, "max_turns": 1},
+        "optim": {"share_prefix": shared},
+    }
     if targets is not None:
         table["lora"] = {"rank": RANK, "targets": list(targets)}
-    return read_setting(from_dict(Recipe, table, "test"))
+    setting = read_setting(from_dict(Recipe, table, "test"))
+    assert setting.prompt_once is shared
+    return setting
 
 
 @pytest.mark.parametrize("targets", [None, ALL, ("q", "v"), ("v", "o", "down")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_formula_is_what_torch_saves(dtype: torch.dtype, targets: tuple[str, ...] | None) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_the_formula_is_what_torch_saves(dtype: torch.dtype, targets: tuple[str, ...] | None, shared: bool) -> None:
     """To the byte, with grouped queries, three layers, and widths that no two axes share."""
     config = make_config(
         num_hidden_layers=3, hidden_size=56, intermediate_size=104, num_attention_heads=14, num_key_value_heads=2
     )
-    setting = setting_of(dtype, targets)
+    setting = setting_of(dtype, targets, shared=shared)
     expected = activation_bytes(config, setting, checkpointed=False)
-    assert saved_bytes(config, dtype, targets) == expected
+    assert saved_bytes(config, dtype, targets, shared) == expected
 
 
 def test_a_layer_on_a_gpu_by_hand() -> None:

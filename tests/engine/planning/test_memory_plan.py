@@ -13,6 +13,7 @@ from thresher.bench.roofline.models import MODELS
 from thresher.cli import main as cli
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
+from thresher.engine.machine import cpu_memory
 from thresher.engine.planning import check
 from thresher.engine.planning.check import check_memory
 from thresher.engine.planning.chips import CHIPS
@@ -359,7 +360,7 @@ def test_on_a_gpu_auto_is_decided_by_what_is_free(
 
 
 def test_this_machine_has_memory() -> None:
-    total, available = check.cpu_memory()
+    total, available = cpu_memory()
     assert 0 < available <= total
 
 

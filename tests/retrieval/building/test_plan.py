@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from thresher.cli import main as cli
+from thresher.engine.machine import cpu_memory
 from thresher.retrieval.building import calibrate, calibrate_words
 from thresher.retrieval.building.calibrate import (
     Calibration,
@@ -23,7 +24,7 @@ from thresher.retrieval.building.calibrate import (
     synthetic_vectors,
 )
 from thresher.retrieval.building.calibrate_words import Growth, WordRates, made_up, measure_words
-from thresher.retrieval.building.plan import COLUMNS, LAWS, advice, own_memory, plan, show_seconds, usual_kinds
+from thresher.retrieval.building.plan import COLUMNS, LAWS, advice, plan, show_seconds, usual_kinds
 from thresher.retrieval.indexes.bm25 import build_bm25
 from thresher.retrieval.indexes.graph import Graph
 from thresher.retrieval.indexes.kind import PROCESS_BYTES
@@ -284,7 +285,7 @@ def test_a_calibration_measures_each_rate_once(small: Calibration, measure: Call
 
 
 def test_a_plan_of_this_machine(small: Calibration):
-    rows = plan(10**6, 32, ["all", "IVF1024,PQ8"], own_memory(), small, disk_rate("."))
+    rows = plan(10**6, 32, ["all", "IVF1024,PQ8"], cpu_memory()[0], small, disk_rate("."))
     for row in rows:
         assert math.isfinite(row.build_seconds) and row.build_seconds > 0
         assert 0 < row.one_seconds < math.inf and 0 < row.batch_seconds < math.inf
@@ -293,7 +294,7 @@ def test_a_plan_of_this_machine(small: Calibration):
 
 def test_a_kind_without_a_law_is_measured_small_and_grows_with_the_passages(small: Calibration, monkeypatch):
     monkeypatch.delitem(LAWS, Graph)
-    once, twice = (plan(count, 32, ["HNSW8_SQ8"], own_memory(), small, 1e30)[0] for count in (10**8, 2 * 10**8))
+    once, twice = (plan(count, 32, ["HNSW8_SQ8"], cpu_memory()[0], small, 1e30)[0] for count in (10**8, 2 * 10**8))
     assert once.effort == "-" and once.recall == "at build"
     assert math.isclose(twice.one_seconds, 2 * once.one_seconds) and once.one_seconds > 0
     assert math.isclose(twice.build_seconds, 2 * once.build_seconds) and once.build_seconds > 0
