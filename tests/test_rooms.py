@@ -22,7 +22,7 @@ ROOMS = (
     ("retrieval/datasets", "retrieval/vectors"),
     ("retrieval/indexes",),
     ("retrieval/building", "retrieval/serving"),
-    ("engine/config", "engine/console.py", "engine/episode.py", "engine/threads.py"),
+    ("engine/config", "engine/console.py", "engine/episode.py", "engine/interrupt.py", "engine/threads.py"),
     ("engine/decoding/cache", "engine/optim"),
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
     ("engine/baselines", "engine/reporting", "engine/rollout", "engine/scoring"),

@@ -195,6 +195,18 @@ class RunFolder:
             atomic_write_bytes(self.metrics_file, data)
 
 
+def saved_so_far(path: str | Path) -> str | None:
+    """What a run folder keeps of a run that was interrupted, in words; None where there is no folder yet."""
+    run = RunFolder(Path(path))
+    if not run.recipe_file.is_file():
+        return None
+    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
+    last = max((step for folder in folders if (step := step_of(folder.name)) is not None), default=0)
+    if last == 0:
+        return f"{path} has no checkpoint yet, and --resume begins with step 1"
+    return f"{path} keeps all up to step {last}, and --resume goes on from there"
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, or of a run folder's; an absent file has none.
 

@@ -170,11 +170,13 @@ class Updater:
         self.masters = self._trained_weights()
         self.partial = choose_sharing(optim, policy)
         self.optimizer = make_optimizer(master, optim, optim.lr)
+        self.begun = 0  # optimiser steps, since this was made
 
     def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
         """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0; it
         sets the learning rate. Returns what happened."""
         started = time.perf_counter()
+        self.begun += 1
         stats = UpdateStats()
         batches = self._batches(items)
         lacking = self._lacking(len(batches))
