@@ -104,7 +104,7 @@ def interrupted(words: Sequence[str], kept: str | None, flag: str) -> str:
     if kept is not None and flag and flag not in again:
         again.append(flag)
     started = "torchrun as before, and" if "TORCHELASTIC_RUN_ID" in os.environ else "thresher"
-    what = "nothing is kept of what was not finished; begin again" if kept is None else f"{kept}; go on"
+    what = "nothing is kept of what was not finished; begin again" if kept is None else f"{kept}; go on from there"
     return f"interrupted; {what} with: {started} {shlex.join(again)}"
 
 

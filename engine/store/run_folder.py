@@ -202,9 +202,7 @@ def saved_so_far(path: str | Path) -> str | None:
         return None
     folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
     last = max((step for folder in folders if (step := step_of(folder.name)) is not None), default=0)
-    if last == 0:
-        return f"{path} has no checkpoint yet, and --resume begins with step 1"
-    return f"{path} keeps all up to step {last}, and --resume goes on from there"
+    return f"{path} is saved up to step {last}" if last else f"{path} has finished no step yet"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
