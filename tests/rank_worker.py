@@ -4,8 +4,8 @@
     torchrun rank_worker.py WHAT train ...     `thresher train ...`, in which rank 1 comes to WHAT in step 2
 
 SCENARIOS: JSON, a list of {"ranks", "port", "recipe", "out", "resume", "mine": {rank: overrides}, "from": a run to copy
-to `out` without its checkpoint of step 2, "interrupted": the rank that gets SIGTERM in its third rollout}. A process whose rank is not below "ranks" sits a scenario out. What one
-raises is written to OUT.RANK.error.
+to `out` without its checkpoint of step 2, "interrupted": the rank that gets SIGTERM in its third rollout}.
+A process whose rank is not below "ranks" sits a scenario out. What one raises is written to OUT.RANK.error.
 """
 
 import json

@@ -189,7 +189,7 @@ class Endpoint:
         if not requests:
             return {}
         called_off = threading.Event()
-        with Background[str](self._concurrency) as threads:
+        with Background[str](self._concurrency, "endpoint") as threads:
             asked = {
                 key: threads.submit(partial(self._ask, key, request, usable, called_off))
                 for key, request in requests.items()

@@ -14,9 +14,9 @@ class Background(Generic[T]):
     interrupted leaves at once: what is being called goes on alone, and what was yet to be called is not. A
     ThreadPoolExecutor would be waited for, here and when the program ends."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, name: str = "background") -> None:
         self._calls: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
-        self._most = threads
+        self._most, self._name = threads, name
         self._threads: list[Thread] = []
         self._over = False
 
@@ -33,7 +33,7 @@ class Background(Generic[T]):
         future: Future[T] = Future()
         self._calls.put((future, call))
         if len(self._threads) < self._most:
-            self._threads.append(Thread(target=self._work, daemon=True))
+            self._threads.append(Thread(target=self._work, name=self._name, daemon=True))
             self._threads[-1].start()
         return future
 
