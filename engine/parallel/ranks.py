@@ -18,7 +18,7 @@ Deliberately absent: a rank that joins or is replaced during a run; to go on wit
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -136,7 +136,8 @@ def joined() -> Iterator[Ranks]:
         raise SystemExit(error.status if isinstance(error, Interrupted) else 130) from None
     except Exception as error:
         if not _fails_first(store, ranks):
-            time.sleep(_LAST_WORDS)
+            with suppress(KeyboardInterrupt):  # torchrun ends those that are left
+                time.sleep(_LAST_WORDS)
             raise SystemExit(1) from None
         reason = UserError(_lost(error)) if _is_lost_connection(error) else error
         _record(reason)
