@@ -97,15 +97,17 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
 
 def interrupted(words: Sequence[str], kept: str | None, flag: str) -> str:
     """What is said of an interrupted command: what it keeps, and what to type. `--from STEP` is for going back once."""
+    from thresher.engine import interrupt
+
     again = list(words)
     for place, word in reversed(list(enumerate(again))):
         if flag and (word == "--from" or word.startswith("--from=")):
             del again[place : place + (2 if word == "--from" else 1)]
     if kept is not None and flag and flag not in again:
         again.append(flag)
-    started = "torchrun as before, and" if "TORCHELASTIC_RUN_ID" in os.environ else "thresher"
+    how = "by torchrun, as before, of" if interrupt.under_torchrun() else "with"
     what = "nothing is kept of what was not finished; begin again" if kept is None else f"{kept}; go on from there"
-    return f"interrupted; {what} with: {started} {shlex.join(again)}"
+    return f"interrupted; {what} {how}: thresher {shlex.join(again)}"
 
 
 def _unread() -> int:

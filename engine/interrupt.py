@@ -7,7 +7,7 @@
 
 The first signal raises `Interrupted` in the main thread; inside `held` it is noted, and raised where `released` begins
 or where `held` ends. It is raised once. A second Ctrl-C ends the process there and then with status 130. That is a
-kill, which files/ (policy/files.py) and run folders are made for: it leaves temporary files, and nothing that is half
+kill, which files (policy/files.py) and run folders are made for: it leaves temporary files, and nothing that is half
 written under its own name.
 
 torchrun passes Ctrl-C on to ranks that the terminal has interrupted already, and ends after 30 s who goes on; so there
@@ -73,9 +73,14 @@ def handling() -> Iterator[None]:
         _state.noted = _state.first = None
 
 
+def under_torchrun() -> bool:
+    """Whether this process is a rank that torchrun has started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _on_signal(number: int, frame: FrameType | None) -> None:
     if _state.noted is not None:
-        if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+        if number == signal.SIGINT and not under_torchrun():
             if sys.stdout.isatty():
                 os.write(1, SHOW_CURSOR)
             os._exit(Interrupted().status)
@@ -83,7 +88,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     _state.noted = number
     if _state.first is None:
         raise Interrupted(number)
-    os.write(2, f"{signal.Signals(number).name}: {_state.first}; Ctrl-C once more ends at once\n".encode())
+    more = "" if under_torchrun() else "; Ctrl-C once more ends at once"
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{signal.Signals(number).name}: {_state.first}{more}\n".encode())
 
 
 def noted() -> int | None:

@@ -95,7 +95,9 @@ def test_the_command_that_goes_on_goes_back_no_more(monkeypatch: pytest.MonkeyPa
     assert interrupted(words, "kept", "--resume") == ended
     assert interrupted([*words[:5], "--from=2"], "kept", "--resume") == ended
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert "with: torchrun as before, and train r.toml" in interrupted(words, "kept", "--resume")
+    assert "go on from there by torchrun, as before, of: thresher train r.toml" in interrupted(
+        words, "kept", "--resume"
+    )
 
 
 SECOND = """
