@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare_process()
     try:
         status = run(arguments)
-    except KeyboardInterrupt:  # while modules are loaded
-        status = 130
+    except KeyboardInterrupt as error:  # while modules are loaded
+        status = getattr(error, "status", 130)
     sys.exit(status)
 
 

@@ -18,7 +18,6 @@ Deliberately absent: SIGHUP, which ends a process as ever, and signals that the 
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,7 +80,7 @@ def under_torchrun() -> bool:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     if _state.noted is not None:
         if number == signal.SIGINT and not under_torchrun():
-            if sys.stdout.isatty():
+            if os.isatty(1):
                 os.write(1, SHOW_CURSOR)
             os._exit(Interrupted().status)
         return
