@@ -6,8 +6,7 @@ from setuptools import setup
 
 # For the interpreter and the compile checks; beside a CUDA build of torch it is there already, in torch's own version.
 TRITON = "triton>=3.6,<3.10; platform_system == 'Linux' and platform_machine == 'x86_64'"
-# Below 1: retrieval/serving/server.py builds upon its connection, which is not meant to be built upon.
-SERVER = "uvicorn>=0.30,<1"
+SERVER = "aiohttp>=3.10,<4"
 ARROW = "pyarrow>=15"
 ROOT = Path(__file__).resolve().parent
 TOPS = ("kernels", "rewards", "policy", "retrieval", "engine", "bench", "cli", "recipes")
@@ -24,6 +23,8 @@ setup(
     package_data={
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
         "thresher.engine.reporting": ["*.html"],
+        "thresher.engine.reproduction": ["papers/*.toml"],
+        "thresher.engine.watching": ["*.js"],
         "thresher.engine.systems": ["*.txt"],
         "thresher.engine.baselines": ["*.txt"],
     },
@@ -43,6 +44,10 @@ setup(
         "data": [ARROW],
         "cpu": ["faiss-cpu>=1.8"],
         "gpu": ["faiss-gpu>=1.15"],
+        # Trackers, each by the name that `[run] sinks` has.
+        "tensorboard": ["tensorboard>=2.14"],
+        "wandb": ["wandb>=0.17"],
+        "trackio": ["trackio>=0.5"],
         "test": [
             "pytest>=8",
             "hypothesis>=6.100",

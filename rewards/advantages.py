@@ -30,9 +30,9 @@ def group_advantages(
     """Advantages of one group, in the order of its rewards; all exactly 0 where all rewards are equal, so
     for a group of one.
 
-    Training passes the recipe's grpo.std_floor and grpo.sample_std, whose defaults are the recipe's own; the ones
-    here, and `eps`, are for direct calls. `std_floor` 0 switches the floor off. `sample_std=True, std_floor=0,
-    eps=1e-4` is ARENA's code (TRL's form). Sums are rounded once (fsum), so the order of a group does not change a
+    Training passes the recipe's grpo.std_floor, grpo.sample_std and grpo.std_eps, whose defaults are the recipe's own;
+    the ones here are for direct calls. `std_floor` 0 switches the floor off. `sample_std=True, std_floor=0, eps=1e-4`
+    is ARENA's code (TRL's form). Sums are rounded once (fsum), so the order of a group does not change a
     member's advantage by a bit. Raises UserError for an empty group, a reward that is not finite, or a negative
     floor or eps.
     """

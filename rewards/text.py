@@ -6,6 +6,8 @@ They decide most of every reward, so their corners are stated rather than left t
 - A gold of yes or no is found in almost any text, so `contains_answer` never counts it.
 - Punctuation is deleted, not spaced, as in SQuAD's script: "U.S." is "us" and "Paris/London" is one token.
   Only ASCII punctuation counts as such; curly quotes and dashes stay, as they do in the published scores.
+- ARENA's code takes TriviaQA's normalisation instead: punctuation, underscores and the quotes ‘ ’ ´ among it, becomes
+  a space ("New_York" is "new york", "U.S." is "u s", "twenty-one" is "twenty one"). Its F1 knows no yes and no.
 
 `golds` is one acceptable answer or a list of them; the best one counts, and an empty list matches nothing.
 
@@ -27,18 +29,17 @@ Golds = str | Sequence[str]
 YES_NO = frozenset({"yes", "no", "noanswer"})
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-# "arena" spaces the underscore together with the rest: it is in string.punctuation, so no step of its own is
-# needed.
+_SPACED = string.punctuation + "\u2018\u2019\u00b4"
 _PUNCTUATION: dict[str, Mapping[int, int | None]] = {
     "squad": str.maketrans("", "", string.punctuation),
-    "arena": str.maketrans(string.punctuation, " " * len(string.punctuation)),
+    "arena": str.maketrans(_SPACED, " " * len(_SPACED)),
 }
 
 
 def normalize_answer(s: str, variant: Variant = "squad") -> str:
     """Lower case, no ASCII punctuation, no articles (a, an, the), single spaces, no space at the ends.
 
-    "squad" deletes punctuation ("U.S." -> "us"); "arena" turns it, underscores included, into spaces ("u s").
+    "squad" deletes punctuation ("U.S." -> "us"); "arena" turns it, underscores and ‘ ’ ´ included, into spaces ("u s").
     Idempotent. Raises UserError for another variant.
     """
     if variant not in _PUNCTUATION:

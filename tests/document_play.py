@@ -89,6 +89,8 @@ REDUCED = {
     "plan --chip": Row(anywhere=True),
     "plan --measure": Row(ON_CPU),
     "report": Row(writes=("report.html",)),
+    "report --out": Row(),
+    "watch": Row(("--tty",)),
     "demo": Row(
         (
             *sets(sft__steps=2, sft__min_steps=1, sft__gate_every=1, sft__max_restarts=0, sft__batch_size=2),
@@ -96,6 +98,7 @@ REDUCED = {
         ),
         ("report.html", "summary.json", "grpo/summary.json", "warmup/sft.json"),
     ),
+    "reproduce": Row(("--scale", "paper", "--seeds", "1", "--limit", "1", *TRAIN), ("T2.md", "T2.json"), once=True),
     "study kl": Row(("--start", "runs/demo", "--steps", "1", "--seeds", "0"), ("kl.json", "training.png"), once=True),
     "study mask": Row(("--limit", "2", "--repeats", "1"), ("mask.json", "mask.png"), once=True),
     "study systems": Row(
@@ -129,7 +132,7 @@ REDUCED = {
     "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
-FLAGS_OF_THEIR_OWN = ("--resume", "--model", "--chip", "--measure")
+FLAGS_OF_THEIR_OWN = ("--resume", "--model", "--chip", "--measure", "--out")
 
 
 @dataclass
@@ -273,11 +276,9 @@ def refused(step: Command, words: list[str]) -> None:
 def expected(parsed: dict[str, object], row: Row) -> list[Path]:
     """What the command has to leave behind."""
     named = [Path(str(parsed[key])) for key in ("out", "corpus", "plot") if parsed.get(key)]
-    out = Path(str(parsed.get("out") or parsed.get("run")))
-    return [
-        *named,
-        *(Path(os.path.normpath(out / name)) for name in row.writes if parsed.get("out") or parsed.get("run")),
-    ]
+    runs = parsed.get("runs")
+    out = parsed.get("out") or (runs[0] if isinstance(runs, list) else None)
+    return [*named, *(Path(os.path.normpath(Path(str(out)) / name)) for name in row.writes if out)]
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,14 @@
-"""What the tests of the report share: the records of steps and evaluations, trajectories, and a chart's settings."""
+"""What the tests of the report share: a run folder, the records of steps and evaluations, trajectories, a page read."""
 
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.tables import from_dict
+from thresher.engine.store.run_folder import RunFolder
+
+VOID = {"meta", "img", "br", "wbr"}
 CHARTS: dict[str, Any] = {"kl_value": "k2", "beta": 0.02, "max_grad_norm": 1.0, "groups": 4}
 
 
@@ -65,3 +72,47 @@ def trajectory(name: str, right: bool, searches: int = 1, **changes: Any) -> dic
         "answer": "Bel",
     }
     return record | changes
+
+
+def make_run(path: Path, model: str = "nowhere", **sections: dict[str, Any]) -> RunFolder:
+    table = {
+        "model": {"path": model},
+        "data": {"train": "train.jsonl", "dev": "dev.jsonl"},
+        "retrieval": {"index": "index"},
+        "system": {"name": "eval_rar"},
+        "rollout": {"questions_per_step": 4},
+        "run": {"steps": 30, "seed": 7},
+    }
+    run = RunFolder.create(path, from_dict(Recipe, table | sections, "test"))
+    run.close()
+    return run
+
+
+class Page(HTMLParser):
+    """A page's text, the pictures it shows and the elements that are open; fails on a wrong nesting."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.pictures: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag == "img":
+            self.pictures.append(dict(attrs)["src"] or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())

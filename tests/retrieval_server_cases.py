@@ -9,7 +9,8 @@ from typing import Any
 
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
-from thresher.retrieval.serving.server import Served, Server
+from thresher.retrieval.serving.app import Served
+from thresher.retrieval.serving.server import Server
 from thresher.rewards.errors import UserError
 
 SERVED = Served(passages=9, kind="flat", corpus_sha256="ab" * 32, identity="0123456789abcdef")

@@ -17,7 +17,7 @@ PARTS = {
     "search_r1": {"answer"},
     "naive_grpo": {"format", "answer"},
 }
-PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
+PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"], "r1": PARTS["search_r1"]}
 
 LETTERS = {"q": Source.PROMPT, "p": Source.POLICY, "r": Source.RETRIEVED, "f": Source.FEEDBACK}
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from thresher.bench.machine import facts, memory_gib
+from thresher.bench.machine import facts
 from thresher.bench.measure import in_turn, spread
 from thresher.bench.retrieval.build import built
 from thresher.bench.retrieval.curve import CURVE_BATCH, SETTLE_SECONDS, Rotation, follow, settle
@@ -39,6 +39,7 @@ from thresher.bench.retrieval.service import measure_service, unavailable
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, table
+from thresher.engine.machine import memory_gib
 from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.kind import Kind

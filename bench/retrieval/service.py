@@ -35,7 +35,7 @@ SEED = 0
 
 def unavailable() -> str | None:
     """Why there is no server to measure; None where there is one."""
-    return None if find_spec("uvicorn") else "uvicorn is not installed; the extra [serve] brings it"
+    return None if find_spec("aiohttp") else "aiohttp is not installed; the extra [serve] brings it"
 
 
 def measure_service(corpus: str | None, folder: Path, seconds: float, passages: int = PASSAGES) -> list[dict[str, Any]]:

@@ -29,13 +29,14 @@ from typing import Any
 
 import torch
 
-from thresher.bench.machine import checkout, facts
+from thresher.bench.machine import facts
 from thresher.bench.rows import append_rows, check_files
 from thresher.bench.step.ours import Ours
 from thresher.bench.step.report import make_row, read_rows, show
 from thresher.bench.step.setting import Seconds, Steps, make_setting
 from thresher.bench.step.shapes import SHAPES, StepShape
 from thresher.engine.console import console
+from thresher.engine.machine import checkout
 from thresher.engine.packing.batches import Item, pack
 from thresher.engine.threads import threads_for, use_threads
 from thresher.kernels import token_logprobs

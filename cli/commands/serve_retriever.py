@@ -1,6 +1,6 @@
 """`thresher serve-retriever`: its flags, and what a person sees of it.
 
-What a limit is for stands at retrieval/serving/server.py and wire.py.
+What a limit is for stands at retrieval/serving/app.py and wire.py.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LIMITS = (
     ("max-batch", 256, "N", "queries searched at once, from several connections"),
     ("max-wait-ms", 3.0, "MS", "for others to join a search"),
     ("max-waiting", 16_384, "N", "queries; more are refused for now"),
-    ("max-connections", 512, "N", "more are refused for now"),
+    ("max-connections", 512, "N", "whose request is being served; more are refused for now"),
     ("timeout", 60.0, "SECONDS", "for a body to arrive, and for a search"),
 )
 
@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal ends it."""
-    from thresher.retrieval.serving.server import Settings, serve_folder
+    from thresher.retrieval.serving.app import Settings
+    from thresher.retrieval.serving.server import serve_folder
     from thresher.retrieval.serving.wire import Bounds
 
     if options.k > options.max_k:

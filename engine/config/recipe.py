@@ -53,6 +53,7 @@ S = TypeVar("S", bound=Section)
 # though that only at a constant learning rate (OptimSection.depends_on_steps).
 MAY_CHANGE = frozenset(
     {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "run.threads", "run.verify"}
+    | {"run.sinks"}
     | {
         "model.device",
         "rollout.attention",
@@ -126,6 +127,10 @@ class Recipe(Section):
         """Write `to_toml()` to a file, whole or not at all."""
         atomic_write_text(path, self.to_toml())
 
+    def keys(self) -> dict[str, Any]:
+        """Dotted key -> value, of what is set, defaults included."""
+        return dict(_leaves(self.to_dict()))
+
     def digest(self) -> str:
         """SHA-256, in hex, of everything that a resumed run may not change (all but MAY_CHANGE)."""
         return hashlib.sha256(json.dumps(self._fixed(), sort_keys=True).encode()).hexdigest()
@@ -142,7 +147,7 @@ class Recipe(Section):
 
     def _fixed(self) -> dict[str, Any]:
         """Dotted key -> value, of what is set and may not change."""
-        return {key: value for key, value in _leaves(self.to_dict()) if key not in MAY_CHANGE}
+        return {key: value for key, value in self.keys().items() if key not in MAY_CHANGE}
 
 
 def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

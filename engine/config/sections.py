@@ -119,7 +119,8 @@ class GrpoSection(Section):
     aggregation_constant: Annotated[float, Within(1e-3, 1e9)] | None = (
         None  # "constant" divides a trajectory's sum by so many tokens
     )
-    std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor)
+    std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor) + std_eps
+    std_eps: NotNegative = 0.0  # see std_floor; TRL's, and so ARENA's code's, is 1e-4
     sample_std: bool = False  # divide by n - 1 instead of n
     drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
     reference: Literal["auto", "device", "cpu"] = "auto"  # where the reference lies; cpu: layers come one by one
@@ -189,6 +190,11 @@ class RunSection(Section):
     threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch on a CPU; see engine/threads.py
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
     verify: bool = True  # hold checkpoints and indexes against their hashes as they are read
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that get the metrics as well
+
+    def check(self) -> None:
+        if len(set(self.sinks)) < len(self.sinks):
+            raise FieldError("sinks", f"expected each once, got {shown(list(self.sinks))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +249,7 @@ class JudgeSection(Section):
     # where the system is rewarded by them
     url: str | None = None
     model: str | None = None  # the chat model's name there
+    prompt: str = "lenient"  # of verdicts: lenient, strict, or a file with {golds} and {response}
     key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
     timeout: Positive = 120.0  # seconds that one reply may take
     patience: NotNegative = 300.0  # seconds that the server may stay away

@@ -1,15 +1,17 @@
 """Shared metrics: what is measured of every trajectory, whatever its system rewards.
 
-    answers     em, f1, char_f1 (over characters), sub_em (a gold is a substring), contains (.. as whole tokens),
-                answered, verdict (an LLM judge's yes)
+    answers     em, f1, char_f1 (over characters), f1_plain (f1 without the rule for yes and no: MuSiQue's), em_arena,
+                f1_arena (texts as ARENA's code normalises them, without that rule), sub_em (a gold is a substring),
+                contains (.. as whole tokens), answered, verdict (an LLM judge's yes)
     evidence    recall_evidence, recall_rationale, recall_notes, recall_evaluation, recall_analysis: a gold string
                 stands in such a span; compression: the passages' length over the evidence's; no_evidence: there is
                 none to measure
     references  relevance_precision, relevance_recall: named against gold
     retrieval   ndcg@5, recall@5, recall_passages: of the passages given or found, in their order, those with a gold
                 string being positive
-    work        searches (valid ones), evaluations and named (references) where a system has them, response_tokens (the
-                policy's), branch_tokens (its, for the reward alone), tokens
+    work        actions (turns), invalid_actions (those answered by a line of feedback), searches (valid ones),
+                evaluations and named (references) where a system has them, response_tokens (the policy's),
+                branch_tokens (its, for the reward alone), tokens
 
 A measure that a question has no value for is None and left out of means, never a 0 that nobody measured; which measures
 a system has at all follows from its tags. The parts of its own reward stand beside these, under their own names.
@@ -37,7 +39,7 @@ from thresher.rewards.measures import (
 from thresher.rewards.papers.arena import named_indices
 from thresher.rewards.papers.eviomni import evidence_of, length_of_passages, rationale_of
 from thresher.rewards.tags import blocks, up_to_answer
-from thresher.rewards.text import contains_answer
+from thresher.rewards.text import contains_answer, exact_match, f1_score
 from thresher.rewards.transcript import Source
 
 Values = dict[str, float | None]
@@ -47,6 +49,9 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     "reward": ("Reward", "number"),
     "em": ("Exact match", "share"),
     "f1": ("F1", "share"),
+    "f1_plain": ("F1, yes and no as any word", "share"),
+    "em_arena": ("Exact match as ARENA normalises", "share"),
+    "f1_arena": ("F1 as ARENA normalises", "share"),
     "char_f1": ("F1 over characters", "share"),
     "sub_em": ("Contains a gold as substring (sub-EM)", "share"),
     "contains": ("Contains a gold answer", "share"),
@@ -65,6 +70,8 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     f"ndcg@{CUTOFF}": (f"NDCG@{CUTOFF} of the passages", "share"),
     f"recall@{CUTOFF}": (f"Recall@{CUTOFF} of the passages", "share"),
     "recall_passages": ("Answer recall of all passages", "share"),
+    "actions": ("Actions", "number"),
+    "invalid_actions": ("Invalid actions", "number"),
     "searches": ("Valid searches", "number"),
     "evaluations": ("Evaluations", "number"),
     "named": ("References named", "number"),
@@ -81,14 +88,20 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
     """The measures of one trajectory, reward first; `tags` are its system's and say which spans it is to write."""
     attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
     answer, golds = entry.result.answer or "", attempt.golds
+    segments = Counter(segment.source for segment in trajectory.segments)
     values: Values = {
         "reward": entry.result.reward,
         "em": _value(parts["em"]),
         "f1": _value(parts["f1"]),
+        "f1_plain": f1_score(answer, golds, yes_no=False),
+        "em_arena": float(exact_match(answer, golds, variant="arena")),
+        "f1_arena": f1_score(answer, golds, yes_no=False, variant="arena"),
         "char_f1": char_f1(answer, golds),
         "sub_em": float(sub_em(answer, golds)),
         "contains": float(contains_answer(answer, golds)),
         "answered": _value(parts["answered"]),
+        "actions": float(segments[Source.POLICY]),
+        "invalid_actions": float(segments[Source.FEEDBACK]),
         "searches": float(len(trajectory.searches)),
         "response_tokens": float(trajectory.count(Source.POLICY)),
         "tokens": float(len(trajectory)),

@@ -40,8 +40,10 @@ from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.errors import UserError
+from thresher.rewards.papers.evinote import evinote_claims
 from thresher.rewards.text import contains_answer
 
+NOTES = ("summary", "evidence", "extract", "evaluate", "analysis")  # tags of what may entail an answer
 PART = 2  # times max_running: so much a kill may lose; the fewer, the more often a batch runs empty
 # Keys of the recipe that decide no trajectory, or only where it is computed.
 _FREE = {
@@ -86,6 +88,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
         recipe, rollout=replace(recipe.rollout, max_running=min(recipe.rollout.max_running, len(questions)))
     )
     parts = _load(recipe, asked.baseline)
+    parts = replace(parts, system=_with_claims(parts.system, recipe.judge.entailment))
     check_gold_indices(questions, parts.system, path)
     retriever = retriever_of(recipe, parts.system)
     shown = prepare(questions, parts, retriever, asked.noise)
@@ -234,6 +237,15 @@ def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout) -> l
         hits = [hit for found in rollout.retriever.search(queries, rollout.renderer.k) for hit in found]
         passages = list({hit.passage.id: hit.passage for hit in hits}.values())
     return [contains_answer(passage.text, question.golds) for passage in passages]
+
+
+def _with_claims(system: System, classifier: str | None) -> System:
+    """Where a classifier is named, what a system notes is measured by it even if no reward asks: EviNote's premise, the
+    last note, of whatever tag the system's notes have."""
+    tag = next((tag for tag in NOTES if f"<{tag}>" in system.tags), None)
+    if classifier is None or system.claims is not None or tag is None:
+        return system
+    return replace(system, claims=partial(evinote_claims, tag=tag))
 
 
 def _score(questions: Sequence[Question], done: Sequence[Generated], parts: Parts, judges: Judges) -> list[Scored]:

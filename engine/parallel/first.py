@@ -15,6 +15,8 @@ from thresher.engine.store.run_folder import RunFolder, step_name
 class UnwrittenFolder(RunFolder):
     """The run's folder on a rank that leaves the writing to rank 0: every write does nothing."""
 
+    def append_start(self, record: Mapping[str, Any]) -> None: ...
+
     def append_metrics(self, record: Mapping[str, Any]) -> None: ...
 
     def write_trajectories(self, step: int, trajectories: Iterable[Mapping[str, Any]]) -> Path:

@@ -68,7 +68,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 
     UserError if `run` is no run folder, if a file in it is malformed, or if `out` cannot be written.
     """
-    folder, recipe = _open_run(run)
+    folder, recipe = read_run(run)
     out = Path(out) if out is not None else folder.path
     records = read_metrics(folder.metrics_file)
     summary = read_json_object(folder.summary_file) if folder.summary_file.exists() else None
@@ -81,7 +81,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     )
     steps = [record for record in records if "eval" not in record]
     evals = [(record["step"], record["eval"] or {}) for record in records if "eval" in record]
-    page = _template().render(
+    page = template("report.html").render(
         name=str(folder.path),
         recipe=recipe,
         toml=recipe.to_toml(),
@@ -114,7 +114,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 
 def print_trajectories(run: str | Path, count: int = 2) -> None:
     """Print up to `count` trajectories of the last evaluation: tags in colour, passages dim, feedback yellow."""
-    folder, recipe = _open_run(run)
+    folder, recipe = read_run(run)
     for example in examples_of(folder, recipe, count, TERMINAL_CHARS):
         excerpt = example.excerpts[-1]
         console.print(Text.assemble("\n", (example.question, "bold")))
@@ -137,7 +137,8 @@ def _terminal_line(source: Source, line: Sequence[Chunk]) -> Text:
     return text
 
 
-def _open_run(path: str | Path) -> tuple[RunFolder, Recipe]:
+def read_run(path: str | Path) -> tuple[RunFolder, Recipe]:
+    """A run folder to be read. UserError for a folder that is none."""
     run = RunFolder(Path(path))
     if not run.recipe_file.is_file():
         problem = "is not a run folder (it has no recipe.toml)" if run.path.exists() else "does not exist"
@@ -145,14 +146,18 @@ def _open_run(path: str | Path) -> tuple[RunFolder, Recipe]:
     return run, load_recipe(run.recipe_file)
 
 
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A page of this folder."""
+    pages = files("thresher.engine.reporting")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(lambda name: pages.joinpath(name).read_text(encoding="utf-8")),
     )
     environment.filters["number"] = shown_number
-    return environment.from_string(
-        files("thresher.engine.reporting").joinpath("report.html").read_text(encoding="utf-8")
-    )
+    return environment.get_template(name)
 
 
 def _notes(*folders: Path) -> list[str]:
@@ -179,7 +184,7 @@ def _tiles(summary: Record, evals: Sequence[tuple[int, Record]]) -> list[tuple[s
         if (value := summary.get(key)) is not None:
             tiles.append((name, f"{value:,.0f}", "tokens/s"))
     if (seconds := summary.get("seconds")) is not None:
-        tiles.append(("in all", _duration(seconds), f"{summary['steps']} steps" if "steps" in summary else ""))
+        tiles.append(("in all", duration(seconds), f"{summary['steps']} steps" if "steps" in summary else ""))
     return tiles
 
 
@@ -244,10 +249,10 @@ def _time_sentence(steps: Sequence[Record], evals: Sequence[tuple[int, Record]],
     if rollout := sum(record.get("rollout_seconds") or 0.0 for record in steps):
         share = sum(record.get("search_seconds") or 0.0 for record in steps) / rollout
         waited = f" Decoding waited for searches {share:.1%} of the rollouts' time."
-    return f"Of {_duration(total)}: {listed}.{waited}"
+    return f"Of {duration(total)}: {listed}.{waited}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,11 +1,13 @@
 """A run folder: the recipe, metrics, trajectories and checkpoints of one run.
 
     recipe.toml                       the resolved recipe, defaults included
+    starts.jsonl                      one line per start: from which step, which code, on what machine
     metrics.jsonl                     one line per record; each has a "step"
     trajectories/step_000010.jsonl    what was sampled in a step
     evaluations/step_000010.jsonl     every question of an evaluation, with its trajectory
     checkpoints/step_000010/          see engine/store/checkpoint.py
     replies.jsonl                     of a chat model, where one was asked: nothing is paid for twice
+    sinks/, tensorboard/, wandb/      where [run] sinks names a tracker: see engine/sinks
     summary.json, plots/, report.html at the end
 
 The folder appears whole, with its recipe and its lock, or not at all. One process at a time writes to it; the
@@ -59,6 +61,7 @@ class RunFolder:
         self.path = path
         self._lock = lock
         self.recipe_file = path / "recipe.toml"
+        self.starts_file = path / "starts.jsonl"
         self.metrics_file = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
         self.evaluations = path / "evaluations"
@@ -143,6 +146,10 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def append_start(self, record: Mapping[str, Any]) -> None:
+        """Append one line to starts.jsonl."""
+        append_bytes(self.starts_file, _json_line(record))
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl, handed to the operating system before this returns.

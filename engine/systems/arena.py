@@ -15,10 +15,10 @@ KL: k2, d^2/2 with d = log pi - log pi_ref, since k3 explodes where the policy a
 ablation is grpo.kl_value = "k3".
 
 Preset: G 7, 256 questions a step [unit unstated], lr 3e-6 on a cosine after a warm-up over .1, beta 4e-2 (its code's
-default), eps .2 [assumed], temperature .9, one update a batch [assumed], 3,072 tokens for the references, 768 for what
-is written, a context of 4,608 [assumed]; 10 are retrieved where a question brings none [assumed], and then none is
-known to be gold; a run in which none ever is does not start. Its code takes the mean over tokens and the sample's
-deviation + 1e-4: grpo.aggregation = "token", grpo.sample_std = true.
+default), eps .2 [assumed], temperature .9, one update a batch [assumed], 3,072 tokens for the references, 256 for what
+is written (its code), a context of 4,096 [assumed]; 10 are retrieved where a question brings none [assumed], and then
+none is known to be gold; a run in which none ever is does not start. Its code takes the mean over tokens and the
+sample's deviation + 1e-4: grpo.aggregation = "token", grpo.sample_std = true, grpo.std_eps = 1e-4.
 """
 
 from dataclasses import asdict, dataclass
@@ -35,11 +35,11 @@ from thresher.rewards.text import Variant
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """accuracy: exact match, F1, or an LLM judge's verdict. max_indices: who names more references than this gets no
-    .5; None, as in the paper, sets no bound. variant: of the normalisation before EM and F1, "arena" is its code's."""
+    .5; None, as in the paper, sets no bound. variant: of the normalisation before EM and F1: its code's, or SQuAD's."""
 
     accuracy: Accuracy = "em"
     max_indices: Count | None = None
-    variant: Variant = "squad"
+    variant: Variant = "arena"
 
 
 def episode(question: Question, tools: Tools) -> Episode:
@@ -61,8 +61,8 @@ def system(options: Options) -> System:
             "rollout": {
                 "group_size": 7,
                 "questions_per_step": 256,
-                "max_turn_tokens": 768,
-                "max_context": 4608,
+                "max_turn_tokens": 256,
+                "max_context": 4096,
                 "max_passage_tokens": 3072,
                 "temperature": 0.9,
             },

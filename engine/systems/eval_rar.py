@@ -29,12 +29,14 @@ from thresher.rewards.result import RewardResult
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Switches of the reward: `evaluation_reward` off is the paper's ablation; the others are the points where the
-    released code and the equation disagree (see rewards/papers/search.py)."""
+    released code and the equation disagree (see rewards/papers/search.py). separate_evaluation: what came back is
+    evaluated in a turn of its own, which ends at </evaluate> and counts as none of the N."""
 
     evaluation_reward: bool = True
     count_before_search: bool = True
     require_answer: bool = False
     substring: bool = False
+    separate_evaluation: bool = False
 
 
 def reward(attempt: Attempt, **switches: bool) -> RewardResult:
@@ -42,11 +44,13 @@ def reward(attempt: Attempt, **switches: bool) -> RewardResult:
 
 
 def system(options: Options) -> System:
+    switches = asdict(options)
+    del switches["separate_evaluation"]
     return System(
         name="eval_rar",
         tags=pair_tags("think", "search", "information", "evaluate", "answer"),
-        episode=search_loop,
-        reward=partial(reward, **asdict(options)),
+        episode=partial(search_loop, behind_information="</evaluate>" if options.separate_evaluation else None),
+        reward=partial(reward, **switches),
         template=read_template(Path(__file__).with_name("eval_rar.txt")),
         preset={
             "retrieval": {"k": 3},

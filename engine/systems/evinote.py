@@ -9,7 +9,9 @@ counts as one and gets a line of feedback, as in Search-R1.
     reward = 1  + EQR    if format and answer hold
              .1 + EQR    else if format and note-taking hold
              0           else
-    format   (think? search information summary)+ think? answer, with nothing but white space behind it [assumed]
+    format   (search information summary)+ answer, each closed, thoughts and text between them; `strict_format`: no
+             text, and thoughts before a search or the answer alone, which the prompt then demands. Nothing but white
+             space behind the answer [assumed]
     answer   EM          note-taking   the notes carry both marks, * and - (`marks` = "either": one of them)
     EQR      P(entailment) by an NLI judge, the largest over the golds; premise the last note, hypothesis "<gold> is the
              answer to '<question>'"
@@ -23,7 +25,7 @@ Preset: 3 passages (code), 5 searches, G 4, 600 questions a step, lr 1e-5, its w
 the released code says otherwise is the system `evinote_code`.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +36,18 @@ from thresher.rewards.papers.evinote import NOTE_TAGS, Marks, Variant, evinote_c
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """variant: of the ablation. marks: whether the notes need both marks, as the paper has it, or either."""
+    """variant: of the ablation. marks: whether the notes need both marks, as the paper has it, or either, or what the
+    released code looks at: pairs of * and #. strict_format: nothing may stand between the tags."""
 
     variant: Variant = "SEN+EQR"
     marks: Marks = "both"
+    strict_format: bool = False
+
+
+STRICT = (
+    " Write nothing outside these tags, and think only right before a search or the answer: a note follows its "
+    "documents at once."
+)
 
 
 def template_name(variant: Variant) -> str:
@@ -47,14 +57,21 @@ def template_name(variant: Variant) -> str:
     return {"Base": "search_r1.txt", "NE": "evinote_evidence.txt"}.get(variant, "evinote_summary.txt")
 
 
+def template_of(options: Options) -> str:
+    """The variant's prompt, which says what a strict format demands."""
+    template = read_template(Path(__file__).with_name(template_name(options.variant)))
+    instructions, question = template.split("\n\n", 1)
+    return f"{instructions}{STRICT if options.strict_format else ''}\n\n{question}"
+
+
 def system(options: Options) -> System:
     tag = NOTE_TAGS[options.variant]
     return System(
         name="evinote",
         tags=pair_tags("think", "search", "information", *([tag] if tag else []), "answer"),
         episode=search_loop,
-        reward=partial(evinote_reward, variant=options.variant, marks=options.marks),
-        template=read_template(Path(__file__).with_name(template_name(options.variant))),
+        reward=partial(evinote_reward, **asdict(options)),
+        template=template_of(options),
         preset={
             "retrieval": {"k": 3},
             "rollout": {

@@ -4,7 +4,7 @@
 
     reward = format + EM(answer, golds)        format: 1 where both sections stand in order, with nothing around them
 
-With `passages` off the question stands alone: the R1 baseline of the search papers, GRPO without anything to read.
+With `passages` off the question stands alone; the search papers' baseline of that kind is r1.py.
 
 Preset: ARENA's (arena.py), but for the KL, which is k3.
 """
@@ -44,8 +44,8 @@ def system(options: Options) -> System:
             "rollout": {
                 "group_size": 7,
                 "questions_per_step": 256,
-                "max_turn_tokens": 768,
-                "max_context": 4608,
+                "max_turn_tokens": 256,
+                "max_context": 4096,
                 "max_passage_tokens": 3072,
                 "temperature": 0.9,
             },

@@ -47,8 +47,11 @@ class Options:
     answer_after_searches: bool = True
 
 
-def search_loop(question: Question, tools: Tools, answer_after_searches: bool = True) -> Episode:
-    """Search-R1's episode, and that of all who only ask the policy for other tags inside its turns."""
+def search_loop(
+    question: Question, tools: Tools, answer_after_searches: bool = True, behind_information: str | None = None
+) -> Episode:
+    """Search-R1's episode, and that of all who only ask the policy for other tags inside its turns. behind_information:
+    after what was found, a turn up to this tag, which is not counted."""
     yield Prompt(tools.template, question.question)
     for searches_left in reversed(range(tools.max_turns)):
         if searches_left == 0 and not answer_after_searches:
@@ -60,6 +63,8 @@ def search_loop(question: Question, tools: Tools, answer_after_searches: bool = 
             break
         if turn.stopped_at("</search>") and (query := turn.inside("search")):
             yield Retrieved((yield Search(query)), BEFORE, AFTER)
+            if behind_information is not None:
+                yield Generate(stop=(behind_information,))
         else:
             yield Feedback(INVALID)
     return "turns"

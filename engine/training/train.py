@@ -24,6 +24,7 @@ from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
 from thresher.engine.interrupt import Interrupted, held
+from thresher.engine.machine import origin
 from thresher.engine.parallel.agreement import check_ranks
 from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
@@ -32,6 +33,7 @@ from thresher.engine.planning.disk import check_disk
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges
+from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
 from thresher.engine.store.resume import check_records, checkpoint_to_resume
@@ -71,6 +73,7 @@ def train(
     or from that of `from_step`; 0 is the beginning. ranks: the processes that all call this, of which rank 0 alone
     writes, watches and has a summary. allow_keys: where which key may go, as `load_endpoint` has it."""
     started = time.perf_counter()
+    check_sinks(recipe.run.sinks)
     if ranks.first:
         RunFolder.check(out, resume)
     checkpoint = checkpoint_to_resume(Path(out) / "checkpoints", from_step, recipe.run.verify) if resume else None
@@ -96,11 +99,13 @@ def train(
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
     with open_run(out, recipe, resume, ranks) as run, parts.threads():
         run.truncate_after(checkpoint.step if checkpoint else -1)
+        run.append_start({"step": checkpoint.step if checkpoint else 0, **origin(recipe.model.device == "cuda")})
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         if checkpoint:
             updater.load_moments(checkpoint.path)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
-        with held("a step that is being learned is finished, and saved"):
+        sinks = sending(run, recipe.run.sinks if ranks.first else (), checkpoint.step if checkpoint else -1)
+        with sinks, held("a step that is being learned is finished, and saved"):
             trainer.run(checkpoint, watch, before - started)
         if not ranks.first:
             return {}

@@ -82,7 +82,9 @@ def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSectio
         members.setdefault(group, []).append(number)
     result = [0.0] * len(rewards)
     for numbers in members.values():
-        values = group_advantages([rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std)
+        values = group_advantages(
+            [rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std, eps=grpo.std_eps
+        )
         for n, value in zip(numbers, values, strict=True):
             result[n] = value
     return result

@@ -11,8 +11,8 @@
 
 The parts are scored independently: a right answer counts in a bad form too. Where the released code is strict, this is
 not: it takes one JSON list, here "1, 5" and "[1],[5]" are read as well. Where it is lax, this is not: it lets text
-follow the last section. To name every reference scores .5 by the equation; `max_indices` closes that hole, and is off
-by default.
+follow the last section. EM and F1 compare texts as its code normalises them (rewards/text.py, "arena"). To name every
+reference scores .5 by the equation; `max_indices` closes that hole, and is off by default.
 
 Deliberately absent: the references themselves. Which of them are gold is in the data (`Attempt.gold_indices`).
 """
@@ -61,13 +61,13 @@ def named_indices(pieces: Sequence[Piece]) -> frozenset[int] | None:
 
 
 def arena_reward(
-    attempt: Attempt, *, accuracy: Accuracy = "em", max_indices: int | None = None, variant: Variant = "squad"
+    attempt: Attempt, *, accuracy: Accuracy = "em", max_indices: int | None = None, variant: Variant = "arena"
 ) -> RewardResult:
     """ARENA's reward of one attempt.
 
     accuracy: what the answer is held to; "judge" takes `attempt.verdict`. max_indices: whoever names more than this
-    gets no relevance .5 (the gold set itself stays worth 1, however large). variant: normalisation of "em" and "f1", of
-    which "arena" is the released code's. Where it is unknown which references are gold, relevance is 0 [assumed]; where
+    gets no relevance .5 (the gold set itself stays worth 1, however large). variant: normalisation of "em" and "f1";
+    "squad" is the other systems'. Where it is unknown which references are gold, relevance is 0 [assumed]; where
     none is, naming none ("[]") is a full match [assumed].
 
     Parts: format, accuracy, relevance, bonus, whose sum is the reward; measures em, f1, answered, named (how many
@@ -96,7 +96,7 @@ def _accuracy(attempt: Attempt, answer: str | None, accuracy: Accuracy, variant:
     if accuracy == "em":
         return float(exact_match(answer, attempt.golds, variant=variant))
     if accuracy == "f1":
-        return f1_score(answer, attempt.golds, variant=variant)
+        return f1_score(answer, attempt.golds, yes_no=variant == "squad", variant=variant)
     if attempt.verdict is None:
         raise UserError(
             "accuracy = 'judge' needs a judge's verdict on every answer, and there is none; "

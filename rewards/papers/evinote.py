@@ -1,15 +1,18 @@
 """EviNote-RAG: search, then note what supports an answer, and be rewarded for notes that entail it.
 
-    (<think>? <search> <information> <summary>)+ <think>? <answer>     information is RETRIEVED, all else the policy's
+    (<search> <information> <summary>)+ <answer>     information is RETRIEVED, all else the policy's
 
     R = 1 + EQR    if format and answer hold
         .1 + EQR   if format and note-taking hold, the answer does not
         0          else
     EQR = P(the last note entails "<gold> is the answer to '<question>'"), the largest over the golds
 
-    format       the grammar above and nothing else (grammar.py); a note or an answer without text is none [assumed]
+    format       these tags in this order, each closed (the equation asks for no more): thoughts and other text may
+                 stand between them; a note or an answer without text is none [assumed]. `strict_format`: a think
+                 before a search or the answer alone, and nothing but white space between sections
     answer       EM
-    note-taking  the notes carry both marks: `*` for key facts, `-` for uncertain ones (either one, as a switch)
+    note-taking  the notes carry both marks: `*` for key facts, `-` for uncertain ones (either one, as a switch; or, as
+                 its released code has it, every `*` and `#` in them is one of a pair, and there is one)
 
 A mark is a pair around text (`*x*`, `-x-`) or a list marker that begins a line (`* x`, `- x`), in a note that the
 policy wrote. A hyphen inside a word is none; the prompt's own words about marks are no note.
@@ -26,7 +29,7 @@ Deliberately absent: the judge. Its probability for `evinote_claims` is passed i
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
@@ -39,7 +42,7 @@ from thresher.rewards.text import normalize_answer
 from thresher.rewards.transcript import Piece
 
 Variant = Literal["Base", "NS", "NE", "FS", "FS+SR", "FS+EQR", "SEN", "SEN+EQR"]
-Marks = Literal["both", "either"]
+Marks = Literal["both", "either", "code"]
 
 # The tag of each variant's notes; Base takes none.
 NOTE_TAGS: dict[str, str | None] = {
@@ -56,8 +59,11 @@ CONSOLATION = 0.1
 CHANCE_OF_CONSOLATION = 1 / 3
 
 
-def evinote_reward(attempt: Attempt, *, variant: Variant = "SEN+EQR", marks: Marks = "both") -> RewardResult:
-    """The reward of one attempt under one of the eight variants. `marks`: what note-taking asks for.
+def evinote_reward(
+    attempt: Attempt, *, variant: Variant = "SEN+EQR", marks: Marks = "both", strict_format: bool = False
+) -> RewardResult:
+    """The reward of one attempt under one of the eight variants. `marks`: what note-taking asks for, and
+    `strict_format` what the format does; see the top of this file.
 
     Parts: format, answer, notes (note-taking), each 1 or 0, and entailment (the judge's probability, 0 where there is
     no note, None where the variant does not reward it and nobody was asked), of every variant, whether it rewards them
@@ -67,14 +73,14 @@ def evinote_reward(attempt: Attempt, *, variant: Variant = "SEN+EQR", marks: Mar
     """
     if variant not in NOTE_TAGS:
         raise UserError(f"variant {variant!r} is unknown; choose one of {', '.join(NOTE_TAGS)}")
-    if marks not in ("both", "either"):
-        raise UserError(f"marks {marks!r} is unknown; choose both or either")
+    if marks not in get_args(Marks):
+        raise UserError(f"marks {marks!r} is unknown; choose one of {', '.join(get_args(Marks))}")
     tag = NOTE_TAGS[variant]
     answer = final_answer(attempt.pieces)
     measures = answer_measures(answer, attempt.golds)
     noted = notes(attempt.pieces, tag) if tag else []
     parts = {
-        "format": float(_formatted(attempt.pieces, tag)),
+        "format": float(_formatted(attempt.pieces, tag, strict_format)),
         "answer": float(measures["em"]),
         "notes": float(_marked(noted, marks)),
     }
@@ -116,18 +122,36 @@ def has_mark(note: str, mark: str) -> bool:
     return any(_is_item(line, mark) or _holds_pair(line, mark) for line in note.splitlines())
 
 
-def _formatted(pieces: Sequence[Piece], tag: str | None) -> bool:
-    names = outline(pieces, ("think", "search", "answer", *([tag] if tag else [])), retrieved="information")
-    note = f"{tag} " if tag else ""
-    turns = re.compile(rf"(?:(?:think )?search information {note})+(?:think )?answer ")
-    if names is None or not turns.fullmatch("".join(f"{name} " for name in names)):
+def _formatted(pieces: Sequence[Piece], tag: str | None, strict: bool) -> bool:
+    tags = ("think", "search", "answer", *([tag] if tag else []))
+    names = outline(pieces, tags, retrieved="information", prose=not strict)
+    if names is None:
+        return False
+    note, think = f"{tag} " if tag else "", "(?:think )?" if strict else ""
+    turns = re.compile(rf"(?:{think}search information {note})+{think}answer ")
+    if not turns.fullmatch("".join(f"{name} " for name in names if strict or name != "think")):
         return False
     return all(span.text for name in ("answer", tag) if name for span in blocks(pieces, name))
 
 
 def _marked(noted: Sequence[str], marks: Marks) -> bool:
+    if marks == "code":
+        return _paired("".join(noted))
     carried = [any(has_mark(note, mark) for note in noted) for mark in "*-"]
     return all(carried) if marks == "both" else any(carried)
+
+
+def _paired(text: str) -> bool:
+    """Whether every `*` and `#` closes the one before it or is closed by a later one, without crossing; and there is
+    one."""
+    opened: list[str] = []
+    marks = re.findall("[*#]", text)
+    for mark in marks:
+        if opened[-1:] == [mark]:
+            opened.pop()
+        else:
+            opened.append(mark)
+    return bool(marks) and not opened
 
 
 def _entailment(attempt: Attempt, variant: Variant) -> float:

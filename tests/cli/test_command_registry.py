@@ -17,7 +17,7 @@ from thresher.cli.registry import add_commands, members
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 60
-HEAVY = {"torch", "transformers", "trl", "datasets", "faiss", "tokenizers", "matplotlib", "bm25s", "uvicorn"}
+HEAVY = {"torch", "transformers", "trl", "datasets", "faiss", "tokenizers", "matplotlib", "bm25s", "aiohttp"}
 GREET = '''"""Says hello."""
 
 HELP = "say hello"

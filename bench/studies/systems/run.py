@@ -17,7 +17,6 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,14 +25,13 @@ from thresher.engine import console
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
-from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, template
+from thresher.engine.synthetic.shared_base import RECIPE, world_paths, world_stages
+from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, template
 from thresher.engine.training.train import Progress, train
 from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
 SYSTEMS = (*SEARCHING, *GIVEN)
-RECIPES = Path(str(files("thresher.recipes")))
-WARMUP_TRANSCRIPTS = 3200  # transcripts of each protocol in the base's warm-up
 # What a system's own claim is measured by, beside reward and EM: a key of the evaluation's record, and what to call it.
 CLAIMS = {
     "search_r1": ("searches", "searches"),
@@ -95,24 +93,6 @@ def run_study(
     console.console.print(text, markup=False)
 
 
-def world_stages(world: Path) -> list[list[str]]:
-    """The commands that make the shared base, each of which writes one folder whole or not at all."""
-    data, model = world / "data", world / "init"
-    sft = ["sft", str(RECIPES / "world" / "base.toml"), "--set"]
-    copy_task = ["--set", f"sft.transcripts={data / 'recitals.jsonl'}", "--out", str(world / "recite")]
-    warmup = ["--set", f"sft.transcripts={data / 'forms.jsonl'}", "--out", str(world / "base")]
-    trained_on = [str(data / name) for name in ("corpus.jsonl", "train.jsonl", "warmup.jsonl")]
-    make_model = ["init", "--config", str(RECIPES / "world" / "config.json"), "--train-tokenizer", *trained_on]
-    make_index = ["index", "build", "--corpus", str(data / "corpus.jsonl"), "--encoder", "lexical"]
-    return [
-        ["data", "invent", "--forms", str(WARMUP_TRANSCRIPTS), "--out", str(data)],
-        [*make_model, "--vocab-size", "800", "--embedding-std", "0.4", "--zero-outputs", "--out", str(model)],
-        [*make_index, "--embed", "title+text", "--dim", "2048", "--out", str(world / "index")],
-        [*sft, f"model.path={model}", *copy_task],
-        [*sft, f"model.path={world / 'recite'}", *warmup],
-    ]
-
-
 def make_world(world: Path, run_command: Callable[[list[str]], None]) -> None:
     for typed in world_stages(world):
         if Path(typed[typed.index("--out") + 1]).exists():
@@ -131,9 +111,9 @@ def make_cases(
         for seed in seeds:
             for control in (False, True) if seed in controls else (False,):
                 recipe = read_run_recipe(
-                    RECIPES / "world" / "recipe.toml",
+                    RECIPE,
                     [
-                        *_paths(out / "world", system),
+                        *world_paths(out / "world", system),
                         f"system.name={system}",
                         f"system.template={prompt}",
                         f"run.seed={seed}",
@@ -144,18 +124,6 @@ def make_cases(
                 folder = out / "runs" / f"{system}{'-control' if control else ''}-seed{seed}"
                 cases.append(SystemRun(system=system, seed=seed, control=control, folder=folder, recipe=recipe))
     return cases
-
-
-def _paths(world: Path, system: str) -> list[str]:
-    """What of the world a system reads: an index to search, or questions that bring their passages."""
-    model = f"model.path={world / 'base'}"
-    given = "given_" if system in GIVEN else ""
-    data = [
-        f"data.{key}={world / 'data' / f'{given}{name}.jsonl'}" for key, name in (("train", "train"), ("dev", "test"))
-    ]
-    if given:
-        return [model, *data, f'retrieval.passage_format="{GIVEN_FORMAT}"']
-    return [model, *data, f"retrieval.index={world / 'index'}"]
 
 
 def check_folder(case: SystemRun) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from thresher.bench.machine import checkout
 from thresher.bench.rollout.shapes import Sizes
 from thresher.bench.roofline.models import MODELS
 from thresher.bench.step import run as step_module
@@ -19,6 +18,7 @@ from thresher.bench.step.setting import make_setting
 from thresher.bench.step.shapes import SHAPES, StepShape
 from thresher.cli.commands.bench.step import SHAPES as NAMED
 from thresher.cli.main import run
+from thresher.engine.machine import checkout
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 

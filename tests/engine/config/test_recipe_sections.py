@@ -112,6 +112,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         "targets": ("q", "down"),
         "labels": ("no", "yes"),
         "reference": "device",
+        "sinks": ("wandb",),
         "old_logprobs": "rollout",
         "importance": "token",
         "importance_rule": "mask",

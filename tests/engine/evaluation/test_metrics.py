@@ -59,15 +59,24 @@ def test_answers_work_and_a_judge() -> None:
         "reward": 0.0,
         "em": 0.0,
         "f1": pytest.approx(2 / 3),
+        "f1_plain": pytest.approx(2 / 3),
+        "em_arena": 0.0,
+        "f1_arena": pytest.approx(2 / 3),
         "char_f1": pytest.approx(2 * 5 / (8 + 5)),
         "sub_em": 1.0,
         "contains": 1.0,
         "answered": 1.0,
+        "actions": 2.0,
+        "invalid_actions": 0.0,
         "searches": 1.0,
         "response_tokens": 2.0,
         "tokens": 3.0,
         "verdict": 1.0,
     }
+    papers = measured("search_r1", "<answer>New_York no</answer>", golds=("new york",))
+    assert (papers["em"], papers["em_arena"]) == (0.0, 0.0) and papers["f1_arena"] == pytest.approx(0.8) != papers["f1"]
+    no = measured("search_r1", "<answer>no way</answer>", golds=("no",))
+    assert (no["f1"], no["f1_plain"], no["f1_arena"]) == (0.0, pytest.approx(2 / 3), pytest.approx(2 / 3))
     nothing = measured("search_r1", "hm")
     assert nothing["answered"] == nothing["char_f1"] == nothing["sub_em"] == 0.0 and "verdict" not in nothing
 

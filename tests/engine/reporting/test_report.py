@@ -3,17 +3,13 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from report_cases import CHARTS, eval_record, step_record, trajectory
+from report_cases import CHARTS, Page, eval_record, make_run, step_record, trajectory
 from rich.console import Console
 
-from thresher.engine.config.recipe import Recipe
-from thresher.engine.config.tables import from_dict
 from thresher.engine.reporting import report
 from thresher.engine.reporting.charts import charts_of
 from thresher.engine.reporting.report import print_trajectories, write_report
@@ -22,51 +18,6 @@ from thresher.policy.model import Policy
 from thresher.rewards.errors import UserError
 
 PNG = b"\x89PNG\r\n\x1a\n"
-VOID = {"meta", "img", "br"}
-
-
-def make_run(path: Path, model: str = "nowhere", **sections: dict[str, Any]) -> RunFolder:
-    table = {
-        "model": {"path": model},
-        "data": {"train": "train.jsonl", "dev": "dev.jsonl"},
-        "retrieval": {"index": "index"},
-        "system": {"name": "eval_rar"},
-        "rollout": {"questions_per_step": 4},
-        "run": {"steps": 30, "seed": 7},
-    }
-    run = RunFolder.create(path, from_dict(Recipe, table | sections, "test"))
-    run.close()
-    return run
-
-
-class Page(HTMLParser):
-    """A page's text, the pictures it shows and the elements that are open; fails on a wrong nesting."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.pictures: list[str] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        if tag == "img":
-            self.pictures.append(dict(attrs)["src"] or "")
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from chat_server import ChatServer, completion
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring import endpoint as endpoint_module
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
-from thresher.engine.scoring.verdicts import RESPONSE_CHARACTERS, Verdicts, load_verdicts, read_verdict
+from thresher.engine.scoring.verdicts import RESPONSE_CHARACTERS, Verdicts, load_verdicts, read_prompt, read_verdict
 from thresher.rewards.errors import UserError
 
 
@@ -418,7 +418,7 @@ def test_verdicts(server: ChatServer) -> None:
         (["x"], "{golds}" + "y" * 10_000),
     ]
     assert verdicts.rate(cases) == [True, False, False, False]
-    assert verdicts.name == "verdict of judge-1"
+    assert verdicts.name == "verdict of judge-1, prompt lenient"
     prompts = {request["messages"][0]["content"] for request in server.asked}
     assert len(prompts) == 3  # the blank one is wrong without asking
     assert any('\n["Jane Austen", "Austen"]\n' in prompt and '\n"It was Austen."\n' in prompt for prompt in prompts)
@@ -426,6 +426,24 @@ def test_verdicts(server: ChatServer) -> None:
     assert all(len(prompt) < RESPONSE_CHARACTERS + 1000 for prompt in prompts)
     assert all(request["temperature"] == 0 for request in server.asked)
     assert verdicts.rate(cases) == [True, False, False, False] and len(server.asked) == 3
+
+
+def test_the_prompt_of_verdicts_may_be_chosen(server: ChatServer, tmp_path: Path) -> None:
+    own = tmp_path / "prompt.txt"
+    own.write_text("Golds {golds}, said {response}. {why}")
+    server.reply = lambda prompt: "yes"
+    for choice, sent in (
+        ("strict", "between which one would have to choose"),
+        (str(own), 'Golds ["{response}"], said "b"'),
+    ):
+        section = JudgeSection(url=server.url, model="m", prompt=choice)
+        assert load_verdicts(section).rate([(["{response}"], "b")]) == [True]
+        assert sent in server.asked[-1]["messages"][0]["content"]
+    own.write_text("{golds}")
+    with pytest.raises(UserError, match=r"prompt.txt: a judge's prompt holds \{golds\} and \{response\} once each"):
+        read_prompt(str(own))
+    with pytest.raises(UserError, match=r"judge\.prompt: stric is neither lenient nor strict, nor a file"):
+        read_prompt("stric")
 
 
 def test_an_unreadable_verdict_is_no_verdict(server: ChatServer) -> None:

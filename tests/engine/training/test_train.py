@@ -45,9 +45,12 @@ def test_a_run_learns_something_and_writes_everything_down(uninterrupted: Path, 
         *(f"evaluations/step_{step:06d}.jsonl" for step in (0, 2, 4)),
         "metrics.jsonl",
         "recipe.toml",
+        "starts.jsonl",
         "summary.json",
         *(f"trajectories/step_{step:06d}.jsonl" for step in (1, 2, 3, 4)),
     ]
+    start = json.loads((uninterrupted / "starts.jsonl").read_text())
+    assert start["step"] == 0 and {"at", "commit", "machine", "gpu", "torch"} < start.keys()
     records = metrics(uninterrupted)
     assert [(record["step"], "eval" in record) for record in records] == [
         (0, True),

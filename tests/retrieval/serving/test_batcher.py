@@ -32,18 +32,18 @@ def test_requests_that_wait_are_searched_together_in_their_order() -> None:
     log: list[tuple[list[str], int]] = []
     gate = threading.Event()
     batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=100)
-    first = batcher.submit(["first"], 1)
+    first = batcher.submit(["first"], 1, "z")
     until(lambda: batcher.waiting == 0)  # the thread is at it, and the rest will wait
     asked = [(["a"], 2), (["b", "c"], 2), (["d"], 3), (["e", "f"], 2), (["g"], 3), (["h"] * 9, 2)]
-    futures = [batcher.submit(queries, k) for queries, k in asked]
-    given_up = batcher.submit(["nobody waits for this"], 2)
+    futures = [batcher.submit(queries, k, client) for client, (queries, k) in enumerate(asked)]
+    given_up = batcher.submit(["nobody waits for this"], 2, "y")
     assert given_up.cancel() and batcher.waiting == 17
     gate.set()
     assert ids(first) == ["first"]
     for future, (queries, k) in zip(futures, asked, strict=True):
         assert ids(future) == queries and {hit.score for hits in future.result() for hit in hits} == {float(k)}
     batcher.close()
-    expected = [["first"], ["a", "b", "c"], ["d", "g"], ["e", "f"], ["h"] * 4, ["h"] * 4, ["h"]]
+    expected = [["first"], ["a", "b", "c", "e"], ["d", "g"], ["f"] + ["h"] * 3, ["h"] * 4, ["h"] * 2]
     assert [queries for queries, _ in log] == expected and batcher.batches == len(log)
     with pytest.raises(CancelledError):
         given_up.result()
@@ -54,16 +54,16 @@ def test_a_batch_waits_for_others_but_not_once_it_is_full() -> None:
     gate = threading.Event()
     gate.set()
     batcher = Batcher(searching(log, gate), max_batch=2, max_wait=30.0, max_waiting=100)
-    futures = [batcher.submit([query], 1) for query in "abcd"]
+    futures = [batcher.submit([query], 1, query) for query in "abcd"]
     assert [ids(future) for future in futures] == [["a"], ["b"], ["c"], ["d"]]
     assert log == [(["a", "b"], 1), (["c", "d"], 1)]
-    last = batcher.submit(["e"], 1)
+    last = batcher.submit(["e"], 1, "e")
     time.sleep(0.05)
     assert not last.done()
     batcher.close()  # whoever still waits is answered, and nobody new
     assert ids(last) == ["e"]
     with pytest.raises(Full):
-        batcher.submit(["f"], 1)
+        batcher.submit(["f"], 1, "f")
 
 
 def test_who_asks_alone_does_not_wait() -> None:
@@ -72,7 +72,7 @@ def test_who_asks_alone_does_not_wait() -> None:
     gate.set()
     batcher = Batcher(searching(log, gate), max_batch=2, max_wait=60.0, max_waiting=100)
     for queries in (["a", "b"], ["c"], ["d"]):  # the first fills a batch
-        assert ids(batcher.submit(queries, 1)) == queries
+        assert ids(batcher.submit(queries, 1, "one")) == queries
     batcher.close()
 
 
@@ -80,12 +80,90 @@ def test_only_the_guilty_request_fails() -> None:
     log: list[tuple[list[str], int]] = []
     gate = threading.Event()
     batcher = Batcher(searching(log, gate), max_batch=8, max_wait=0.0, max_waiting=4)
-    first = batcher.submit(["bad"], 1)
+    first = batcher.submit(["bad"], 1, "z")
     until(lambda: batcher.waiting == 0)
-    futures = [batcher.submit([query], 1) for query in ("a", "bad", "b")]
+    futures = [batcher.submit([query], 1, query) for query in ("a", "bad", "b")]
     with pytest.raises(Full):
-        batcher.submit(["c", "d"], 1)
+        batcher.submit(["c", "d"], 1, "c")
     gate.set()
     assert [isinstance(future.exception(20), ValueError) for future in (first, *futures)] == [True, False, True, False]
     assert ids(futures[0]) == ["a"] and ids(futures[2]) == ["b"]
+    batcher.close()
+
+
+def test_who_asks_little_is_in_the_next_batch_whatever_others_ask() -> None:
+    """Four clients ask for much, one of them with another k; a fifth for one query when a search of theirs begins."""
+    log: list[list[str]] = []
+    asked: list[int] = []
+    waited: list[int] = []
+
+    def search(queries: list[str], k: int) -> list[list[Hit]]:
+        ready.wait(20)
+        log.append(queries)
+        if "lone" in queries:
+            waited.append(len(log) - asked[-1])
+        elif len(waited) == len(asked) < 30:
+            asked.append(len(log))
+            batcher.submit(["lone"], 1, "lone")
+        return [[] for _ in queries]
+
+    ready = threading.Event()
+    batcher = Batcher(search, max_batch=32, max_wait=0.0, max_waiting=10_000)
+    greedy = [batcher.submit([f"{client}"] * 500, 1 + client // 3, client) for client in range(4)]
+    ready.set()
+    assert [len(future.result(20)) for future in greedy] == [500] * 4
+    batcher.close()
+    assert waited == [1] * 30  # the next, and alone in it
+    assert [queries for queries in log if "lone" in queries] == [["lone"]] * 30
+    # While it asks, the batches between are half as long; the four have equal shares of them, and then of the others.
+    sizes = [len(queries) for queries in log if "lone" not in queries]
+    assert set(sizes[1:29]) == {16} and sizes[35:45] == [32] * 10
+    taken = [sum(queries.count(f"{client}") for queries in log[:80]) for client in range(4)]
+    assert max(taken) - min(taken) <= 32
+
+
+def test_many_short_requests_do_not_keep_a_long_one_waiting_for_ever() -> None:
+    log: list[tuple[list[str], int]] = []
+    gate = threading.Event()
+    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=1000)
+    first = batcher.submit(["first"], 1, "z")
+    until(lambda: batcher.waiting == 0)
+    long = batcher.submit(["long"] * 9, 1, "long")
+    short = [batcher.submit([f"s{turn}"], 1, client) for turn in range(20) for client in range(4)]
+    gate.set()
+    assert ids(first) == ["first"] and len(ids(long)) == 9 and all(ids(one) for one in short)
+    served = [query for queries, _ in log for query in queries]
+    assert len(served) - 1 - served[::-1].index("long") < 50
+    batcher.close()
+
+
+def test_a_full_queue_refuses_the_longest_and_not_the_shortest() -> None:
+    log: list[tuple[list[str], int]] = []
+    gate = threading.Event()
+    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=20)
+    first = batcher.submit(["first"], 1, "z")
+    until(lambda: batcher.waiting == 0)
+    longs = [batcher.submit([name] * size, 1, name) for name, size in (("a", 12), ("b", 8))]
+    lone = batcher.submit(["lone"], 1, "lone")
+    assert isinstance(longs[0].exception(20), Full) and batcher.waiting == 9
+    with pytest.raises(Full):
+        batcher.submit(["c"] * 12, 1, "c")
+    gate.set()
+    assert ids(first) == ["first"] and ids(lone) == ["lone"] and ids(longs[1]) == ["b"] * 8
+    batcher.close()
+
+
+def test_thousands_that_gave_up_cost_the_next_one_nothing() -> None:
+    log: list[tuple[list[str], int]] = []
+    gate = threading.Event()
+    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=20_000)
+    first = batcher.submit(["first"], 1, "z")
+    until(lambda: batcher.waiting == 0)
+    gone = [batcher.submit(["gone"], 1, number) for number in range(5000)]
+    assert all(future.cancel() for future in gone)
+    started = time.process_time()
+    last = batcher.submit(["last"], 1, "last")
+    gate.set()
+    assert ids(first) == ["first"] and ids(last) == ["last"] and len(log) == 2
+    assert time.process_time() - started < 1.0
     batcher.close()

@@ -15,8 +15,9 @@ from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.retriever import Hit, Unanswered
 from thresher.retrieval.serving import client as client_module
+from thresher.retrieval.serving.app import Served
 from thresher.retrieval.serving.client import RemoteRetriever
-from thresher.retrieval.serving.server import Served, Server
+from thresher.retrieval.serving.server import Server
 from thresher.rewards.errors import UserError
 
 GOOD = {"result": [[{"document": {"id": "7", "contents": '"T"\ntext'}, "score": 0.5}]]}
@@ -136,7 +137,7 @@ def test_one_request_for_all_that_wait_over_one_connection(
     split = RemoteRetriever(server.url, max_batch=3)
     assert split.search(QUERIES, 3) == remote.search(QUERIES, 3)
     assert server.app.metrics.requests["/retrieve", 200] == 3
-    assert len(server._server.server_state.connections) == 2  # one of each client
+    assert server.connections == 2  # one of each client
     monkeypatch.setattr(client_module, "MAX_PASSAGES", 8)
     RemoteRetriever(server.url).search(QUERIES, 4)
     assert server.app.metrics.requests["/retrieve", 200] == 5

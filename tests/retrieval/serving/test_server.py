@@ -1,10 +1,13 @@
 """The server: two dialects answered to the letter, nonsense refused with a reason, load shared, and never a trace."""
 
+import http.client
 import json
 import re
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ from thresher.cli import main as cli
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.retrieval.retriever import Retriever
+from thresher.retrieval.serving.app import Served, Settings
 from thresher.retrieval.serving.metrics import Metrics
-from thresher.retrieval.serving.server import Served, Server, Settings, serve_folder
+from thresher.retrieval.serving.server import Server, serve_folder
 from thresher.retrieval.serving.wire import DIALECTS, Bounds, Refused, contents, passage_of, read_request
 from thresher.rewards.errors import UserError
 
@@ -179,16 +183,21 @@ def test_other_paths_and_methods(serve: Callable[..., Server], scripted: Scripte
     assert (status, text) == (200, "") and int(headers["content-length"]) > 50
 
 
-def test_what_is_no_http(serve: Callable[..., Server], scripted: Scripted, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_http(
+    serve: Callable[..., Server],
+    scripted: Scripted,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Alone, after a request, in a body, and in a body whose request was refused before it was read."""
+    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
     server = serve(scripted)
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     body = b" /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     long_head = b"GET / HTTP/1.1\r\nX: " + b"y" * 40_000
     for sent in (b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", long_head, whole + b"\x00 \r\n\r\n", b"POST" + body + b"zz\r\n"):
         answer = exchange(server, sent)
-        assert answer.count(b"HTTP/1.1 ") == 1 + sent.startswith(whole)
-        assert answer.endswith(b'{"error": "this is not an HTTP request, or its head is too long"}')
+        assert answer.count(b"HTTP/1.") == 1 and b" 400 Bad Request\r\n" in answer
     with socket.create_connection(address(server), timeout=20) as connection:
         connection.sendall(b"PUT" + body)
         assert connection.recv(12) == b"HTTP/1.1 405"
@@ -198,7 +207,10 @@ def test_what_is_no_http(serve: Callable[..., Server], scripted: Scripted, capfd
     assert ask(server, "/health")[0] == 200 and capfd.readouterr().err == ""
 
 
-def test_a_body_that_is_too_long(serve: Callable[..., Server], scripted: Scripted) -> None:
+def test_a_body_that_is_too_long(
+    serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
     server = serve(scripted, max_body=1000)
     for length in (1001, 3999):
         status, answer, headers = ask(server, "/retrieve", b"x" * length)
@@ -211,7 +223,25 @@ def test_a_body_that_is_too_long(serve: Callable[..., Server], scripted: Scripte
     assert ask(server, "/retrieve", b"x" * 1000)[0] == 400
 
 
-def test_a_body_that_does_not_arrive(serve: Callable[..., Server], scripted: Scripted) -> None:
+def test_a_body_that_is_far_too_long_gets_its_413(serve: Callable[..., Server], scripted: Scripted) -> None:
+    """To a client that reads nothing before it has sent everything, with a length and in chunks; one that asks first
+    whether to send it is not told to."""
+    server = serve(scripted, max_body=1000)
+    for body in (b"x" * 30_000_000, (b"x" * 100_000 for _ in range(100))):
+        connection = http.client.HTTPConnection(*address(server), timeout=20)
+        connection.request("POST", "/retrieve", body, encode_chunked=not isinstance(body, bytes))
+        response = connection.getresponse()
+        assert response.status == 413 and b"longer than 1000 bytes" in response.read()
+        connection.close()
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: "
+    assert exchange(server, head + b"9999\r\n\r\n").startswith(b"HTTP/1.1 413 ")
+    assert exchange(server, head + b"9\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def test_a_body_that_does_not_arrive(
+    serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
     server = serve(scripted, timeout=0.2)
     answer = exchange(server, b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ") and b"the body did not arrive within 0.2 s" in answer
@@ -221,19 +251,19 @@ def test_a_request_that_does_not_arrive(
     serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No head, half a head, and a pause after a request: each time the connection ends, and costs nothing more."""
-    monkeypatch.setattr("thresher.retrieval.serving.server.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("thresher.retrieval.serving.connections.IDLE_SECONDS", 0.2)
     server = serve(scripted)
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     for sent in (b"", b"POST /ret", whole + b"GET /hea"):
         answer = exchange(server, sent)
         assert answer.startswith(b"HTTP/1.1 200 ") if whole in sent else answer == b""
-    assert not server._server.server_state.connections
+    until(lambda: server.connections == 0)
 
 
 def test_an_answer_that_is_not_read(
     serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thresher.retrieval.serving.server.IDLE_SECONDS", 0.5)
+    monkeypatch.setattr("thresher.retrieval.serving.connections.IDLE_SECONDS", 0.5)
     server = serve(scripted)
     scripted.passages = 100
     with socket.create_connection(address(server)) as connection:
@@ -241,8 +271,8 @@ def test_an_answer_that_is_not_read(
         body = json.dumps({"queries": ["x" * 500 + str(n) for n in range(200)], "topk": 100}).encode()
         connection.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         until(lambda: server.app.metrics.requests["/retrieve", 200] == 1)
-        assert server._server.server_state.connections
-        until(lambda: not server._server.server_state.connections)
+        assert server.connections == 1
+        until(lambda: server.connections == 0)
 
 
 # a server in trouble
@@ -279,14 +309,60 @@ def test_a_search_that_hangs_and_a_queue_that_is_full(serve: Callable[..., Serve
     assert [queries for queries, _ in scripted.searched] == [["a"], ["e"]]  # nobody waits for b and c any more
 
 
-def test_too_many_connections(serve: Callable[..., Server], scripted: Scripted) -> None:
+def test_too_many_requests(serve: Callable[..., Server], scripted: Scripted) -> None:
+    server = serve(scripted, max_connections=3, max_wait_ms=0.0)
+    scripted.go.clear()
+    with ThreadPoolExecutor() as pool:
+        served = [pool.submit(ask, server, "/retrieve", {"queries": [query]}) for query in "abc"]
+        until(lambda: server.app.serving == 3)
+        status, answer, headers = ask(server, "/retrieve", {"queries": ["d"]})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert answer["error"] == "3 requests are being served already; ask again" and ask(server, "/health")[0] == 200
+        scripted.go.set()
+        assert [one.result()[0] for one in served] == [200] * 3
+
+
+HALF = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{"
+
+
+def test_who_waits_is_in_nobodys_way(
+    serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections without a request, with half a head, half a body: more than there is room for. Those that have waited
+    longest make room for who has something to ask, and one that is served is never among them."""
+    monkeypatch.setattr(
+        "thresher.retrieval.serving.connections.SPARE", -9 + resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )
+    monkeypatch.setattr("thresher.retrieval.serving.connections.FEWEST", 9)
     server = serve(scripted, max_connections=3)
-    idle = [socket.create_connection(address(server)) for _ in range(3)]
-    until(lambda: len(server._server.server_state.connections) == 3)
-    assert exchange(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP/1.1 503 ")
+    scripted.go.clear()
+    with ThreadPoolExecutor() as pool:
+        served = pool.submit(ask, server, "/retrieve", {"queries": ["a"]})
+        until(lambda: server.app.serving == 1)
+        idle = [socket.create_connection(address(server)) for _ in range(60)]
+        for number, connection in enumerate(idle):
+            with suppress(ConnectionError):  # it may be gone already
+                connection.sendall((b"", b"POST /ret", HALF)[number % 3])
+        assert ask(server, "/health")[0] == 200
+        until(lambda: server.connections <= 9)
+        scripted.go.set()
+        assert served.result()[0] == 200 and ask(server, "/retrieve", {"queries": ["b"]})[0] == 200
     for connection in idle:
         connection.close()
-    until(lambda: ask(server, "/health")[0] == 200)
+
+
+def test_unfinished_bodies_hold_only_so_much(
+    serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thresher.retrieval.serving.connections.BODIES", 2)
+    server = serve(scripted, max_body=1000)
+    slow = [socket.create_connection(address(server)) for _ in range(5)]
+    for connection in slow:
+        connection.sendall(HALF + b" " * 700)
+    until(lambda: server.connections == 2)
+    assert ask(server, "/retrieve", {"queries": ["a" * 800]})[0] == 200
+    for connection in slow:
+        connection.close()
 
 
 def test_health_and_metrics(serve: Callable[..., Server], scripted: Scripted) -> None:
@@ -341,6 +417,37 @@ def test_connections_share_searches(serve: Callable[..., Server], scripted: Scri
         for number, other in enumerate(others):
             assert other.result()[1] == {"result": [[{"id": f"q{number}-0", "contents": f'"T0"\nabout q{number}'}]]}
     assert [len(queries) for queries, _ in scripted.searched] == [1, 16]
+
+
+def test_who_has_gone_is_not_searched_for(serve: Callable[..., Server], scripted: Scripted) -> None:
+    server = serve(scripted, max_wait_ms=0.0)
+    scripted.go.clear()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, server, "/retrieve", {"queries": ["first"]})
+        until(lambda: bool(scripted.searched))
+        body = b'{"queries": ["gone"]}'
+        with socket.create_connection(address(server)) as connection:
+            connection.sendall(HALF.replace(b"900\r\n\r\n{", b"%d\r\n\r\n%s" % (len(body), body)))
+            until(lambda: server.app.serving == 2)
+        until(lambda: server.app.serving == 1)
+        scripted.go.set()
+        assert first.result()[0] == 200 and ask(server, "/retrieve", {"queries": ["next"]})[0] == 200
+    assert [queries for queries, _ in scripted.searched] == [["first"], ["next"]]
+
+
+def test_a_server_that_is_stopped_twice_waits_for_nobody(serve: Callable[..., Server], scripted: Scripted) -> None:
+    server = serve(scripted)
+    scripted.go.clear()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, server, "/retrieve", {"queries": ["a"]})
+        until(lambda: bool(scripted.searched))
+        server.stop()
+        with pytest.raises(ConnectionError):
+            while True:
+                socket.create_connection(address(server)).close()
+        assert not asked.done()
+        server.stop()
+        assert isinstance(asked.exception(20), ConnectionError | http.client.HTTPException)
 
 
 # address, command, figures

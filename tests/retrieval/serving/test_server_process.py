@@ -169,7 +169,7 @@ def throw(url: str, request: bytes, read: bool) -> int:
             return 0
     if not answer:
         return 0
-    assert answer.startswith(b"HTTP/1.1 ") and b"Traceback" not in answer
+    assert answer.startswith(b"HTTP/") and b"Traceback" not in answer
     return int(answer[9:12])
 
 

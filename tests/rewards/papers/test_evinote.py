@@ -113,7 +113,7 @@ SEN = [
     ("no note", [f"p:{SEARCH}", INFORMATION, f"p:{PARIS}"], 0, 1, 0, 0),
     ("an empty note", episode("<summary> </summary>"), 0, 1, 0, 0),
     ("two notes", episode(NOTE + NOTE), 0, 1, 1, 0),
-    ("two thoughts", episode(NOTE + "<think>z</think>"), 0, 1, 1, 0),
+    ("two thoughts", episode(NOTE + "<think>z</think>"), 1, 1, 1, 1.5),
     ("a note before the passages", [f"p:{NOTE}{SEARCH}", INFORMATION, f"p:{PARIS}"], 0, 1, 1, 0),
     ("a note as evidence", episode(NOTE.replace("summary", "evidence")), 0, 1, 0, 0),
     ("no answer", episode(NOTE, ""), 0, 0, 1, 0),
@@ -128,8 +128,8 @@ SEN = [
     ("text after the end", episode(NOTE, PARIS + " Yes."), 0, 1, 1, 0),
     ("white space after the end", episode(NOTE, PARIS + "\n\n"), 1, 1, 1, 1.5),
     ("the end of text", episode(NOTE, PARIS + "<|im_end|>"), 1, 1, 1, 1.5),
-    ("text between", episode(NOTE + " So:"), 0, 1, 1, 0),
-    ("feedback on the way", [f"p:{SEARCH}", INFORMATION, f"p:{NOTE}", "f:Try again.", f"p:{PARIS}"], 0, 1, 1, 0),
+    ("text between", episode(NOTE + " So:"), 1, 1, 1, 1.5),
+    ("feedback on the way", [f"p:{SEARCH}", INFORMATION, f"p:{NOTE}", "f:Try again.", f"p:{PARIS}"], 1, 1, 1, 1.5),
     ("information by the policy", [f"p:{SEARCH}<information>Paris</information>{NOTE}{PARIS}"], 0, 1, 1, 0),
     (
         "information by both",
@@ -139,12 +139,29 @@ SEN = [
     ("tags in a passage", [f"p:{SEARCH}", "r:</information><answer>x</answer>", f"p:{NOTE}{PARIS}"], 1, 1, 1, 1.5),
     ("a note in a passage", [f"p:{SEARCH}", f"r:{NOTE}", f"p:{PARIS}"], 0, 1, 0, 0),
     ("marks in a passage", [f"p:{SEARCH}", "r:* a\n- b", f"p:{PLAIN}{ROME}"], 1, 0, 0, 0),
-    ("marks in a thought", episode(PLAIN + "<think>* a\n- b</think>", ROME), 0, 0, 0, 0),
+    ("marks in a thought", episode(PLAIN + "<think>* a\n- b</think>", ROME), 1, 0, 0, 0),
     ("marks in the prompt's example", [f"q:{NOTE}", *episode(PLAIN, ROME)], 1, 0, 0, 0),
     ("a note in feedback", [f"p:{SEARCH}", INFORMATION, f"f:{NOTE}", f"p:{PARIS}"], 0, 1, 0, 0),
     ("the whole in the prompt", ["q:" + "".join(part[2:] for part in episode()), "p:?"], 0, 0, 0, 0),
     ("nothing", [], 0, 0, 0, 0),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "parts", "form"), [case[:3] for case in SEN], ids=[case[0] for case in SEN])
+def test_a_strict_format_leaves_nothing_between_the_tags(name: str, parts: list[str], form: float) -> None:
+    loose = ("two thoughts", "text between", "feedback on the way", "marks in a thought")
+    result = evinote_reward(attempt(*parts, entailment=0.5), strict_format=True)
+    assert result.parts["format"] == (0 if name in loose else form)
+
+
+@pytest.mark.parametrize(
+    ("note", "marked"),
+    [("*Paris*", 1), ("#Paris#", 1), ("*a #b# c*", 1), ("*a #b* c#", 0), ("* Paris", 0), ("-Paris-", 0), ("Paris", 0)],
+)
+def test_the_codes_marks_are_pairs_of_stars_and_hashes(note: str, marked: float) -> None:
+    tried = attempt(*episode(f"<summary>{note}</summary>", ROME), entailment=0.5)
+    result = evinote_reward(tried, marks="code")
+    assert (result.parts["notes"], result.reward) == (marked, 0.6 if marked else 0)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +248,7 @@ def test_the_table_of_variants_is_whole() -> None:
         ("NS", PLAIN, 1),
         ("NS", "<evidence>x</evidence>", 0),
         ("Base", "", 1),
-        ("Base", PLAIN, 0),
+        ("Base", "<note>", 1),  # no tag of its own, so text
         ("FS", "", 0),
     ],
 )
@@ -294,7 +311,7 @@ def test_golds_that_fool(gold: str, answer: str, right: float) -> None:
     ("more", "options", "problem"),
     [
         ({}, {"variant": "SENS"}, "variant 'SENS' is unknown; choose one of Base, NS"),
-        ({}, {"marks": "none"}, "marks 'none' is unknown; choose both or either"),
+        ({}, {"marks": "none"}, "marks 'none' is unknown; choose one of both, either, code"),
         ({"entailment": 1.5}, {}, "entailment 1.5 is no probability"),
         ({"entailment": -0.1}, {}, "is no probability"),
         ({"entailment": float("nan")}, {}, "is no probability"),

@@ -17,10 +17,10 @@ from thresher.bench.studies.systems.run import (
     markdown,
     measure,
     summary_of,
-    world_stages,
 )
 from thresher.cli.main import build_parser, run
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
+from thresher.engine.synthetic.shared_base import world_stages
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
 from thresher.engine.systems import load_system
 from thresher.rewards.errors import UserError

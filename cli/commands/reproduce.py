@@ -1,0 +1,51 @@
+"""`thresher reproduce`: a paper's tables, each by one command. The running is engine/reproduction's."""
+
+import argparse
+from pathlib import Path
+
+from thresher.cli import flags
+from thresher.engine import console
+
+HELP = "the tables of a paper, at its scale or in an invented world"
+PLACE = 145
+EXAMPLE = "thresher reproduce eval_rar T2 --scale world --seeds 3 --out runs/eval_rar-T2"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("paper", nargs="?", help="its name; --list has all")
+    add("tables", nargs="*", metavar="TABLE", help="such as T1; default: all of the paper's")
+    add("--list", action="store_true", help="only show every row, what it needs, and what has no row")
+    add("--scale", choices=("paper", "world"), default="world", help="paper: its models and data, which must be there")
+    add("--seeds", type=flags.count, default=1, metavar="N", help="train every method with seeds 0 to N - 1")
+    add("--limit", type=flags.count, metavar="N", help="only the first N questions of every evaluation")
+    flags.add_set(parser, text="override the recipe of every training and evaluation; may be repeated")
+    add("--out", help="folder; what is finished there is not done again; default: runs/PAPER-TABLE")
+
+
+def run(options: argparse.Namespace) -> None:
+    from thresher.engine.reproduction.commands import Scale
+    from thresher.engine.reproduction.manifest import paper_names, read_manifest
+    from thresher.engine.reproduction.run import listing, reproduce
+    from thresher.rewards.errors import UserError
+
+    if options.list:
+        manifests = [read_manifest(name) for name in ([options.paper] if options.paper else paper_names())]
+        records = [record for manifest in manifests for record in listing(manifest)]
+        left_out = {
+            f"{manifest.name}: {what}": why for manifest in manifests for what, why in manifest.left_out.items()
+        }
+        console.answer({"rows": records, "left_out": left_out})
+        rows = [
+            (one["paper"], one["table"], one["row"], ", ".join(one["world"]) or "-", one["needs"] or "no training")
+            for one in records
+        ]
+        console.table("what can be reproduced", ("paper", "table", "row", "in the world", "at paper scale"), rows)
+        console.table("left out", ("what", "why"), list(left_out.items()))
+        return
+    if options.paper is None:
+        raise UserError(f"reproduce: name a paper, one of {', '.join(paper_names())}, or give --list")
+    out = Path(options.out or f"runs/{'-'.join([options.paper, *options.tables])}")
+    scale = Scale(options.scale, range(options.seeds), tuple(options.set), options.limit)
+    found = reproduce(options.paper, options.tables, scale, out, options.run_command)
+    console.answer(found)

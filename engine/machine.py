@@ -1,0 +1,85 @@
+"""Which code computes, on what machine, with which libraries: what a figure must say of where it comes from."""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def checkout() -> Path | None:
+    """The root of the git checkout that this code runs from; None where it was installed as a wheel."""
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / ".git").exists() else None
+
+
+def origin(cuda: bool) -> dict[str, Any]:
+    """Time, commit, machine and its name, and versions. cuda: of the GPU too, and CUDA is initialised for it."""
+    import torch
+
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "host": platform.node(),
+        "machine": machine(),
+        "gpu": gpu() if cuda else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def machine() -> str:
+    """Cores, processor and memory in words."""
+    return f"{os.cpu_count()} x {cpu_name()}, {memory_gib():.0f} GiB"
+
+
+@cache
+def commit() -> str | None:
+    """The checkout's commit, with "+" where tracked files differ from it; None without a checkout or without git. It is
+    looked at once, for what is imported by then is what computes."""
+    root = checkout()
+    if root is None:
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def cpu_name() -> str:
+    """The processor as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def memory_gib() -> float:
+    """Installed memory in GiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def gpu() -> str | None:
+    """The current CUDA device: name, memory, the driver's version and the CUDA version torch was built for."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        driver = "unknown"
+    return f"{device.name}, {device.total_memory / 2**30:.0f} GiB, driver {driver}, CUDA {torch.version.cuda}"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

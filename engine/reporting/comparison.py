@@ -1,0 +1,275 @@
+"""Several runs as one page: curves over each other, last figures with paired tests, and what their recipes differ in.
+
+    run folders  ->  curves of each (charts.py)  ->  a chart for each curve that two runs have
+                 ->  questions of their last evaluations, matched by id  ->  engine/evaluation/compare.py
+
+Each run is tested against the first that is named. The page holds its pictures inside.
+
+Deliberately absent: what a single run's page has (trajectories, all estimators of the KL, seconds by phase), and a mean
+over runs, which seeds would need.
+"""
+
+import base64
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.tables import shown as shown_value
+from thresher.engine.console import shown as shown_number
+from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
+from thresher.engine.evaluation.metrics import NAMES
+from thresher.engine.reporting.charts import PALETTE, Chart, Series, charts_of
+from thresher.engine.reporting.plots import draw, smoothing
+from thresher.engine.reporting.report import MEASURES, duration, read_run, template
+from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
+from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.retrieval.data.jsonl import iter_jsonl
+from thresher.rewards.errors import UserError
+
+Record = Mapping[str, Any]
+
+# Of charts with curves that say one thing in several ways: the one to hold runs against each other by, and its caption.
+CHOSEN = {
+    "kl": (
+        "k3",
+        "Mean over sampled tokens of e^(-d) - 1 + d, d = log p - log p_ref, whatever each recipe's loss has.",
+    ),
+    "kl_largest": ("value", "Over a step's sampled tokens, by the estimator of each recipe (grpo.kl_value), before β."),
+    "logprob_gap": ("largest", "|log p when sampled - log p when trained| of the same token under the same weights."),
+}
+LETTERS = "ABCDEFG"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A run as it is read, and what it is called on the page."""
+
+    letter: str
+    color: str
+    folder: RunFolder
+    recipe: Recipe
+    records: list[dict[str, Any]]
+    summary: Record
+    start: Record  # of its last line in starts.jsonl
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in self.records if "eval" not in record]
+
+    @property
+    def evals(self) -> list[tuple[int, Record]]:
+        return [(record["step"], record["eval"] or {}) for record in self.records if "eval" in record]
+
+
+def write_comparison(paths: Sequence[str | Path], out: str | Path) -> list[dict[str, Any]]:
+    """Write the page of these runs to the file `out`; returns what the paired tests found, the first run against each
+    other whose questions it shares.
+
+    UserError for a folder that is no run, for runs that share neither a curve nor a question, and if `out` is no .html
+    file that can be written.
+    """
+    out = Path(out)
+    if out.suffix != ".html":
+        raise UserError(f"{out}: expected a file ending in .html for the page of several runs")
+    if not 2 <= len(paths) <= len(LETTERS):
+        raise UserError(f"expected from 2 to {len(LETTERS)} runs to hold against each other, got {len(paths)}")
+    runs = [_read(path, letter, color) for path, letter, color in zip(paths, LETTERS, PALETTE, strict=False)]
+    charts = overlaid(runs)
+    tests = list(_tests(runs))
+    found = [test["result"] for test in tests if "result" in test]
+    if not charts and not found:
+        raise UserError(
+            f"{' and '.join(str(run.folder.path) for run in runs)}: these runs share neither a metric nor a question of"
+            " an evaluation; name runs that have got to their first step, or to an evaluation of the same questions"
+        )
+    page = template("comparison.html").render(
+        runs=runs,
+        figures=list(_figures(runs)),
+        tests=tests,
+        differences=recipe_differences(runs),
+        facts=[(run, _origin(run)) for run in runs],
+        charts=[(chart, _picture(chart)) for chart in charts],
+        window=max((smoothing(len(run.steps)) for run in runs), default=1),
+    )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(out, page)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); choose another file") from None
+    return found
+
+
+def _read(path: str | Path, letter: str, color: str) -> ComparedRun:
+    folder, recipe = read_run(path)
+    starts = [record for _, record in iter_jsonl(folder.starts_file)] if folder.starts_file.exists() else []
+    return ComparedRun(
+        letter=letter,
+        color=color,
+        folder=folder,
+        recipe=recipe,
+        records=read_metrics(folder.metrics_file),
+        summary=read_json_object(folder.summary_file) if folder.summary_file.exists() else {},
+        start=starts[-1] if starts else {},
+    )
+
+
+# Curves
+
+
+def overlaid(runs: Sequence[ComparedRun]) -> list[Chart]:
+    """A chart for each curve that at least two runs have, a curve a run in the order of a single run's page."""
+    curves: dict[str, dict[str, list[tuple[ComparedRun, Chart, Series]]]] = {}
+    for run in runs:
+        for chart in _charts(run):
+            for series in chart.series:
+                if series.label == CHOSEN.get(chart.name, (series.label,))[0]:
+                    curves.setdefault(chart.name, {}).setdefault(series.label, []).append((run, chart, series))
+    charts: list[Chart] = []
+    for label, found in ((label, found) for chart in curves.values() for label, found in chart.items()):
+        chart, many = found[0][1], any(len(chart.series) > 1 for _, chart, _ in found)
+        if len(found) > 1:
+            charts.append(
+                replace(
+                    chart,
+                    name=str(len(charts)),
+                    caption=CHOSEN[chart.name][1] if chart.name in CHOSEN else chart.caption,
+                    title=f"{chart.title}: {label}" if many else chart.title,
+                    series=tuple(replace(series, label=run.letter, color=run.color) for run, _, series in found),
+                    stacked=False,
+                    rule=None,
+                )
+            )
+    return charts
+
+
+def _charts(run: ComparedRun) -> Iterator[Chart]:
+    """A single run's charts; layers become their sum."""
+    recipe = run.recipe
+    for chart in charts_of(
+        run.records,
+        kl_value=recipe.grpo.kl_value,
+        beta=recipe.grpo.beta,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        groups=recipe.rollout.questions_per_step,
+    ):
+        if chart.stacked:
+            layers = np.nansum([series.values for series in chart.series], axis=0)
+            chart = replace(chart, series=(replace(chart.series[0], label="all", values=layers),))
+        yield chart
+
+
+def _picture(chart: Chart) -> str:
+    """The chart as a data URI."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "chart.png"
+        draw(chart, path)
+        return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+# Figures
+
+
+def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]]]:
+    """(name, a text for each run) of what the runs came to."""
+    yield "Steps", [f"{run.steps[-1]['step'] if run.steps else 0} of {run.recipe.run.steps}" for run in runs]
+    last = [run.evals[-1][1] if run.evals else {} for run in runs]
+    if any(last):
+        yield "Last evaluation at step", [str(run.evals[-1][0]) if run.evals else "-" for run in runs]
+        yield "Held-out questions, greedy", [shown_number(measures.get("questions")) for measures in last]
+        yield "Exact match before", [_shown(run.evals[0][1].get("em"), True) if run.evals else "-" for run in runs]
+    for key, name, share in MEASURES:
+        values = [measures.get(key) for measures in last]
+        if any(value is not None for value in values):
+            yield name, [_shown(value, share) for value in values]
+    parts = [measures.get("parts") or {} for measures in last]
+    for key in dict.fromkeys(name for part in parts if len(part) > 1 for name in part):
+        yield f"Reward's part: {key}", [_shown(part.get(key), False) for part in parts]
+    rates: tuple[tuple[str, Callable[[ComparedRun], float | None]], ...] = (
+        ("Rollout, tokens per second", lambda run: _rate(run.steps, "sampled_tokens", "rollout_seconds")),
+        ("Update, tokens per second", lambda run: _rate(run.steps, "train_tokens", "update_seconds")),
+    )
+    for name, rate in rates:
+        values = [rate(run) for run in runs]
+        if any(value is not None for value in values):
+            yield name, ["-" if value is None else f"{value:,.0f}" for value in values]
+    if any("seconds" in run.summary for run in runs):
+        yield "In all", [duration(run.summary["seconds"]) if "seconds" in run.summary else "-" for run in runs]
+
+
+def _shown(value: float | None, share: bool) -> str:
+    return "-" if value is None else f"{value:.1%}" if share else f"{value:.2f}"
+
+
+def _rate(steps: Sequence[Record], tokens: str, seconds: str) -> float | None:
+    spent = sum(record.get(seconds) or 0.0 for record in steps)
+    return sum(record.get(tokens) or 0 for record in steps) / spent if spent else None
+
+
+def _tests(runs: Sequence[ComparedRun]) -> Iterator[dict[str, Any]]:
+    """The first run against each other: its letter, and rows or the sentence that says why there are none."""
+    first = _last_evaluation(runs[0])
+    for run in runs[1:]:
+        other = _last_evaluation(run)
+        if first is None or other is None:
+            without = runs[0] if first is None else run
+            yield {"run": run, "problem": f"{without.letter} has no evaluation of held-out questions yet."}
+            continue
+        try:
+            result = compare(first, other)
+        except UserError as error:
+            yield {"run": run, "problem": f"{error}."}
+            continue
+        rows = [(NAMES[key][0], *cells) for key, *cells in difference_rows(result)]
+        yield {"run": run, "rows": rows, "notes": result["notes"], "result": result}
+
+
+def _last_evaluation(run: ComparedRun) -> Evaluation | None:
+    """The trajectories of the last evaluation, as `compare` wants them."""
+    paths = [path for path in run.folder.evaluations.glob("step_*.jsonl") if step_of(path.stem) is not None]
+    if not paths:
+        return None
+    questions: dict[str, str] = {}
+    measures: dict[str, Measures] = {}
+    for _, record in iter_jsonl(max(paths)):
+        values = {"reward": record.get("reward")} | (record.get("parts") or {})
+        questions[str(record.get("id"))] = str(record.get("question"))
+        measures[str(record.get("id"))] = {
+            name: None if value is None else float(value) for name, value in values.items() if name in NAMES
+        }
+    system = run.recipe.system
+    figures = {
+        "system": system.name if system else None,
+        "rewarded_by": f"{system.name} {dict(sorted(system.options.items()))}" if system else None,
+        "model": run.recipe.model.path,
+    }
+    return Evaluation(run.folder.path, figures, questions, measures)
+
+
+# What ran
+
+
+def recipe_differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    """(key, a value for each run) of the keys whose values are not the same in all, defaults included."""
+    keys = [run.recipe.keys() for run in runs]
+    names = dict.fromkeys(name for table in keys for name in table)
+    texts = {name: [shown_value(table.get(name), "unset") for table in keys] for name in names}
+    return [(name, values) for name, values in texts.items() if len(set(values)) > 1]
+
+
+def _origin(run: ComparedRun) -> list[tuple[str, str]]:
+    """Which code ran, where and when; a run of an earlier version did not say."""
+    start = run.start
+    if not start:
+        return [("Commit and machine", "not recorded")]
+    resumed = f", last resumed from step {start['step']}" if start.get("step") else ""
+    return [
+        ("Commit", str(start.get("commit") or "not from a checkout")),
+        ("Machine", ", ".join(str(start[key]) for key in ("machine", "gpu") if start.get(key))),
+        ("Started", f"{start.get('at')}{resumed}"),
+        ("Python, torch", f"{start.get('python')}, {start.get('torch')}"),
+    ]

@@ -1,0 +1,105 @@
+"""`thresher reproduce`: run what a paper's tables need, in order, and write them beside the printed ones.
+
+    out/world/ runs/ evaluations/      of the commands, each shown and run; what is finished is not done again
+    out/T1.md, T1.json                 a table each, written anew after every cell
+
+Killed at any moment, the same command goes on. A cell whose data or weights are absent says what to put where, and the
+others run.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thresher.engine import console
+from thresher.engine.reproduction.commands import Cell, Scale, cells_of, columns_of, in_world, write_prompts
+from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
+from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.engine.synthetic.shared_base import RECIPES
+from thresher.policy.files import atomic_write_text
+from thresher.rewards.errors import UserError
+
+
+def reproduce(
+    paper: str, tables: Sequence[str], scale: Scale, out: Path, run_command: Callable[[list[str]], None]
+) -> dict[str, Any]:
+    """Run the tables (all of them where none is named) at a scale; returns what their JSON files hold, by
+    name. `run_command` runs a command of `thresher` from its words."""
+    manifest = read_manifest(paper)
+    chosen = choose_tables(manifest, tables)
+    out.mkdir(parents=True, exist_ok=True)
+    if scale.invented:
+        write_prompts(manifest, out / "world")
+    cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
+    _say_lacking([cell for cells in cells_by_table.values() for cell in cells])
+    found = {}
+    for name, table in chosen.items():
+        cells = cells_by_table[name]
+        for number, cell in enumerate(cells, 1):
+            _run_cell(
+                f"{name}, {number} of {len(cells)}: {manifest.label(cell.row)}, seed {cell.seed}", cell, run_command
+            )
+            found[name] = results_of(manifest, table, scale, cells)
+            atomic_write_text(out / f"{name}.md", markdown(found[name]))
+            atomic_write_text(out / f"{name}.json", json.dumps(found[name], indent=2) + "\n")
+        console.console.print(markdown(found[name]), markup=False)
+    return found
+
+
+def choose_tables(manifest: PaperManifest, names: Sequence[str]) -> dict[str, PaperTable]:
+    """UserError for a table that the manifest has not."""
+    if unknown := [name for name in names if name not in manifest.tables]:
+        there = ", ".join(manifest.tables)
+        raise UserError(f"reproduce: {manifest.name} has no table {unknown[0]!r} here; choose of {there}")
+    return {name: manifest.tables[name] for name in names or manifest.tables}
+
+
+def _say_lacking(cells: Sequence[Cell]) -> None:
+    lacking = {path: get for cell in cells for path, get in cell.lacking().items()}
+    if lacking:
+        console.console.print("reproduce: these are absent, and what reads them is left out:", soft_wrap=True)
+    for path, get in lacking.items():
+        console.console.print(f"  {path}: {get}", markup=False, soft_wrap=True)
+
+
+def _run_cell(title: str, cell: Cell, run_command: Callable[[list[str]], None]) -> None:
+    console.console.print(title, soft_wrap=True)
+    for command in cell.possible():
+        if command.finished:
+            continue
+        words = command.to_run()
+        console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+        run_command(words)
+
+
+def listing(manifest: PaperManifest) -> list[dict[str, Any]]:
+    """A record for every row of every table: its columns, whether the invented world has it, the recipe that trains it
+    and what that recipe says it needs."""
+    records = []
+    for name, table in manifest.tables.items():
+        for row in table.rows:
+            method = manifest.methods[row.method]
+            records.append(
+                {
+                    "paper": manifest.name,
+                    "table": name,
+                    "row": manifest.label(row),
+                    "columns": list(table.columns),
+                    "world": columns_of(manifest, table, True) if in_world(method) else [],
+                    "model": manifest.models[row.model].paper,
+                    "trained_by": method.recipe,
+                    "needs": _stated(method.recipe),
+                }
+            )
+    return records
+
+
+def _stated(recipe: str | None) -> str | None:
+    """What a recipe's head says of its memory."""
+    if recipe is None:
+        return None
+    head = (RECIPES / recipe).read_text(encoding="utf-8").partition("\n\n")[0]
+    lines = [line.removeprefix("# ") for line in head.splitlines()]
+    return " ".join(lines).partition("Memory, by thresher plan: ")[2] or None

@@ -1,0 +1,123 @@
+"""A paper's table beside our own: the printed number, ours as mean and deviation over seeds, and a paired test.
+
+Means are over the questions of a column: in the invented world those with its number of relations. The test is over
+the same questions of two rows, each question's value being its mean over the row's seeds (rewards/statistics.py); it
+knows nothing of seeds that were not run.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from thresher.engine.evaluation.compare import read_evaluation
+from thresher.engine.reproduction.commands import Cell, Scale, columns_of
+from thresher.engine.reproduction.manifest import PaperManifest, PaperTable
+from thresher.policy.files import read_json_object
+from thresher.retrieval.questions import read_questions
+from thresher.rewards.statistics import compare_paired
+
+Values = dict[str, float]  # question's id -> value
+
+
+def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The table as data: its rows, each with "printed" and "ours" by measure and column; what is not run is absent."""
+    columns = columns_of(manifest, table, scale.invented)
+    rows: dict[str, dict[str, Any]] = {}
+    values: dict[tuple[str, str, str], list[Values]] = {}
+    for cell in cells:
+        label = manifest.label(cell.row)
+        rows.setdefault(label, {"label": label, "printed": cell.row.printed, "ours": {}})
+        for column, command in cell.evaluations.items():
+            if not command.finished:
+                continue
+            found = read_column(command.folder, manifest.sets[column].world if scale.invented else None)
+            for measure in table.measures:
+                known = {id_: value for id_, row in found.items() if (value := row.get(measure)) is not None}
+                values.setdefault((label, measure, column), []).append(known)
+    for (label, measure, column), seeds in values.items():
+        if all(seeds):
+            rows[label]["ours"].setdefault(measure, {})[column] = _figures(
+                seeds, values.get((table.against or "", measure, column))
+            )
+    return {
+        "paper": manifest.title,
+        "caption": table.caption,
+        "scale": scale.name,
+        "measures": list(table.measures),
+        "columns": {name: manifest.sets[name].label for name in columns},
+        "places": {name: table.columns.index(name) for name in columns},
+        "average": table.average and len(columns) == len(table.columns),
+        "against": table.against,
+        "rows": list(rows.values()),
+    }
+
+
+def read_column(folder: Path, relations: int | None) -> dict[str, Mapping[str, float | None]]:
+    """An evaluation's measures by question, of those of the invented world with so many relations; None: of all."""
+    measures = dict(read_evaluation(folder).measures)
+    if relations is None:
+        return measures
+    questions = read_questions(read_json_object(folder / "settings.json")["questions"])
+    chosen = {question.id for question in questions if question.metadata.get("hops") == relations}
+    return {id_: row for id_, row in measures.items() if id_ in chosen}
+
+
+def _figures(seeds: Sequence[Values], against: Sequence[Values] | None) -> dict[str, Any]:
+    means = [mean(values.values()) for values in seeds]
+    figures: dict[str, Any] = {
+        "mean": mean(means),
+        "deviation": stdev(means) if len(means) > 1 else None,
+        "seeds": means,
+        "questions": len(seeds[0]),
+    }
+    if against and all(against) and against is not seeds:
+        ids = [id_ for id_ in seeds[0] if all(id_ in values for values in (*seeds, *against))]
+        first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (against, seeds))
+        if (found := compare_paired(first, second)) is not None:
+            figures |= {"difference": found.difference, "p": found.p}
+    return figures
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table for people, one for each measure."""
+    lines = [f"# {results['paper']}: {results['caption']}", ""]
+    lines.append(
+        "Ours in the invented world: a column holds other questions than the printed one, and only the order of rows "
+        "compares."
+        if results["scale"] == "world"
+        else "Ours at the paper's scale."
+    )
+    if results["against"]:
+        lines.append(f"p: two-sided, paired over questions, against {results['against']}.")
+    for measure in results["measures"]:
+        names = results["columns"] | ({"average": "Average"} if results["average"] else {})
+        lines += [
+            "",
+            f"## `{measure}`",
+            "",
+            "| | " + " | ".join(f"{label}, printed | ours | p" for label in names.values()) + " |",
+        ]
+        lines.append("|---" * (1 + 3 * len(names)) + "|")
+        for row in results["rows"]:
+            cells = [part for name in names for part in _cells(row, measure, name, results["places"].get(name, -1))]
+            lines.append(f"| {row['label']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Mapping[str, Any], measure: str, column: str, place: int) -> tuple[str, str, str]:
+    printed = row["printed"].get(measure)
+    known = row["ours"].get(measure, {})
+    ours = known.get(column)
+    if column == "average" and len(known) == len(printed or ()) - 1:
+        ours = {"mean": mean(figures["mean"] for figures in known.values()), "deviation": None}
+    shown = "-" if printed is None else _number(printed[place])
+    if ours is None:
+        return shown, "-", ""
+    deviation = "" if ours["deviation"] is None else f" ± {_number(ours['deviation'])}"
+    p = ours.get("p")
+    return shown, _number(ours["mean"]) + deviation, "" if p is None else f"{p:.2g}"
+
+
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.3f}".removeprefix("0")
