@@ -45,12 +45,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 @dataclass(slots=True)
-class _State:
+class _Signals:
     noted: int | None = None  # the first signal that came
     first: str | None = None  # what is finished before it is raised; None: nothing
 
 
-_state = _State()
+_state = _Signals()
 
 
 @contextmanager
