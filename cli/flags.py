@@ -76,6 +76,21 @@ def read_recipe(options: Namespace) -> "Recipe":
     return read_run_recipe(options.recipe, overrides(options))
 
 
+def add_allow_key(parser: ArgumentParser) -> None:
+    """`--allow-key`, which may be repeated: a list of "VARIABLE@HOST"."""
+    text = "let the recipe's judge.key_env send this environment variable's key to this host, and to no other"
+    parser.add_argument(
+        "--allow-key", type=_key_at, action="append", default=[], metavar="VARIABLE@HOST[:PORT]", help=text
+    )
+
+
+def _key_at(text: str) -> str:
+    variable, at, host = text.rpartition("@")
+    if not (variable and at and host) or "/" in host:
+        raise ArgumentTypeError(f"expected VARIABLE@HOST such as OPENAI_API_KEY@api.openai.com, got {text}")
+    return f"{variable}@{host.lower()}"
+
+
 def add_index_search(parser: ArgumentParser) -> None:
     """Which index is asked, and how: of `index search` and of `index check`."""
     parser.add_argument("--index", required=True, metavar="DIR", help="folder that `thresher index build` wrote")

@@ -1,7 +1,8 @@
 """The command line. Every command says what it is about to do, shows progress, ends with one table and writes JSON.
 
 Exit status: 0 done; 2 the user's mistake, explained in one sentence; 1 ours, with a trace, or in a sentence where a
-command checks our own work (`bench loss`, `bench compile`); 130 interrupted; 141 nobody reads the output any more.
+command checks our own work (`bench loss`, `bench compile`); 130 interrupted by Ctrl-C, 143 by SIGTERM, with a sentence
+that says what is kept and the command that goes on (engine/interrupt.py); 141 nobody reads the output any more.
 
 With `--json` stdout is one object: what the command found, or {"error": sentence}, with the same status. Everything
 else goes to stderr.
@@ -12,6 +13,7 @@ Deliberately absent: the commands themselves, which registry.py finds in cli/com
 import argparse
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,20 +26,20 @@ from thresher.cli.registry import add_commands
 from thresher.policy.files import remedy
 from thresher.rewards.errors import UserError
 
-INTERRUPTED = (
-    "interrupted; a training run or a rollout goes on with --resume, an index or an evaluation when begun again"
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `thresher`; leaves by SystemExit. What a process needs is decided here, before torch is loaded."""
     prepare_process()
-    sys.exit(run(arguments))
+    try:
+        status = run(arguments)
+    except KeyboardInterrupt as error:  # while modules are loaded
+        status = getattr(error, "status", 130)
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
-    from thresher.engine import console  # brings numpy, before which `main` decides how its threads wait
+    from thresher.engine import console, interrupt  # bring numpy, before which `main` decides how its threads wait
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in words and not {"-h", "--help"} & set(words)
@@ -46,6 +48,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             if as_json:
                 stack.enter_context(redirect_stdout(sys.stderr))
+            stack.enter_context(interrupt.handling())
             status, wrong = _ended(words)
         found = answer.to_dict()
     try:
@@ -61,6 +64,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     """The exit status of a command, and what is to be said of it."""
+    from thresher.engine.interrupt import Interrupted
+
     try:
         run_command(words)
     except UserError as error:
@@ -77,8 +82,9 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
         if "--verbose" in words:
             traceback.print_exc()
         return 2, f"{path}: {error.strerror}; {remedy(error)}"
-    except KeyboardInterrupt:
-        return 130, INTERRUPTED
+    except KeyboardInterrupt as error:
+        stopped = error if isinstance(error, Interrupted) else Interrupted()
+        return stopped.status, interrupted(words, stopped.kept, stopped.flag)
     except SystemExit as left:  # --help and --version, and what checks our own work
         return (left.code or 0, None) if isinstance(left.code, int | None) else (1, str(left.code))
     except Exception as error:  # ours
@@ -87,6 +93,21 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
         traceback.print_exc()
         return 1, f"{type(error).__name__}: {error}"
     return 0, None
+
+
+def interrupted(words: Sequence[str], kept: str | None, flag: str) -> str:
+    """What is said of an interrupted command: what it keeps, and what to type. `--from STEP` is for going back once."""
+    from thresher.engine import interrupt
+
+    again = list(words)
+    for place, word in reversed(list(enumerate(again))):
+        if flag and (word == "--from" or word.startswith("--from=")):
+            del again[place : place + (2 if word == "--from" else 1)]
+    if kept is not None and flag and flag not in again:
+        again.append(flag)
+    how = "by torchrun, as before, of" if interrupt.under_torchrun() else "with"
+    what = "nothing is kept of what was not finished; begin again" if kept is None else f"{kept}; go on from there"
+    return f"interrupted; {what} {how}: thresher {shlex.join(again)}"
 
 
 def _unread() -> int:

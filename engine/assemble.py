@@ -4,7 +4,7 @@ Whatever disagrees (a tokenizer larger than the head, an index with fewer passag
 without a question) is refused here, before anything is computed or written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,6 +203,7 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
         return None
     retriever: Retriever
     if section.url is not None:
+        _say(f"searches go to {section.url}")
         retriever = RemoteRetriever(
             section.url,
             timeout=section.timeout,
@@ -219,17 +220,19 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
     return retriever
 
 
-def load_judges(recipe: Recipe, system: System, replies: Path, rewarded_only: bool = False) -> Judges:
+def load_judges(
+    recipe: Recipe, system: System, replies: Path, allow_keys: Collection[str], rewarded_only: bool = False
+) -> Judges:
     """An entailment judge where the system claims something, and a chat model where the system is rewarded by it, or
     unless `rewarded_only` where the recipe names one; what that one said is kept in `replies`, unless the recipe names
-    a file for it. Nothing is asked or written yet."""
+    a file for it. allow_keys: as `load_endpoint` has it. Nothing is asked or written yet."""
     section = recipe.judge
     if section.replies is None:
         section = replace(section, replies=str(replies))
     asked = system.wants_verdict or (section.url is not None and not rewarded_only)
     return Judges(
         entailment=load_judge(section) if system.claims is not None else None,
-        verdict=load_verdicts(section, _say) if asked else None,
+        verdict=load_verdicts(section, allow_keys, _say) if asked else None,
     )
 
 

@@ -1,5 +1,5 @@
-"""The machine that this process runs on: what a figure must say of where it comes from (code, processor, libraries), and
-how much memory there is, of the machine or of the container."""
+"""The machine that this process runs on: what a figure must say of where it comes from (code, processor, libraries),
+and how much memory there is, of the machine or of the container."""
 
 import os
 import platform

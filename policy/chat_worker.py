@@ -11,6 +11,7 @@ nothing of the package.
 
 import json
 import resource
+import signal
 import sys
 from functools import lru_cache
 from typing import Any
@@ -69,6 +70,7 @@ def reply(line: str) -> dict[str, str]:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; it ends when whoever started it does
     for line in sys.stdin:
         print(json.dumps(reply(line)), flush=True)
 

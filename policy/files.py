@@ -84,6 +84,25 @@ def remedy(error: OSError) -> str:
     return "make room for it" if full else "choose another path"
 
 
+def show_bytes(size: float) -> str:
+    """`size` for a reader, in powers of 1,000: "64.6 GB"."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} GB"
+
+
+def need_room(path: Path, size: int, what: str) -> None:
+    """UserError, before anything is written, where the disk of `path`, which need not exist yet, has fewer than `size`
+    bytes free; `what` needs them. A quota that the system does not count as used is found when it is reached."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if size > free:
+        words = f"{what} needs {show_bytes(size)} of disk while {show_bytes(free)} are free"
+        raise Unwritable(path, OSError(errno.ENOSPC, words))
+
+
 def append_bytes(path: Path, data: bytes) -> None:
     """Add to a file's end; when this returns, it survives a kill of the process. UserError where it cannot be written;
     what of `data` is then there is half a line, which readers of such a file cut off."""

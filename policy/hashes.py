@@ -34,7 +34,7 @@ FORMAT = 1
 BLOCK = 1 << 18
 DIGEST_CHARS = 32
 # Fewer blocks are hashed by the calling thread alone.
-FEWEST_FOR_THREADS, MOST_THREADS = 64, 8
+FEWEST_FOR_THREADS, LONGEST_RUN, MOST_THREADS = 64, 256, 8
 
 
 class Damaged(UserError):
@@ -181,8 +181,8 @@ def _digests(path: Path, block: int, numbers: Sequence[int]) -> list[str]:
     try:
         if threads < 2:
             return _digests_of(descriptor, path, block, numbers)
-        # Neighbours to one thread: a disk is read in runs.
-        step = -(-len(numbers) // threads)
+        # Neighbours to one thread: a disk is read in runs. An interrupt waits for those that have begun.
+        step = min(-(-len(numbers) // threads), LONGEST_RUN)
         parts = [numbers[start : start + step] for start in range(0, len(numbers), step)]
         with ThreadPoolExecutor(threads, "hashes") as pool:
             found = pool.map(lambda part: _digests_of(descriptor, path, block, part), parts)

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from thresher.policy.files import atomic_path, atomic_write_text, parse_json_object, read_json_object
+from thresher.policy.files import atomic_path, atomic_write_text, need_room, parse_json_object, read_json_object
 from thresher.policy.hashes import check_hashes
 from thresher.rewards.errors import UserError
 
@@ -91,13 +91,15 @@ def read_weights(
 def write_weights(folder: str | Path, tensors: Mapping[str, torch.Tensor], *, max_shard_bytes: int = 5 * 2**30) -> None:
     """Writes model.safetensors, or shards and their index where the tensors take more than `max_shard_bytes`.
 
-    Tensors keep their dtype and may be on any device. UserError where a number is not finite: that is no result.
+    Tensors keep their dtype and may be on any device. UserError where a number is not finite: that is no result; and
+    before anything is written, where the disk has no room for them.
     Each file appears whole or not at all, and weights that were in the folder in the other layout are removed once
     the new ones are complete. A kill while shards replace shards leaves no index, hence a folder that reads as
     incomplete, never a mixture; to keep the old weights until the new ones are there, write into a `staged_folder`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    need_room(folder, sum(tensor.nbytes for tensor in tensors.values()), "a model's weights")
     shards = _split(tensors, max_shard_bytes)
     if len(shards) == 1:
         _save(shards[0], folder / SINGLE)

@@ -4,8 +4,8 @@
     torchrun rank_worker.py WHAT train ...     `thresher train ...`, in which rank 1 comes to WHAT in step 2
 
 SCENARIOS: JSON, a list of {"ranks", "port", "recipe", "out", "resume", "mine": {rank: overrides}, "from": a run to copy
-to `out` without its checkpoint of step 2}. A process whose rank is not below "ranks" sits a scenario out. What one
-raises is written to OUT.RANK.error.
+to `out` without its checkpoint of step 2, "interrupted": the rank that gets SIGTERM in its third rollout}.
+A process whose rank is not below "ranks" sits a scenario out. What one raises is written to OUT.RANK.error.
 """
 
 import json
@@ -20,8 +20,11 @@ import torch
 
 from thresher.cli.main import main
 from thresher.engine.config.recipe import load_recipe
+from thresher.engine.interrupt import Interrupted, handling
 from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.ranks import joined
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.store.run_folder import saved_so_far
 from thresher.engine.training import train as train_module
 from thresher.engine.training.step import GrpoStep, StepResult
 from thresher.rewards.errors import UserError
@@ -41,10 +44,16 @@ def play(scenario: dict[str, Any], rank: int) -> None:
     if rank == 0 and "from" in scenario:  # the others wait for rank 0 to join them
         copy_until_step_1(Path(scenario["from"]), out)
     recipe = load_recipe(scenario["recipe"], scenario.get("mine", {}).get(str(rank), []))
+    run = Rollout.run
+    if scenario.get("interrupted") == rank:
+        interrupt_rollout(3)
     try:
-        with joined() as ranks:
+        with handling(), joined() as ranks:
             train_module.train(recipe, out, scenario.get("resume", False), ranks=ranks)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, Interrupted) as error:
+        Rollout.run = run  # type: ignore[method-assign]
+        if isinstance(error, Interrupted):
+            Path(f"{out}.kept").write_text(str(saved_so_far(out)))
         Path(f"{out}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
         torch.distributed.destroy_process_group()
 
@@ -53,6 +62,19 @@ def copy_until_step_1(source: Path, out: Path) -> None:
     """A run as it was before its checkpoint of step 2."""
     shutil.copytree(source, out)
     shutil.rmtree(out / "checkpoints" / "step_000002")
+
+
+def interrupt_rollout(number: int) -> None:
+    """Let SIGTERM come when this process begins with its rollout of that number."""
+    run, calls = Rollout.run, [0]
+
+    def interrupted(self: Rollout, *arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run(self, *arguments, **options)
+
+    Rollout.run = interrupted  # type: ignore[method-assign]
 
 
 def play_all(file: str, rank: int) -> None:

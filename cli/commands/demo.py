@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.engine import console, interrupt
 
 HELP = "from nothing to a model that searches, in minutes"
 PLACE = 140
@@ -16,7 +16,7 @@ EXAMPLE = "thresher demo --out runs/demo --seed 1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", default="runs/demo", help="folder for all that it makes")
+    parser.add_argument("--out", default="runs/demo", help="folder for all that it makes; goes on if unfinished")
     parser.add_argument("--seed", type=flags.integer, default=0, help="of the world, the weights and the training")
     flags.add_set(parser)
 
@@ -29,7 +29,8 @@ def run(options: argparse.Namespace) -> None:
     def say(text: str) -> None:
         console.console.print(text, style="bold", markup=False, soft_wrap=True)
 
-    demo(out, options.seed, options.set, options.run_command, say)
+    with interrupt.keeping(lambda: f"{out} keeps what is finished" if out.exists() else None):
+        demo(out, options.seed, options.set, options.run_command, say)
     from thresher.engine.reporting.report import print_trajectories  # matplotlib takes a second
 
     print_trajectories(out / "grpo")

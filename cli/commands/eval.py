@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.engine import console, interrupt
 from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
 from thresher.engine.config.sections import RolloutSection
 from thresher.engine.store.best_checkpoint import Best, best_checkpoint
@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--entailment", metavar="FOLDER", help="an NLI classifier; default: overlap of words, the stated stand-in")
     add("--judge-url", metavar="URL", help="an OpenAI-compatible server whose chat model judges the answers")
     add("--judge-model", metavar="NAME", help="that model's name")
+    flags.add_allow_key(parser)
     add("--out", required=True, help="folder for trajectories.jsonl, metrics.json and table.md; goes on if unfinished")
 
 
@@ -87,8 +88,11 @@ def run(options: argparse.Namespace) -> None:
         noise=options.noise,
         baseline=options.baseline,
         best=best,
+        allow_keys=tuple(options.allow_key),
     )
-    console.answer(run_evaluation(recipe, asked, Path(options.out)))
+    out = Path(options.out)
+    with interrupt.keeping(lambda: interrupt.lines_in(out / "generated.jsonl")):
+        console.answer(run_evaluation(recipe, asked, out))
 
 
 def eval_recipe(options: argparse.Namespace) -> tuple[Recipe, Best | None]:

@@ -1,10 +1,11 @@
 """`thresher extract`: its flags, and what a person sees while it runs. The work is `engine/extraction/run.py`'s."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.engine import console, interrupt
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         patience=options.patience,
     )
     console.console.print(f"extract: {options.loop}, from {plan.questions} with {plan.model}, into {plan.out}")
-    with console.stages() as on_stage:
+    with interrupt.keeping(lambda: interrupt.lines_in(Path(plan.out))), console.stages() as on_stage:
         figures = extract(
             plan,
             lambda done, of: on_stage("extract", done, of),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from thresher.cli import flags
 from thresher.cli.commands.eval import flagged_recipe
+from thresher.engine import interrupt
 
 HELP = "sample trajectories of questions, with their tokens and log-probs"
 PLACE = 36
@@ -53,4 +54,5 @@ def run(options: argparse.Namespace) -> None:
         limit=options.limit,
         resume=options.resume,
     )
-    run_rollouts(recipe, plan)
+    with interrupt.keeping(lambda: interrupt.lines_in(plan.out), "--resume"):
+        run_rollouts(recipe, plan)

@@ -35,11 +35,13 @@ def run_sft(recipe: "Recipe", out: Path) -> None:
     from thresher.engine.config.sections import SftSection
     from thresher.engine.training.sft_data import say_unused
     from thresher.engine.training.sft_run import load_fine_tuning
+    from thresher.policy.files import need_room
 
     sft = recipe.need(SftSection)
     if out.exists():
         raise UserError(f"{out}: exists already; choose another folder for the model")
     tuning = load_fine_tuning(recipe)
+    need_room(out, tuning.saved_bytes, "the model")
     console.console.print(
         f"sft: {len(tuning.trainer.training):,} transcripts to train on, {len(tuning.trainer.held_out):,} held out, "
         f"{tuning.trained:,} parameters, at most {sft.steps} steps"

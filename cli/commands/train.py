@@ -4,7 +4,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.engine import console, interrupt
+from thresher.engine.store.run_folder import saved_so_far
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_recipe(parser)
     parser.add_argument("--out", required=True, help="run folder to write")
     parser.add_argument("--resume", action="store_true", help="go on from the run folder's last checkpoint")
+    flags.add_allow_key(parser)
     parser.add_argument(
         "--from",
         dest="from_step",
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.parallel.ranks import joined
 
-    with joined() as ranks:
+    with interrupt.keeping(lambda: saved_so_far(options.out), "--resume"), joined() as ranks:
         _train(options, ranks)
 
 
@@ -63,5 +65,5 @@ def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
             text += f"  gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "  no update"
             line.to(progress.step, text)
 
-        summary = train(recipe, options.out, options.resume, watch, ranks, options.from_step)
+        summary = train(recipe, options.out, options.resume, watch, ranks, options.from_step, options.allow_key)
     console.figures(f"train: run in {options.out}", summary)

@@ -5,6 +5,8 @@ The command `thresher eval` is run.py.
 
 from collections.abc import Callable, Sequence
 
+from thresher.engine.parallel.first import judging
+from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.scoring.score import Judges, Scored, score
@@ -19,11 +21,15 @@ def evaluate(
     on_progress: Callable[[int], None] | None = None,
     judges: Judges | None = None,
     first: int = 0,
+    ranks: Ranks = ALONE,
 ) -> list[Scored]:
     """One trajectory per question, of which questions[0] is number `first` of the evaluation. Greedy (temperature 0) is
     the same for every seed, shuffled passages included."""
-    trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, on_progress, recall=True)
-    return score(questions, trajectories, rollout.system, rollout.tokenizer, judges)
+    with ranks.interruptible():
+        trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, on_progress, recall=True)
+    judges = judges or Judges()
+    with judging(judges, ranks):
+        return score(questions, trajectories, rollout.system, rollout.tokenizer, judges)
 
 
 def jobs_of(questions: Sequence[Question], temperature: float, seed: int, first: int = 0) -> list[Job]:

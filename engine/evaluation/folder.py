@@ -28,7 +28,7 @@ from thresher.rewards.errors import UserError
 
 
 class EvalFolder:
-    """An evaluation's folder, locked. Use it in a `with`: one that fails with nothing generated leaves no folder."""
+    """An evaluation's folder, locked. Use it in a `with`: one that fails with nothing in it yet leaves no folder."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path, self._lock = path, lock
@@ -70,8 +70,7 @@ class EvalFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        unfinished = not (self.path / "metrics.json").exists()
-        if error is not None and unfinished and not self._generated.exists():
+        if error is not None and {path.name for path in self.path.iterdir()} <= {"settings.json", ".lock"}:
             shutil.rmtree(self.path)
         os.close(self._lock)
 

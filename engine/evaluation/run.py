@@ -64,7 +64,8 @@ _FREE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """What decides an evaluation besides its recipe; `baseline` answers in the place of a system."""
+    """What decides an evaluation besides its recipe; `baseline` answers in the place of a system. allow_keys: where
+    which key may go, as `load_endpoint` has it."""
 
     questions: str | None = None
     limit: int | None = None
@@ -72,6 +73,7 @@ class EvalOptions:
     noise: int = 0
     baseline: str | None = None
     best: Best | None = None
+    allow_keys: tuple[str, ...] = ()
 
 
 def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     if recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
         console.console.print("eval: the prompt goes in as it is, though the model has a chat template (--prompt chat)")
     with EvalFolder.open(out, settings) as folder, parts.threads():
-        judges = load_judges(recipe, parts.system, out / "replies.jsonl")
+        judges = load_judges(recipe, parts.system, out / "replies.jsonl", asked.allow_keys)
         try:
             done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder, recipe.model.path)
             scored = _score(questions, done, parts, judges)

@@ -218,6 +218,8 @@ class Loop:
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
         key = None if self.plan.key_env is None else read_key(self.plan.key_env)
         chat = Endpoint(chosen.url, chosen.name, key=key, patience=self.plan.patience, replies=replies, say=self.say)
+        sent = f", with the key in {self.plan.key_env}" if key else ""
+        self.say(f"extract: {chosen.name} is asked at {chat.url}{sent}")
         return ChatResponder(
             Converser(
                 system=system,

@@ -1,6 +1,7 @@
 """What rank 0 does for all: it writes the run folder, and asks the chat model whose replies are paid for."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ class VerdictsOfFirst:
 
     def rate(self, cases: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
         gathered = self.ranks.gather(list(cases))
-        verdicts = iter(self.judge.rate([case for part in gathered for case in part]) if gathered is not None else ())
+        with self.ranks.interruptible():
+            asked = [case for part in gathered or () for case in part]
+            verdicts = iter(self.judge.rate(asked) if self.ranks.first else ())
         by_rank = self.ranks.from_first(lambda: [[next(verdicts) for _ in part] for part in gathered or ()])
         return by_rank[self.ranks.rank]
 
@@ -55,3 +58,8 @@ def judges_of(judges: Judges, ranks: Ranks) -> Judges:
     if judges.verdict is None or not ranks.several:
         return judges
     return replace(judges, verdict=VerdictsOfFirst(judges.verdict, ranks))
+
+
+def judging(judges: Judges, ranks: Ranks) -> AbstractContextManager[None]:
+    """Within it an interrupt ends `score`: here, or in `VerdictsOfFirst`, which all ranks enter together."""
+    return nullcontext() if isinstance(judges.verdict, VerdictsOfFirst) else ranks.interruptible()

@@ -4,6 +4,7 @@
         ranks.total(3, 5)              # a sum over all ranks, of integers
         ranks.gather(record)           # a list of all ranks' on rank 0, None elsewhere
         ranks.from_first(lambda: decide())  # decided on rank 0, known everywhere
+        with ranks.interruptible(): ..      # what a signal to any of them ends on all
 
 What goes through here is small and lies on the CPU: counts, records, decisions. Weights and gradients are shards.py's.
 
@@ -17,7 +18,7 @@ Deliberately absent: a rank that joins or is replaced during a run; to go on wit
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from thresher.engine.console import console
+from thresher.engine.interrupt import Interrupted, noted, released
 from thresher.rewards.errors import UserError
 
 PATIENCE = timedelta(hours=6)
@@ -82,6 +84,22 @@ class Ranks:
         """The largest of the ranks' numbers."""
         return self._reduced((number,), dist.ReduceOp.MAX)[0] if self.several else number
 
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """For work without collectives, of which nothing is kept. A signal ends it at once; when all ranks have ended
+        it, `Interrupted` is raised on every one, so that none goes on alone."""
+        if not self.several:
+            with released():
+                yield
+            return
+        try:
+            with released():
+                yield
+        except Interrupted:
+            pass
+        if number := self.most(noted() or 0):
+            raise Interrupted(number)
+
     def _reduced(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(values, operation)
@@ -112,13 +130,14 @@ def joined() -> Iterator[Ranks]:
     console.quiet = not ranks.first
     try:
         yield ranks
-    except KeyboardInterrupt:  # the terminal interrupts all of them
+    except KeyboardInterrupt as error:
         if ranks.first:
             raise
-        raise SystemExit(130) from None
+        raise SystemExit(error.status if isinstance(error, Interrupted) else 130) from None
     except Exception as error:
         if not _fails_first(store, ranks):
-            time.sleep(_LAST_WORDS)
+            with suppress(KeyboardInterrupt):  # torchrun ends those that are left
+                time.sleep(_LAST_WORDS)
             raise SystemExit(1) from None
         reason = UserError(_lost(error)) if _is_lost_connection(error) else error
         _record(reason)

@@ -1,6 +1,6 @@
 """What a run needs of memory and time, by arithmetic, before anything is loaded.
 Imports: engine/config, engine/console.py, engine/decoding, engine/decoding/cache, engine/machine.py, engine/packing,
-engine/systems, kernels, policy, rewards.
+engine/store, engine/systems, kernels, policy, rewards.
 
     plan.py          `plan`: the parts, whether they fit, what makes them fit
     demand.py        the formulas of the parts, at each moment of a run

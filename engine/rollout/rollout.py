@@ -44,7 +44,6 @@ from thresher.engine.episode import (
 from thresher.engine.protocol.passages import fit_passages
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
-from thresher.engine.rollout.background import Background
 from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids
 from thresher.engine.rollout.samples import Job, Sample
 from thresher.kernels.attention.backends.choice import Backend
@@ -52,6 +51,7 @@ from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit, Retriever
+from thresher.retrieval.serving.background import Background
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Source

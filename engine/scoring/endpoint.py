@@ -22,9 +22,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,7 @@ import urllib3
 
 from thresher.engine.config.sections import JudgeSection
 from thresher.policy.files import Unwritable, append_bytes
+from thresher.retrieval.serving.background import Background
 from thresher.retrieval.serving.http import in_words, json_of, service_address
 from thresher.rewards.errors import UserError
 
@@ -187,17 +189,18 @@ class Endpoint:
         if not requests:
             return {}
         called_off = threading.Event()
-        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="endpoint") as threads:
+        with Background[str](self._concurrency, "endpoint") as threads:
+            asked = {
+                key: threads.submit(partial(self._ask, key, request, usable, called_off))
+                for key, request in requests.items()
+            }
             try:
-                asked = {
-                    key: threads.submit(self._ask, key, request, usable, called_off)
-                    for key, request in requests.items()
-                }
                 wait(asked.values(), return_when=FIRST_EXCEPTION)
-            finally:  # also when this thread is interrupted
                 called_off.set()
-                threads.shutdown(cancel_futures=True)
-        failures = [future.exception() for future in asked.values() if not future.cancelled()]
+                wait(asked.values())
+            finally:  # who is interrupted waits for none of them
+                called_off.set()
+        failures = [future.exception() for future in asked.values()]
         for failure in failures:
             if failure is not None and not isinstance(failure, _Called):
                 raise failure
@@ -292,10 +295,25 @@ class Endpoint:
         return reply
 
 
-def load_endpoint(section: JudgeSection, say: Callable[[str], None] = lambda _: None) -> Endpoint:
-    """The endpoint of a recipe's [judge]. UserError where it has none, or the key's environment variable is not set."""
+def load_endpoint(
+    section: JudgeSection, allow_keys: Collection[str] = (), say: Callable[[str], None] = lambda _: None
+) -> Endpoint:
+    """The endpoint of a recipe's [judge], whose address is said before anything goes there.
+
+    A recipe may be anyone's, and names both a variable of this environment and an address: so its key goes to a host
+    that the person who runs it allows for this variable, and to no other. allow_keys: "VARIABLE@HOST", with the port
+    where the address has one. UserError where that is missing, where the recipe has no [judge] to ask, and where the
+    variable is not set.
+    """
     if section.url is None or section.model is None:
         raise UserError("a chat model must be asked, but the recipe names none; add judge.url and judge.model")
+    variable, address = section.key_env, _address(section.url)
+    if variable is not None and (wanted := key_at(variable, address)) not in allow_keys:
+        raise UserError(
+            f"judge.key_env: the recipe would send the key in {variable} to {address}; allow it, if that is what you "
+            f"want, by --allow-key {wanted}"
+        )
+    say(f"verdicts of {section.model} come from {address}" + (f", with the key in {variable}" if variable else ""))
     return Endpoint(
         section.url,
         section.model,
@@ -306,6 +324,12 @@ def load_endpoint(section: JudgeSection, say: Callable[[str], None] = lambda _: 
         replies=section.replies,
         say=say,
     )
+
+
+def key_at(variable: str, address: str) -> str:
+    """How `allow_keys` names a variable and the host of an address, as it will be connected to."""
+    parts = urllib3.util.parse_url(address)
+    return f"{variable}@{parts.host}" + (f":{parts.port}" if parts.port else "")
 
 
 def read_key(variable: str) -> str:

@@ -13,7 +13,7 @@ asked for once more and then ends the run, for whatever it were counted as would
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from thresher.engine.config.sections import JudgeSection
@@ -103,6 +103,8 @@ def _quoted(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def load_verdicts(section: JudgeSection, say: Callable[[str], None] = lambda _: None) -> Verdicts:
+def load_verdicts(
+    section: JudgeSection, allow_keys: Collection[str] = (), say: Callable[[str], None] = lambda _: None
+) -> Verdicts:
     """The verdicts of a recipe's [judge]; UserError as `load_endpoint`."""
-    return Verdicts(load_endpoint(section, say), read_prompt(section.prompt), section.prompt)
+    return Verdicts(load_endpoint(section, allow_keys, say), read_prompt(section.prompt), section.prompt)

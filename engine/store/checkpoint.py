@@ -6,7 +6,8 @@
         tokenizer.json, ..                  if a tokenizer was given
         optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"; moments in
                                             8 bits as their codes and scales (engine/optim/moments.py)
-        state.json                          {"step": .., "state": whatever JSON the trainer keeps, "hashes": true}
+        state.json                          {"step": .., "state": whatever JSON the trainer keeps, "interim": whether it
+                                            was saved early, "hashes": true}
         hashes.json                         of every file above, block by block (policy/hashes.py), written last
 
 A checkpoint is staged under another name and renamed when it is on the disk, so a kill leaves the one before.
@@ -31,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 
 from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.engine.store.run_folder import step_name, step_of
-from thresher.policy.files import read_json_object, staged_folder
+from thresher.policy.files import need_room, read_json_object, staged_folder
 from thresher.policy.hashes import read_hashes, write_hashes
 from thresher.policy.weights import save_tensors
 from thresher.rewards.errors import UserError
@@ -54,11 +55,13 @@ class SavablePolicy(Savable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on the disk: its folder, its step, and the trainer's own state."""
+    """A whole checkpoint on the disk: its folder, its step, and the trainer's own state. interim: as `save_checkpoint`
+    has it."""
 
     path: Path
     step: int
     state: dict[str, Any]
+    interim: bool = False
 
 
 def save_checkpoint(
@@ -69,17 +72,21 @@ def save_checkpoint(
     state: Mapping[str, Any],
     *,
     tokenizer: Savable | None = None,
+    interim: bool = False,
 ) -> Path:
     """Write `folder`/step_XXXXXX, whole or not at all, in place of one that has the name; returns its path.
 
     folder: the run's checkpoints folder. state: what else the trainer wants back, as JSON (tuples become
-    lists). Raises ValueError if the optimizer holds a parameter that is not the policy's, TypeError if
-    `state` is not JSON.
+    lists). interim: saved because the run ends early, and not kept beside later ones. UserError, before anything is
+    written, where the disk has no room. Raises ValueError if the optimizer holds a parameter that is not the policy's,
+    TypeError if `state` is not JSON.
     """
     names = _names(optimizer, policy.named_parameters())
     tensors = _optimizer_tensors(optimizer, names)
-    text = json.dumps({"step": step, "state": dict(state), "hashes": True}, indent=1)
+    text = json.dumps({"step": step, "state": dict(state), "interim": interim, "hashes": True}, indent=1)
     path = Path(folder) / step_name(step)
+    size = sum(tensor.nbytes for tensor in (*tensors.values(), *(value for _, value in policy.named_parameters())))
+    need_room(path, size, f"the checkpoint of step {step}")
     with staged_folder(path, replace=True) as staged:
         policy.save(staged)
         if tokenizer is not None:
@@ -148,7 +155,8 @@ def _state_like(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, wha
 
 def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]:
     """Delete all but the `keep` newest whole checkpoints, that of step `spare`, and what a kill left half-written or
-    half-deleted.
+    half-deleted. One that is interim is kept while it is the newest, and not counted among the `keep`: a run that was
+    interrupted ends with the checkpoints that it would have had.
 
     Only the process that saves may call it, and not during a save. A checkpoint that is not whole stays if it
     is newer than those kept, for a person to look at. Returns the folders of the checkpoints deleted.
@@ -158,16 +166,19 @@ def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]
     folder = Path(folder)
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover)
-    kept, deleted = 0, []
+    kept, newest, deleted = 0, True, []
     for path in reversed(step_folders(folder)):
-        if kept == keep and step_of(path.name) == spare:
+        spared = step_of(path.name) == spare
+        if kept == keep and spared:
             continue
-        if kept == keep:
+        found = _whole(path) if kept < keep else None
+        interim = found is not None and found.interim and not spared
+        if kept == keep or (interim and not newest):
             # Renamed first, for a half-deleted folder must not have a checkpoint's name.
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
             deleted.append(path)
-        elif _is_whole(path):
-            kept += 1
+        elif found is not None:
+            kept, newest = kept + (not interim), False
     return deleted
 
 
@@ -192,15 +203,14 @@ def read_checkpoint(path: Path, verify: bool = False) -> Checkpoint:
         read_hashes(path, expected=content.get("hashes") is True)
     for file in sorted({path / OPTIMIZER, *path.rglob("*.safetensors")}):
         _open(file)
-    return Checkpoint(path, step, state)
+    return Checkpoint(path, step, state, content.get("interim") is True)
 
 
-def _is_whole(path: Path) -> bool:
+def _whole(path: Path) -> Checkpoint | None:
     try:
-        read_checkpoint(path)
+        return read_checkpoint(path)
     except UserError:
-        return False
-    return True
+        return None
 
 
 def _open(file: Path) -> Any:

@@ -202,6 +202,16 @@ class RunFolder:
             atomic_write_bytes(self.metrics_file, data)
 
 
+def saved_so_far(path: str | Path) -> str | None:
+    """What a run folder keeps of a run that was interrupted, in words; None where there is no folder yet."""
+    run = RunFolder(Path(path))
+    if not run.recipe_file.is_file():
+        return None
+    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
+    last = max((step for folder in folders if (step := step_of(folder.name)) is not None), default=0)
+    return f"{path} is saved up to step {last}" if last else f"{path} has finished no step yet"
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, or of a run folder's; an absent file has none.
 

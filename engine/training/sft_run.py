@@ -41,6 +41,11 @@ class FineTuning:
         """Parameters that learn: all, or the adapters'."""
         return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Of what `save` writes: all in float32, adapters merged and by themselves."""
+        return 4 * sum(parameter.numel() for parameter in self.policy.parameters())
+
     def train(self, watch: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Train, with a call of `watch` for each step's record; the figures of sft.json."""
         started = time.perf_counter()

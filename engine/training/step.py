@@ -25,6 +25,7 @@ How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.033
   shuffled within groups as a control.
 
 Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number.
+So what comes before an update may be interrupted, and is computed anew; an update that has begun is finished.
 """
 
 import itertools
@@ -39,6 +40,7 @@ from typing import TypeVar
 from thresher.engine.assemble import Parts
 from thresher.engine.packing.batches import Item
 from thresher.engine.packing.items import Totals, advantages, make_items, totals_of
+from thresher.engine.parallel.first import judging
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.protocol.trajectory import Trajectory
@@ -88,17 +90,19 @@ class GrpoStep:
         questions = questions_of_step(self.questions, count, recipe.run.seed, step)
         groups = groups_of_rank(count, updates_per_batch, self.ranks)
         questions = [questions[group] for group in groups]
-        shown = show_passages(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+        with self.ranks.interruptible():
+            shown = show_passages(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
         jobs = [
             Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
             for group, question in zip(groups, shown.questions, strict=True)
             for sample in range(size)
         ]
-        with self.updater.weights.rolling_out():
+        with self.updater.weights.rolling_out(), self.ranks.interruptible():
             trajectories = self.rollout.run(jobs, temperature)
 
         started = perf_counter()
-        scored = score([job.question for job in jobs], trajectories, parts.system, parts.tokenizer, self.judges)
+        with judging(self.judges, self.ranks):
+            scored = score([job.question for job in jobs], trajectories, parts.system, parts.tokenizer, self.judges)
         check_trajectories(scored, parts, step)
         rewards = [entry.result.reward for entry in scored]
         if recipe.grpo.shuffle_rewards:
@@ -114,7 +118,8 @@ class GrpoStep:
         ]
         recomputed = None
         if recipe.grpo.old_logprobs == "recomputed":
-            batch, recomputed = recompute(self.updater, batch, recipe.grpo, temperature)
+            with self.ranks.interruptible():
+                batch, recomputed = recompute(self.updater, batch, recipe.grpo, temperature)
         return StepResult(
             step=step,
             scored=scored,

@@ -2,11 +2,14 @@
 
 Nothing random is carried from step to step, so a checkpoint is weights, moments and a step number, and a resumed run
 goes on with the same bits on a CPU. The policy that the run started from is its reference.
+
+A signal (engine/interrupt.py) ends a rollout, a judge's work or an evaluation at once; an update that has begun is
+finished first. Either way the last step that was learned is saved, on all ranks the same.
 """
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,24 +21,27 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
+from thresher.engine.interrupt import Interrupted, held
 from thresher.engine.machine import origin
 from thresher.engine.parallel.agreement import check_ranks
 from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.planning.check import check_memory
+from thresher.engine.planning.disk import check_disk
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges
 from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.best_checkpoint import steps_by_dev
-from thresher.engine.store.checkpoint import prune, save_checkpoint
-from thresher.engine.store.resume import checkpoint_to_resume
+from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
+from thresher.engine.store.resume import check_records, checkpoint_to_resume
 from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
 from thresher.engine.training.step import Diverged, GrpoStep, check_trajectories
 from thresher.engine.training.update import Updater
 from thresher.engine.training.weights import load_updater, starting_weights
+from thresher.policy.files import Unwritable
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -58,16 +64,21 @@ def train(
     watch: Callable[[Progress], None] = lambda _: None,
     ranks: Ranks = ALONE,
     from_step: int | None = None,
+    allow_keys: Collection[str] = (),
 ) -> dict[str, Any]:
     """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last checkpoint,
     or from that of `from_step`; 0 is the beginning. ranks: the processes that all call this, of which rank 0 alone
-    writes, watches and has a summary."""
+    writes, watches and has a summary. allow_keys: where which key may go, as `load_endpoint` has it."""
     started = time.perf_counter()
     check_sinks(recipe.run.sinks)
     if ranks.first:
         RunFolder.check(out, resume)
     checkpoint = checkpoint_to_resume(Path(out) / "checkpoints", from_step, recipe.run.verify) if resume else None
     check_ranks(recipe, ranks, out, checkpoint.path if checkpoint else None)
+    if ranks.first:
+        if resume:
+            _check_resumed(recipe, Path(out), checkpoint, told=from_step is not None)
+        check_disk(recipe, recipe.model.path, out)
     decided, planned = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
     decided = ranks.from_first(lambda: decided)  # a rank with less memory would otherwise compute in another way
     if recipe.model.device == "cpu" and planned.total_bytes >= HELD_TO_PLAN:
@@ -78,7 +89,8 @@ def train(
     if checkpoint:
         _check_index(checkpoint.state.get("index"), retriever.identity if retriever else None)
         _check_system(checkpoint.state.get("system"), parts)
-    judges = judges_of(load_judges(recipe, parts.system, Path(out) / "replies.jsonl", rewarded_only=True), ranks)
+    judges = load_judges(recipe, parts.system, Path(out) / "replies.jsonl", allow_keys, rewarded_only=True)
+    judges = judges_of(judges, ranks)
     train_questions, dev_questions = load_questions(recipe, parts.system)
     rollout = parts.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
@@ -89,8 +101,9 @@ def train(
         if checkpoint:
             updater.load_moments(checkpoint.path)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
-        with sending(run, recipe.run.sinks if ranks.first else (), checkpoint.step if checkpoint else -1):
-            trainer.run(checkpoint.step if checkpoint else 0, watch, before - started)
+        sinks = sending(run, recipe.run.sinks if ranks.first else (), checkpoint.step if checkpoint else -1)
+        with sinks, held("a step that is being learned is finished, and saved"):
+            trainer.run(checkpoint, watch, before - started)
         if not ranks.first:
             return {}
         records = read_metrics(run.metrics_file)
@@ -127,29 +140,37 @@ class Trainer:
             ranks=ranks,
         )
 
-    def run(self, done: int, watch: Callable[[Progress], None], offset: float) -> None:
-        """Steps `done` + 1 to run.steps. Seconds are counted from -`offset` on the clock of time.perf_counter."""
+    def run(self, checkpoint: Checkpoint | None, watch: Callable[[Progress], None], offset: float) -> None:
+        """The steps behind the checkpoint, to run.steps. Seconds are counted from -`offset` on the clock of
+        time.perf_counter."""
         settings = self.recipe.run
+        done = checkpoint.step if checkpoint else 0
         learned = saved = done  # the step whose weights these are, and that of the last checkpoint
+        begun = self.updater.begun
         try:
             if self.ranks.from_first(lambda: done == 0 or self._evaluation_missing(done)):
                 self._evaluate(done, watch)
+            if self.ranks.from_first(lambda: checkpoint is not None and checkpoint.interim and self._save_due(done)):
+                self._save(done, offset)  # as the one that it would have been
             for step in range(done + 1, settings.steps + 1):
                 record = self.step(step)
-                learned = step
                 if record is not None:
                     self.run_folder.append_metrics(record)
                     watch(Progress(step, settings.steps, record))
+                learned, begun = step, self.updater.begun
                 if self._evaluation_due(step):
                     self._evaluate(step, watch)
                 if self.ranks.from_first(partial(self._save_due, step)):
                     self._save(step, offset)
                     saved = step
-        except UserError as error:
-            # A step searches and asks its judges before it learns: once this is saved, what a server that stays away
-            # costs is the sampling that was under way. Of several ranks the others would not be there to save theirs.
-            if learned > saved and not isinstance(error, Diverged) and not self.ranks.several:
-                self._save(learned, offset)
+        except (UserError, Interrupted) as error:
+            # A step searches and asks its judges before it learns: once this is saved, what a server that stays away,
+            # or a signal, costs is the sampling that was under way. With several ranks a signal ends all of them here
+            # (`Ranks.interruptible`); where one has failed, the others would not be there to save their shards.
+            together = isinstance(error, Interrupted) or not self.ranks.several
+            whole = self.updater.begun == begun and not isinstance(error, Diverged | Unwritable)
+            if learned > saved and together and whole:
+                self._save(learned, offset, interim=True)
             raise
 
     def _evaluation_due(self, step: int) -> bool:
@@ -172,7 +193,7 @@ class Trainer:
         records = read_metrics(self.run_folder.metrics_file)
         return self._evaluation_due(step) and not any("eval" in r and r["step"] == step for r in records)
 
-    def _save(self, step: int, offset: float) -> None:
+    def _save(self, step: int, offset: float, interim: bool = False) -> None:
         savable = self.updater.savable()
         if savable is None:
             return
@@ -188,6 +209,7 @@ class Trainer:
             *savable,
             state,
             tokenizer=self.parts.tokenizer,
+            interim=interim,
         )
         prune(self.run_folder.checkpoints, self.recipe.run.keep_checkpoints, spare=self._best())
 
@@ -229,10 +251,12 @@ class Trainer:
         parts = self.parts
         mine = self.ranks.share(len(self.dev_questions))
         asked = self.dev_questions[mine.start : mine.stop]
-        shown = show_passages(asked, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+        with self.ranks.interruptible():
+            shown = show_passages(asked, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
         self._warn_of_cuts(shown)
         with in_a_sentence(self.updater, self.rollout), self.updater.weights.rolling_out():
-            scored = evaluate(self.rollout, shown.questions, judges=self.judges, first=mine.start)
+            asked = shown.questions
+            scored = evaluate(self.rollout, asked, judges=self.judges, first=mine.start, ranks=self.ranks)
         check_trajectories(scored, parts, step)
         lines = self._lines([entry.to_dict(parts.tokenizer) for entry in scored])
         gathered = self.ranks.gather((measured(scored, parts.system.tags), shown.cut_passages))
@@ -244,6 +268,19 @@ class Trainer:
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)
         watch(Progress(step, self.recipe.run.steps, record))
+
+
+def _check_resumed(recipe: Recipe, out: Path, checkpoint: Checkpoint | None, told: bool) -> None:
+    """Say from where the run goes on. UserError where records are lost; told: by --from, which step it is to be."""
+    step = checkpoint.step if checkpoint else 0
+    judged = recipe.data is not None and recipe.data.dev is not None
+    if not told:
+        due = recipe.run.eval_every
+        check_records(RunFolder(out).metrics_file, step, range(0, step, due or max(step, 1)) if judged else ())
+    where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
+    console.console.print(
+        f"train: goes on behind step {step} of {recipe.run.steps}, from {where}", markup=False, soft_wrap=True
+    )
 
 
 def _check_index(before: str | None, now: str | None) -> None:

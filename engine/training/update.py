@@ -96,11 +96,13 @@ class Updater:
         self.attention, backend = choose_attention(optim, weights.rollout_policy)
         self.partial = choose_sharing(optim, weights.rollout_policy, backend)
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
+        self.begun = 0  # optimiser steps, since this was made
 
     def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
         """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0; it
         sets the learning rate. Returns what happened."""
         started = time.perf_counter()
+        self.begun += 1
         optim, stats = self.optim, UpdateStats()
         for batch in self._batches(items):
             self._backward(batch, temperature, stats)

@@ -17,7 +17,6 @@ RAM stays at the structure's own size plus two slices of 64 MiB, whatever the co
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
+from thresher.policy.files import atomic_write_text, need_room, read_json_object, staged_folder
 from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, SampleTruth, sample_queries, tune
 from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders.encoder import Encoder
 from thresher.retrieval.indexes.dense import checked_vectors
 from thresher.retrieval.indexes.flat import Index, load_index
 from thresher.retrieval.indexes.kind import INDEX_FILE, Kind, OnStage, grow
-from thresher.retrieval.indexes.kinds import SCRATCH, estimate, parse_kind, show_bytes
+from thresher.retrieval.indexes.kinds import SCRATCH, estimate, parse_kind
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
 from thresher.retrieval.indexes.manifest import (
     FORMAT,
@@ -323,9 +322,4 @@ def _check_disk(work: Path, settings: BuildSettings, passages: int, dim: int) ->
     needed = estimate(settings.kind, passages, dim).disk_bytes + half
     needed = max(needed, 4 * passages * dim + half)
     present = sum(path.stat().st_size for path in work.iterdir())
-    free = shutil.disk_usage(work).free
-    if needed - present > free:
-        raise UserError(
-            f"{work}: {settings.kind.name} over {passages:,} x {dim} needs {show_bytes(needed - present)} of disk "
-            f"while it is built, and {show_bytes(free)} are free; make room, or build it elsewhere"
-        )
+    need_room(work, needed - present, f"{settings.kind.name} over {passages:,} x {dim}")

@@ -10,6 +10,7 @@ To add a kind: a file like `graph`, and a row here; docs/add/index.md walks thro
 import re
 from dataclasses import replace
 
+from thresher.policy.files import show_bytes as show_bytes
 from thresher.retrieval.indexes.flat import Flat
 from thresher.retrieval.indexes.graph import Graph
 from thresher.retrieval.indexes.kind import Estimate, Kind
@@ -97,12 +98,3 @@ def parse_memory(text: str) -> int:
     if size < 1:
         raise UserError(f"memory is {text!r}; expected a size such as 16GB, 512MiB or 2TB")
     return int(size)
-
-
-def show_bytes(size: float) -> str:
-    """`size` for a reader, in powers of 1,000: "64.6 GB"."""
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.1f} GB"

@@ -1,9 +1,10 @@
 """`thresher index build`: a corpus into an index folder. The work is retrieval/building/commands.py's."""
 
 import argparse
+from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.engine import console, interrupt
 from thresher.rewards.errors import UserError
 
 HELP = "encode a corpus into an index folder"
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from thresher.retrieval.building.build import RECORD_FILE, work_folder
     from thresher.retrieval.building.commands import build
     from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
 
@@ -49,7 +51,12 @@ def run(options: argparse.Namespace) -> None:
         )
 
     model = {name: getattr(options, name) for name in MODEL_OPTIONS if getattr(options, name) is not None}
-    with console.stages() as on_stage:
+    work = work_folder(Path(options.out))
+
+    def kept() -> str | None:
+        return f"{work} keeps what is done" if (work / RECORD_FILE).is_file() else None
+
+    with interrupt.keeping(kept), console.stages() as on_stage:
         figures = build(
             options.corpus,
             options.out,

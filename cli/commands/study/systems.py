@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.engine import console, interrupt
 
 HELP = "every system from one base, over seeds, beside shuffled rewards"
 PLACE = 30
@@ -28,5 +28,6 @@ def run(options: argparse.Namespace) -> None:
     from thresher.policy.files import read_json_object
 
     names = options.system or SYSTEMS
-    run_study(Path(options.out), names, options.seeds, options.controls, options.set, options.run_command)
+    with interrupt.keeping(lambda: f"{options.out} keeps what is finished"):
+        run_study(Path(options.out), names, options.seeds, options.controls, options.set, options.run_command)
     console.answer(read_json_object(Path(options.out) / "systems.json"))

@@ -212,7 +212,7 @@ def test_a_judge_that_fails_costs_no_trajectory_and_scores_none(
     searching: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     chat = Chat(fails=True)
-    monkeypatch.setattr(assemble, "load_verdicts", lambda section, say: chat)
+    monkeypatch.setattr(assemble, "load_verdicts", lambda section, keys, say: chat)
     command = [*searching, "--judge-url", "http://judge", "--judge-model", "stub", "--out", str(tmp_path / "out")]
     message = refusal(capsys, *command)
     assert "stayed away" in message and "the same command goes on from there" in message
@@ -255,7 +255,12 @@ def test_an_evaluation_does_not_go_on_with_a_system_file_that_changed(tmp_path: 
 def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_path: Path, capsys: Any) -> None:
     out = ["--out", str(tmp_path / "out")]
     url = ["--judge-url", "http://127.0.0.1:1", "--judge-model", "m"]
-    assert "is not set" in refusal(capsys, *searching, *url, "--set", "judge.key_env=NO_SUCH_KEY_HERE", *out)
+    key = ["--set", "judge.key_env=NO_SUCH_KEY_HERE"]
+    assert "allow it, if that is what you want, by --allow-key NO_SUCH_KEY_HERE@127.0.0.1:1" in refusal(
+        capsys, *searching, *url, *key, *out
+    )
+    allowed = ["--allow-key", "NO_SUCH_KEY_HERE@127.0.0.1:1"]
+    assert "is not set" in refusal(capsys, *searching, *url, *key, *allowed, *out)
     assert "[judge] model" in refusal(capsys, *searching, *url[:2], *out)
     evinote = ["evinote" if word == "search_r1" else word for word in searching]
     assert "nowhere" in refusal(capsys, *evinote, "--entailment", str(tmp_path / "nowhere"), *out)

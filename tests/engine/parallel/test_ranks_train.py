@@ -125,6 +125,7 @@ def runs(
     world = make_world(folder, tiny_tokenizer, tiny_index_folder, tiny_questions)
     lear = shortened(next(path for path in RECIPES if path.match("lear/qwen*")), world, url="")
     replace(lear, run=replace(lear.run, steps=1)).write(folder / "lear.toml")
+    make("kept-rarely", run={"save_every": 9})
     train(plain, folder / "plain-1")
     for name, recipe in others.items():
         train(recipe, folder / f"{name}-1")
@@ -141,6 +142,8 @@ def runs(
         scenario(2, "plain-2"),
         scenario(4, "plain-4", **all_have(4, "optim.checkpoint_activations=on", "grpo.reference=cpu")),
         scenario(4, "resumed-4", **{"from": str(folder / "plain-2"), "resume": True}),
+        scenario(2, "interrupted-2", "kept-rarely", interrupted=1),
+        scenario(2, "interrupted-2", "kept-rarely", resume=True),
         scenario(2, "adapters-2", "adapters", **all_have(2, "optim.offload=moments")),
         scenario(2, "parts-2", "parts"),
         scenario(2, "lear-2", "lear"),
@@ -270,6 +273,17 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Runs, resum
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert apart(runs.weights("plain-2", 2, file), runs.weights(resumed, 2, file)) < TOLERANCE
     assert apart(runs.weights("plain-2", 1), runs.weights("plain-2", 2)) > 100 * TOLERANCE
+
+
+def test_a_signal_to_one_rank_ends_all_behind_the_same_step(runs: Runs) -> None:
+    """Rank 1 leaves its rollout of step 2, rank 0 ends its own; step 1, which no save was due for, is saved by both."""
+    assert [runs.error("interrupted-2", rank) for rank in range(2)] == ["Interrupted: SIGTERM", "SystemExit: 143"]
+    kept = (runs.folder / "interrupted-2.kept").read_text()
+    assert kept == f"{runs.folder / 'interrupted-2'} is saved up to step 1"
+    assert [record["step"] for record in metrics(runs.folder / "interrupted-2")] == [0, 1, 2, 2]
+    assert [path.name for path in (runs.folder / "interrupted-2" / "checkpoints").iterdir()] == ["step_000002"]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert apart(runs.weights("plain-2", 2, file), runs.weights("interrupted-2", 2, file)) == 0
 
 
 def test_ranks_that_do_not_do_the_same_are_refused_before_there_is_a_folder(runs: Runs) -> None:

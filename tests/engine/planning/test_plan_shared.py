@@ -28,8 +28,8 @@ def of_system(name: str, **rollout: Any) -> PlanSetting:
 @pytest.mark.parametrize(
     ("name", "sampled", "searched", "prompt"),
     [
-        ("arena", 768, 0, 4608 - 768),  # one turn, its passages in the prompt
-        ("naive_grpo", 768, 0, 4608 - 768),
+        ("arena", 256, 0, 4096 - 256),  # one turn, its passages in the prompt
+        ("naive_grpo", 256, 0, 4096 - 256),
         ("eviomni", 768, 0, 3072 - 768),  # two turns of 640, 768 in all
         ("search_r1", 2048, 4 * 512, 1),  # which fill the context
         ("evinote", 2560, 5 * 512, 6144 - 5120),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import socket
 import threading
 import time
@@ -317,17 +320,67 @@ def test_an_unusable_reply_is_asked_for_once_more_and_not_kept(server: ChatServe
 def test_an_endpoint_from_a_recipe(server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = JudgeSection(url=server.url, model="m", key_env="CHAT_KEY", replies=str(tmp_path / "r.jsonl"))
     monkeypatch.delenv("CHAT_KEY", raising=False)
+    allowed = [f"CHAT_KEY@127.0.0.1:{server.server.server_port}"]
     with pytest.raises(UserError, match=r"the environment variable CHAT_KEY, .* is not set; export it"):
-        load_endpoint(section)
+        load_endpoint(section, allowed)
     monkeypatch.setenv("CHAT_KEY", "s3\ncret")
     with pytest.raises(UserError, match=r"CHAT_KEY, .* holds what no key can be") as caught:
-        load_endpoint(section)
+        load_endpoint(section, allowed)
     assert "s3" not in str(caught.value)
     monkeypatch.setenv("CHAT_KEY", " s3cret\n")
-    load_endpoint(section).complete(said("q"))
+    lines: list[str] = []
+    endpoint = load_endpoint(section, allowed, lines.append)
+    assert lines == [f"verdicts of m come from {server.url}/v1/chat/completions, with the key in CHAT_KEY"]
+    endpoint.complete(said("q"))
     assert server.keys == ["Bearer s3cret"] and "s3cret" not in (tmp_path / "r.jsonl").read_text()
     with pytest.raises(UserError, match=r"the recipe names none; add judge.url and judge.model"):
         load_verdicts(JudgeSection())
+
+
+@pytest.mark.parametrize(
+    ("url", "wanted"),
+    [
+        ("https://API.Openai.com/v1", "CHAT_KEY@api.openai.com"),
+        ("http://127.0.0.1:8000", "CHAT_KEY@127.0.0.1:8000"),
+        ("http://evil.example\\api.openai.com/v1", "CHAT_KEY@evil.example"),
+        ("http://[::1]:80", "CHAT_KEY@[::1]:80"),
+    ],
+)
+def test_a_key_goes_only_where_it_is_allowed(url: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the address looks like: what counts is the host that would be connected to."""
+    monkeypatch.setenv("CHAT_KEY", "s3cret")
+    section = JudgeSection(url=url, model="m", key_env="CHAT_KEY")
+    host = wanted.partition("@")[2]
+    for allowed in ([], [f"OTHER@{host}"], [f"CHAT_KEY@{host}0"], ["CHAT_KEY@localhost"]):
+        with pytest.raises(UserError, match=rf"would send the key in CHAT_KEY to .*--allow-key {re.escape(wanted)}$"):
+            load_endpoint(section, allowed)
+    load_endpoint(section, ["CHAT_KEY@localhost", wanted])
+
+
+def test_a_redirect_does_not_carry_the_key_away(server: ChatServer) -> None:
+    with ChatServer() as other:
+        for status in (301, 302, 307, 308):
+            server.script = [(status, {}, {"location": f"{other.url}/v1/chat/completions"})]
+            assert f"status {status}" in failure(Endpoint(server.url, "m", key="s3cret"))
+        assert other.asked == [] and server.keys == ["Bearer s3cret"] * 4
+
+
+def test_an_interrupt_waits_for_no_reply(server: ChatServer) -> None:
+    over = threading.Event()
+
+    def interrupt() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return over.wait(60) and "late"
+
+    server.script = [interrupt]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Endpoint(server.url, "m").complete(said("q", "r"))
+        assert not over.is_set()
+    finally:
+        over.set()
+        signal.signal(signal.SIGINT, before)
 
 
 # verdicts

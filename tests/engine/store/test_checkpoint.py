@@ -271,6 +271,19 @@ def test_prune_spares_the_best_whatever_its_age(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000003", "step_000004"]
 
 
+def test_an_interim_checkpoint_is_kept_while_it_is_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        saved(tmp_path, step)
+    policy = Tiny()
+    save_checkpoint(tmp_path, 4, policy, adamw(policy), {}, interim=True)
+    assert prune(tmp_path, 2) == [tmp_path / "step_000001"]  # it takes nobody's place
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None and newest.interim
+    saved(tmp_path, 5)
+    assert prune(tmp_path, 2, spare=4) == [tmp_path / "step_000003", tmp_path / "step_000002"]  # the best stays
+    assert prune(tmp_path, 2) == [tmp_path / "step_000004"]
+
+
 KILLER = """
 import os, signal, sys, warnings
 from pathlib import Path

@@ -187,7 +187,7 @@ def test_a_folder_is_built_by_one_process_at_a_time(begun):
 
 def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     free = type("Free", (), {"free": 100_000})
-    monkeypatch.setattr(build_module.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
     with pytest.raises(UserError, match=r"HNSW8 over 1,500 x 16 needs 2\d\d kB of disk .* 100 kB are free"):
         run(tmp_path / "ix", "HNSW8")
     assert list(work_folder(tmp_path / "ix").iterdir()) == []

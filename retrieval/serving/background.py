@@ -1,4 +1,4 @@
-"""Calls that are made meanwhile, one after the other, in a thread that nobody has to wait for."""
+"""Calls that are made meanwhile, in the order in which they were asked for, by threads that nobody has to wait for."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,13 +10,14 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """`with Background() as background: future = background.submit(call)`. Who is interrupted leaves at once: what is
-    being called goes on alone, and what was yet to be called is not. A ThreadPoolExecutor would be waited for, here and
-    when the program ends."""
+    """`with Background() as background: future = background.submit(call)`; at most `threads` calls at a time. Who is
+    interrupted leaves at once: what is being called goes on alone, and what was yet to be called is not. A
+    ThreadPoolExecutor would be waited for, here and when the program ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1, name: str = "background") -> None:
         self._calls: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._most, self._name = threads, name
+        self._threads: list[Thread] = []
         self._over = False
 
     def __enter__(self) -> "Background[T]":
@@ -24,15 +25,16 @@ class Background(Generic[T]):
 
     def __exit__(self, *error: object) -> None:
         self._over = True
-        self._calls.put(None)
+        for _ in self._threads:
+            self._calls.put(None)
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """What it returns, or raises, will be there."""
         future: Future[T] = Future()
         self._calls.put((future, call))
-        if self._thread is None:
-            self._thread = Thread(target=self._work, daemon=True)
-            self._thread.start()
+        if len(self._threads) < self._most:
+            self._threads.append(Thread(target=self._work, name=self._name, daemon=True))
+            self._threads[-1].start()
         return future
 
     def _work(self) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rollout_cases import Make
 
-from thresher.engine.rollout.background import Background
 from thresher.engine.rollout.samples import Job
 from thresher.retrieval.questions import Question
+from thresher.retrieval.serving.background import Background
 
 
 def test_results_and_failures_come_back_in_order() -> None:
@@ -43,9 +43,10 @@ def test_who_leaves_waits_for_no_call_and_begins_none() -> None:
     assert made == [], "it was left while the call was out"
     go_on.set()
     first.result(60)
-    assert background._thread is not None and background._thread.daemon
-    background._thread.join(60)
-    assert made == ["slow"] and not background._thread.is_alive()
+    (thread,) = background._threads
+    assert thread.daemon
+    thread.join(60)
+    assert made == ["slow"] and not thread.is_alive()
 
 
 def test_an_interrupt_does_not_wait_for_a_search(

@@ -1,0 +1,145 @@
+"""Ctrl-C and SIGTERM. What must not be cut in two is finished first, all else ends at once.
+
+    with handling():                                # once a process: cli/main.py
+        with held("the step is finished first"):    # training: a signal is noted
+            with released():                        # a rollout, of which nothing would be kept: raised at once
+                ..
+
+The first signal raises `Interrupted` in the main thread; inside `held` it is noted, and raised where `released` begins
+or where `held` ends. It is raised once. A second Ctrl-C ends the process there and then with status 130. That is a
+kill, which files (policy/files.py) and run folders are made for: it leaves temporary files, and nothing that is half
+written under its own name.
+
+torchrun passes Ctrl-C on to ranks that the terminal has interrupted already, and ends after 30 s who goes on; so there
+a second one is no person's, and ignored.
+
+Deliberately absent: SIGHUP, which ends a process as ever, and signals that the process was started to ignore.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+SHOW_CURSOR = b"\x1b[?25h"  # which a progress line hides
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by a signal. kept: what the command leaves, in words; None: nothing. flag: with it the command goes on."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+        self.kept: str | None = None
+        self.flag = ""
+
+    @property
+    def status(self) -> int:
+        """The exit status: 130 or 143."""
+        return 128 + self.number
+
+
+@dataclass(slots=True)
+class _Signals:
+    noted: int | None = None  # the first signal that came
+    first: str | None = None  # what is finished before it is raised; None: nothing
+
+
+_state = _Signals()
+
+
+@contextmanager
+def handling() -> Iterator[None]:
+    """Within it a signal raises `Interrupted`; outside of the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _state.noted = _state.first = None
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    replaced = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    try:
+        for number in replaced:
+            signal.signal(number, _on_signal)
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _state.noted = _state.first = None
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that torchrun has started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    if _state.noted is not None:
+        if number == signal.SIGINT and not under_torchrun():
+            if os.isatty(1):
+                os.write(1, SHOW_CURSOR)
+            os._exit(Interrupted().status)
+        return
+    _state.noted = number
+    if _state.first is None:
+        raise Interrupted(number)
+    more = "" if under_torchrun() else "; Ctrl-C once more ends at once"
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{signal.Signals(number).name}: {_state.first}{more}\n".encode())
+
+
+def noted() -> int | None:
+    """The signal that came, if one did."""
+    return _state.noted
+
+
+@contextmanager
+def held(first: str) -> Iterator[None]:
+    """Within it nothing is raised. first: what is finished before, for the person who has interrupted."""
+    before, _state.first = _state.first, first
+    try:
+        yield
+    finally:
+        _state.first = before
+    _raise_noted()
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Within it, as outside of any `held`, a signal is raised at once; also one that was noted before."""
+    before, _state.first = _state.first, None
+    try:
+        _raise_noted()
+        yield
+    finally:
+        _state.first = before
+
+
+def _raise_noted() -> None:
+    if _state.first is None and _state.noted is not None:
+        raise Interrupted(_state.noted)
+
+
+@contextmanager
+def keeping(kept: Callable[[], str | None], flag: str = "") -> Iterator[None]:
+    """Have `Interrupted` say what the command leaves, and the flag with which it goes on. Of several around one another
+    the outermost speaks."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        stopped = error if isinstance(error, Interrupted) else Interrupted()
+        stopped.kept, stopped.flag = kept(), flag
+        raise stopped from None
+
+
+def lines_in(path: Path) -> str | None:
+    """What a file keeps that grows line by line, for `keeping`; None where there is none."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        lines = sum(line.endswith(b"\n") for line in file)
+    return f"{path} keeps what is done, {lines:,} line{'' if lines == 1 else 's'}"

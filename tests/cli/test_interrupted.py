@@ -1,0 +1,170 @@
+"""Ctrl-C and SIGTERM: exit status 130 and 143, and one sentence with what is kept and the command that goes on."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_cases import finished_folder
+
+from thresher.cli import main as cli
+from thresher.cli.main import interrupted
+from thresher.engine import interrupt
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.synthetic import demo as demo_module
+from thresher.engine.synthetic.demo import demo
+from thresher.engine.training.sft import SftTrainer
+from thresher.policy.files import append_bytes, atomic_write_text
+from thresher.retrieval.building import build as build_module
+from thresher.rewards.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_folder(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(autouse=True)
+def not_ignored() -> Iterator[None]:
+    """Ctrl-C, which a shell's background job ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+# Command -> its words, what is called when the signal comes, the how-manieth time, what is kept, what goes on.
+COMMANDS: dict[str, tuple[str, Any, str, int, str | None, str]] = {
+    "rollout": (
+        "rollout --recipe {at}/recipe.toml --questions {at}/questions.jsonl --max-running 1 --out {out}.jsonl",
+        *(Rollout, "run", 2, "{out}.jsonl keeps what is done, 2 lines", " --resume"),
+    ),
+    "eval": (
+        "eval {at}/recipe.toml --max-running 1 --out {out}".replace("--max-running 1", "--set rollout.max_running=1"),
+        *(Rollout, "run", 2, "{out}/generated.jsonl keeps what is done, 2 lines", ""),
+    ),
+    "eval, at its beginning": ("eval {at}/recipe.toml --out {out}", Rollout, "run", 1, None, ""),
+    "sft": ("sft {at}/recipe.toml --out {out}", SftTrainer, "_backward", 2, None, ""),
+    "train, before its first step": (
+        "train {at}/recipe.toml --out {out}",
+        *(Rollout, "run", 1, "{out} has finished no step yet", " --resume"),
+    ),
+    "index build": (
+        "index build --corpus {at}/corpus.jsonl --out {out}",
+        *(build_module, "_measure", 1, "{out}.building keeps what is done", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_what_it_keeps_and_goes_on(
+    world: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template, owner, function, call, kept, flag = COMMANDS[name]
+    words = template.format(at=world, out=tmp_path / "out").split()
+    number = signal.SIGINT if name in ("sft", "rollout") else signal.SIGTERM
+    real, calls = getattr(owner, function), [0]
+
+    def signalling(*arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            os.kill(os.getpid(), number)
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, function, signalling)
+        assert cli.run(words) == 128 + number
+    what = "nothing is kept of what was not finished; begin again"
+    if kept is not None:
+        what = f"{kept.format(out=tmp_path / 'out')}; go on from there"
+    said = capsys.readouterr().err
+    assert said == f"thresher: interrupted; {what} with: thresher {shlex.join(words)}{flag}\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert (kept is None) == (list(tmp_path.iterdir()) == [])
+    again = shlex.split(said.rpartition("with: thresher ")[2])
+    assert cli.run(again) == 0
+
+
+def test_the_command_that_goes_on_goes_back_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train", "r.toml", "--out", "my run", "--resume", "--from", "2"]
+    ended = "interrupted; kept; go on from there with: thresher train r.toml --out 'my run' --resume"
+    assert interrupted(words, "kept", "--resume") == ended
+    assert interrupted([*words[:5], "--from=2"], "kept", "--resume") == ended
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert "go on from there by torchrun, as before, of: thresher train r.toml" in interrupted(
+        words, "kept", "--resume"
+    )
+
+
+SECOND = """
+import sys, time
+from thresher.engine.interrupt import handling, held
+with handling(), held("the step is finished"):
+    print("here", flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    """What is held is finished after the first, not after the second; SIGTERM twice is SIGTERM."""
+    for numbers, seconds, status in (([2, 2], 60, 130), ([15, 15], 1, 1)):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", SECOND, str(seconds)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        assert process.stdout is not None and process.stdout.readline() == "here\n"
+        assert process.stderr is not None
+        process.send_signal(numbers[0])
+        name = signal.Signals(numbers[0]).name
+        assert process.stderr.readline() == f"{name}: the step is finished; Ctrl-C once more ends at once\n"
+        process.send_signal(numbers[1])
+        assert process.wait(30) == status  # 1: nobody took Interrupted, which `held` raised when it ended
+        assert ("Interrupted: SIGTERM" in process.stderr.read()) == (status == 1)
+        process.stdout.close(), process.stderr.close()
+
+
+def test_a_signal_that_was_ignored_stays_so() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupt.handling():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.noted() is None
+        with pytest.raises(interrupt.Interrupted, match="SIGTERM"):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_a_demo_goes_on_with_what_is_not_finished(tmp_path: Path) -> None:
+    """Stages that are there are not run again; training resumes; another seed, or a finished demo, is refused."""
+    out, ran = tmp_path / "demo", []
+
+    def run(words: list[str], stop: str | None = None) -> None:
+        ran.append(words)
+        into = Path(words[words.index("--out") + 1])
+        into.mkdir(exist_ok=words[-1] == "--resume" or words[0] == "report")
+        if words[0] == stop:
+            append_bytes(into / "recipe.toml", b"")
+            raise KeyboardInterrupt
+        if words[0] == "train":
+            atomic_write_text(into / "summary.json", "{}")
+
+    with pytest.raises(KeyboardInterrupt):
+        demo(out, 3, ["run.steps=1"], lambda words: run(words, "train"), lambda line: None)
+    assert [words[0] for words in ran] == ["data", "init", "index", "sft", "train"]
+    for seed, sets in ((4, ["run.steps=1"]), (3, [])):
+        with pytest.raises(UserError, match=r"was begun with --seed 3 --set run.steps=1; give the same"):
+            demo(out, seed, sets, run, lambda line: None)
+    ran.clear()
+    said: list[str] = []
+    demo(out, 3, ["run.steps=1"], run, said.append)
+    assert [(words[0], words[-1] == "--resume") for words in ran] == [("train", True), ("report", False)]
+    assert said[:4] == [f"{out / name} is finished" for name in ("data", "init", "index", "warmup")]
+    assert (out / demo_module.BEGUN).is_file() and (out / "summary.json").is_file()
+    with pytest.raises(UserError, match="holds a demo that is finished"):
+        demo(out, 3, ["run.steps=1"], run, lambda line: None)
