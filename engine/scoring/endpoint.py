@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
+from thresher.engine import console
 from thresher.engine.config.sections import JudgeSection
 from thresher.policy.files import Unwritable, append_bytes
 from thresher.retrieval.serving.http import in_words, json_of, service_address
@@ -193,7 +194,11 @@ class Endpoint:
                     key: threads.submit(self._ask, key, request, usable, called_off)
                     for key, request in requests.items()
                 }
-                wait(asked.values(), return_when=FIRST_EXCEPTION)
+                with console.stage("replies", len(asked)) as line:
+                    for done, future in enumerate(as_completed(asked.values()), 1):
+                        if future.exception() is not None:
+                            break
+                        line.to(done, "")
             finally:  # also when this thread is interrupted
                 called_off.set()
                 threads.shutdown(cancel_futures=True)

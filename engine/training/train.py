@@ -231,7 +231,7 @@ class Trainer:
         asked = self.dev_questions[mine.start : mine.stop]
         shown = show_passages(asked, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
         self._warn_of_cuts(shown)
-        with self.updater.rolling_out():
+        with self.updater.rolling_out(), console.stage("evaluation"):
             scored = evaluate(self.rollout, shown.questions, judges=self.judges, first=mine.start)
         check_trajectories(scored, parts, step)
         lines = self._lines([entry.to_dict(parts.tokenizer) for entry in scored])

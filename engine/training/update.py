@@ -178,8 +178,10 @@ class Updater:
         stats = UpdateStats()
         batches = self._batches(items)
         lacking = self._lacking(len(batches))
-        for batch in batches:
-            self._backward(batch, temperature, stats)
+        with console.stage("update", len(batches)) as line:
+            for number, batch in enumerate(batches, 1):
+                self._backward(batch, temperature, stats)
+                line.at(number, lambda: f"{stats.rows:,} tokens in the loss")
         for _ in range(lacking):
             self._empty_pass()
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
@@ -231,11 +233,14 @@ class Updater:
     def logprobs(self, items: Sequence[Item], temperature: float) -> list[list[float]]:
         """The policy's log-probs of every item's trained tokens, as the update computes them, without a gradient."""
         found: list[list[float]] = [[] for _ in items]
-        for batch in self._batches(items):
-            with torch.no_grad():
-                values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
-            for number in batch.items:
-                found[number] = list(itertools.islice(values, len(items[number].positions)))
+        batches = self._batches(items)
+        with console.stage("log-probs", len(batches)) as line:
+            for done, batch in enumerate(batches, 1):
+                with torch.no_grad():
+                    values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
+                for number in batch.items:
+                    found[number] = list(itertools.islice(values, len(items[number].positions)))
+                line.at(done, str)
         return found
 
     def _logprobs_of(self, model: Policy | StreamedPolicy, batch: Batch, temperature: float) -> torch.Tensor:

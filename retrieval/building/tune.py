@@ -50,6 +50,7 @@ class SampleTruth:
         fetch = min(vectors.rows, self.ks[-1] + MARGIN)
 
         def slices() -> Iterator[tuple[int, Array]]:
+            on_stage("exact answers", 0, vectors.rows)
             for start, part_BD in vectors.slices():
                 yield start, part_BD
                 on_stage("exact answers", start + len(part_BD), vectors.rows)
@@ -96,6 +97,7 @@ def tune(
     """Sets `search` to the lowest value of its parameter, and the fewest candidates, whose recall is at least
     `wanted` at every k; to the best one tried where none is."""
     best = (-1.0, search.value, search.factor)
+    on_stage("tuning", 0, int(1000 * wanted))
     for factor in factors:
         before = -1.0
         search.factor = factor

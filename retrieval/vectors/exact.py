@@ -4,8 +4,8 @@ A matmul finds candidates (`scan`); their order is ours. Its scores' last bits d
 k-th place are dropped as it happens. So more than k candidates are fetched, and all that may be among the first k are
 scored again one by one: the float64 inner product of the query and the stored row, rounded to float32, equal scores
 ordered by row. When the candidates cannot be proved to hold the answer, by the error bound of a float32 inner product,
-the whole matrix is looked through for that query. The result is therefore the exact top k whatever the batch, the number
-of threads and the matmul's choices.
+the whole matrix is looked through for that query. The result is therefore the exact top k whatever the batch, the
+number of threads and the matmul's choices.
 
 Rows stored in float16 are exact numbers too: they are widened block by block, and the same proof holds for them.
 
@@ -126,7 +126,8 @@ class ExactRows(RowScores):
         order_QK = np.lexsort((row_QF, -exact_QF))[:, :k]
         best_QK, best_row_QK = (np.take_along_axis(found_QF, order_QK, 1) for found_QF in (exact_QF, row_QF))
         # Rows that were not fetched score at most the last fetched one's, give or take the error.
-        proved_Q = (row_QF[:, -1] >= 0) & ((fetch == len(self)) | (best_QK[:, -1] > score_QF[:, -1] + error_Q))
+        apart_Q = np.greater(best_QK[:, -1], score_QF[:, -1] + error_Q)
+        proved_Q = (row_QF[:, -1] >= 0) & (apart_Q | (fetch == len(self)))
         found = [list(zip(*each, strict=True)) for each in zip(best_row_QK.tolist(), best_QK.tolist(), strict=True)]
         for number in np.flatnonzero(~proved_Q).tolist():
             found[number] = self._out_of_all(query_QD[number], k, error_Q[number])
@@ -151,7 +152,8 @@ class ExactRows(RowScores):
         (Higham 2002, section 3.1), twice, which leaves room for its higher-order terms and for our rounding
         to float32."""
         norm_Q: npt.NDArray[np.float64] = np.sqrt(np.square(query_QD, dtype=np.float64).sum(axis=1))
-        return norm_Q * (2 * (query_QD.shape[1] + 1) * 2.0**-24 * self._largest_norm)
+        bound_Q: npt.NDArray[np.float64] = norm_Q * (2 * (query_QD.shape[1] + 1) * 2.0**-24 * self._largest_norm)
+        return bound_Q
 
 
 @cache
@@ -163,9 +165,7 @@ def _scorers() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_scorers.cache_clear)
 
 
-def rough_top(
-    query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]], fetch: int
-) -> tuple[Vectors, Rows]:
+def rough_top(query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]], fetch: int) -> tuple[Vectors, Rows]:
     """The `fetch` best of all `rows` for every query by float32's inner products, best first: scores and rows, [Q, F],
     row -1 where a score is no number. `blocks` has all rows, float32 or float16: (the first one's number, [B, D]).
     Equal scores are cut off as it happens. What takes about a millisecond is FAISS's, which needs no torch."""
@@ -173,7 +173,8 @@ def rough_top(
         top = _load_torch()(query_QD, fetch)
         for start, block_BD in blocks:
             top.add(start, block_BD)
-        return top.found()
+        all_of_them: tuple[Vectors, Rows] = top.found()
+        return all_of_them
     found = [
         (score_QF, np.where(row_QF < 0, row_QF, start + row_QF))
         for start, block_BD in blocks
