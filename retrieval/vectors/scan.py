@@ -25,7 +25,7 @@ from thresher.retrieval.vectors.file import Array
 SCORES = 1 << 23
 # Rows of a group: the maxima and the rows of the best groups are about equally many in a block of 8,192.
 GROUP = 16
-# Below, a product is bound by memory, and the BLAS is faster with the queries as its rows.
+# Below, a product is bound by memory, the BLAS is faster with the queries as its rows, and the best are found at once.
 FEW = 8
 
 
@@ -47,8 +47,11 @@ class RunningTop:
             rows_BD = torch.from_numpy(block_BD)
         step = -(-len(rows_BD) // -(-len(rows_BD) // self._step))  # even parts
         for first in range(0, len(rows_BD), step):
-            part_BD = rows_BD[first : first + step]
-            self._keep(start + first, start + first + len(part_BD), self._scores(part_BD.float()))
+            part_BD = rows_BD[first : first + step].float()
+            if len(self._query_QD) < FEW:
+                self._keep_few(start + first, part_BD)
+            else:
+                self._keep(start + first, start + first + len(part_BD), self._scores(part_BD))
 
     def found(self) -> tuple[Vectors, npt.NDArray[np.int64]]:
         """Scores and rows, [Q, F], best first; -inf and row -1 where fewer were added."""
@@ -61,14 +64,21 @@ class RunningTop:
         groups = -(-rows // GROUP)
         score_BQ = torch.empty(groups * GROUP, queries)
         score_BQ[rows:] = -torch.inf
-        if queries == 1:
-            # Of the two BLAS, NumPy's alone takes several threads for a product with a vector.
-            np.matmul(rows_BD.numpy(), self._query_QD[0].numpy(), out=score_BQ[:rows, 0].numpy())
-        elif queries < FEW:
-            score_BQ[:rows] = (self._query_QD @ rows_BD.T).T
-        else:
-            torch.mm(rows_BD, self._query_QD.T, out=score_BQ[:rows])
+        torch.mm(rows_BD, self._query_QD.T, out=score_BQ[:rows])
         return score_BQ.view(GROUP, groups, queries)
+
+    def _keep_few(self, start: int, rows_BD: torch.Tensor) -> None:
+        if len(self._query_QD) == 1:
+            # Of the two BLAS, NumPy's alone takes several threads for a product with a vector.
+            score_QB = torch.from_numpy(rows_BD.numpy() @ self._query_QD[0].numpy())[None]
+        else:
+            score_QB = self._query_QD @ rows_BD.T
+        score_QF, row_QF = score_QB.topk(min(self._fetch, len(rows_BD)))
+        if score_QF[:, 0].isnan().any():
+            score_QF, row_QF = score_QB.nan_to_num(-torch.inf, torch.inf, -torch.inf).topk(score_QF.shape[1])
+        score_QC = torch.cat([self._score_QF, score_QF], 1)
+        self._score_QF, chosen_QF = score_QC.topk(self._fetch)
+        self._row_QF = torch.cat([self._row_QF, row_QF + start], 1).gather(1, chosen_QF)
 
     def _keep(self, start: int, stop: int, score_GMQ: torch.Tensor) -> None:
         best_MQ = score_GMQ.amax(0)
