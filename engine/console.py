@@ -130,16 +130,19 @@ def _shown(line: "Line") -> Iterator["Line"]:
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
     """A line for each stage of a command, one after the other: yields the function to be called with a stage's name,
-    how far it is, and of how many. The first call for a stage says where it begins: behind what an earlier run did."""
+    how far it is, and of how many. A stage has begun when the one before was last heard of."""
     with ExitStack() as stack:
         lines: dict[str, Line] = {}
+        heard = time.monotonic()
 
         def to(name: str, done: int, total: int) -> None:
+            nonlocal heard
             if name not in lines:
                 stack.close()
                 lines[name] = stack.enter_context(progress_line(name, total))
-                lines[name].from_before(done)
+                lines[name].since(heard)
             lines[name].to(done, "")
+            heard = time.monotonic()
 
         yield to
 
@@ -152,6 +155,10 @@ class Line:
         self.done, self.text = 0, ""
         self._before = 0
         self._started = self._moved = time.monotonic()
+
+    def since(self, started: float) -> None:
+        """It began at `started`, of time.monotonic."""
+        self._started = started
 
     def from_before(self, done: int) -> None:
         """So much was done by an earlier run, in no time of this one."""

@@ -226,7 +226,6 @@ def _short(value: Any) -> str:
 
 def _encode(corpus: Corpus, encoder: Encoder, embed: str, vectors: VectorFile, on_stage: OnStage) -> None:
     done = vectors.done()
-    on_stage("encoding", done, len(corpus))
     for start in range(done, len(corpus), BUILD_BATCH):
         texts = [embedded_text(passage, embed) for passage in corpus[start : start + BUILD_BATCH]]
         vectors.append(checked_vectors(encoder, encoder.encode_passages(texts), len(texts), encoder.dim))
@@ -240,7 +239,6 @@ def _keep(vectors: VectorFile, work: Path, dtype: str, on_stage: OnStage) -> Vec
     if dtype == "float32":
         return vectors
     kept = VectorFile(work / KEPT_FILES[dtype], vectors.rows, vectors.dim, dtype)
-    on_stage("rounding to float16", kept.done(), vectors.rows)
     for start, part_BD in vectors.slices(kept.done()):
         with np.errstate(over="ignore"):
             rounded_BD = part_BD.astype(kept.dtype)

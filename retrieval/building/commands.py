@@ -154,7 +154,6 @@ def _build_words(encoder_name: str, corpus: Corpus, out: Path, embed: str, repor
     from thresher.retrieval.indexes.bm25 import build_bm25, parse_bm25
 
     settings = parse_bm25(encoder_name)
-    report("counting words", 0, len(corpus))
     build_bm25(
         corpus, out, embed, settings=settings, on_progress=lambda done: report("counting words", done, len(corpus))
     )

@@ -23,8 +23,8 @@ from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.dense import checked_vectors
 from thresher.retrieval.indexes.kind import OnStage
 from thresher.retrieval.vectors.approximate import ApproximateSearch
-from thresher.retrieval.vectors.exact import MARGIN, Found, RowScores, rough_top
-from thresher.retrieval.vectors.file import Array, VectorFile, sample_rows
+from thresher.retrieval.vectors.exact import MARGIN, Found, Rows, RowScores, best_of, faiss
+from thresher.retrieval.vectors.file import VectorFile, sample_rows
 
 QUERIES = 200
 QUERY_WORDS = 12
@@ -48,14 +48,12 @@ class SampleTruth:
         self.ks = sorted({min(k, vectors.rows) for k in KS})
         self._exact = RowScores(vectors.take)
         fetch = min(vectors.rows, self.ks[-1] + MARGIN)
-
-        def slices() -> Iterator[tuple[int, Array]]:
-            on_stage("exact answers", 0, vectors.rows)
-            for start, part_BD in vectors.slices():
-                yield start, part_BD
-                on_stage("exact answers", start + len(part_BD), vectors.rows)
-
-        best = self._exact.ranked(query_QD, rough_top(query_QD, vectors.rows, slices(), fetch)[1], fetch)
+        found: list[tuple[Vectors, Rows]] = []
+        for start, part_BD in vectors.slices():
+            score_QF, row_QF = faiss.knn(query_QD, part_BD, min(fetch, len(part_BD)), metric=faiss.METRIC_INNER_PRODUCT)
+            found = [best_of([*found, (score_QF, start + row_QF)], fetch)]
+            on_stage("exact answers", start + len(part_BD), vectors.rows)
+        best = self._exact.ranked(query_QD, found[0][1], fetch)
         self._kth = {k: [ranked[k - 1][1] for ranked in best] for k in self.ks}
 
     def recall(self, top: Top, k: int) -> float:
@@ -97,7 +95,6 @@ def tune(
     """Sets `search` to the lowest value of its parameter, and the fewest candidates, whose recall is at least
     `wanted` at every k; to the best one tried where none is."""
     best = (-1.0, search.value, search.factor)
-    on_stage("tuning", 0, int(1000 * wanted))
     for factor in factors:
         before = -1.0
         search.factor = factor

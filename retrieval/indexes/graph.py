@@ -167,7 +167,6 @@ def _grown(kind: Graph, vectors: VectorFile, work: Path, on_stage: OnStage) -> A
     reserve(storage.codes, storage.sa_code_size() * vectors.rows)
     # Links of 2M on the ground and about M / (M - 1) above it; a little more, for levels are drawn.
     reserve(graph.hnsw.neighbors, int(vectors.rows * (2 * kind.links + 2) * 1.01))
-    on_stage("linking", graph.ntotal, vectors.rows)
     for start in range(graph.ntotal, vectors.rows, CHECKPOINT):
         graph.hnsw.rng = faiss.RandomGenerator(SEED + start // CHECKPOINT)
         stop = min(start + CHECKPOINT, vectors.rows)

@@ -276,7 +276,6 @@ def _assign(index: Any, vectors: VectorFile, lists: VectorFile, on_stage: OnStag
     """Writes the nearest centroid of every vector that has none yet."""
     centroids = inner(index).quantizer
     matrix_DD = rotation(index)
-    on_stage("assigning to lists", lists.done(), vectors.rows)
     for start, part_BD in vectors.slices(lists.done()):
         _, list_B1 = centroids.search(rotated(part_BD, matrix_DD), 1)
         lists.append(list_B1)
@@ -291,7 +290,6 @@ def _fill(index: Any, vectors: VectorFile, list_N: Array, on_stage: OnStage) -> 
     for number, length in enumerate(np.bincount(list_N, minlength=lists.nlist).tolist()):
         inverted.resize(number, length)
         inverted.resize(number, 0)  # the memory stays, at its final size
-    on_stage("filling lists", 0, vectors.rows)
     for start, part_BD in vectors.slices():
         ready_BD = rotated(part_BD, matrix_DD)
         row_B = np.arange(start, start + len(ready_BD), dtype=np.int64)

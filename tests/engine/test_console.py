@@ -92,17 +92,15 @@ def test_a_stage_without_a_line_shows_nothing_and_one_on_a_terminal_rewrites_it(
     assert "update 2/8  left 3 s  70 tokens" in written.getvalue() and written.getvalue().count("\n") == 1
 
 
-def test_stages_begin_behind_what_was_done_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_begins_when_the_one_before_was_last_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, written = Clock(monkeypatch), io.StringIO()
     monkeypatch.setattr(console, "console", Console(file=written, width=100))
     with console.stages() as on_stage:
-        on_stage("encoding", 50, 100)
         clock.now += 10
-        on_stage("encoding", 60, 100)
-        on_stage("linking", 0, 10)
+        on_stage("encoding", 20, 100)
         clock.now += 3
         on_stage("linking", 1, 10)
-    assert written.getvalue().splitlines() == ["encoding 60/100  left 40 s", "linking 1/10  left 27 s"]
+    assert written.getvalue().splitlines() == ["encoding 20/100  left 40 s", "linking 1/10  left 27 s"]
 
 
 def test_work_of_unknown_length_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
