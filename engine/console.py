@@ -5,6 +5,7 @@ exact and not rounded. A command whose object should hold something else says so
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 
@@ -42,6 +42,9 @@ class Answer:
 
 _answers: list[Answer] = []  # of the command that runs, and of those that run it
 _lines_shown = True
+_lines: list["Line"] = []  # the one that is drawn, and what goes on within it
+# Between two drawings of a line: on a terminal, and where every one stays.
+REDRAW_SECONDS, PLAIN_SECONDS = 0.2, 30.0
 
 
 @contextmanager
@@ -85,68 +88,197 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_line(label: str, total: int) -> Iterator["Line"]:
-    """A bar with the time left and a free text; where output is no terminal, a plain line every tenth of the way."""
+    """A bar with the time left and a free text; where output is no terminal, a plain line every tenth of the way and
+    every half minute. Within another line it is a part of that one, and so is every `stage`."""
+    if _lines or not _lines_shown:
+        with stage(label, total) as line:
+            yield line
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
         TextColumn("{task.fields[text]}"),
     )
-    with Progress(
-        *columns, console=console, transient=False, disable=not (console.is_terminal and _lines_shown)
-    ) as bars:
-        yield Line(bars, label, total)
+    with Progress(*columns, console=console, transient=False, disable=not console.is_terminal) as bars:
+        line = _BarLine(label, total, bars)
+        with _shown(line):
+            yield line
+
+
+@contextmanager
+def stage(label: str, total: int = 0) -> Iterator["Line"]:
+    """A part of the line that is shown now, for as long as it lasts: how far a step is within; without a total its name
+    alone. Without a line, or with --quiet, it shows nothing."""
+    with _shown(Line(label, total)) as line:
+        yield line
+
+
+@contextmanager
+def _shown(line: "Line") -> Iterator["Line"]:
+    _lines.append(line)
+    _lines[0].refresh()
+    try:
+        yield line
+    finally:
+        _lines.remove(line)
+        if _lines:
+            _lines[0].refresh()
 
 
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
     """A line for each stage of a command, one after the other: yields the function to be called with a stage's name,
-    how far it is, and of how many."""
+    how far it is, and of how many. A stage has begun when the one before was last heard of."""
     with ExitStack() as stack:
         lines: dict[str, Line] = {}
+        heard = time.monotonic()
 
-        def to(stage: str, done: int, total: int) -> None:
-            if stage not in lines:
+        def to(name: str, done: int, total: int) -> None:
+            nonlocal heard
+            if name not in lines:
                 stack.close()
-                lines[stage] = stack.enter_context(progress_line(stage, total))
-            lines[stage].to(done, "")
+                lines[name] = stack.enter_context(progress_line(name, total))
+                lines[name].since(heard)
+            lines[name].to(done, "")
+            heard = time.monotonic()
 
         yield to
 
 
 class Line:
-    """The line of one command. `to(done, text)` moves it."""
+    """How far something is: `to` moves it, `at` does where it is called so often that even a text costs time."""
 
-    def __init__(self, bars: Progress, label: str, total: int) -> None:
-        self._bars, self._label, self._total = bars, label, max(total, 1)
-        self._task = bars.add_task(label, total=total, text="")
-        self._printed = 0
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total = label, total
+        self.done, self.text = 0, ""
+        self._before = 0
+        self._started = self._moved = time.monotonic()
+
+    def since(self, started: float) -> None:
+        """It began at `started`, of time.monotonic."""
+        self._started = started
+
+    def from_before(self, done: int) -> None:
+        """So much was done by an earlier run, in no time of this one."""
+        self.done = self._before = done
 
     def to(self, done: int, text: str) -> None:
-        self._bars.update(self._task, completed=done, text=text)
-        if (
-            _lines_shown
-            and not console.is_terminal
-            and (done >= self._total or done * 10 // self._total > self._printed)
-        ):
-            self._printed = done * 10 // self._total
-            left = self._bars.tasks[self._task].time_remaining
-            console.print(
-                f"{self._label} {done}/{self._total}  left {'?' if left is None else f'{left:.0f} s'}  {text}"
-            )
+        """`done` of all, and a free text."""
+        self._move(done)
+        self.text = text
+        if _lines:
+            _lines[0].refresh()
+
+    def at(self, done: int, say: Callable[[], str]) -> None:
+        """`to`, with a text that is made only if it will be shown."""
+        self._move(done)
+        if _lines and _lines[0].due():
+            self.to(done, say())
+
+    def _move(self, done: int) -> None:
+        if done == self._before:
+            self._started = self._moved = time.monotonic()
+        elif done != self.done:
+            self._moved = time.monotonic()
+        self.done = done
+
+    def left(self) -> str:
+        """The time left, at the pace so far; "?" until there is one."""
+        if self.done <= self._before and self.done < self.total:
+            return "?"
+        pace = (self._moved - self._started) / max(self.done - self._before, 1)
+        left = pace * (self.total - self.done) - (time.monotonic() - self._moved)
+        return show_time(max(left, 0.0))
+
+    def shown(self) -> str:
+        """As a plain line, or as a part of another."""
+        if not self.total:
+            return self.label
+        return "  ".join(filter(None, (f"{self.label} {self.done}/{self.total}", f"left {self.left()}", self.text)))
+
+    def due(self) -> bool:
+        """Whether `refresh` would show something."""
+        return False
+
+    def refresh(self) -> None:
+        """Show what it and the lines within it say now, if it is the one that is drawn and it is time."""
+
+
+class _BarLine(Line):
+    """The line that is drawn."""
+
+    def __init__(self, label: str, total: int, bars: Progress) -> None:
+        super().__init__(label, total)
+        self._bars = bars
+        self._task = bars.add_task(label, total=total, text="")
+        self._tenth, self._drawn = 0, time.monotonic()
+
+    def from_before(self, done: int) -> None:
+        """As Line has it."""
+        super().from_before(done)
+        self._tenth = min(done, self.total) * 10 // max(self.total, 1)
+
+    def due(self) -> bool:
+        """As Line has it."""
+        return time.monotonic() - self._drawn >= (REDRAW_SECONDS if console.is_terminal else PLAIN_SECONDS)
+
+    def to(self, done: int, text: str) -> None:
+        """As Line has it; a step is shown at once on a terminal, and else at every tenth of the way."""
+        tenth = min(done, self.total) * 10 // max(self.total, 1)
+        self._tenth, further = tenth, tenth > self._tenth
+        if console.is_terminal or further:
+            self._drawn = -math.inf
+        super().to(done, text)
+
+    def refresh(self) -> None:
+        """As Line has it."""
+        if not self.due():
+            return
+        self._drawn = time.monotonic()
+        if console.is_terminal:
+            parts = [f"left {self.left()}", self.text, *(line.shown() for line in _lines[1:])]
+            self._bars.update(self._task, completed=self.done, text="  ".join(filter(None, parts)))
+        else:
+            console.print("  ".join([self.shown(), *(line.shown() for line in _lines[1:])]), soft_wrap=True)
+
+
+def show_time(seconds: float) -> str:
+    """For a reader: "40 s", "12 min", "3.1 h", "2.5 days"."""
+    for size, unit, most in ((1.0, "s", 120.0), (60.0, "min", 7200.0), (3600.0, "h", 172_800.0)):
+        if seconds < most:
+            return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
+    return f"{seconds / 86_400:.1f} days"
+
+
+class Counter:
+    """The line of work of unknown length: `to(done, what)`."""
+
+    def __init__(self, what: str, show: Callable[[str], None]) -> None:
+        self._what, self._show = what, show
+        self._started = self._drawn = time.monotonic()
+
+    def to(self, done: int, text: str = "") -> None:
+        """So much is done."""
+        now = time.monotonic()
+        if now - self._drawn >= (REDRAW_SECONDS if console.is_terminal else PLAIN_SECONDS):
+            self._drawn = now
+            rate = done / (now - self._started)
+            self._show("  ".join(filter(None, (f"{self._what} {done:,}", f"{rate:,.0f} a second", text))))
 
 
 @contextmanager
-def counting(text: str) -> Iterator[Callable[[str], None]]:
-    """A moving line for work of unknown length, on a terminal: yields the function that changes its text."""
+def counting(what: str) -> Iterator[Counter]:
+    """A line for work of unknown length, which says `what` is counted: on a terminal one that is rewritten, else a
+    plain one every half minute."""
     if not _lines_shown:
-        yield lambda text: None
-        return
-    with console.status(text) as status:
-        yield lambda text: status.update(text)
+        yield Counter(what, lambda text: None)
+    elif console.is_terminal:
+        with console.status(what) as status:
+            yield Counter(what, lambda text: status.update(text))
+    else:
+        yield Counter(what, lambda text: console.print(text, markup=False, soft_wrap=True))
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -55,6 +55,8 @@ def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
 
         def watch(progress: "Progress") -> None:
             record = progress.record
+            if line.done == 0 and progress.step:
+                line.from_before(progress.step - 1)  # of a run that is resumed
             if "eval" in record:
                 greedy.append(record["eval"]["em"])
                 if progress.step == 0:

@@ -195,7 +195,7 @@ def _generate(
             line.to(count, "")
 
         if done:
-            line.to(count, "from before")
+            line.from_before(count)
         while len(done) < len(questions):
             part = questions[len(done) : len(done) + size]
             done += _part(rollout, part, temperature, seed, len(done), progress, model)

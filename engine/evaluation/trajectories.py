@@ -148,7 +148,7 @@ def _draw(rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: 
             line.to(ended, "")
 
         if kept:
-            line.to(kept, "from before")
+            line.from_before(kept)
         for start in range(kept, len(jobs), size):
             part = jobs[start : start + size]
             trajectories = rollout.run(part, plan.temperature, progress, recall=True)

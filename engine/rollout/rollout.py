@@ -23,6 +23,7 @@ from random import Random
 
 import numpy as np
 
+from thresher.engine import console
 from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.drafts import TURN_END, Int32s, Speculate
@@ -163,7 +164,8 @@ class Rollout:
             for members in groups.values()
             for sample in run.begin_samples(members, SharedPrompt(self.prompt(members[0].question)), self._episode)
         ]
-        run.finish(samples)
+        with console.stage("rollout", len(samples)) as line:
+            run.finish(samples, line)
         self.decoder.end()
         self.clock.total = time.perf_counter() - started
         for sample in samples if recall else ():
@@ -229,6 +231,7 @@ class _Run:
         self.samples: dict[TokenSequence, Sample] = {}
         self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
         self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()
+        self.ended = 0
 
     def begin_samples(
         self, jobs: Iterable[Job], prompt: SharedPrompt, make_episode: Callable[[Job], Episode]
@@ -245,8 +248,8 @@ class _Run:
             samples.append(Sample(job, episode, trajectory, sequence))
         return samples
 
-    def finish(self, samples: list[Sample]) -> None:
-        """Step until all of them, and the branches that they ask for, have ended."""
+    def finish(self, samples: list[Sample], line: console.Line) -> None:
+        """Step until all of them, and the branches that they ask for, have ended; `line` says how far it is."""
         with Background[list[list[Hit]]]() as self.searcher:
             self._serve([(sample, None) for sample in samples])
             while self.searches or not self.decoder.idle:
@@ -255,8 +258,12 @@ class _Run:
                     continue
                 ended = [self.samples.pop(sequence) for sequence in self.decoder.step()]
                 self._serve([(sample, turn) for sample in ended if (turn := self._take(sample)) is not None])
+                line.at(self.ended, self._so_far)
         for owner, name, branch in self.branches:
             owner.branches[name] = branch
+
+    def _so_far(self) -> str:
+        return f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
 
     def _take(self, sample: Sample) -> Turn | None:
         """Put the turn that has ended on the trajectory; None if a limit ended it, and the trajectory with it."""
@@ -287,6 +294,7 @@ class _Run:
         self.decoder.release(sample.sequence, keep=bool(sample.forks))
         if sample.forks:
             self._branch(sample)
+        self.ended += sample.reported
         if self.on_progress is not None and sample.reported:
             self.on_progress(1)
 

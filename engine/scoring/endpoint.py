@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import as_completed, wait
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
+from thresher.engine import console
 from thresher.engine.config.sections import JudgeSection
 from thresher.policy.files import Unwritable, append_bytes
 from thresher.retrieval.serving.background import Background
@@ -195,7 +196,11 @@ class Endpoint:
                 for key, request in requests.items()
             }
             try:
-                wait(asked.values(), return_when=FIRST_EXCEPTION)
+                with console.stage("replies", len(asked)) as line:
+                    for done, future in enumerate(as_completed(asked.values()), 1):
+                        if future.exception() is not None:
+                            break
+                        line.to(done, "")
                 called_off.set()
                 wait(asked.values())
             finally:  # who is interrupted waits for none of them

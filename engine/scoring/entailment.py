@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from thresher.engine import console
 from thresher.engine.config.sections import JudgeSection
 from thresher.retrieval.encoders.classifier import load_classifier
 
@@ -106,7 +107,9 @@ class ModelJudge:
 
     def probabilities(self, pairs: Sequence[Pair]) -> list[float]:
         """As EntailmentJudge; all pairs of a call share batches. UserError as `Classifier.logits`."""
-        found: list[float] = self._classifier.logits(pairs).softmax(-1)[:, self._entailment].tolist()
+        with console.stage("claims", len(pairs)) as line:
+            logits_BO = self._classifier.logits(pairs, lambda done: line.at(done, str))
+        found: list[float] = logits_BO.softmax(-1)[:, self._entailment].tolist()
         return found
 
 

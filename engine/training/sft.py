@@ -88,13 +88,15 @@ def encode_all(
 ) -> list[Transcript]:
     """The transcripts of (place, record) pairs. UserError names the place of a malformed one."""
     result = []
-    for place, record in placed:
-        try:
-            result.append(encode_transcript(record, tokenizer, renderer, template, end_id))
-        except (LookupError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{place}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
-            ) from error
+    with console.counting("transcripts into tokens:") as counter:
+        for place, record in placed:
+            try:
+                result.append(encode_transcript(record, tokenizer, renderer, template, end_id))
+            except (LookupError, TypeError, ValueError) as error:
+                raise UserError(
+                    f"{place}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
+                ) from error
+            counter.to(len(result))
     if cut := sum(transcript.cut for transcript in result):
         console.console.print(
             f"sft: {cut:,} of {len(result):,} prompts had passages cut to {renderer.max_passage_tokens:,} tokens; "
@@ -234,7 +236,8 @@ class SftTrainer:
             }
             asked = (step + 1) % sft.gate_every == 0 and step + 1 >= sft.min_steps
             if sft.gate is not None and (asked or step + 1 == sft.steps):
-                copying = self.copying()
+                with console.stage("names held out"):
+                    copying = self.copying()
                 record["copying"] = copying
             log(record)
             if sft.gate is not None and copying is not None and copying >= sft.gate:
@@ -254,22 +257,25 @@ class SftTrainer:
             for t in batch
         ]
         loss, tokens, recompute = 0.0, 0, self.optim.checkpoint_activations == "on"
-        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
-            hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout, recompute)
-            # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.
-            result = grpo_loss(
-                hidden_TH.index_select(0, packed.rows_R),
-                self.policy.head_VH,
-                packed.targets_R,
-                None,
-                packed.advantages_R,
-                packed.weights_R,
-                vocab_size=self.vocab_size,
-                workspace_bytes=self.optim.loss_workspace_bytes,
-            )
-            result.loss.backward()
-            loss -= float((packed.weights_R * result.logprobs).sum())
-            tokens += packed.tokens
+        batches = pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention)
+        with console.stage("update", len(batches)) as line:
+            for number, packed in enumerate(batches, 1):
+                hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout, recompute)
+                # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.
+                result = grpo_loss(
+                    hidden_TH.index_select(0, packed.rows_R),
+                    self.policy.head_VH,
+                    packed.targets_R,
+                    None,
+                    packed.advantages_R,
+                    packed.weights_R,
+                    vocab_size=self.vocab_size,
+                    workspace_bytes=self.optim.loss_workspace_bytes,
+                )
+                result.loss.backward()
+                loss -= float((packed.weights_R * result.logprobs).sum())
+                tokens += packed.tokens
+                line.at(number, str)
         return loss, tokens
 
     @torch.no_grad()

@@ -254,7 +254,7 @@ class Trainer:
         with self.ranks.interruptible():
             shown = show_passages(asked, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
         self._warn_of_cuts(shown)
-        with in_a_sentence(self.updater, self.rollout), self.updater.weights.rolling_out():
+        with in_a_sentence(self.updater, self.rollout), self.updater.weights.rolling_out(), console.stage("evaluation"):
             asked = shown.questions
             scored = evaluate(self.rollout, asked, judges=self.judges, first=mine.start, ranks=self.ranks)
         check_trajectories(scored, parts, step)

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+from thresher.engine import console
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import TrainedWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
@@ -104,8 +105,11 @@ class Updater:
         started = time.perf_counter()
         self.begun += 1
         optim, stats = self.optim, UpdateStats()
-        for batch in self._batches(items):
-            self._backward(batch, temperature, stats)
+        batches = self._batches(items)
+        with console.stage("update", len(batches)) as line:
+            for number, batch in enumerate(batches, 1):
+                self._backward(batch, temperature, stats)
+                line.at(number, lambda: f"{stats.rows:,} tokens in the loss")
         self.weights.complete()
         stats.grad_norm = self.weights.clip(optim.max_grad_norm)
         stats.lr = scheduled_lr(optim.lr, optim.schedule, optim.warmup_ratio, step, self.total_steps)
@@ -119,11 +123,14 @@ class Updater:
     def logprobs(self, items: Sequence[Item], temperature: float) -> list[list[float]]:
         """The policy's log-probs of every item's trained tokens, as the update computes them, without a gradient."""
         found: list[list[float]] = [[] for _ in items]
-        for batch in self._batches(items):
-            with torch.no_grad():
-                values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
-            for number in batch.items:
-                found[number] = list(itertools.islice(values, len(items[number].positions)))
+        batches = self._batches(items)
+        with console.stage("log-probs", len(batches)) as line:
+            for done, batch in enumerate(batches, 1):
+                with torch.no_grad():
+                    values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
+                for number in batch.items:
+                    found[number] = list(itertools.islice(values, len(items[number].positions)))
+                line.at(done, str)
         return found
 
     def savable(self) -> tuple[Policy, torch.optim.Optimizer] | None:

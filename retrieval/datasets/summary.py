@@ -9,7 +9,7 @@ Deliberately absent: lengths in tokens, which depend on a model, and repairs.
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ SHOWN_GOLDS = 8
 LONG_GOLD = 20  # words; no policy is asked to write that much, so such golds are most likely a slip in the set
 
 
-def summarize(path: str | Path) -> dict[str, Any]:
-    """Figures of a file of questions, read as training reads it. Lengths are words.
+def summarize(path: str | Path, on_question: Callable[[int], None] = lambda questions: None) -> dict[str, Any]:
+    """Figures of a file of questions, read as training reads it. Lengths are words. `on_question` hears how many were
+    read.
 
     UserError for a malformed line, and for a file in a flavour that has to be converted first.
     """
@@ -42,6 +43,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
     distinct: set[int] = set()
     for question in iter_questions(path):
         count["questions"] += 1
+        on_question(count["questions"])
         normal = " ".join(question.question.lower().split())
         count["questions asked before"] += normal in asked
         asked.add(normal)

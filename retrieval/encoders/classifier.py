@@ -81,16 +81,18 @@ class Classifier:
         return places[0]
 
     @torch.inference_mode()
-    def logits(self, pairs: Sequence[tuple[str, str]]) -> Tensor:
-        """float32 [B, O] on the CPU, for (premise, hypothesis) pairs. UserError for a hypothesis that leaves no room
-        for a premise, and when the weights make numbers that are not finite."""
+    def logits(self, pairs: Sequence[tuple[str, str]], on_done: Callable[[int], None] = lambda pairs: None) -> Tensor:
+        """float32 [B, O] on the CPU, for (premise, hypothesis) pairs; `on_done` hears how many are. UserError for a
+        hypothesis that leaves no room for a premise, and when the weights make numbers that are not finite."""
         inputs, cut = self._tokenizer.encode(pairs)
         self.cut += cut
         logits_BO = torch.empty(len(pairs), len(self.labels))
         # A CPU in float32 keeps its promise of equal bits by batches of one padded length.
         mixed = self._encoder.device.type != "cpu"
+        done = 0
         for rows, length in batches([len(ids) for ids, _ in inputs], self._batch_tokens, mixed=mixed):
             logits_BO[rows] = self._forward([inputs[row] for row in rows], length).cpu()
+            on_done(done := done + len(rows))
         if not logits_BO.isfinite().all():
             raise UserError(
                 f"{self.folder}: makes logits that are not finite; its weights are damaged, fetch them again"

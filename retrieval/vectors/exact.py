@@ -1,11 +1,11 @@
 """The exact k rows of largest inner product, independent of batch composition to the last bit.
 
-FAISS finds candidates; their order is ours. It takes one path for a few queries and another (BLAS) for many, so a
-score's last bits depend on the batch, and it drops tied rows at the k-th place as it pleases. So more than k
-candidates are fetched and every one is scored again on its own: the float64 inner product of the query and the stored
-row, rounded to float32, equal scores ordered by row. When the candidates cannot be proved to hold the answer, by the
-error bound of a float32 inner product, the whole matrix is looked through for that query. The result is therefore the
-exact top k whatever the batch, the number of threads and FAISS's choices.
+A matmul finds candidates (`scan`); their order is ours. Its scores' last bits depend on the batch, and tied rows at the
+k-th place are dropped as it happens. So more than k candidates are fetched, and all that may be among the first k are
+scored again one by one: the float64 inner product of the query and the stored row, rounded to float32, equal scores
+ordered by row. When the candidates cannot be proved to hold the answer, by the error bound of a float32 inner product,
+the whole matrix is looked through for that query. The result is therefore the exact top k whatever the batch, the
+number of threads and the matmul's choices.
 
 Rows stored in float16 are exact numbers too: they are widened block by block, and the same proof holds for them.
 
@@ -15,7 +15,10 @@ Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,10 +35,16 @@ except ModuleNotFoundError:
     raise UserError("faiss is not installed; install thresher with its extra [cpu] or [gpu]") from None
 
 # Candidates fetched beyond k: enough that, but for real ties, looking through the whole matrix is rare (no
-# query of HotpotQA's 500 needs it), few enough that scoring them again costs less than FAISS itself.
+# query of HotpotQA's 500 needs it), few enough to cost nothing beside the matmul.
 MARGIN = 8
-# Rows scored at a time: bounds the float64 scratch of a k near N.
-SCORE_CHUNK = 512
+# Rows fetched at a time, by a thread of SCORERS where there are more; and of these, rows scored at a time: what is made
+# of them in float64 stays in a core's own cache.
+SCORE_CHUNK, SCORE_CACHED = 512, 64
+SCORERS = 8
+# Multiplications of a search up to which FAISS takes about a millisecond; importing torch takes a second.
+SMALL = 1 << 23
+# Queries of one pass over all rows, and candidates of theirs: 200 MB with what is made of them.
+QUERIES, CANDIDATES = 512, 1 << 22
 
 Rows = npt.NDArray[np.int64]
 # (row, score), best first.
@@ -65,10 +74,18 @@ class RowScores:
         """Of query `query_F[f]` with row `row_F[f]`; rows of all queries are fetched together."""
         query64_QD = query_QD.astype(np.float64)
         score_F = np.empty(len(row_F), np.float32)
-        for start in range(0, len(row_F), SCORE_CHUNK):
-            part = slice(start, start + SCORE_CHUNK)
-            # Not a matmul: numpy sums each row in the same order however many there are.
-            score_F[part] = (self._take(row_F[part]) * query64_QD[query_F[part]]).sum(axis=1)
+
+        def score(start: int) -> None:
+            taken_FD = self._take(row_F[start : start + SCORE_CHUNK])
+            for first in range(0, len(taken_FD), SCORE_CACHED):
+                part = slice(start + first, start + min(first + SCORE_CACHED, len(taken_FD)))
+                # Not a matmul: numpy sums each row in the same order however many there are.
+                product_FD = taken_FD[first : first + SCORE_CACHED].astype(np.float64)
+                product_FD *= query64_QD[query_F[part]]
+                score_F[part] = product_FD.sum(axis=1)
+
+        # Consumed, so that an error is raised here.
+        list((map if len(row_F) <= SCORE_CHUNK else _scorers().map)(score, range(0, len(row_F), SCORE_CHUNK)))
         return score_F
 
 
@@ -86,57 +103,97 @@ class ExactRows(RowScores):
         self.vectors_ND = vectors_ND
         self.full_scans = 0
         self._largest_norm = largest_row_norm(vectors_ND) if largest_norm is None else largest_norm
+        if vectors_ND.size > SMALL:
+            _load_torch()  # not in the first search, which somebody waits for
 
     def __len__(self) -> int:
         return len(self.vectors_ND)
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
         """The exact top min(k, N) of every query, float32 [Q, D]; equal scores by ascending row."""
-        k = min(k, len(self))
-        score_QF, row_QF = self._candidates(query_QD, min(len(self), k + MARGIN))
-        best = self.ranked(query_QD, row_QF, k)
-        return [self._proved(*each) for each in zip(query_QD, score_QF, best, strict=True)]
+        k, fetch = min(k, len(self)), min(len(self), k + MARGIN)
+        step = max(1, min(QUERIES, CANDIDATES // max(1, fetch)))
+        parts = [query_QD[start : start + step] for start in range(0, len(query_QD), step)]
+        return [best for part_QD in parts for best in self._top(part_QD, k, fetch)]
 
-    def _candidates(self, query_QD: Vectors, fetch: int) -> tuple[Vectors, Rows]:
-        """FAISS's `fetch` best of every query, best first: scores and rows, [Q, F]."""
-        found = [
-            (score_QF, start + row_QF)
-            for start, block_BD in self._blocks()
-            for score_QF, row_QF in [
-                faiss.knn(query_QD, block_BD, min(fetch, len(block_BD)), metric=faiss.METRIC_INNER_PRODUCT)
-            ]
-        ]
-        return best_of(found, fetch)
-
-    def _proved(self, query_D: Vectors, score_F: Vectors, best: Found) -> Found:
-        """`best`, of the candidates that FAISS gave the scores `score_F`, if they provably hold it; else out of all
-        rows."""
-        k, error = len(best), self._error_bound(query_D)
+    def _top(self, query_QD: Vectors, k: int, fetch: int) -> list[Found]:
+        score_QF, row_QF = rough_top(query_QD, len(self), self._blocks(), fetch)
+        error_Q = self._error_bounds(query_QD)
+        # The others score less than these k, give or take the error.
+        near_QF = (score_QF >= score_QF[:, k - 1, None] - 2 * error_Q[:, None]) & (row_QF >= 0)
+        exact_QF = np.full_like(score_QF, -np.inf)
+        exact_QF[near_QF] = self._scores(query_QD, np.nonzero(near_QF)[0], row_QF[near_QF])
+        order_QK = np.lexsort((row_QF, -exact_QF))[:, :k]
+        best_QK, best_row_QK = (np.take_along_axis(found_QF, order_QK, 1) for found_QF in (exact_QF, row_QF))
         # Rows that were not fetched score at most the last fetched one's, give or take the error.
-        if len(score_F) == len(self) or best[-1][1] > score_F[-1] + error:
-            return best
+        apart_Q = np.greater(best_QK[:, -1], score_QF[:, -1] + error_Q)
+        proved_Q = (row_QF[:, -1] >= 0) & (apart_Q | (fetch == len(self)))
+        found = [list(zip(*each, strict=True)) for each in zip(best_row_QK.tolist(), best_QK.tolist(), strict=True)]
+        for number in np.flatnonzero(~proved_Q).tolist():
+            found[number] = self._out_of_all(query_QD[number], k, error_Q[number])
+        return found
+
+    def _out_of_all(self, query_D: Vectors, k: int, error: float) -> Found:
+        """The top k out of all rows, for a query whose candidates proved nothing."""
         self.full_scans += 1
         rough_N = np.concatenate([block_BD @ query_D for _, block_BD in self._blocks()])
         kth = np.partition(rough_N, len(rough_N) - k)[len(rough_N) - k]
         return self.ranked(query_D[None], [np.flatnonzero(rough_N >= kth - 2 * error)], k)[0]
 
-    def _blocks(self) -> Iterator[tuple[int, Vectors]]:
-        """(first row, rows in float32): all of them at once where they are float32, else widened in blocks."""
-        if self.vectors_ND.dtype == np.float32:
-            self._verify(0, len(self))
-            yield 0, self.vectors_ND
-            return
+    def _blocks(self) -> Iterator[tuple[int, Array]]:
+        """(first row, rows), block by block, each verified before."""
         step = max(1, SLICE_BYTES // (4 * self.vectors_ND.shape[1]))
         for start in range(0, len(self), step):
             self._verify(start, min(start + step, len(self)))
-            yield start, self.vectors_ND[start : start + step].astype(np.float32)
+            yield start, self.vectors_ND[start : start + step]
 
-    def _error_bound(self, query_D: Vectors) -> float:
-        """How far a float32 inner product, summed in any order, can be from ours: d * 2^-24 * |q| * |p|
+    def _error_bounds(self, query_QD: Vectors) -> npt.NDArray[np.float64]:
+        """How far a float32 inner product with each query, summed in any order, can be from ours: d * 2^-24 * |q| * |p|
         (Higham 2002, section 3.1), twice, which leaves room for its higher-order terms and for our rounding
         to float32."""
-        norm = float(np.sqrt(np.square(query_D, dtype=np.float64).sum()))
-        return 2 * (len(query_D) + 1) * 2.0**-24 * norm * self._largest_norm
+        norm_Q: npt.NDArray[np.float64] = np.sqrt(np.square(query_QD, dtype=np.float64).sum(axis=1))
+        bound_Q: npt.NDArray[np.float64] = norm_Q * (2 * (query_QD.shape[1] + 1) * 2.0**-24 * self._largest_norm)
+        return bound_Q
+
+
+@cache
+def _scorers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(SCORERS, len(os.sched_getaffinity(0))), "scores")
+
+
+# A forked process has the pool but not its threads.
+os.register_at_fork(after_in_child=_scorers.cache_clear)
+
+
+def rough_top(query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]], fetch: int) -> tuple[Vectors, Rows]:
+    """The `fetch` best of all `rows` for every query by float32's inner products, best first: scores and rows, [Q, F],
+    row -1 where a score is no number. `blocks` has all rows, float32 or float16: (the first one's number, [B, D]).
+    Equal scores are cut off as it happens. What takes about a millisecond is FAISS's, which needs no torch."""
+    if rows * query_QD.size > SMALL:
+        top = _load_torch()(query_QD, fetch)
+        for start, block_BD in blocks:
+            top.add(start, block_BD)
+        all_of_them: tuple[Vectors, Rows] = top.found()
+        return all_of_them
+    found = [
+        (score_QF, np.where(row_QF < 0, row_QF, start + row_QF))
+        for start, block_BD in blocks
+        for score_QF, row_QF in [
+            faiss.knn(
+                query_QD,
+                np.ascontiguousarray(block_BD, np.float32),
+                min(fetch, len(block_BD)),
+                metric=faiss.METRIC_INNER_PRODUCT,
+            )
+        ]
+    ]
+    return best_of(found, fetch)
+
+
+def _load_torch() -> Any:
+    from thresher.retrieval.vectors.scan import RunningTop
+
+    return RunningTop
 
 
 def best_first(score_F: Vectors, row_F: Rows, k: int) -> Found:

@@ -129,7 +129,7 @@ def test_what_is_wrong_with_our_work_stands_beside_its_rows(run: Run, monkeypatc
 
 
 def test_a_fault_of_ours_is_an_object_and_a_trace(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thresher.retrieval.datasets.summary.summarize", lambda path: [][1])
+    monkeypatch.setattr("thresher.retrieval.datasets.summary.summarize", lambda path, on_question: [][1])
     status, found, said = run("data", "check", "x")
     assert status == 1 and found == {"error": "IndexError: list index out of range"} and "Traceback" in said
 

@@ -41,6 +41,81 @@ def test_without_a_terminal_a_line_is_printed_every_tenth_of_the_way(monkeypatch
     assert lines[-1].endswith("reward 40") and "left 0 s" in lines[-1]
 
 
+class Clock:
+    """time.monotonic, moved by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(console.time, "monotonic", lambda: self.now)
+
+
+def test_inside_a_step_a_plain_line_comes_every_half_minute_with_what_is_within(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, written, made = Clock(monkeypatch), io.StringIO(), []
+    monkeypatch.setattr(console, "console", Console(file=written, width=40))
+    with console.progress_line("train", 100) as line:
+        line.from_before(40)  # resumed
+        for step in (41, 42):
+            with console.stage("rollout", 60) as inner:
+                for done in range(1, 61):
+                    clock.now += 1
+                    inner.at(done, lambda: made.append(1) or "7 searches")  # type: ignore[func-returns-value]
+            with console.stage("evaluation"), console.progress_line("eval", 4) as nested:  # of a command within
+                clock.now += 45
+                nested.to(1, "")
+            line.to(step, "reward 1")
+    assert written.getvalue().splitlines() == [
+        "train 40/100  left ?  rollout 30/60  left 30 s  7 searches",
+        "train 40/100  left ?  rollout 60/60  left 0 s  7 searches",
+        "train 40/100  left ?  evaluation  eval 1/4  left 2 min",
+        "train 41/100  left 103 min  reward 1  rollout 30/60  left 30 s  7 searches",
+        "train 41/100  left 102 min  reward 1  rollout 60/60  left 0 s  7 searches",
+        "train 41/100  left 102 min  reward 1  evaluation  eval 1/4  left 2 min",
+    ]
+    assert len(made) == 4  # a text is made where it is shown
+
+
+def test_a_stage_without_a_line_shows_nothing_and_one_on_a_terminal_rewrites_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, written = Clock(monkeypatch), io.StringIO()
+    monkeypatch.setattr(console, "console", Console(file=written, width=160, force_terminal=True))
+    with console.stage("rollout", 3) as inner:
+        clock.now += 99
+        inner.at(1, lambda: "x")
+    assert written.getvalue() == ""
+    with console.progress_line("train", 9) as line, console.stage("update", 8) as inner:
+        clock.now += 1
+        inner.at(2, lambda: "70 tokens")
+        line.to(1, "reward 1")
+    assert "update 2/8  left 3 s  70 tokens" in written.getvalue() and written.getvalue().count("\n") == 1
+
+
+def test_a_stage_begins_when_the_one_before_was_last_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, written = Clock(monkeypatch), io.StringIO()
+    monkeypatch.setattr(console, "console", Console(file=written, width=100))
+    with console.stages() as on_stage:
+        clock.now += 10
+        on_stage("encoding", 20, 100)
+        clock.now += 3
+        on_stage("linking", 1, 10)
+    assert written.getvalue().splitlines() == ["encoding 20/100  left 40 s", "linking 1/10  left 27 s"]
+
+
+def test_work_of_unknown_length_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, written = Clock(monkeypatch), io.StringIO()
+    monkeypatch.setattr(console, "console", Console(file=written, width=100))
+    with console.counting("questions checked:") as counter:
+        for done in range(1, 62):
+            clock.now += 1
+            counter.to(done * 1000)
+    assert written.getvalue().splitlines() == [
+        "questions checked: 30,000  1,000 a second",
+        "questions checked: 60,000  1,000 a second",
+    ]
+
+
 def test_what_is_shown_is_kept_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     console.figures("nobody asks", {"a": 1})
     with console.answering() as outer:
@@ -61,9 +136,9 @@ def test_what_is_shown_is_kept_as_it_is(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_quiet_shows_tables_and_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with console.answering(quiet=True), console.answering():  # of a command within another
-        with console.progress_line("train", 2) as line, console.counting("reading") as say:
+        with console.progress_line("train", 2) as line, console.counting("reading") as counter:
             line.to(1, "x")
-            say("more")
+            counter.to(9)
         console.figures("done", {"n": 2})
     said = capsys.readouterr().out
     assert "train" not in said and "reading" not in said and "done" in said

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     counts: dict[str, Any] = {**count, "nargs": "+"}
     parser.add_argument("--sizes", **counts, default=SIZES, help="of synthetic sets of vectors; default: 10^4 to 10^6")
     parser.add_argument("--dim", **count, default=768, help="of synthetic vectors; default: 768")
-    parser.add_argument("--kinds", nargs="+", default=("ivf", "hnsw"), metavar="KIND", help="beside flat")
+    parser.add_argument(
+        "--kinds", nargs="*", default=("ivf", "hnsw"), metavar="KIND", help="beside flat; none: flat alone"
+    )
     parser.add_argument(
         "--batches", **counts, default=BATCHES, help="queries at a time, up to 512; default: 1 8 64 512"
     )

@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from thresher.retrieval.datasets.summary import summarize
 
-    figures = summarize(options.file)
+    with console.counting("questions checked:") as counter:
+        figures = summarize(options.file, counter.to)
     spreads = {f"{part}, {name}": figures[part][name] for part in ("per question", "words") for name in figures[part]}
     plain = {name: value for name, value in figures.items() if name not in ("per question", "words")}
     console.figures(options.file, {**plain, **spreads})

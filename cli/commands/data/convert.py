@@ -16,8 +16,6 @@ HELP = "published question sets into one file of questions"
 PLACE = 10
 EXAMPLE = "thresher data convert --in hotpot_train.json --limit 1000 --out train.jsonl --corpus corpus.jsonl"
 
-EVERY = 500  # records between two words on how far it is
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", default="auto", help="of the files; auto (the default) looks at each, and says")
@@ -52,12 +50,7 @@ def run(options: argparse.Namespace) -> None:
         sources = [parse_mix(text) for text in options.mix]
     else:
         sources = [Source(paths=tuple(map(Path, options.files)), count=options.limit)]
-    with console.counting(f"reading into {options.out}") as say:
-
-        def on_record(name: str, records: int) -> None:
-            if records % EVERY == 0:
-                say(f"{name}: {records:,} records")
-
+    with console.counting("records read:") as counter:
         figures = convert(
             sources,
             options.out,
@@ -66,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
             aliases=options.aliases,
             corpus=options.corpus,
             skipped=options.skipped,
-            on_record=on_record,
+            on_record=lambda name, records: counter.to(records, f"of {name}"),
         )
     _print_conversion(options.out, figures)
     if not options.json:

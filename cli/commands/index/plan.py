@@ -16,6 +16,7 @@ from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.retrieval.building.plan import IndexPlan
+    from thresher.retrieval.encoders.encoder import Encoder
 
 HELP = "what an index will need and take, before it is built"
 PLACE = 10
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind", action="append", help="as index build has it, or bm25; default: all (of vectors); may be repeated"
     )
     parser.add_argument("--memory", metavar="SIZE", help="such as 16GB; default: this machine's")
-    parser.add_argument("--encoder", metavar="DIR", help="a model's folder, to estimate the time of encoding as well")
+    parser.add_argument("--encoder", metavar="DIR", help="a model's folder, or lexical: to time encoding as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of --encoder; default: cpu")
     parser.add_argument("--sample", type=flags.count, metavar="N", help="vectors to calibrate with; default: 65536")
     parser.add_argument("--disk", default=".", metavar="FOLDER", help="where the index will lie; default: here")
@@ -51,9 +52,7 @@ def run(options: argparse.Namespace) -> None:
     memory = cpu_memory()[0] if options.memory is None else parse_memory(options.memory)
     dim, encoded = options.dim or 768, None
     if options.encoder is not None:
-        from thresher.retrieval.encoders.learned import load_encoder
-
-        encoder = load_encoder(options.encoder, device=options.device or "cpu")
+        encoder = _encoder(options)
         dim, encoded = options.dim or encoder.dim, encode_rate(encoder)
     calibration = Calibration(dim, options.sample or SAMPLE)
     _announce(calibration.sample, calibration.threads)
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     plans = plan(options.passages, dim, options.kind or [ALL], memory, calibration, written)
     shape = f"{options.passages:,} passages" + ("" if words else f" x {dim}")
     _print_plans(f"{shape}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s", plans)
-    console.console.print(_encoding_note(options, encoded, words), soft_wrap=True)
+    console.console.print(_encoding_note(options, encoded, words, plans), soft_wrap=True)
     advised = advice(options.passages, dim, memory)
     if not words:
         console.console.print(advised[0].upper() + advised[1:] + ".", soft_wrap=True)
@@ -79,6 +78,20 @@ def run(options: argparse.Namespace) -> None:
     console.answer(record)
     if options.out is not None:
         atomic_write_text(options.out, json.dumps(record, indent=2) + "\n")
+
+
+def _encoder(options: argparse.Namespace) -> "Encoder":
+    from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
+
+    if options.encoder != LexicalEncoder.name:
+        from thresher.retrieval.encoders.learned import load_encoder
+
+        return load_encoder(options.encoder, device=options.device or "cpu")
+    from thresher.retrieval.building.calibrate import PASSAGE
+
+    if options.device is not None:
+        raise UserError("--device is for a model's folder, and the encoder lexical has none; leave it out")
+    return LexicalEncoder.fit([PASSAGE], options.dim or DEFAULT_DIM)
 
 
 def _check_flags(options: argparse.Namespace, words: bool) -> None:
@@ -112,15 +125,20 @@ def _print_plans(title: str, plans: "Sequence[IndexPlan]") -> None:
     console.console.print("1 query and 64 together: seconds of the search, at an assumed nprobe or efSearch.")
 
 
-def _encoding_note(options: argparse.Namespace, encoded: float | None, words: bool) -> str:
-    """What of the work before the build the table leaves out; `encoded` are passages a second."""
+def _encoding_note(
+    options: argparse.Namespace, encoded: float | None, words: bool, plans: "Sequence[IndexPlan]"
+) -> str:
+    """What of the work before the build the table leaves out, and how long both take; `encoded` are passages a
+    second."""
     from thresher.retrieval.building.plan import WORDS, show_seconds
 
     if words:
         return f"BM25 counts words; build it with --encoder {WORDS}."
     if encoded is None:
         return "Encoding comes before the build and is not in it; give --encoder to have it measured."
+    first = options.passages / encoded
+    in_all = ", ".join(f"{row.kind} {show_seconds(first + row.build_seconds)}" for row in plans if row.kind != WORDS)
     return (
-        f"Encoding comes before the build and is not in it: {show_seconds(options.passages / encoded)}, at "
-        f"{encoded:,.0f} passages of 100 words a second with {options.encoder} on {options.device or 'cpu'}."
+        f"Encoding comes before the build and is not in it: {show_seconds(first)}, at {encoded:,.0f} passages of 100 "
+        f"words a second with {options.encoder} on {options.device or 'cpu'}. In all: {in_all}."
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.retrieval.vectors import exact
+from thresher.retrieval.vectors import exact, scan
 from thresher.retrieval.vectors import file as vectors
 from thresher.retrieval.vectors.exact import ExactRows, best_of, largest_row_norm
 from thresher.retrieval.vectors.file import VectorFile
@@ -131,3 +131,35 @@ def test_a_finished_file_of_another_shape_is_refused(tmp_path):
     np.save(tmp_path / "v.npy", rows_of(10))
     with pytest.raises(UserError, match=r"v\.npy: holds 10 x 3 vectors in float32, expected 5 x 6 in float32"):
         VectorFile(tmp_path / "v.npy", 5, 6).open()
+
+
+@given(st.integers(0, 10**6), st.integers(1, 700), st.sampled_from([1, 2, 7, 8, 40]), st.integers(1, 60))
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_what_torch_scans_is_exact_in_every_batch_with_ties_and_any_block(seed, count, queries, k):
+    rng = np.random.default_rng(seed)
+    levels = int(rng.choice([1, 2, 1000]))  # few levels: nearly all scores are equal
+    stored_ND = (rng.integers(-levels, levels + 1, (count, 6)) / levels).astype(rng.choice(["float32", "float16"]))
+    query_QD = (rng.integers(-levels, levels + 1, (queries, 6)) / levels).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "SMALL", 0)
+        patch.setattr(exact, "SLICE_BYTES", 24 * int(rng.integers(1, 900)))
+        patch.setattr(exact, "QUERIES", int(rng.integers(1, 50)))
+        patch.setattr(exact, "SCORE_CHUNK", 50)
+        patch.setattr(scan, "SCORES", int(rng.integers(1, 5000)))
+        found = ExactRows(stored_ND).top(query_QD, k)
+        rough_QF, row_QF = exact.rough_top(query_QD, count, [(0, stored_ND)], min(k, count))
+    for query_D, best, rough_F, row_F in zip(query_QD, found, rough_QF, row_QF, strict=True):
+        scores = (stored_ND.astype(np.float64) * query_D.astype(np.float64)).sum(axis=1).astype(np.float32)
+        assert best == sorted(enumerate(scores.tolist()), key=lambda pair: (-pair[1], pair[0]))[:k]
+        assert len(set(row_F.tolist())) == min(k, count) and np.abs(rough_F - scores[row_F]).max() < 1e-5
+        assert np.abs(np.sort(scores)[::-1][: len(rough_F)] - rough_F).max() < 1e-5
+
+
+def test_a_row_that_is_no_number_hides_no_other():
+    rows_ND = np.eye(40, 4, dtype=np.float32)
+    rows_ND[::2, 3] = np.nan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "SMALL", 0)
+        score_QF, row_QF = exact.rough_top(np.float32([[0, 1, 0, 0]]), 40, [(0, rows_ND)], 25)
+    assert row_QF[0, 0] == 1 and score_QF[0, 0] == 1
+    assert sorted(row_QF[0, :20].tolist()) == list(range(1, 40, 2)) and set(row_QF[0, 20:].tolist()) == {-1}
