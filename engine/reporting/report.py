@@ -11,6 +11,7 @@ is, what a figure does not prove) stands in an optional notes.md, paragraphs apa
 Deliberately absent: any figure that is not in the run's files, and comparisons between runs.
 """
 
+import base64
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,17 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     )
     steps = [record for record in records if "eval" not in record]
     evals = [(record["step"], record["eval"] or {}) for record in records if "eval" in record]
+    overview = [chart for chart in charts if chart.name in OVERVIEW]
+    examples = examples_of(folder, recipe, 3, PAGE_CHARS)
+    plots = out / "plots"
+    try:
+        plots.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            draw(chart, plots / f"{chart.name}.png")
+        if overview:
+            draw_overview(overview, plots / "overview.png")
+    except OSError as error:
+        raise _unwritable(out, error) from None
     page = _template().render(
         name=str(folder.path),
         recipe=recipe,
@@ -95,21 +107,26 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
         facts=_facts(folder, recipe),
         time=_time_sentence(steps, evals, summary),
         charts=charts,
-        overview=[chart for chart in charts if chart.name in OVERVIEW],
+        overview=overview,
+        picture=lambda name: _data_uri(plots / f"{name}.png"),
         window=smoothing(len(steps)),
         endings=ENDINGS,
-        examples=examples_of(folder, recipe, 3, PAGE_CHARS),
+        examples=examples,
     )
     try:
-        (out / "plots").mkdir(parents=True, exist_ok=True)
-        for chart in charts:
-            draw(chart, out / "plots" / f"{chart.name}.png")
-        if overview := [chart for chart in charts if chart.name in OVERVIEW]:
-            draw_overview(overview, out / "plots" / "overview.png")
         atomic_write_text(out / "report.html", page)
     except OSError as error:
-        raise UserError(f"{out}: cannot write the report ({error.strerror}); choose another folder") from None
+        raise _unwritable(out, error) from None
     return out / "report.html"
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(f"{out}: cannot write the report ({error.strerror}); choose another folder")
+
+
+def _data_uri(picture: Path) -> str:
+    """A picture as the page holds it, so that a copy of the page is whole."""
+    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode('ascii')}"
 
 
 def print_trajectories(run: str | Path, count: int = 2) -> None:

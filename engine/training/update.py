@@ -30,6 +30,7 @@ from thresher.engine.packing.batches import Batch, Item, pack, pack_shared
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.store.checkpoint import SavablePolicy, load_optimizer
+from thresher.engine.store.token_stats import TokenRecorder
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention.backends.adapter import Unserved
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
@@ -107,6 +108,7 @@ def make_items(
             old_logprobs=trajectory.policy_logprobs(),
             advantage=advantage[n],
             weight=weights(n),
+            key=(trajectory.group, trajectory.sample),
         )
         for n, trajectory in enumerate(trajectories)
         if positions[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
@@ -171,15 +173,19 @@ class Updater:
         self.partial = choose_sharing(optim, policy)
         self.optimizer = make_optimizer(master, optim, optim.lr)
 
-    def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
+    def update(
+        self, items: Sequence[Item], step: int, temperature: float, recorder: TokenRecorder | None = None
+    ) -> UpdateStats:
         """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0; it
-        sets the learning rate. Returns what happened."""
+        sets the learning rate. recorder: keeps what is found of each token. Returns what happened."""
         started = time.perf_counter()
         stats = UpdateStats()
         batches = self._batches(items)
         lacking = self._lacking(len(batches))
         for batch in batches:
-            self._backward(batch, temperature, stats)
+            found_R = self._backward(batch, temperature, stats)
+            if recorder is not None:
+                recorder.add([(items[n].key, len(items[n].positions)) for n in batch.items], found_R)
         for _ in range(lacking):
             self._empty_pass()
         stats.lr = scheduled_lr(self.optim.lr, self.optim.schedule, self.optim.warmup_ratio, step, self.total_steps)
@@ -250,7 +256,8 @@ class Updater:
         )
         return logprobs_R
 
-    def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> None:
+    def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> dict[str, torch.Tensor]:
+        """Add a micro-batch's gradients; returns what store/token_stats.py keeps of its rows."""
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
@@ -300,3 +307,7 @@ class Updater:
             if grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[grpo.kl_value]
         stats.record(result.loss.detach(), result.capped, sums, largest)
+        found_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
+        if reference_logprobs is not None:
+            found_R["reference"] = reference_logprobs
+        return found_R if grpo.importance == "none" else found_R | {"advantage": batch.advantages_R}
