@@ -289,7 +289,7 @@ function drawStrong(group) {
     chip.times++;
     chips.set(text + about, chip);
   }
-  box.replaceChildren(...(chips.size ? [el("span", { class: "small" }, "strongest:"), ...[...chips.values()].map(({ text, about, v, s, i, times }) => {
+  box.replaceChildren(...(chips.size ? [el("span", { class: "small" }, "largest:"), ...[...chips.values()].map(({ text, about, v, s, i, times }) => {
     const button = el("button", { type: "button", title: `sample ${group.samples[s].n}, token ${i + 1}`, onclick: () => pin(s, i) },
       text, el("small", {}, times > 1 ? `${about} ×${times}` : about));
     button.style.background = paint(colour, v);

@@ -9,6 +9,7 @@ page as data alone, and its script only ever makes text nodes of it.
 Deliberately absent: a server, and values that the update did not find itself (engine/store/token_stats.py).
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -85,12 +86,12 @@ def _stored_steps(run: RunFolder) -> list[int]:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """Steps in words: "10, 20, .. (every 10th), 80"; all of them where they are few or uneven."""
-    gaps = {after - before for before, after in zip(steps, steps[1:], strict=False)}
+    """Steps in words: all where they are few, "10 to 800, every 10" where they are even."""
+    gaps = {after - before for before, after in itertools.pairwise(steps)}
     if len(steps) <= 8 or len(gaps) > 1:
         shown = [*map(str, steps[:20]), *(["…"] if len(steps) > 20 else []), *map(str, steps[20:][-1:])]
         return ", ".join(shown)
-    return f"{steps[0]} to {steps[-1]}, every {gaps.pop()}"
+    return f"{steps[0]} to {steps[-1]}" + (f", every {gap}" if (gap := gaps.pop()) > 1 else "")
 
 
 def _tokenizer(run: RunFolder, recipe: Recipe) -> Tokenizer:

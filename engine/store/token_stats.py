@@ -70,7 +70,7 @@ class TokenRecorder:
     def found(self) -> dict[Key, dict[str, Array]]:
         """What was found of each sequence, copied to the host: once for each name."""
         ends = np.cumsum([count for _, count in self._items])[:-1]
-        parts = {
+        parts: dict[str, list[Array]] = {
             name: np.split(torch.cat(values_R).cpu().numpy().astype(DTYPES[name]), ends)
             for name, values_R in self._values_R.items()
         }
