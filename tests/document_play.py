@@ -89,6 +89,7 @@ REDUCED = {
     "plan --chip": Row(anywhere=True),
     "plan --measure": Row(ON_CPU),
     "report": Row(writes=("report.html",)),
+    "report --tokens": Row(),
     "demo": Row(
         (
             *sets(sft__steps=2, sft__min_steps=1, sft__gate_every=1, sft__max_restarts=0, sft__batch_size=2),
@@ -129,7 +130,7 @@ REDUCED = {
     "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
-FLAGS_OF_THEIR_OWN = ("--resume", "--model", "--chip", "--measure")
+FLAGS_OF_THEIR_OWN = ("--resume", "--model", "--chip", "--measure", "--tokens")
 
 
 @dataclass

@@ -27,8 +27,9 @@ function fmt(value) {
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en").replace("-", "−");
   if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(1).replace("-", "−").replace("e+", "e").replace("e-", "e−");
-  return (Number.isInteger(value) ? value.toLocaleString("en") : String(+value.toPrecision(3))).replace("-", "−");
+  return String(+value.toPrecision(3)).replace("-", "−");
 }
 const signed = (value) => (value > 0 ? "+" : "") + fmt(value);
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : word.endsWith("ch") ? "es" : "s"}`;
@@ -116,7 +117,7 @@ const FILTERS = [
   ["longest", `longest (from ${long} tokens)`, (sample) => sample.count >= long],
   ["signal", "with an advantage", (sample) => Boolean(sample.advantage)],
 ];
-const state = { g: 0, s: 0, colour: usable[0], filter: FILTERS[0], pin: null };
+const state = { g: 0, s: 0, parts: null, colour: usable[0], filter: FILTERS[0], pin: null };
 const passes = (sample) => state.filter[2](sample);
 
 // The rail.
@@ -201,14 +202,17 @@ function drawSides(group) {
   const parts = [...names.filter((name) => name !== "em").map((name) => [name, (x) => fmt(x.parts[name])]), ["tokens", (x) => fmt(x.count)]];
   const isConstant = ([, cell]) => shown.length > 1 && new Set(shown.map(([sample]) => cell(sample))).size === 1;
   const constant = parts.filter(isConstant).map(([name, cell]) => `${name} ${cell(shown[0][0])}`);
-  const rows = [["its answer", (x) => (x.answer === null ? "none" : x.answer)], ["reward", (x) => fmt(x.reward)], ["advantage", (x) => signed(x.advantage)],
-    ...parts.filter((row) => !isConstant(row))];
+  const varied = parts.filter((row) => !isConstant(row)), open = state.parts === null ? innerWidth > 860 && varied.length <= 6 : state.parts;
+  const rows = [["answer given", (x) => (x.answer === null ? "none" : x.answer)], ["reward", (x) => fmt(x.reward)], ["advantage", (x) => signed(x.advantage)],
+    ...(open ? varied : [])];
+  const toggle = el("button", { type: "button", onclick: () => { state.parts = !open; $("group").querySelector(".sides").replaceWith(drawSides(group)); go(state.g, state.s); } },
+    open ? "fold the reward's parts" : `${varied.length} more: ${varied.map(([name]) => name).join(", ")}`);
   return el("div", { class: "card sides" }, el("div", { class: "scroll" }, el("table", {},
     el("tr", {}, el("th", {}, "sample"), ...shown.map(([sample, s]) => el("th", { "data-col": s }, el("button", { type: "button", onclick: () => go(state.g, s, true) }, String(sample.n))))),
     ...rows.map(([name, cell]) => el("tr", {}, el("td", {}, name), ...shown.map(([sample, s]) => {
-      const text = cell(sample), tint = name === "its answer" ? (sample.right ? "right-text" : "wrong-text") : "";
+      const text = cell(sample), tint = name === "answer given" ? (sample.right ? "right-text" : "wrong-text") : "";
       return el("td", { "data-col": s, class: tint, title: text }, text);
-    }))))), constant.length ? el("div", { class: "small" }, `the same in all: ${constant.join(" · ")}`) : null);
+    }))))), varied.length ? toggle : null, constant.length ? el("div", { class: "small" }, `the same in all: ${constant.join(" · ")}`) : null);
 }
 
 function drawGroup() {
@@ -503,6 +507,7 @@ function listen() {
     go(state.g, +span.closest(".sample").dataset.s);
     pinSpan(span);
   });
+  addEventListener("hashchange", () => location.reload()); // typed by hand, for the page itself replaces it silently
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;

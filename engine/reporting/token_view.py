@@ -168,7 +168,8 @@ def has_signal(group: Group) -> bool:
 def _left_out(missing: Sequence[Group], groups: Sequence[Group]) -> str:
     if not missing:
         return ""
-    numbers = ", ".join(str(group["n"]) for group in missing[:12]) + (", …" if len(missing) > 12 else "")
+    numbers = ", ".join(str(group["n"]) for group in missing[:12])
+    numbers += f" and {len(missing) - 12} more" if len(missing) > 12 else ""
     idle = sum(not has_signal(group) for group in missing)
     return (
         f"{len(missing)} of {len(groups)} groups are left out, or the page would be larger than"
