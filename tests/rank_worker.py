@@ -22,6 +22,7 @@ from thresher.cli.main import main
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.ranks import joined
+from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training import train as train_module
 from thresher.engine.training.step import GrpoStep, StepResult
 from thresher.rewards.errors import UserError
@@ -66,12 +67,12 @@ def fail_in_step_2(what: str) -> None:
     """Let rank 1 be killed, or find bad input, when it begins with step 2."""
     step = GrpoStep.__call__
 
-    def failing(self: GrpoStep, number: int) -> StepResult:
+    def failing(self: GrpoStep, number: int, recorder: TokenRecorder | None = None) -> StepResult:
         if number == 2 and what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if number == 2:
             raise UserError("questions.jsonl: line 7 is on fire; put it out")
-        return step(self, number)
+        return step(self, number, recorder)
 
     GrpoStep.__call__ = failing  # type: ignore[method-assign]
 
