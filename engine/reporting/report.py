@@ -1,12 +1,13 @@
-"""`thresher report`: a run folder as one page that a person can read, with its curves as pictures beside it.
+"""`thresher report`: a run folder as one page that a person can read, with its curves as pictures in it.
 
     report.html           what came of it, the curves, trajectories before and after, the recipe
     plots/NAME.png        one picture a chart (engine/reporting/plots.py), and overview.png for a README
 
-The page needs no network and no script. It is made from the run folder's files alone, so it can be written again at any
-time, also while the run goes on or after it was killed: what is not there yet is left out, and the page says so. Text
-that was sampled or retrieved is shown escaped, control characters and all. What the page cannot know (what the data
-is, what a figure does not prove) stands in an optional notes.md, paragraphs apart by blank lines.
+The page holds its pictures, so that a copy of it is whole, and needs no network and no script. It is made from the run
+folder's files alone, so it can be written again at any time, also while the run goes on or after it was killed: what is
+not there yet is left out, and the page says so. Text that was sampled or retrieved is shown escaped, control characters
+and all. What the page cannot know (what the data is, what a figure does not prove) stands in an optional notes.md,
+paragraphs apart by blank lines.
 
 Deliberately absent: any figure that is not in the run's files, and comparisons between runs.
 """
@@ -15,21 +16,20 @@ import base64
 import math
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from rich.padding import Padding
 from rich.text import Text
 
-from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.console import console
 from thresher.engine.console import shown as shown_number
 from thresher.engine.reporting.charts import ENDINGS, charts_of
 from thresher.engine.reporting.excerpts import Chunk, examples_of
+from thresher.engine.reporting.pages import open_run, page_template, steps_in_words, stored_steps
 from thresher.engine.reporting.plots import draw, draw_overview, smoothing
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
 from thresher.policy.config import read_config
@@ -69,7 +69,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 
     UserError if `run` is no run folder, if a file in it is malformed, or if `out` cannot be written.
     """
-    folder, recipe = _open_run(run)
+    folder, recipe = open_run(run)
     out = Path(out) if out is not None else folder.path
     records = read_metrics(folder.metrics_file)
     summary = read_json_object(folder.summary_file) if folder.summary_file.exists() else None
@@ -93,7 +93,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
             draw_overview(overview, plots / "overview.png")
     except OSError as error:
         raise _unwritable(out, error) from None
-    page = _template().render(
+    page = page_template("report.html").render(
         name=str(folder.path),
         recipe=recipe,
         toml=recipe.to_toml(),
@@ -112,6 +112,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
         window=smoothing(len(steps)),
         endings=ENDINGS,
         examples=examples,
+        stored=steps_in_words(stored_steps(folder)),
     )
     try:
         atomic_write_text(out / "report.html", page)
@@ -131,7 +132,7 @@ def _data_uri(picture: Path) -> str:
 
 def print_trajectories(run: str | Path, count: int = 2) -> None:
     """Print up to `count` trajectories of the last evaluation: tags in colour, passages dim, feedback yellow."""
-    folder, recipe = _open_run(run)
+    folder, recipe = open_run(run)
     for example in examples_of(folder, recipe, count, TERMINAL_CHARS):
         excerpt = example.excerpts[-1]
         console.print(Text.assemble("\n", (example.question, "bold")))
@@ -152,24 +153,6 @@ def _terminal_line(source: Source, line: Sequence[Chunk]) -> Text:
         text.append(chunk.text, f"{base} {color}".strip())
     text.rstrip()
     return text
-
-
-def _open_run(path: str | Path) -> tuple[RunFolder, Recipe]:
-    run = RunFolder(Path(path))
-    if not run.recipe_file.is_file():
-        problem = "is not a run folder (it has no recipe.toml)" if run.path.exists() else "does not exist"
-        raise UserError(f"{path}: the run folder {problem}; name one that `thresher train` wrote")
-    return run, load_recipe(run.recipe_file)
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = shown_number
-    return environment.from_string(
-        files("thresher.engine.reporting").joinpath("report.html").read_text(encoding="utf-8")
-    )
 
 
 def _notes(*folders: Path) -> list[str]:

@@ -9,16 +9,12 @@ page as data alone, and its script only ever makes text nodes of it.
 Deliberately absent: a server, and values that the update did not find itself (engine/store/token_stats.py).
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.console import shown as shown_number
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.reporting.pages import open_run, page_part, page_template, steps_in_words, stored_steps
 from thresher.engine.reporting.token_data import groups_of, objective_of, odd_tokens, policy_counts, to_json
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_name, step_of
 from thresher.engine.store.token_stats import read_token_stats
@@ -38,16 +34,13 @@ def write_token_view(run: str | Path, step: str, out: str | Path | None = None) 
     out: the file, or for "all" the folder; default: the folder tokens/ of the run. UserError where the run has no such
     step, a file of it is malformed, its tokenizer is gone, or `out` cannot be written.
     """
-    folder = RunFolder(Path(run))
-    if not folder.recipe_file.is_file():
-        raise UserError(f"{run}: is not a run folder (it has no recipe.toml); name one that `thresher train` wrote")
-    recipe = load_recipe(folder.recipe_file)
-    stored = _stored_steps(folder)
+    folder, recipe = open_run(run)
+    stored = stored_steps(folder)
     if step == "all":
         target = Path(out) if out is not None else folder.path / "tokens"
         return _write_all(folder, recipe, stored, target)
     if not step.isdecimal() or int(step) not in stored:
-        listed = f"stored are {_listed(stored)}" if stored else "none is stored (run.keep_trajectories)"
+        listed = f"stored are {steps_in_words(stored)}" if stored else "none is stored (run.keep_trajectories)"
         raise UserError(f"--tokens {step}: expected a stored step of {run}, or all; {listed}")
     target = Path(out) if out is not None else folder.path / "tokens" / f"{step_name(int(step))}.html"
     _write(target, _page(folder, recipe, int(step), _tokenizer(folder, recipe)))
@@ -65,8 +58,8 @@ def _write_all(folder: RunFolder, recipe: Recipe, stored: Sequence[int], target:
         _write(target / f"{step_name(step)}.html", _page(folder, recipe, step, tokenizer, links))
     records = {record["step"]: record for record in read_metrics(folder.metrics_file) if "eval" not in record}
     rows = [(step, f"{step_name(step)}.html", records.get(step, {})) for step in stored]
-    page = _template("token_index.html").render(
-        name=str(folder.path), css=_part("token_view.css"), recipe=recipe, rows=rows
+    page = page_template("token_index.html").render(
+        name=str(folder.path), css=page_part("token_view.css"), recipe=recipe, rows=rows
     )
     _write(target / "index.html", page)
     return target / "index.html"
@@ -78,20 +71,6 @@ def _write(path: Path, page: str) -> None:
     except OSError as error:
         raise UserError(f"{path.parent}: cannot be made ({error.strerror}); choose another --out") from None
     atomic_write_text(path, page)
-
-
-def _stored_steps(run: RunFolder) -> list[int]:
-    steps = (step_of(path.stem) for path in run.trajectories.glob("step_*.jsonl"))
-    return sorted(step for step in steps if step is not None)
-
-
-def _listed(steps: Sequence[int]) -> str:
-    """Steps in words: all where they are few, "10 to 800, every 10" where they are even."""
-    gaps = {after - before for before, after in itertools.pairwise(steps)}
-    if len(steps) <= 8 or len(gaps) > 1:
-        shown = [*map(str, steps[:20]), *(["…"] if len(steps) > 20 else []), *map(str, steps[20:][-1:])]
-        return ", ".join(shown)
-    return f"{steps[0]} to {steps[-1]}" + (f", every {gap}" if (gap := gaps.pop()) > 1 else "")
 
 
 def _tokenizer(run: RunFolder, recipe: Recipe) -> Tokenizer:
@@ -133,10 +112,10 @@ def assemble(
     most_bytes: int = MOST_BYTES,
 ) -> str:
     """The page of these groups, of at most `most_bytes`: as many groups as fit, those with a signal first."""
-    template = _template("token_view.html")
+    template = page_template("token_view.html")
 
     def render(kept: Sequence[Group], left_out: str) -> str:
-        data = to_json({**facts, "groups": kept, "leftOut": left_out})
+        data = to_json({**facts, "groups": kept})
         return template.render(
             name=name,
             recipe=recipe,
@@ -144,8 +123,8 @@ def assemble(
             groups=kept,
             left_out=left_out,
             links=links,
-            css=_part("token_view.css"),
-            script=_part("token_view.js"),
+            css=page_part("token_view.css"),
+            script=page_part("token_view.js"),
             data=data,
         )
 
@@ -175,15 +154,3 @@ def _left_out(missing: Sequence[Group], groups: Sequence[Group]) -> str:
         f"{len(missing)} of {len(groups)} groups are left out, or the page would be larger than"
         f" {MOST_BYTES / 1e6:.0f} MB ({idle} of them without a signal): {numbers}."
     )
-
-
-def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = shown_number
-    return environment.from_string(_part(name))
-
-
-def _part(name: str) -> str:
-    return files("thresher.engine.reporting").joinpath(name).read_text(encoding="utf-8")

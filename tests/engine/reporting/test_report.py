@@ -155,6 +155,7 @@ def test_a_run_that_goes_on_and_one_that_has_only_begun(tmp_path: Path, no_drawi
     text = Page(write_report(run.path).read_text(encoding="utf-8")).text
     assert "1 of 30 steps" in text and "Exact match 20.0% F1" in text and " pts" not in text
     assert "Sampled in training." in text and "Greedy, on" not in text
+    assert f"for the steps 1: thresher report {run.path} --tokens STEP" in text
     assert text.count("Who is ann?") == 1  # samples of one question are not shown twice
 
 
