@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,15 @@ def play_all(file: str, rank: int) -> None:
 
 
 def fail_in_step_2(what: str) -> None:
-    """Let rank 1 be killed, or find bad input, when it begins with step 2."""
+    """Let rank 1 be killed, or find bad input, when it begins with step 2 and rank 0 has saved step 1: torchrun ends
+    rank 0 a tenth of a second later, and on a busy disk a checkpoint takes longer."""
     step = GrpoStep.__call__
+    saved = Path(sys.argv[sys.argv.index("--out") + 1]) / "checkpoints" / "step_000001"
 
     def failing(self: GrpoStep, number: int, recorder: TokenRecorder | None = None) -> StepResult:
+        deadline = time.monotonic() + 60
+        while number == 2 and not saved.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         if number == 2 and what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if number == 2:
