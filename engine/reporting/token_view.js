@@ -348,6 +348,7 @@ function detail(span) {
 function unpin() {
   state.pin = null;
   for (const span of $("group").querySelectorAll(".pinned")) span.classList.remove("pinned");
+  $("detail").replaceChildren(el("span", { class: "small" }, "Point at a token or tap it: all its values stand here."));
 }
 function pinSpan(span) {
   const again = state.pin === span;
@@ -372,7 +373,7 @@ function go(g, s, scroll) {
   const other = g !== state.g || !$("group").firstChild;
   Object.assign(state, { g, s });
   if (other) {
-    state.pin = null;
+    unpin();
     drawGroup();
   }
   for (const button of $("rail").querySelectorAll("button")) {
@@ -537,7 +538,6 @@ function start() {
   const g = groups.findIndex(({ n }) => String(n) === asked.get("g"));
   const start = g >= 0 ? g : Math.max(0, groups.findIndex((group) => group.samples.some((sample) => sample.advantage)));
   const s = groups[start].samples.findIndex(({ n }) => String(n) === asked.get("s"));
-  $("detail").append(el("span", { class: "small" }, "Point at a token or tap it: all its values stand here."));
   go(start, s >= 0 ? s : firstOf(start));
 }
 start();
