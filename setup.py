@@ -22,7 +22,7 @@ setup(
     package_dir={"thresher." + folder.replace("/", "."): folder for folder in FOLDERS},
     package_data={
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
-        "thresher.engine.reporting": ["*.html"],
+        "thresher.engine.reporting": ["*.css", "*.html", "*.js"],
         "thresher.engine.reproduction": ["papers/*.toml"],
         "thresher.engine.watching": ["*.js"],
         "thresher.engine.systems": ["*.txt"],

@@ -90,6 +90,7 @@ REDUCED = {
     "plan --measure": Row(ON_CPU),
     "report": Row(writes=("report.html",)),
     "report --out": Row(),
+    "report --tokens": Row(),
     "watch": Row(("--tty",)),
     "demo": Row(
         (
@@ -132,7 +133,7 @@ REDUCED = {
     "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
-FLAGS_OF_THEIR_OWN = ("--resume", "--model", "--chip", "--measure", "--out")
+FLAGS_OF_THEIR_OWN = ("--resume", "--model", "--chip", "--measure", "--tokens", "--out")
 
 
 @dataclass

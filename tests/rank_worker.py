@@ -25,6 +25,7 @@ from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.ranks import joined
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import saved_so_far
+from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training import train as train_module
 from thresher.engine.training.step import GrpoStep, StepResult
 from thresher.rewards.errors import UserError
@@ -94,10 +95,10 @@ def fail_in_step_2(what: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise UserError("questions.jsonl: line 7 is on fire; put it out")
 
-    def failing(self: GrpoStep, number: int) -> StepResult:
+    def failing(self: GrpoStep, number: int, recorder: TokenRecorder | None = None) -> StepResult:
         if number == 2:
             self.rollout.run = fail  # type: ignore[method-assign,assignment]
-        return step(self, number)
+        return step(self, number, recorder)
 
     GrpoStep.__call__ = failing  # type: ignore[method-assign]
 

@@ -1,5 +1,6 @@
 """What the tests of the report share: a run folder, the records of steps and evaluations, trajectories, a page read."""
 
+import base64
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.tags: set[str] = set()
-        self.pictures: list[str] = []
+        self.pictures: dict[str, bytes] = {}  # by what is said of them
         self.texts: list[str] = []
         self.feed(text)
         assert self.open == []
@@ -103,7 +104,10 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         if tag == "img":
-            self.pictures.append(dict(attrs)["src"] or "")
+            about = dict(attrs)
+            kind, _, data = (about["src"] or "").partition(",")
+            assert kind == "data:image/png;base64"
+            self.pictures[about["alt"] or ""] = base64.b64decode(data, validate=True)
         if tag not in VOID:
             self.open.append(tag)
 

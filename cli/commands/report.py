@@ -1,4 +1,4 @@
-"""`thresher report`: a run folder as a page that a browser opens, and pictures; several runs as one page."""
+"""`thresher report`: a run folder as a page that a browser opens; a stored step's tokens; several runs."""
 
 import argparse
 
@@ -12,16 +12,28 @@ EXAMPLE = "thresher report runs/first"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are held against the first")
-    parser.add_argument("--out", help="folder to write into, of several runs the .html file; default: the run folder")
+    parser.add_argument(
+        "--tokens", metavar="STEP", help="the tokens of a stored step, coloured by their values; all: of every one"
+    )
+    parser.add_argument(
+        "--out",
+        help="folder to write into; default: the run folder. Of several runs, and with --tokens STEP, the .html file",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     if len(options.runs) > 1:
         _compare(options)
         return
-    from thresher.engine.reporting.report import write_report
+    (folder,) = options.runs
+    if options.tokens is not None:
+        from thresher.engine.reporting.token_view import write_token_view
 
-    page = write_report(options.runs[0], options.out)
+        page = write_token_view(folder, options.tokens, options.out)
+    else:
+        from thresher.engine.reporting.report import write_report
+
+        page = write_report(folder, options.out)
     print(page)
     console.answer({"report": page})
 
@@ -29,6 +41,8 @@ def run(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> None:
     from thresher.engine.reporting.comparison import write_comparison
 
+    if options.tokens is not None:
+        raise UserError("report: --tokens shows one run's step; name one run")
     if options.out is None:
         raise UserError("report: expected --out with several runs; name the file, such as --out runs/compared.html")
     tests = write_comparison(options.runs, options.out)

@@ -52,8 +52,16 @@ S = TypeVar("S", bound=Section)
 # What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
 # though that only at a constant learning rate (OptimSection.depends_on_steps).
 MAY_CHANGE = frozenset(
-    {"run.steps", "run.save_every", "run.keep_checkpoints", "run.keep_trajectories", "run.threads", "run.verify"}
-    | {"run.sinks"}
+    {
+        "run.steps",
+        "run.save_every",
+        "run.keep_checkpoints",
+        "run.keep_trajectories",
+        "run.token_stats_mib",
+        "run.threads",
+        "run.verify",
+        "run.sinks",
+    }
     | {
         "model.device",
         "rollout.attention",

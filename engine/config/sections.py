@@ -189,6 +189,7 @@ class RunSection(Section):
     keep_checkpoints: Count = 2  # the newest so many, and beside them that of best dev exact match
     threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch on a CPU; see engine/threads.py
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
+    token_stats_mib: Natural = 256  # MiB for the log-probs beside stored trajectories, the oldest deleted; 0: none
     verify: bool = True  # hold checkpoints and indexes against their hashes as they are read
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that get the metrics as well
 

@@ -29,6 +29,7 @@ class Item:
     advantage: float
     weight: float  # of each of its trained tokens in the loss
     importance: list[float] | None = None  # what multiplies the advantage of each; None: 1
+    key: tuple[int, int] = (0, 0)  # group and sample of its trajectory
 
     def advantages(self) -> list[float]:
         """Of each of its trained tokens."""

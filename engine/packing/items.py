@@ -64,6 +64,7 @@ def make_items(
             old_logprobs=trajectory.policy_logprobs(),
             advantage=advantage[n],
             weight=weights(n),
+            key=(trajectory.group, trajectory.sample),
         )
         for n, trajectory in enumerate(trajectories)
         if positions[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)

@@ -24,8 +24,9 @@ from thresher.engine.console import shown as shown_number
 from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
 from thresher.engine.evaluation.metrics import NAMES
 from thresher.engine.reporting.charts import PALETTE, Chart, Series, charts_of
+from thresher.engine.reporting.pages import open_run, page_template
 from thresher.engine.reporting.plots import draw, smoothing
-from thresher.engine.reporting.report import MEASURES, duration, read_run, template
+from thresher.engine.reporting.report import MEASURES, duration
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.retrieval.data.jsonl import iter_jsonl
@@ -87,7 +88,7 @@ def write_comparison(paths: Sequence[str | Path], out: str | Path) -> list[dict[
             f"{' and '.join(str(run.folder.path) for run in runs)}: these runs share neither a metric nor a question of"
             " an evaluation; name runs that have got to their first step, or to an evaluation of the same questions"
         )
-    page = template("comparison.html").render(
+    page = page_template("comparison.html").render(
         runs=runs,
         figures=list(_figures(runs)),
         tests=tests,
@@ -105,7 +106,7 @@ def write_comparison(paths: Sequence[str | Path], out: str | Path) -> list[dict[
 
 
 def _read(path: str | Path, letter: str, color: str) -> ComparedRun:
-    folder, recipe = read_run(path)
+    folder, recipe = open_run(path)
     starts = [record for _, record in iter_jsonl(folder.starts_file)] if folder.starts_file.exists() else []
     return ComparedRun(
         letter=letter,

@@ -1,10 +1,12 @@
-"""Charts as PNG files, all in one style: drawn through matplotlib's figures, without a screen.
+"""Charts as PNG files, all in one style: drawn through matplotlib's figures, without a screen. Of few colours, so that
+a page can hold them all.
 
 A curve of many steps is drawn twice, thin as it is and thick as a moving mean; evaluations are dots and never smoothed.
 
 Deliberately absent: pyplot and its global state, and interactive charts.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from PIL import Image
 
 from thresher.engine.reporting.charts import GREY, HELD_OUT, SAMPLED, Chart, Floats, Series
 from thresher.policy.files import atomic_path
@@ -44,6 +47,7 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
 }
 SIZE, OVERVIEW_SIZE, DPI = (5.4, 3.2), (9.8, 3.3), 150  # inches, inches, pixels an inch
+COLORS = 64  # of a picture: a few curves with their edges, in a third of the bytes
 SMOOTH_FROM = 20  # a curve of fewer steps is drawn as it is
 
 
@@ -62,8 +66,10 @@ def _save(charts: Sequence[Chart], size: tuple[float, float], path: Path) -> Non
         figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
         for axes, chart in zip(np.ravel(figure.subplots(1, len(charts), squeeze=False)), charts, strict=True):
             _draw_axes(axes, chart)
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, format="png")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+        with atomic_path(path) as temporary, Image.open(drawn) as picture:
+            picture.convert("RGB").quantize(COLORS).save(temporary, "PNG", optimize=True)
 
 
 def _draw_axes(axes: Axes, chart: Chart) -> None:

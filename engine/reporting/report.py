@@ -1,34 +1,35 @@
-"""`thresher report`: a run folder as one page that a person can read, with its curves as pictures beside it.
+"""`thresher report`: a run folder as one page that a person can read, with its curves as pictures in it.
 
     report.html           what came of it, the curves, trajectories before and after, the recipe
     plots/NAME.png        one picture a chart (engine/reporting/plots.py), and overview.png for a README
 
-The page needs no network and no script. It is made from the run folder's files alone, so it can be written again at any
-time, also while the run goes on or after it was killed: what is not there yet is left out, and the page says so. Text
-that was sampled or retrieved is shown escaped, control characters and all. What the page cannot know (what the data
-is, what a figure does not prove) stands in an optional notes.md, paragraphs apart by blank lines.
+The page holds its pictures, so that a copy of it is whole, and needs no network and no script. It is made from the run
+folder's files alone, so it can be written again at any time, also while the run goes on or after it was killed: what is
+not there yet is left out, and the page says so. Text that was sampled or retrieved is shown escaped, control characters
+and all. What the page cannot know (what the data is, what a figure does not prove) stands in an optional notes.md,
+paragraphs apart by blank lines.
 
 Deliberately absent: any figure that is not in the run's files, and comparisons between runs.
 """
 
+import base64
 import math
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from rich.padding import Padding
 from rich.text import Text
 
-from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.console import console
 from thresher.engine.console import shown as shown_number
 from thresher.engine.reporting.charts import ENDINGS, charts_of
 from thresher.engine.reporting.excerpts import Chunk, examples_of
+from thresher.engine.reporting.pages import open_run, page_template, steps_in_words, stored_steps
 from thresher.engine.reporting.plots import draw, draw_overview, smoothing
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
 from thresher.policy.config import read_config
@@ -68,7 +69,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 
     UserError if `run` is no run folder, if a file in it is malformed, or if `out` cannot be written.
     """
-    folder, recipe = read_run(run)
+    folder, recipe = open_run(run)
     out = Path(out) if out is not None else folder.path
     records = read_metrics(folder.metrics_file)
     summary = read_json_object(folder.summary_file) if folder.summary_file.exists() else None
@@ -81,7 +82,18 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     )
     steps = [record for record in records if "eval" not in record]
     evals = [(record["step"], record["eval"] or {}) for record in records if "eval" in record]
-    page = template("report.html").render(
+    overview = [chart for chart in charts if chart.name in OVERVIEW]
+    examples = examples_of(folder, recipe, 3, PAGE_CHARS)
+    plots = out / "plots"
+    try:
+        plots.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            draw(chart, plots / f"{chart.name}.png")
+        if overview:
+            draw_overview(overview, plots / "overview.png")
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    page = page_template("report.html").render(
         name=str(folder.path),
         recipe=recipe,
         toml=recipe.to_toml(),
@@ -95,26 +107,32 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
         facts=_facts(folder, recipe),
         time=_time_sentence(steps, evals, summary),
         charts=charts,
-        overview=[chart for chart in charts if chart.name in OVERVIEW],
+        overview=overview,
+        picture=lambda name: _data_uri(plots / f"{name}.png"),
         window=smoothing(len(steps)),
         endings=ENDINGS,
-        examples=examples_of(folder, recipe, 3, PAGE_CHARS),
+        examples=examples,
+        stored=steps_in_words(stored_steps(folder)),
     )
     try:
-        (out / "plots").mkdir(parents=True, exist_ok=True)
-        for chart in charts:
-            draw(chart, out / "plots" / f"{chart.name}.png")
-        if overview := [chart for chart in charts if chart.name in OVERVIEW]:
-            draw_overview(overview, out / "plots" / "overview.png")
         atomic_write_text(out / "report.html", page)
     except OSError as error:
-        raise UserError(f"{out}: cannot write the report ({error.strerror}); choose another folder") from None
+        raise _unwritable(out, error) from None
     return out / "report.html"
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(f"{out}: cannot write the report ({error.strerror}); choose another folder")
+
+
+def _data_uri(picture: Path) -> str:
+    """A picture as the page holds it, so that a copy of the page is whole."""
+    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode('ascii')}"
 
 
 def print_trajectories(run: str | Path, count: int = 2) -> None:
     """Print up to `count` trajectories of the last evaluation: tags in colour, passages dim, feedback yellow."""
-    folder, recipe = read_run(run)
+    folder, recipe = open_run(run)
     for example in examples_of(folder, recipe, count, TERMINAL_CHARS):
         excerpt = example.excerpts[-1]
         console.print(Text.assemble("\n", (example.question, "bold")))
@@ -135,29 +153,6 @@ def _terminal_line(source: Source, line: Sequence[Chunk]) -> Text:
         text.append(chunk.text, f"{base} {color}".strip())
     text.rstrip()
     return text
-
-
-def read_run(path: str | Path) -> tuple[RunFolder, Recipe]:
-    """A run folder to be read. UserError for a folder that is none."""
-    run = RunFolder(Path(path))
-    if not run.recipe_file.is_file():
-        problem = "is not a run folder (it has no recipe.toml)" if run.path.exists() else "does not exist"
-        raise UserError(f"{path}: the run folder {problem}; name one that `thresher train` wrote")
-    return run, load_recipe(run.recipe_file)
-
-
-def template(name: str) -> jinja2.Template:
-    """A page of this folder."""
-    pages = files("thresher.engine.reporting")
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        loader=jinja2.FunctionLoader(lambda name: pages.joinpath(name).read_text(encoding="utf-8")),
-    )
-    environment.filters["number"] = shown_number
-    return environment.get_template(name)
 
 
 def _notes(*folders: Path) -> list[str]:

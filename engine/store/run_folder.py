@@ -3,7 +3,7 @@
     recipe.toml                       the resolved recipe, defaults included
     starts.jsonl                      one line per start: from which step, which code, on what machine
     metrics.jsonl                     one line per record; each has a "step"
-    trajectories/step_000010.jsonl    what was sampled in a step
+    trajectories/step_000010.jsonl    what was sampled in a step; beside it what its update found, token_stats.py
     evaluations/step_000010.jsonl     every question of an evaluation, with its trajectory
     checkpoints/step_000010/          see engine/store/checkpoint.py
     replies.jsonl                     of a chat model, where one was asked: nothing is paid for twice
@@ -188,7 +188,7 @@ class RunFolder:
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
         self._keep_metrics([record for record in read_metrics(self.metrics_file) if record["step"] <= step])
         for path in (*self.trajectories.iterdir(), *self.evaluations.iterdir()):
-            recorded = step_of(path.name.removesuffix(".jsonl"))
+            recorded = step_of(path.stem)
             if recorded is not None and recorded > step:
                 path.unlink()
         for folder in (self.path, self.trajectories, self.evaluations):

@@ -47,6 +47,7 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
+from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.importance import Recomputed, recompute
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.checks import NotFinite
@@ -81,8 +82,9 @@ class GrpoStep:
     updater: Updater
     ranks: Ranks = ALONE
 
-    def __call__(self, step: int) -> StepResult:
-        """Step number `step`, counted from 1. Raises Diverged where numbers stop being finite."""
+    def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult:
+        """Step number `step`, counted from 1. recorder: keeps what the first pass over the batch finds of each token.
+        Raises Diverged where numbers stop being finite."""
         recipe, parts = self.parts.recipe, self.parts
         size, temperature = recipe.rollout.group_size, recipe.rollout.temperature
 
@@ -124,20 +126,23 @@ class GrpoStep:
             step=step,
             scored=scored,
             advantages=advantage,
-            updates=self._updates(batch, step, temperature),
+            updates=self._updates(batch, step, temperature, recorder),
             recomputed=recomputed,
             shown=shown,
             scoring_seconds=scoring_seconds,
         )
 
-    def _updates(self, batch: Sequence[list[Item]], step: int, temperature: float) -> list[UpdateStats]:
+    def _updates(
+        self, batch: Sequence[list[Item]], step: int, temperature: float, recorder: TokenRecorder | None
+    ) -> list[UpdateStats]:
         """The optimiser steps of a batch: every pass over it takes them in the same order."""
         epochs, updates = self.parts.recipe.grpo.epochs_per_batch, []
         for number, (epoch, items) in enumerate(itertools.product(range(epochs), batch)):
             if self.ranks.most(len(items)) == 0:
                 continue  # every group of this step was without a signal, and the recipe drops those
             try:
-                stats = self.updater.update(items, (step - 1) * epochs * len(batch) + number, temperature)
+                place = (step - 1) * epochs * len(batch) + number
+                stats = self.updater.update(items, place, temperature, recorder if epoch == 0 else None)
             except NotFinite:  # in a second update of the step; before the first, what was sampled tells
                 raise diverged(step, "policy") from None
             stats.epoch = epoch

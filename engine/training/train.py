@@ -36,9 +36,10 @@ from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
 from thresher.engine.store.resume import check_records, checkpoint_to_resume
 from thresher.engine.store.run_folder import RunFolder, read_metrics
+from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
-from thresher.engine.training.step import Diverged, GrpoStep, check_trajectories
+from thresher.engine.training.step import Diverged, GrpoStep, StepResult, check_trajectories
 from thresher.engine.training.update import Updater
 from thresher.engine.training.weights import load_updater, starting_weights
 from thresher.policy.files import Unwritable
@@ -216,18 +217,34 @@ class Trainer:
     def step(self, step: int) -> dict[str, Any] | None:
         """One step, from questions to new weights; its trajectories are stored where due. Returns its metrics, on rank
         0."""
-        with in_a_sentence(self.updater, self.rollout):
-            result = self.grpo_step(step)
-        self._warn_of_cuts(result.shown)
         keep = self.recipe.run.keep_trajectories
-        if keep and step % keep == 0:
-            scored = zip(result.scored, result.advantages, strict=True)
-            tokenizer = self.parts.tokenizer
-            lines = self._lines([{**entry.to_dict(tokenizer), "advantage": value} for entry, value in scored])
-            if lines is not None:
-                self.run_folder.write_trajectories(step, lines)
+        kept = bool(keep) and step % keep == 0
+        recorder = TokenRecorder() if kept and self.recipe.run.token_stats_mib else None
+        with in_a_sentence(self.updater, self.rollout):
+            result = self.grpo_step(step, recorder)
+        self._warn_of_cuts(result.shown)
+        if kept:
+            self._keep(result, recorder)
         of_ranks = self.ranks.gather(rank_step(result, self.rollout, self.parts.system.tags))
         return None if of_ranks is None else step_record(step, of_ranks)
+
+    def _keep(self, result: StepResult, recorder: TokenRecorder | None) -> None:
+        """Store a step's trajectories, and what the update found of their tokens."""
+        scored, tokenizer = zip(result.scored, result.advantages, strict=True), self.parts.tokenizer
+        lines = self._lines([{**entry.to_dict(tokenizer), "advantage": value} for entry, value in scored])
+        path = None if lines is None else self.run_folder.write_trajectories(result.step, lines)
+        if recorder is None:
+            return
+        trajectories = {(t.group, t.sample): t for t in (entry.trajectory for entry in result.scored)}
+        sampled = {key: t.policy_logprobs() for key, t in trajectories.items()}
+        branches = {
+            key: [value for branch in t.branches.values() for value in branch.policy_logprobs()]
+            for key, t in trajectories.items()
+        }
+        gathered = self.ranks.gather(stats_of(sampled, branches, recorder))
+        if path is not None and gathered is not None:
+            stats = sorted(itertools.chain(*gathered), key=lambda entry: entry.key)
+            write_token_stats(path.with_suffix(".safetensors"), stats, self.recipe.run.token_stats_mib * 2**20)
 
     def _lines(self, records: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """All ranks' records of trajectories by group and sample, on rank 0; None elsewhere."""

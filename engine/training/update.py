@@ -37,6 +37,7 @@ from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_o
 from thresher.engine.packing.batches import Batch, Item, idle_batch, pack, pack_shared
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.store.checkpoint import load_optimizer
+from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.attention import choose_attention, choose_sharing
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import LossResult, kl_coefficient
@@ -99,16 +100,20 @@ class Updater:
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
         self.begun = 0  # optimiser steps, since this was made
 
-    def update(self, items: Sequence[Item], step: int, temperature: float) -> UpdateStats:
+    def update(
+        self, items: Sequence[Item], step: int, temperature: float, recorder: TokenRecorder | None = None
+    ) -> UpdateStats:
         """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0; it
-        sets the learning rate. Returns what happened."""
+        sets the learning rate. recorder: keeps what is found of each token. Returns what happened."""
         started = time.perf_counter()
         self.begun += 1
         optim, stats = self.optim, UpdateStats()
         batches = self._batches(items)
         with console.stage("update", len(batches)) as line:
             for number, batch in enumerate(batches, 1):
-                self._backward(batch, temperature, stats)
+                found_R = self._backward(batch, temperature, stats)
+                if recorder is not None and batch.items:  # an idle one has none
+                    recorder.add([(items[n].key, len(items[n].positions)) for n in batch.items], found_R)
                 line.at(number, lambda: f"{stats.rows:,} tokens in the loss")
         self.weights.complete()
         stats.grad_norm = self.weights.clip(optim.max_grad_norm)
@@ -164,7 +169,8 @@ class Updater:
         )
         return logprobs_R
 
-    def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> None:
+    def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> dict[str, torch.Tensor]:
+        """Add a micro-batch's gradients; returns what store/token_stats.py keeps of its rows, nothing of an idle one."""
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
@@ -201,13 +207,12 @@ class Updater:
         else:
             result.loss.backward()
         self.weights.collect()
-        if batch.items:
-            self._note(stats, batch, result, reference_logprobs)
+        return self._note(stats, batch, result, reference_logprobs) if batch.items else {}
 
     def _note(
         self, stats: UpdateStats, batch: Batch, result: LossResult, reference_logprobs: torch.Tensor | None
-    ) -> None:
-        """What there is to know of a micro-batch, into the step's."""
+    ) -> dict[str, torch.Tensor]:
+        """What there is to know of a micro-batch, into the step's; returns what may be kept of its rows, by name."""
         stats.tokens += batch.tokens
         stats.computed_tokens += batch.computed_tokens
         stats.rows += len(batch.rows_R)
@@ -222,3 +227,7 @@ class Updater:
             if self.grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[self.grpo.kl_value]
         stats.record(result.loss.detach(), result.capped, sums, largest)
+        found_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
+        if reference_logprobs is not None:
+            found_R["reference"] = reference_logprobs
+        return found_R if self.grpo.importance == "none" else found_R | {"advantage": batch.advantages_R}

@@ -11,7 +11,6 @@ The page is drawn anew only while somebody looks, for at most a quarter of the t
 Deliberately absent: anything that is changed by a request.
 """
 
-import base64
 import json
 import os
 import re
@@ -24,7 +23,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from thresher.engine.reporting.report import read_run, write_report
+from thresher.engine.reporting.pages import open_run
+from thresher.engine.reporting.report import write_report
 from thresher.engine.watching.state import read_state
 from thresher.rewards.errors import UserError
 
@@ -56,7 +56,7 @@ class LivePage:
     """What a browser asks for, drawn anew when the run has moved on."""
 
     def __init__(self, run: str | Path) -> None:
-        read_run(run)  # or there is nothing to serve
+        open_run(run)  # or there is nothing to serve
         self._run = Path(run)
         self._page, self._version = FIRST.replace("</body>", FOOT).encode(), 0
         self._drawn: Any = None  # what the folder's files were when the page was drawn
@@ -70,9 +70,6 @@ class LivePage:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             page = write_report(self._run, folder).read_text(encoding="utf-8")
-            for picture in Path(folder).rglob("*.png"):
-                data = base64.b64encode(picture.read_bytes()).decode()
-                page = page.replace(f'"{picture.relative_to(folder).as_posix()}"', f'"data:image/png;base64,{data}"')
         head, _, _ = page.rpartition("</body>")
         self._page, self._drawn = f"{head}{FOOT}\n</html>\n".encode(), stamp
         self._version += 1
@@ -107,7 +104,7 @@ class LivePage:
             return str(error)
 
     def _stamp(self) -> Any:
-        run, _ = read_run(self._run)
+        run, _ = open_run(self._run)
         watched = (run.recipe_file, run.metrics_file, run.summary_file, run.evaluations, run.trajectories)
         return [(path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in watched]
 

@@ -16,7 +16,8 @@ from statistics import median
 from typing import Any
 
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.reporting.report import duration, read_run
+from thresher.engine.reporting.pages import open_run
+from thresher.engine.reporting.report import duration
 from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.retrieval.data.jsonl import iter_jsonl
 
@@ -111,7 +112,7 @@ class RunState:
 
 def read_state(path: str | Path) -> RunState:
     """UserError for a folder that is no run, and for a malformed file in it."""
-    run, recipe = read_run(path)
+    run, recipe = open_run(path)
     records = read_metrics(run.metrics_file)
     process = _process(run)
     reached = any("eval" not in record and record["step"] >= recipe.run.steps for record in records)

@@ -182,6 +182,12 @@ def test_tokens_of_the_first_step_are_those_of_one_rank(runs: Runs, count: int) 
     assert sampled(one, 1) == sampled(several, 1)
     evaluation = Path("evaluations") / "step_000000.jsonl"
     assert (one / evaluation).read_bytes() == (several / evaluation).read_bytes()
+    kept, gathered = (load_file(run / "trajectories" / "step_000001.safetensors") for run in (one, several))
+    assert [part.pop("branches_B").shape for part in (kept, gathered)] == [(0,), (0,)]
+    assert kept.keys() == {"counts_N", "sampled_P", "recomputed_P", "reference_P", "entropy_P", "clipped_P"}
+    assert torch.equal(kept["counts_N"], gathered["counts_N"])
+    assert torch.equal(kept["sampled_P"], gathered["sampled_P"])
+    assert apart(kept, gathered) < 4e-3  # an ulp of float16, for the entropy; out of its place a value differs by more
 
 
 @pytest.mark.parametrize(

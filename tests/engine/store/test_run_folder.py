@@ -243,7 +243,7 @@ def test_truncate_after_forgets_what_came_later(tmp_path: Path) -> None:
             run.append_metrics({"step": step, "x": step / 3})
         for step in (5, 10, 11, 1_000_000):
             run.write_trajectories(step, [{"step": step}])
-        for name in ("notes.txt", ".step_000012.jsonl.0a1b2c3d.tmp"):
+        for name in ("notes.txt", ".step_000012.jsonl.0a1b2c3d.tmp", "step_000011.safetensors"):
             (run.trajectories / name).touch()
         (run.path / ".summary.json.0a1b2c3d.tmp").touch()
         kept = b"".join(run.metrics_file.read_bytes().splitlines(keepends=True)[:4])

@@ -170,19 +170,23 @@ def test_only_a_cpu_keeps_its_cache(tiny_policy: Policy, tiny_tokenizer: Tokeniz
 def test_passes_over_a_batch(
     tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two passes of two parts: the same parts in the same order, numbered through for the schedule."""
+    """Two passes of two parts: the same parts in the same order, numbered through for the schedule; what is kept of
+    the tokens is the first pass's."""
     calls: list[tuple[int, list[Item]]] = []
+    kept: list[bool] = []
     update = train_module.Updater.update
 
-    def noted(self: Any, items: list[Item], step: int, temperature: float) -> Any:
+    def noted(self: Any, items: list[Item], step: int, temperature: float, recorder: Any) -> Any:
         calls.append((step, items))
-        return update(self, items, step, temperature)
+        kept.append(recorder is not None)
+        return update(self, items, step, temperature, recorder)
 
     monkeypatch.setattr(train_module.Updater, "update", noted)
     optim = {"lr": 1e-3, "schedule": "linear", "warmup_ratio": 0.0}
     grpo = {"updates_per_batch": 2, "epochs_per_batch": 2}
     train(make_recipe(rollout=SMALL, run=RUN, optim=optim, grpo=grpo), tmp_path / "run")
     assert [step for step, _ in calls] == list(range(8))
+    assert kept == [True, True, False, False] * 2
     for start in (0, 4):
         first, second = calls[start : start + 2], calls[start + 2 : start + 4]
         assert [items for _, items in first] == [items for _, items in second]

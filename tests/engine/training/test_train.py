@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,6 +25,8 @@ from thresher.engine.assemble import load_parts, load_questions, load_retrieval
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import summarise
+from thresher.engine.reporting.token_data import policy_counts
+from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
@@ -47,7 +50,7 @@ def test_a_run_learns_something_and_writes_everything_down(uninterrupted: Path, 
         "recipe.toml",
         "starts.jsonl",
         "summary.json",
-        *(f"trajectories/step_{step:06d}.jsonl" for step in (1, 2, 3, 4)),
+        *(f"trajectories/step_{step:06d}.{kind}" for step in (1, 2, 3, 4) for kind in ("jsonl", "safetensors")),
     ]
     start = json.loads((uninterrupted / "starts.jsonl").read_text())
     assert start["step"] == 0 and {"at", "commit", "machine", "gpu", "torch"} < start.keys()
@@ -80,6 +83,19 @@ def test_the_metrics_of_a_step_are_those_of_its_trajectories(uninterrupted: Path
         searches = sum(len(entry["searches"]) for entry in entries)
         assert record["searches"] == pytest.approx(searches / len(entries))
         assert sum(record["reasons"].values()) == len(entries)
+        found = read_token_stats(
+            uninterrupted / "trajectories" / f"step_{record['step']:06d}.safetensors", *policy_counts(entries)
+        )
+        assert found is not None
+        values = {
+            name: np.concatenate([each.values[name] for each in found]).astype(np.float64) for name in found[0].values
+        }
+        d = values["recomputed"] - values["reference"]
+        assert record["kl_k2"] == pytest.approx((d * d / 2).mean(), rel=1e-4, abs=1e-9)
+        assert record["entropy"] == pytest.approx(values["entropy"].mean(), rel=1e-3)
+        assert record["clipped"] == values["clipped"].mean()
+        gap = abs(values["recomputed"] - values["sampled"])
+        assert record["logprob_gap_max"] == pytest.approx(gap.max(), rel=1e-2, abs=1e-8)
         rewards = [{entry["reward"] for entry in entries if entry["group"] == group} for group in range(GROUPS)]
         assert record["zero_advantage_groups"] == sum(len(values) == 1 for values in rewards)
         signals = {entry["group"] for entry in entries if entry["advantage"] != 0}

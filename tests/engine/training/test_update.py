@@ -1,6 +1,7 @@
 """The update against a float64 brute force of the equation at the top of update.py, and the parts it is made of."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing.items import make_items
 from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training import update as grpo_module
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.policy.model import Policy, init_policy
@@ -346,3 +348,32 @@ def test_bfloat16_is_a_copy_of_float32_weights_that_are_trained() -> None:
         assert used.grad is None and trained.grad is None
         moved = (trained.data - before[name]).abs()
         assert 0 < float(moved.max()) < 2e-6, name
+
+
+def test_recording_changes_no_bit_and_finds_what_the_loss_found(gradients: dict[str, torch.Tensor]) -> None:
+    policy, reference = make_policy(0), make_policy(1)
+    trajectories = spoken(policy, 3, 0.4, 0.7)
+    grpo = GrpoSection(beta=0.1, importance="token", old_logprobs="recomputed", drop_zero_advantage=True)
+    items = make_items(trajectories, [1.3, 0.0, -0.4], grpo)
+    items[1] = replace(items[1], importance=[0.5] * 9)
+    found = []
+    for recorder in (None, TokenRecorder()):
+        # One item a micro-batch, and these longest first: the second trajectory's place is not its item's.
+        optim = OptimSection(micro_batch_tokens=1)
+        Updater(policy, policy, reference, optim, grpo, VOCAB, 10).update(items, 0, 0.7, recorder)
+        found.append({name: value.clone() for name, value in gradients.items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert recorder is not None
+    values = recorder.found()
+    assert set(values) == {(0, 0), (0, 2)}
+    for sample in (0, 2):
+        trajectory, recorded = trajectories[sample], values[0, sample]
+        own = logprobs(policy, trajectory, 0.7).detach()
+        probs = torch.softmax(logits(policy, trajectory, 0.7), -1)
+        ratio = torch.exp(own - torch.tensor(trajectory.policy_logprobs(), dtype=torch.float64))
+        clipped = ratio > 1.2 if sample == 0 else ratio < 0.8
+        assert recorded["recomputed"] == pytest.approx(own.numpy(), abs=1e-6)
+        assert recorded["reference"] == pytest.approx(logprobs(reference, trajectory, 0.7).detach().numpy(), abs=1e-6)
+        assert recorded["entropy"] == pytest.approx(-(probs * probs.log()).sum(-1).detach().numpy(), rel=1e-3)
+        assert recorded["clipped"].tolist() == clipped.tolist() and 0 < clipped.sum() < len(clipped)
+        assert recorded["advantage"] == pytest.approx([1.3] * 8 if sample == 0 else [-0.2] * 9)

@@ -1,0 +1,143 @@
+"""What a step's update found of each sampled token: step_000010.safetensors beside the step's trajectories.
+
+    counts_N       int32    sampled tokens of each trajectory, in the order of the JSONL's lines
+    sampled_P      float32  log-prob when the token was drawn
+    recomputed_P   float32  log-prob by the update's own forward; nan: the token was not in the update
+    entropy_P      float16  of the policy's next-token distribution there; nan likewise
+    clipped_P      bool     the clip left the surrogate term no gradient
+    reference_P    float32  log-prob by the reference; absent without a KL
+    advantage_P    float32  the advantage times the token's importance weight; absent where the recipe has no weights
+    branches_B     float32  log-prob when drawn, of the tokens of all branches, which are in no update
+
+All in nats, at the rollout's temperature. The update's values are those of the first pass over the batch, taken from
+the loss as it stands: no forward is run for them, and they come to the host once a step.
+
+Deliberately absent: what follows from these and the recipe (ratios, KL estimators), and the text (the JSONL's ids).
+Axes: N trajectories, P their sampled tokens one behind the other, B those of branches, R rows of a micro-batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from thresher.policy.files import atomic_write_bytes, read_bytes
+from thresher.rewards.errors import UserError
+
+Array = npt.NDArray[Any]
+Key = tuple[int, int]  # group and sample of a trajectory
+
+DTYPES = {
+    "sampled": np.float32,
+    "recomputed": np.float32,
+    "entropy": np.float16,
+    "clipped": np.bool_,
+    "reference": np.float32,
+    "advantage": np.float32,
+}
+ALWAYS = ("sampled", "recomputed", "entropy", "clipped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats:
+    """Of one trajectory: arrays [P] by the names of DTYPES, and the log-probs [B] of its branches, one behind the
+    other."""
+
+    key: Key
+    values: dict[str, Array]
+    branches: Array
+
+
+@dataclass(slots=True)
+class TokenRecorder:
+    """Keeps what each micro-batch found of its rows, on the device where it was found."""
+
+    _items: list[tuple[Key, int]] = field(default_factory=list)
+    _values_R: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, items: Sequence[tuple[Key, int]], values_R: Mapping[str, torch.Tensor]) -> None:
+        """items: the key and the number of rows of each sequence of the micro-batch, in the order of its rows."""
+        self._items.extend(items)
+        for name, value_R in values_R.items():
+            self._values_R.setdefault(name, []).append(value_R.detach())
+
+    def found(self) -> dict[Key, dict[str, Array]]:
+        """What was found of each sequence, copied to the host: once for each name."""
+        ends = np.cumsum([count for _, count in self._items])[:-1]
+        parts: dict[str, list[Array]] = {
+            name: np.split(torch.cat(values_R).cpu().numpy().astype(DTYPES[name]), ends)
+            for name, values_R in self._values_R.items()
+        }
+        return {key: {name: parts[name][n] for name in parts} for n, (key, _) in enumerate(self._items)}
+
+
+def stats_of(
+    sampled: Mapping[Key, Sequence[float]], branches: Mapping[Key, Sequence[float]], recorder: TokenRecorder
+) -> list[TokenStats]:
+    """The values of each trajectory's sampled tokens, given their log-probs when drawn and those of its branches."""
+    found = recorder.found()
+    names = [name for name in DTYPES if name in (*ALWAYS, *next(iter(found.values()), {}))]
+    entries = []
+    for key, logprobs in sampled.items():
+        values = {name: _blank(name, len(logprobs)) for name in names}
+        values |= found.get(key, {})
+        values["sampled"] = np.array(logprobs, np.float32)
+        entries.append(TokenStats(key=key, values=values, branches=np.array(branches.get(key, ()), np.float32)))
+    return entries
+
+
+def _blank(name: str, count: int) -> Array:
+    return np.full(count, False if DTYPES[name] is np.bool_ else np.nan, DTYPES[name])
+
+
+def write_token_stats(path: Path, stats: Sequence[TokenStats], most_bytes: int) -> bool:
+    """Write a step's file, whole or not at all, and delete the oldest of its kind beside it until all take at most
+    `most_bytes`. Returns whether it was written: a file that is larger by itself is not."""
+    names = [name for name in DTYPES if any(name in entry.values for entry in stats)]
+    counts = [len(entry.values["sampled"]) for entry in stats]
+    arrays: dict[str, Array] = {"counts_N": np.array(counts, np.int32)}
+    for name in names:  # a rank that had nothing to train on knows of no reference
+        columns = [entry.values.get(name, _blank(name, count)) for entry, count in zip(stats, counts, strict=True)]
+        arrays[f"{name}_P"] = np.concatenate(columns)
+    arrays["branches_B"] = np.concatenate([np.empty(0, np.float32), *(entry.branches for entry in stats)])
+    data = save(arrays)
+    if len(data) > most_bytes:
+        return False
+    atomic_write_bytes(path, data)
+    room = most_bytes
+    for file in sorted(path.parent.glob("step_*.safetensors"), reverse=True):
+        room -= file.stat().st_size
+        if room < 0:
+            file.unlink()
+    return True
+
+
+def read_token_stats(path: Path, counts: Sequence[int], branches: Sequence[int]) -> list[TokenStats] | None:
+    """The values of each trajectory of the JSONL, of `counts` sampled tokens and `branches` tokens in branches, keyed
+    by their order; None where there is no file. UserError for a file that is damaged or of other trajectories."""
+    if not path.exists():
+        return None
+    try:
+        arrays = load(read_bytes(path))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete it to see the text without its values") from None
+    sizes = {f"{name}_P": sum(counts) for name in DTYPES if f"{name}_P" in arrays or name in ALWAYS}
+    sizes["branches_B"] = sum(branches)
+    fits = all(name in arrays and arrays[name].shape == (size,) for name, size in sizes.items())
+    if not fits or arrays.get("counts_N", np.empty(0)).tolist() != list(counts):
+        raise UserError(
+            f"{path}: does not fit the trajectories of {path.stem}.jsonl; delete it to see the text without its values"
+        )
+    cuts, branch_cuts = np.cumsum(counts)[:-1], np.cumsum(branches)[:-1]
+    columns = {name.removesuffix("_P"): np.split(arrays[name], cuts) for name in sizes if name.endswith("_P")}
+    of_branches = np.split(arrays["branches_B"], branch_cuts)
+    return [
+        TokenStats(key=(n, 0), values={name: columns[name][n] for name in columns}, branches=of_branches[n])
+        for n in range(len(counts))
+    ]
