@@ -9,6 +9,7 @@ against each other across the two runs, for a run without rationale has none to 
 Deliberately absent: more than two runs at once, and a correction for looking at many measures.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -58,6 +59,12 @@ def read_evaluation(path: str | Path) -> Evaluation:
             raise UserError(
                 f"{path / 'trajectories.jsonl'}: line {number} has no measures; evaluate again with this version"
             )
+        for name, value in found.items():
+            if not (value is None or (isinstance(value, int | float) and math.isfinite(value))):
+                raise UserError(
+                    f"{path / 'trajectories.jsonl'}: line {number}: measures.{name}: expected a finite number, true, false "
+                    f"or null, got {str(value)[:80]}; evaluate again"
+                )
         id_ = str(record.get("id"))
         questions[id_] = str(record.get("question"))
         measures[id_] = found

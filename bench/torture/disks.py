@@ -1,0 +1,2 @@
+def attack(field):
+    yield from ()

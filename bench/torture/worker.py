@@ -1,0 +1,212 @@
+"""Commands in forked processes: what is imported is there already, and whatever the command does ends with its process.
+
+    ended = worker.play(["eval", ..], Limits(seconds=60))        to its end
+    started = worker.start(["train", ..]); started.kill(SIGKILL)  or to any moment
+
+A fork has its own limits of time and memory, so a command that hangs, eats memory or dies of a signal is a result like
+any other. A command's arguments are played as `thresher` plays them, to the exit status and the last word on stderr.
+
+The forking process must import and nothing else: OpenMP's threads do not survive a fork, so whoever has computed with
+several of them would leave forks that hang. `preload` imports what a fork says that it needed.
+
+Deliberately absent: any judgement of what came out (attack.py).
+"""
+
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MEMORY = 4 << 30  # bytes of address space beyond what the fork begins with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one command. seconds: on the clock; one that takes longer hangs. memory: address space that it may add, in
+    bytes. file_bytes: of any file that it writes, as on a full disk; None: no limit. powerless: file modes hold for it
+    even where it is root."""
+
+    seconds: float = 120.0
+    memory: int = MEMORY
+    file_bytes: int | None = None
+    powerless: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command ended. status: of its exit, None where a signal ended it or time ran out."""
+
+    status: int | None
+    signal: int | None
+    timed_out: bool
+    seconds: float
+    out: str
+    err: str
+
+
+class Started:
+    """A forked process. Its streams go to files of its own in `folder`, which is new."""
+
+    def __init__(self, call: Callable[[], int], folder: Path, limits: Limits) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.limits, self.begun = folder, limits, time.monotonic()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_the_child(call, folder, limits)
+        self._ended: Ended | None = None
+
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._ended is None and self._reaped(os.WNOHANG) is None
+
+    def kill(self, number: int) -> None:
+        """Send it, and it alone, a signal. Nothing happens where it has ended."""
+        if self._ended is None:
+            os.kill(self.pid, number)
+
+    def wait(self) -> Ended:
+        """How it ended; whatever it started is killed with it."""
+        pause = 0.001
+        while self._ended is None and self._reaped(os.WNOHANG) is None:
+            if time.monotonic() - self.begun > self.limits.seconds:
+                os.kill(self.pid, signal.SIGKILL)
+                self._reaped(0, timed_out=True)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+        assert self._ended is not None
+        return self._ended
+
+    def _reaped(self, options: int, timed_out: bool = False) -> Ended | None:
+        pid, status = os.waitpid(self.pid, options)
+        if pid == 0:
+            return None
+        try:
+            os.killpg(self.pid, signal.SIGKILL)  # what it has started
+        except ProcessLookupError:
+            pass
+        died = os.WIFSIGNALED(status)
+        self._ended = Ended(
+            status=None if died else os.WEXITSTATUS(status),
+            signal=os.WTERMSIG(status) if died and not timed_out else None,
+            timed_out=timed_out,
+            seconds=time.monotonic() - self.begun,
+            out=_read(self.folder / "stdout"),
+            err=_read(self.folder / "stderr"),
+        )
+        return self._ended
+
+
+class Worker:
+    """Plays commands, given as `thresher`'s arguments. run: the command line, from arguments to an exit status."""
+
+    def __init__(self, run: Callable[[Sequence[str]], int], streams: Path) -> None:
+        self.run, self._streams = run, streams
+        streams.mkdir(parents=True, exist_ok=True)
+        self.played = 0
+
+    def start(self, words: Sequence[str], limits: Limits | None = None) -> Started:
+        """Begin a command, and do not wait."""
+        return self.start_call(lambda: self.run(words), limits)
+
+    def play(self, words: Sequence[str], limits: Limits | None = None) -> Ended:
+        """A command to its end."""
+        return self.start(words, limits).wait()
+
+    def start_call(self, call: Callable[[], int], limits: Limits | None = None) -> Started:
+        """Begin any function, whose result is the exit status."""
+        self.played += 1
+        gc.freeze()  # what is there is shared with the fork, and no collection of its own is to touch it
+        return Started(call, self._streams / f"{self.played % 8}", limits or Limits())
+
+    def play_call(self, call: Callable[[], int], limits: Limits | None = None) -> Ended:
+        """Any function to its end."""
+        return self.start_call(call, limits).wait()
+
+    def preload(self, words: Sequence[str]) -> Ended:
+        """Play a command, and import here what it has imported."""
+        listed = self._streams / "modules.json"
+        listed.unlink(missing_ok=True)
+
+        def listing() -> int:
+            status = self.run(words)
+            listed.write_text(json.dumps(sorted(sys.modules)))
+            return status
+
+        ended = self.play_call(listing)
+        for name in json.loads(listed.read_text()) if listed.exists() else ():
+            if name not in sys.modules and name != "__mp_main__":
+                try:
+                    importlib.import_module(name)
+                except Exception:  # made up by another module, or by the command itself
+                    continue
+        return ended
+
+
+def _be_the_child(call: Callable[[], int], folder: Path, limits: Limits) -> None:
+    """Run `call` and leave; never returns."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            stream = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(stream, number)
+            os.close(stream)
+        sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")  # noqa: SIM115
+        _limit(limits)
+        status = call()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _limit(limits: Limits) -> None:
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + limits.memory, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if limits.powerless:
+        drop_powers()
+    if limits.file_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the call fails, as on a disk that is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
+
+
+def drop_powers() -> None:
+    """Root without the right to pass over file modes (Linux's CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER)."""
+    if os.geteuid() != 0:
+        return
+    import ctypes
+
+    class Head(ctypes.Structure):
+        _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    head, data = Head(0x20080522, 0), (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high
+    if libc.capget(ctypes.byref(head), data) != 0:
+        raise OSError(ctypes.get_errno(), "capget")
+    for place in range(3):
+        data[place] &= ~0b1110
+    if libc.capset(ctypes.byref(head), data) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
