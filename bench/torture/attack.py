@@ -23,10 +23,11 @@ from thresher.bench.torture.worker import Ended, Worker
 
 Verdict = Literal["right", "refused", "read", "wrong"]
 
-# What a clock says, and how much a forward held: a run that was resumed has nothing to guess from.
+# What a clock says, digests of records with that in them, and how much a forward held: a run that was resumed has nothing
+# to guess from.
 CLOCK = frozenset(
     {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "forwards", "forward_rows", "drafted_tokens"}
-    | {"accepted_tokens", "search_calls", "queries_per_second", "seconds_per_question", "latency"}
+    | {"accepted_tokens", "search_calls", "queries_per_second", "seconds_per_question", "latency", "sha256"}
 )
 NOT_COMPARED = frozenset({".lock", "hashes.json", "report.html"})  # of a folder's files; hashes are of states with times
 
@@ -118,6 +119,11 @@ def content(path: Path) -> dict[str, str]:
     return {str(file.relative_to(path)): _digest(file) for file in kept}
 
 
+def different(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """The files in which two contents differ, a few of them."""
+    return sorted(name for name in {**found, **expected} if found.get(name) != expected.get(name))[:5]
+
+
 def _digest(path: Path) -> str:
     data = path.read_bytes()
     if path.suffix in (".json", ".jsonl"):
@@ -154,6 +160,7 @@ def is_legible(path: Path) -> bool:
 
 def shuffled(draw: Random, kinds: Sequence[Any], count: int) -> list[Any]:
     """`count` of `kinds`, each as often as any other but for one, in any order."""
-    chosen = [kinds[number % len(kinds)] for number in range(count)]
+    order = draw.sample(kinds, len(kinds))
+    chosen = [order[number % len(order)] for number in range(count)]
     draw.shuffle(chosen)
     return chosen

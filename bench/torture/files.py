@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from thresher.bench.torture.attack import Field, Tried, content, is_legible, judge, shuffled
+from thresher.bench.torture.attack import Field, Tried, content, different, is_legible, judge, shuffled
 from thresher.bench.torture.kills import clear
 from thresher.bench.torture.world import eval_words, extract_words, search_words, train_words
 from thresher.bench.torture.worker import Limits
@@ -68,7 +68,8 @@ TARGETS = {
     "checkpoint: tokenizer, config": Target((f"{LAST}tokenizer.json", f"{LAST}*config.json"), _resumed, "run"),
     "run: recipe.toml": Target(("run/recipe.toml",), _resumed, "run"),
     "run: metrics.jsonl": Target(("run/metrics.jsonl",), _resumed, "run"),
-    "model: weights": Target(("model/model.safetensors", "warm/model.safetensors"), _warm),
+    "model: weights": Target(("warm/model.safetensors",), _warm),
+    "model of init: weights": Target(("model/model.safetensors",), _raw),
     "model: tokenizer, config, hashes": Target(("warm/*.json",), _warm),
     "index: vectors": Target(("flat/vectors.npy",), _search("flat")),
     "index: vectors of a graph, of lists": Target(("hnsw/vectors.npy",), _search("hnsw")),
@@ -83,7 +84,7 @@ TARGETS = {
         ("evaluation/generated.jsonl", "evaluation/settings.json"), _continued(eval_words, "evaluation"), "evaluation"
     ),
     "extraction: evidence.jsonl": Target(
-        ("evidence.jsonl", "evidence.json"), _continued(extract_words, "evidence.jsonl"), "evidence.jsonl"
+        ("evidence.jsonl", "evidence.json"), _continued(extract_words, "evidence.jsonl"), "evidence.jsonl", open=True
     ),
     "questions": Target(("questions.jsonl",), _raw, open=True),
     "transcripts": Target(("transcripts.jsonl",), _sft, open=True),
@@ -97,15 +98,14 @@ def attack(field: Field) -> Iterator[Tried]:
     draw = field.draw("files")
     pristine = field.scratch / "pristine"
     shutil.copytree(field.at, pristine)
-    expected = {kind: _unharmed(field, pristine, target) for kind, target in TARGETS.items()}
+    expected = _unharmed(field, pristine)
     for kind in shuffled(draw, list(TARGETS), field.count(MUTANTS, len(TARGETS))):
         target = TARGETS[kind]
         path = draw.choice(sorted(path for name in target.files for path in field.at.glob(name)))
         damage = draw.choice(list(DAMAGES))
         yield Tried(kind, *try_mutant(field, pristine, target, path, damage, draw, expected[kind]))
-    for kind, target in TARGETS.items():
-        if _unharmed(field, pristine, target) != expected[kind]:  # else what came before proves nothing
-            raise RuntimeError(f"{kind}: the world was not whole again behind an attempt")
+    if _unharmed(field, pristine) != expected:  # or what came before proves nothing
+        raise RuntimeError("the world is not whole again behind the attempts")
 
 
 def try_mutant(
@@ -126,15 +126,29 @@ def try_mutant(
     out = field.scratch / "out"
     ended = field.worker.play(target.words(field.at, out), LIMITS)
     result = out if target.result is None else field.at / target.result
+    found = content(result)
     verdict, word = judge(
-        ended, lambda: content(result) == expected, lambda: target.open and (damage == "gone" or is_legible(path))
+        ended, lambda: found == expected, lambda: target.open and (damage == "gone" or is_legible(path))
     )
+    if verdict == "wrong":
+        word += f" ({', '.join(different(found, expected))})"
     clear(out)
     restore(field.at, pristine, {str(name), target.result or str(name)})
+    if left := different(content(field.at), content(pristine)):  # or what comes next would prove nothing
+        raise RuntimeError(f"{name}: the world is not whole again: {', '.join(left)}")
     return verdict, f"{name}, {damage} {said}: {word}"
 
 
-def _unharmed(field: Field, pristine: Path, target: Target) -> dict[str, str]:
+def _unharmed(field: Field, pristine: Path) -> dict[str, dict[str, str]]:
+    """What every target's command comes to where nothing is damaged."""
+    found: dict[str, dict[str, str]] = {}
+    for kind, target in TARGETS.items():
+        same = next((name for name in found if TARGETS[name].words is target.words), None)
+        found[kind] = _result(field, pristine, target) if same is None else found[same]
+    return found
+
+
+def _result(field: Field, pristine: Path, target: Target) -> dict[str, str]:
     out = field.scratch / "out"
     ended = field.worker.play(target.words(field.at, out), LIMITS)
     if ended.status != 0:
@@ -226,6 +240,19 @@ def _world_of(path: Path) -> Path:
     return next(parent for parent in path.parents if (parent / "recipe.toml").exists() and (parent / "flat2").exists())
 
 
+def _character(path: Path, whole: Path, draw: Random) -> str:
+    """What a flipped bit may do to text without harm to its form: a digit becomes another, or a letter does."""
+    data = bytearray(path.read_bytes())
+    places = [place for place, byte in enumerate(data) if chr(byte).isalnum() and byte < 128]
+    if not places:
+        return _flip(path, 1, draw)
+    place = draw.choice(places)
+    same = "0123456789" if chr(data[place]).isdigit() else "abcdefghijklmnopqrstuvwxyz"
+    data[place] = ord(draw.choice([letter for letter in same if letter != chr(data[place])]))
+    path.write_bytes(data)
+    return f"at byte {place}"
+
+
 def _gone(path: Path, whole: Path, draw: Random) -> str:
     path.unlink()
     return ""
@@ -234,6 +261,7 @@ def _gone(path: Path, whole: Path, draw: Random) -> str:
 DAMAGES: dict[str, Callable[[Path, Path, Random], str]] = {
     "one bit flipped": _one_bit,
     "bits flipped": _bits,
+    "a character changed": _character,
     "cut short": _cut,
     "emptied": _empty,
     "doubled": _double,

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -127,14 +128,17 @@ def malformed(reader: Reader, name: str, draw: Random) -> tuple[list[bytes], boo
 
 
 def read_batch(worker: Worker, cases: Sequence[Case], journal: Path) -> Iterator[Tried]:
-    """Every case read in one fork, whose end, if it ends before its work, is that of the case it was at."""
-    journal.write_text("")
-    ended = worker.play_call(lambda: _read_all(worker, cases, journal), Limits(seconds=SECONDS))
-    done = [json.loads(line) for line in journal.read_text().splitlines()]
-    for case, (status, err) in zip(cases, done, strict=False):
-        yield verdict(case, status, err)
-    if len(done) < len(cases):
-        yield Tried(cases[len(done)].kind, "wrong", f"{_shown(cases[len(done)])}: {_how(ended)}")
+    """Every case, read in one fork; one that ends before its work has come to its end at a case, and another fork reads
+    those behind that."""
+    while cases:
+        journal.write_text("")
+        ended = worker.play_call(partial(_read_all, worker, cases, journal), Limits(seconds=SECONDS))
+        done = [json.loads(line) for line in journal.read_text().splitlines()]
+        for case, (status, err) in zip(cases, done, strict=False):
+            yield verdict(case, status, err)
+        if len(done) < len(cases):
+            yield Tried(cases[len(done)].kind, "wrong", f"{_shown(cases[len(done)])}: {_how(ended)}")
+        cases = cases[len(done) + 1 :]
 
 
 def verdict(case: Case, status: int, err: str) -> Tried:

@@ -12,6 +12,7 @@ several of them would leave forks that hang. `preload` imports what a fork says 
 Deliberately absent: any judgement of what came out (attack.py).
 """
 
+import fcntl
 import gc
 import importlib
 import json
@@ -25,6 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+STREAMS = ("stdout", "stderr")
+PIPE = 1 << 20  # bytes that a command may say whose streams are pipes
 MEMORY = 4 << 30  # bytes of address space beyond what the fork begins with
 
 
@@ -60,9 +63,13 @@ class Started:
         self.folder, self.limits, self.begun = folder, limits, time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A limit of files holds for the streams' too, so there they are pipes.
+        self._pipes = [_pipe() for _ in STREAMS] if limits.file_bytes is not None else []
         self.pid = os.fork()
         if self.pid == 0:
-            _be_the_child(call, folder, limits)
+            _be_the_child(call, folder, limits, [write for _, write in self._pipes])
+        for _, write in self._pipes:
+            os.close(write)
         self._ended: Ended | None = None
 
     def running(self) -> bool:
@@ -100,10 +107,20 @@ class Started:
             signal=os.WTERMSIG(status) if died and not timed_out else None,
             timed_out=timed_out,
             seconds=time.monotonic() - self.begun,
-            out=_read(self.folder / "stdout"),
-            err=_read(self.folder / "stderr"),
+            out=self._said(0),
+            err=self._said(1),
         )
+        for read, _ in self._pipes:
+            os.close(read)
         return self._ended
+
+
+    def _said(self, number: int) -> str:
+        """What the process has written to a stream."""
+        if self._pipes:
+            return _drained(self._pipes[number][0]).decode(errors="replace")
+        path = self.folder / STREAMS[number]
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 class Worker:
@@ -152,18 +169,17 @@ class Worker:
         return ended
 
 
-def _be_the_child(call: Callable[[], int], folder: Path, limits: Limits) -> None:
+def _be_the_child(call: Callable[[], int], folder: Path, limits: Limits, pipes: Sequence[int]) -> None:
     """Run `call` and leave; never returns."""
     status = 1
     try:
         os.setpgid(0, 0)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            stream = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(stream, number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, name in enumerate(STREAMS):
+            stream = pipes[number] if pipes else os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(stream, number + 1)
             os.close(stream)
         sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")  # noqa: SIM115
         _limit(limits)
@@ -176,6 +192,23 @@ def _be_the_child(call: Callable[[], int], folder: Path, limits: Limits) -> None
             sys.stderr.flush()
         finally:
             os._exit(status)
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE)
+    os.set_blocking(read, False)
+    return read, write
+
+
+def _drained(descriptor: int) -> bytes:
+    data = b""
+    try:
+        while part := os.read(descriptor, PIPE):
+            data += part
+    except BlockingIOError:  # something that the process had started holds it open
+        pass
+    return data
 
 
 def _limit(limits: Limits) -> None:
@@ -206,7 +239,3 @@ def drop_powers() -> None:
         data[place] &= ~0b1110
     if libc.capset(ctypes.byref(head), data) != 0:
         raise OSError(ctypes.get_errno(), "capset")
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

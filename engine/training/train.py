@@ -83,6 +83,8 @@ def train(
     rollout = parts.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
     with open_run(out, recipe, resume, ranks) as run, parts.threads():
+        if checkpoint:
+            run.check_metrics(checkpoint.step, checkpoint.state.get("metrics"))
         run.truncate_after(checkpoint.step if checkpoint else -1)
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         if checkpoint:
@@ -179,6 +181,7 @@ class Trainer:
             "seconds": time.perf_counter() + offset,
             "index": retriever.identity if retriever else None,
             "system": self.parts.system_digest,
+            "metrics": self.run_folder.metrics_mark(),
         }
         save_checkpoint(
             self.run_folder.checkpoints,
