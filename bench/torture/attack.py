@@ -23,13 +23,15 @@ from thresher.bench.torture.worker import Ended, Worker
 
 Verdict = Literal["right", "refused", "read", "wrong"]
 
-# What a clock says, digests of records with that in them, and how much a forward held: a run that was resumed has nothing
+# What a clock says, digests of records that hold it, and how much a forward held: a resumed run has nothing
 # to guess from.
 CLOCK = frozenset(
     {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "forwards", "forward_rows", "drafted_tokens"}
     | {"accepted_tokens", "search_calls", "queries_per_second", "seconds_per_question", "latency", "sha256"}
 )
-NOT_COMPARED = frozenset({".lock", "hashes.json", "report.html"})  # of a folder's files; hashes are of states with times
+NOT_COMPARED = frozenset(
+    {".lock", "hashes.json", "report.html"}
+)  # of a folder's files; hashes are of states with times
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Field:
 
 
 @dataclass(slots=True)
-class Tally:
+class Counts:
     """What came of the attempts of one kind."""
 
     tried: int = 0
@@ -79,7 +81,9 @@ class Tally:
             setattr(self, one.verdict, getattr(self, one.verdict) + 1)
 
 
-def judge(ended: Ended, is_right: Callable[[], bool], is_read: Callable[[], bool] = lambda: False) -> tuple[Verdict, str]:
+def judge(
+    ended: Ended, is_right: Callable[[], bool], is_read: Callable[[], bool] = lambda: False
+) -> tuple[Verdict, str]:
     """The verdict on an ended command, and a word on it. is_right: whether the result is the unharmed one; is_read:
     whether another may be accepted."""
     if fault := fault_of(ended):

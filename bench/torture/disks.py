@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thresher.bench.torture.attack import Field, Tried, content, fault_of, last_line
+from thresher.bench.torture.attack import Field, Tried, Verdict, content, fault_of, last_line
 from thresher.bench.torture.kills import clear
+from thresher.bench.torture.worker import ForkLimits
 from thresher.bench.torture.world import eval_words, extract_words, index_words, search_words, train_words
-from thresher.bench.torture.worker import Limits
 
 SIZES = (0, 40, 3000)  # bytes that every command meets at full scale, beside drawn ones
 DRAWN = 9  # of each command
 LEAST = 5  # commands; every one from a tenth of the scale on
 LARGEST = 80_000  # bytes; the world's largest file is a checkpoint's moments
-LIMITS = Limits(seconds=60)
+LIMITS = ForkLimits(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def attack(field: Field) -> Iterator[Tried]:
         yield Tried(name, *_file_in_the_way(field, writer))
 
 
-def try_disk(field: Field, writer: Writer, limits: Limits, expected: dict[str, str]) -> tuple[str, str]:
+def try_disk(field: Field, writer: Writer, limits: ForkLimits, expected: dict[str, str]) -> tuple[Verdict, str]:
     """A command with little room, and again with enough; the verdict."""
     out = field.scratch / writer.out
     ended = field.worker.play(writer.words(field.at, out), limits)
@@ -128,7 +128,7 @@ def _with_room(field: Field, writer: Writer) -> dict[str, str]:
     return found
 
 
-def _read_only(field: Field, writer: Writer) -> tuple[str, str]:
+def _read_only(field: Field, writer: Writer) -> tuple[Verdict, str]:
     folder = field.scratch / "locked"
     folder.mkdir(mode=0o555)
     try:
@@ -145,7 +145,7 @@ def _read_only(field: Field, writer: Writer) -> tuple[str, str]:
     return "refused" if named else "wrong", f"read-only folder: {last_line(ended)}"
 
 
-def _file_in_the_way(field: Field, writer: Writer) -> tuple[str, str]:
+def _file_in_the_way(field: Field, writer: Writer) -> tuple[Verdict, str]:
     file = field.scratch / "file"
     file.write_text("in the way")
     ended = field.worker.play(writer.words(field.at, file / writer.out), LIMITS)

@@ -13,8 +13,8 @@ from statistics import linear_regression
 from thresher.bench.torture.attack import Field, Tried, fault_of
 from thresher.bench.torture.kills import clear
 from thresher.bench.torture.requests import held
+from thresher.bench.torture.worker import ForkLimits
 from thresher.bench.torture.world import train_words
-from thresher.bench.torture.worker import Limits
 
 SECONDS = 600.0
 LEAST = 4.0  # seconds at the smallest scale
@@ -30,7 +30,7 @@ def attack(field: Field) -> Iterator[Tried]:
     seconds = max(LEAST, SECONDS * field.scale)
     endless = ["run.steps=1000000", "run.save_every=5", "run.keep_checkpoints=1", "run.keep_trajectories=100"]
     words = train_words(field.at, out, *(word for text in endless for word in ("--set", text)))
-    started = field.worker.start(words, Limits(seconds=seconds + 600))
+    started = field.worker.start(words, ForkLimits(seconds=seconds + 600))
     begun, looks = time.monotonic(), list[Look]()
     while time.monotonic() - begun < seconds and started.running():
         looks.append((time.monotonic() - begun, *held(started.pid)))

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from thresher.bench.torture.attack import Field, Tried, content, different, is_legible, judge, shuffled
+from thresher.bench.torture.attack import Field, Tried, Verdict, content, different, is_legible, judge, shuffled
 from thresher.bench.torture.kills import clear
+from thresher.bench.torture.worker import ForkLimits
 from thresher.bench.torture.world import eval_words, extract_words, search_words, train_words
-from thresher.bench.torture.worker import Limits
 
 MUTANTS = 1000
-LIMITS = Limits(seconds=60)
+LIMITS = ForkLimits(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Readable:
     """Files to be damaged, as patterns in the world, and the command that reads them. words: from the world and a free
     path to a command. result: what it writes, in the world; None: the free path. open: see above."""
 
@@ -62,34 +62,32 @@ def _continued(words: Callable[[Path, Path], list[str]], name: str) -> Callable[
 
 LAST = "run/checkpoints/step_000002/"
 TARGETS = {
-    "checkpoint: weights": Target((f"{LAST}model.safetensors",), _resumed, "run"),
-    "checkpoint: moments": Target((f"{LAST}optimizer.safetensors",), _resumed, "run"),
-    "checkpoint: state, hashes": Target((f"{LAST}state.json", f"{LAST}hashes.json"), _resumed, "run"),
-    "checkpoint: tokenizer, config": Target((f"{LAST}tokenizer.json", f"{LAST}*config.json"), _resumed, "run"),
-    "run: recipe.toml": Target(("run/recipe.toml",), _resumed, "run"),
-    "run: metrics.jsonl": Target(("run/metrics.jsonl",), _resumed, "run"),
-    "model: weights": Target(("warm/model.safetensors",), _warm),
-    "model of init: weights": Target(("model/model.safetensors",), _raw),
-    "model: tokenizer, config, hashes": Target(("warm/*.json",), _warm),
-    "index: vectors": Target(("flat/vectors.npy",), _search("flat")),
-    "index: vectors of a graph, of lists": Target(("hnsw/vectors.npy",), _search("hnsw")),
-    "index: FAISS structure, graph": Target(("hnsw/index.faiss",), _search("hnsw")),
-    "index: FAISS structure, lists": Target(("ivf/index.faiss",), _search("ivf")),
-    "index: BM25 arrays": Target(("bm25/scores/*.npy", "bm25/scores/*.json"), _search("bm25")),
-    "index: manifest, encoder, hashes": Target(
-        ("flat/*.json", "bm25/*.json", "hybrid/*.json"), _search("hybrid")
-    ),
-    "corpus of an index": Target(("corpus.jsonl",), _search("flat")),
-    "evaluation: generated.jsonl": Target(
+    "checkpoint: weights": Readable((f"{LAST}model.safetensors",), _resumed, "run"),
+    "checkpoint: moments": Readable((f"{LAST}optimizer.safetensors",), _resumed, "run"),
+    "checkpoint: state, hashes": Readable((f"{LAST}state.json", f"{LAST}hashes.json"), _resumed, "run"),
+    "checkpoint: tokenizer, config": Readable((f"{LAST}tokenizer.json", f"{LAST}*config.json"), _resumed, "run"),
+    "run: recipe.toml": Readable(("run/recipe.toml",), _resumed, "run"),
+    "run: metrics.jsonl": Readable(("run/metrics.jsonl",), _resumed, "run"),
+    "model: weights": Readable(("warm/model.safetensors",), _warm),
+    "model of init: weights": Readable(("model/model.safetensors",), _raw),
+    "model: tokenizer, config, hashes": Readable(("warm/*.json",), _warm),
+    "index: vectors": Readable(("flat/vectors.npy",), _search("flat")),
+    "index: vectors of a graph, of lists": Readable(("hnsw/vectors.npy",), _search("hnsw")),
+    "index: FAISS structure, graph": Readable(("hnsw/index.faiss",), _search("hnsw")),
+    "index: FAISS structure, lists": Readable(("ivf/index.faiss",), _search("ivf")),
+    "index: BM25 arrays": Readable(("bm25/scores/*.npy", "bm25/scores/*.json"), _search("bm25")),
+    "index: manifest, encoder, hashes": Readable(("flat/*.json", "bm25/*.json", "hybrid/*.json"), _search("hybrid")),
+    "corpus of an index": Readable(("corpus.jsonl",), _search("flat")),
+    "evaluation: generated.jsonl": Readable(
         ("evaluation/generated.jsonl", "evaluation/settings.json"), _continued(eval_words, "evaluation"), "evaluation"
     ),
-    "extraction: evidence.jsonl": Target(
+    "extraction: evidence.jsonl": Readable(
         ("evidence.jsonl", "evidence.json"), _continued(extract_words, "evidence.jsonl"), "evidence.jsonl", open=True
     ),
-    "questions": Target(("questions.jsonl",), _raw, open=True),
-    "transcripts": Target(("transcripts.jsonl",), _sft, open=True),
-    "scored transcripts": Target(("scored.jsonl",), _score, open=True),
-    "recipe, prompt, system file": Target(("recipe.toml", "prompt.txt", "letters.py"), _raw, open=True),
+    "questions": Readable(("questions.jsonl",), _raw, open=True),
+    "transcripts": Readable(("transcripts.jsonl",), _sft, open=True),
+    "scored transcripts": Readable(("scored.jsonl",), _score, open=True),
+    "recipe, prompt, system file": Readable(("recipe.toml", "prompt.txt", "letters.py"), _raw, open=True),
 }
 
 
@@ -111,12 +109,12 @@ def attack(field: Field) -> Iterator[Tried]:
 def try_mutant(
     field: Field,
     pristine: Path,
-    target: Target,
+    target: Readable,
     path: Path,
     damage: str,
     draw: Random,
     expected: dict[str, str],
-) -> tuple[str, str]:
+) -> tuple[Verdict, str]:
     """One damaged file and the command that reads it; the verdict. The world is whole again behind it."""
     name = path.relative_to(field.at)
     before = path.stat()
@@ -148,7 +146,7 @@ def _unharmed(field: Field, pristine: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def _result(field: Field, pristine: Path, target: Target) -> dict[str, str]:
+def _result(field: Field, pristine: Path, target: Readable) -> dict[str, str]:
     out = field.scratch / "out"
     ended = field.worker.play(target.words(field.at, out), LIMITS)
     if ended.status != 0:

@@ -130,7 +130,12 @@ HOLES: dict[str, list[Hole]] = {
             "format 1",
             options={"max_indices": 2},
         ),
-        Hole("the form, with nothing in it", "<relevance></relevance><analysis></analysis><answer></answer>", 1, "format 1"),
+        Hole(
+            "the form, with nothing in it",
+            "<relevance></relevance><analysis></analysis><answer></answer>",
+            1,
+            "format 1",
+        ),
         Hole(
             "the right reference, and no answer",
             "<relevance>[1]</relevance><analysis></analysis><answer></answer>",
@@ -265,7 +270,9 @@ HOLES: dict[str, list[Hole]] = {
             "<reason></reason><extract></extract><answer></answer>",
             0.1,
             "format",
-            more={"branches": {name: [{"source": "prompt", "text": "<answer>Paris</answer>"}] for name in ("rationale",)}},
+            more={
+                "branches": {name: [{"source": "prompt", "text": "<answer>Paris</answer>"}] for name in ("rationale",)}
+            },
         ),
         Hole(
             "the sections in another order",
@@ -285,7 +292,9 @@ def attack(field: Field) -> Iterator[Tried]:
         for hole in holes:
             found = reward_of(system, hole)
             same = abs(found - hole.earns) <= TOLERANCE
-            yield Tried(system, "right" if same else "wrong", f"{hole.what}: earns {found}, by the formula {hole.earns}")
+            yield Tried(
+                system, "right" if same else "wrong", f"{hole.what}: earns {found}, by the formula {hole.earns}"
+            )
 
 
 def reward_of(system: str, hole: Hole) -> float:
@@ -294,7 +303,7 @@ def reward_of(system: str, hole: Hole) -> float:
     record = {"id": hole.what, "question": QUESTION, "golden_answers": [GOLD], "entailment": 0.9, "segments": segments}
     if system in ("arena", "eviomni", "lear"):
         record |= GIVEN
-    attempt = read_attempt(record | hole.more, hole.what)
+    attempt = read_attempt({**record, **hole.more}, hole.what)
     return load_system(system, dict(hole.options)).reward(attempt).reward
 
 

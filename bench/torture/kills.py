@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from thresher.bench.torture.attack import Field, Tried, content, different, fault_of, last_line, shuffled
+from thresher.bench.torture.attack import Field, Tried, Verdict, content, different, fault_of, last_line, shuffled
+from thresher.bench.torture.worker import Ended
 from thresher.bench.torture.world import (
     eval_words,
     extract_words,
@@ -20,7 +21,6 @@ from thresher.bench.torture.world import (
     train_words,
     write_lines,
 )
-from thresher.bench.torture.worker import Ended
 
 KILLS, LEAST = 50, 3
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -31,7 +31,7 @@ PASSAGES = 4000  # of the corpus whose index is built
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Killable:
     """A command that writes `out`, and the words by which it is begun again once that is there."""
 
     words: Callable[[Path, Path], list[str]]
@@ -44,17 +44,19 @@ def _built(kind: str) -> Callable[[Path, Path], list[str]]:
 
 
 JOBS = {
-    "train": Job(lambda at, out: train_words(at, out), again=("--resume",)),
-    "train, two updates a step": Job(
-        lambda at, out: train_words(at, out, "--set", "rollout.questions_per_step=4", "--set", "grpo.updates_per_batch=2"),
+    "train": Killable(lambda at, out: train_words(at, out), again=("--resume",)),
+    "train, two updates a step": Killable(
+        lambda at, out: train_words(
+            at, out, "--set", "rollout.questions_per_step=4", "--set", "grpo.updates_per_batch=2"
+        ),
         again=("--resume",),
     ),
-    "sft": Job(lambda at, out: ["sft", str(at / "recipe.toml"), "--set", "sft.steps=30", "--out", str(out)]),
-    "eval": Job(eval_words),
-    "extract": Job(extract_words, out="out.jsonl"),
-    "index build, flat": Job(_built("flat")),
-    "index build, HNSW": Job(_built("hnsw")),
-    "index build, BM25": Job(_built("bm25")),
+    "sft": Killable(lambda at, out: ["sft", str(at / "recipe.toml"), "--set", "sft.steps=30", "--out", str(out)]),
+    "eval": Killable(eval_words),
+    "extract": Killable(extract_words, out="out.jsonl"),
+    "index build, flat": Killable(_built("flat")),
+    "index build, HNSW": Killable(_built("hnsw")),
+    "index build, BM25": Killable(_built("bm25")),
 }
 
 
@@ -79,8 +81,8 @@ def write_big_corpus(at: Path) -> None:
 
 
 def kill_and_resume(
-    field: Field, job: Job, draw: Random, seconds: float, expected: dict[str, str]
-) -> tuple[str, str]:
+    field: Field, job: Killable, draw: Random, seconds: float, expected: dict[str, str]
+) -> tuple[Verdict, str]:
     """One command, killed and begun again; the verdict. Nothing is left behind."""
     out = field.scratch / job.out
     said = []
@@ -112,7 +114,7 @@ def kill_and_resume(
     return "right", ""
 
 
-def struck(field: Field, job: Job, out: Path, number: signal.Signals, moment: float) -> Ended:
+def struck(field: Field, job: Killable, out: Path, number: signal.Signals, moment: float) -> Ended:
     """A command, begun or begun again, that gets a signal after so many seconds."""
     started = field.worker.start(_words(field, job, out))
     until = time.monotonic() + moment
@@ -122,7 +124,7 @@ def struck(field: Field, job: Job, out: Path, number: signal.Signals, moment: fl
     return started.wait()
 
 
-def _words(field: Field, job: Job, out: Path) -> list[str]:
+def _words(field: Field, job: Killable, out: Path) -> list[str]:
     return [*job.words(field.at, out), *(job.again if out.exists() else ())]
 
 
@@ -133,7 +135,7 @@ def _fault(ended: Ended, number: signal.Signals) -> str | None:
     return fault_of(ended) or f"status {ended.status} on {number.name}: {last_line(ended)}"
 
 
-def _unbroken(field: Field, job: Job) -> tuple[float, dict[str, str]]:
+def _unbroken(field: Field, job: Killable) -> tuple[float, dict[str, str]]:
     """The seconds that a command takes, and what it comes to."""
     out = field.scratch / job.out
     ended = field.worker.play(job.words(field.at, out))

@@ -18,8 +18,8 @@ from typing import Any
 
 from thresher.bench.torture.attack import Field, Tried, shuffled
 from thresher.bench.torture.kills import clear
+from thresher.bench.torture.worker import Ended, ForkLimits, Worker
 from thresher.bench.torture.world import eval_words
-from thresher.bench.torture.worker import Ended, Limits, Worker
 
 RECORDS = 10_000
 BATCH = 100
@@ -68,7 +68,9 @@ def _built(at: Path, file: Path, out: Path) -> list[str]:
 
 READERS = {
     "questions": Reader(
-        _question, {"question": (str,), "golden_answers": (list, str)}, lambda at, file, out: ["data", "check", str(file)]
+        _question,
+        {"question": (str,), "golden_answers": (list, str)},
+        lambda at, file, out: ["data", "check", str(file)],
     ),
     "transcripts": Reader(_transcript, {"id": (str, int), "golden_answers": (list,), "segments": (list,)}, _scored),
     "corpora": Reader(_passage, {"text": (str,)}, _built),
@@ -132,7 +134,7 @@ def read_batch(worker: Worker, cases: Sequence[Case], journal: Path) -> Iterator
     those behind that."""
     while cases:
         journal.write_text("")
-        ended = worker.play_call(partial(_read_all, worker, cases, journal), Limits(seconds=SECONDS))
+        ended = worker.play_call(partial(_read_all, worker, cases, journal), ForkLimits(seconds=SECONDS))
         done = [json.loads(line) for line in journal.read_text().splitlines()]
         for case, (status, err) in zip(cases, done, strict=False):
             yield verdict(case, status, err)

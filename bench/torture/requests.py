@@ -12,13 +12,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from thresher.bench.torture.attack import Field, Tried
-from thresher.bench.torture.worker import Limits, Started
+from thresher.bench.torture.attack import Field, Tried, Verdict
+from thresher.bench.torture.worker import ForkLimits, Started
 
 REQUESTS = 100_000
 SOUND_EVERY = 40  # requests
@@ -55,10 +56,8 @@ class Connection:
         if self._socket is None:
             self._socket = socket.create_connection(self._address, timeout=PATIENCE)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # refused already; the answer may still be there
             self._socket.sendall(data)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has been refused already; the answer may still be there
 
     def answer(self) -> tuple[int, bytes] | None:
         """Status and body; None where the connection ended without. TimeoutError where nothing comes."""
@@ -97,7 +96,9 @@ def attack(field: Field) -> Iterator[Tried]:
     """A server, its attackers, and what is left of it."""
     draw = field.draw("requests")
     with_limits = ["--max-body", str(MAX_BODY), "--timeout", "5", "--port", "0"]
-    started = field.worker.start(["serve-retriever", "--index", str(field.at / "flat"), *with_limits], Limits(seconds=7200))
+    started = field.worker.start(
+        ["serve-retriever", "--index", str(field.at / "flat"), *with_limits], ForkLimits(seconds=7200)
+    )
     lurkers: list[socket.socket] = []
     try:
         address = served_at(started)
@@ -167,7 +168,7 @@ def _assailed(connection: Connection, draw: Random) -> Tried:
     return Tried(kind, *sent(connection, hostile))
 
 
-def sent(connection: Connection, hostile: Hostile) -> tuple[str, str]:
+def sent(connection: Connection, hostile: Hostile) -> tuple[Verdict, str]:
     """One hostile request and what came back; the verdict."""
     said = f"{hostile.data[:200]!r}: "
     try:
@@ -233,7 +234,24 @@ def posted(value: Any, path: str = "/retrieve") -> bytes:
 
 
 REFUSED = frozenset({400})
-JUNK: tuple[Any, ...] = (None, True, -1, 0, 1.5, "", "x", [], {}, [[]], [None], [1], 10**30, "\ud800", "\x00", {"a": {}})
+JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    "",
+    "x",
+    [],
+    {},
+    [[]],
+    [None],
+    [1],
+    10**30,
+    "\ud800",
+    "\x00",
+    {"a": {}},
+)
 
 
 def _bad_json(draw: Random) -> Hostile:
@@ -268,12 +286,16 @@ def _number_literals(draw: Random) -> Hostile:
 
 
 def _queries(draw: Random) -> Hostile:
-    text = draw.choice(["\x00", "<answer>", "\u202e", "a" * 20_000, "\U0010ffff" * 99, " ", "%00", "' OR 1=1", "é\u0301"])
+    text = draw.choice(
+        ["\x00", "<answer>", "\u202e", "a" * 20_000, "\U0010ffff" * 99, " ", "%00", "' OR 1=1", "é\u0301"]
+    )
     return Hostile(posted({"queries": [text, "Anna"], "topk": 1}), frozenset({200, 400}))
 
 
 def _paths(draw: Random) -> Hostile:
-    path = draw.choice(["/", "//", "/../../etc/passwd", "/retrieve/", "/%2e%2e", "*", "/retrieve?x=" + "y" * 900, "/RETRIEVE"])
+    path = draw.choice(
+        ["/", "//", "/../../etc/passwd", "/retrieve/", "/%2e%2e", "*", "/retrieve?x=" + "y" * 900, "/RETRIEVE"]
+    )
     method = draw.choice(["GET", "PUT", "DELETE", "OPTIONS", "TRACE", "POST", "PATCH", "get", "X"])
     return Hostile(f"{method} {path} HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n".encode(), ends=True)
 

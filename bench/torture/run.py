@@ -25,10 +25,11 @@ from typing import Any
 from thresher.bench.machine import facts
 from thresher.bench.rows import append_rows, check_files
 from thresher.bench.torture import disks, endurance, files, holes, kills, records, requests
-from thresher.bench.torture.attack import Field, Tally, Tried
+from thresher.bench.torture.attack import Counts, Field, Tried
 from thresher.bench.torture.worker import Worker
 from thresher.bench.torture.world import make_world
 from thresher.engine import console
+from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
 ATTACKS: dict[str, Callable[[Field], Iterator[Tried]]] = {
@@ -41,19 +42,21 @@ ATTACKS: dict[str, Callable[[Field], Iterator[Tried]]] = {
     "endurance": endurance.attack,
 }
 VERSIONS = ("torch", "triton", "faiss-cpu", "safetensors", "tokenizers", "uvicorn")
+MARKS = ("<!-- torture -->", "<!-- end of torture -->")  # of a page, around the table
 SHOWN = 20  # faults of a kind that a row holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
     """What is to be done. scale: of the number of attempts; 1 is all, and takes up to an hour on two cores. tries: a
-    file that gets a line for every attempt."""
+    file that gets a line for every attempt. page: Markdown that shows the table between `MARKS`."""
 
     seed: int = 0
     scale: float = 1.0
     attacks: Sequence[str] = tuple(ATTACKS)
     out: str | None = None
     tries: str | None = None
+    page: str | None = None
 
 
 def run_torture(campaign: Campaign, run: Callable[[Sequence[str]], int]) -> dict[str, Any]:
@@ -62,6 +65,8 @@ def run_torture(campaign: Campaign, run: Callable[[Sequence[str]], int]) -> dict
         raise UserError(f"--attack {unknown[0]}: expected one of {', '.join(ATTACKS)}")
     check_files(campaign.out, None)
     check_files(campaign.tries, None)
+    if campaign.page is not None and _parts_of(Path(campaign.page)) is None:
+        raise UserError(f"--page {campaign.page}: expected a file with {MARKS[0]} and, below it, {MARKS[1]}")
     row = facts(VERSIONS) | {"bench": "torture", "seed": campaign.seed, "scale": campaign.scale, "kinds": []}
     begun = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="thresher-torture-"))
@@ -78,15 +83,17 @@ def run_torture(campaign: Campaign, run: Callable[[Sequence[str]], int]) -> dict
         shutil.rmtree(folder, ignore_errors=True)
     row["seconds"] = round(time.monotonic() - begun, 1)
     append_rows(campaign.out, row)
+    if campaign.page is not None:
+        show_on(Path(campaign.page), row)
     console.console.print(summary(row), markup=False, soft_wrap=True)
     return row
 
 
 def _carried_out(name: str, field: Field, tries: str | None) -> list[dict[str, Any]]:
     begun = time.monotonic()
-    found: dict[str, Tally] = {}
+    found: dict[str, Counts] = {}
     for one in ATTACKS[name](field):
-        found.setdefault(one.kind, Tally()).add(one)
+        found.setdefault(one.kind, Counts()).add(one)
         append_rows(tries, {"attack": name, **asdict(one)})
         if one.verdict == "wrong":
             console.console.print(f"torture: {name}, {one.kind}: {one.what}", markup=False, soft_wrap=True)
@@ -115,10 +122,25 @@ def summary(row: dict[str, Any]) -> str:
     share = "" if row["scale"] == 1 else f" (a {row['scale']:g} of the whole)"
     lines += [
         "",
-        f"{tried:,} attempts{share}, {wrong_of(row):,} wrong, in {row['seconds'] / 60:.0f} minutes; seed {row['seed']}, "
-        f"commit {row['commit']}, {row['machine']}.",
+        f"{tried:,} attempts{share}, {wrong_of(row):,} wrong, in {row['seconds'] / 60:.0f} minutes; "
+        f"seed {row['seed']}, commit {row['commit']}, {row['machine']}.",
     ]
     return "\n".join(lines)
+
+
+def show_on(page: Path, row: dict[str, Any]) -> None:
+    """Puts a row's table between the marks of a page."""
+    parts = _parts_of(page)
+    assert parts is not None
+    atomic_write_text(page, f"{parts[0]}{MARKS[0]}\n\n{summary(row)}\n\n{MARKS[1]}{parts[1]}")
+
+
+def _parts_of(page: Path) -> tuple[str, str] | None:
+    """What stands before and behind the marks of a page."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    before, _, rest = text.partition(MARKS[0])
+    _, end, behind = rest.partition(MARKS[1])
+    return (before, behind) if end else None
 
 
 def stored(path: str | Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Commands in forked processes: what is imported is there already, and whatever the command does ends with its process.
 
-    ended = worker.play(["eval", ..], Limits(seconds=60))        to its end
+    ended = worker.play(["eval", ..], ForkLimits(seconds=60))        to its end
     started = worker.start(["train", ..]); started.kill(SIGKILL)  or to any moment
 
 A fork has its own limits of time and memory, so a command that hangs, eats memory or dies of a signal is a result like
@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ MEMORY = 4 << 30  # bytes of address space beyond what the fork begins with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ForkLimits:
     """Of one command. seconds: on the clock; one that takes longer hangs. memory: address space that it may add, in
     bytes. file_bytes: of any file that it writes, as on a full disk; None: no limit. powerless: file modes hold for it
     even where it is root."""
@@ -58,7 +59,7 @@ class Ended:
 class Started:
     """A forked process. Its streams go to files of its own in `folder`, which is new."""
 
-    def __init__(self, call: Callable[[], int], folder: Path, limits: Limits) -> None:
+    def __init__(self, call: Callable[[], int], folder: Path, limits: ForkLimits) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.limits, self.begun = folder, limits, time.monotonic()
         sys.stdout.flush()
@@ -97,10 +98,8 @@ class Started:
         pid, status = os.waitpid(self.pid, options)
         if pid == 0:
             return None
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what it has started
-        except ProcessLookupError:
-            pass
         died = os.WIFSIGNALED(status)
         self._ended = Ended(
             status=None if died else os.WEXITSTATUS(status),
@@ -113,7 +112,6 @@ class Started:
         for read, _ in self._pipes:
             os.close(read)
         return self._ended
-
 
     def _said(self, number: int) -> str:
         """What the process has written to a stream."""
@@ -131,21 +129,21 @@ class Worker:
         streams.mkdir(parents=True, exist_ok=True)
         self.played = 0
 
-    def start(self, words: Sequence[str], limits: Limits | None = None) -> Started:
+    def start(self, words: Sequence[str], limits: ForkLimits | None = None) -> Started:
         """Begin a command, and do not wait."""
         return self.start_call(lambda: self.run(words), limits)
 
-    def play(self, words: Sequence[str], limits: Limits | None = None) -> Ended:
+    def play(self, words: Sequence[str], limits: ForkLimits | None = None) -> Ended:
         """A command to its end."""
         return self.start(words, limits).wait()
 
-    def start_call(self, call: Callable[[], int], limits: Limits | None = None) -> Started:
+    def start_call(self, call: Callable[[], int], limits: ForkLimits | None = None) -> Started:
         """Begin any function, whose result is the exit status."""
         self.played += 1
         gc.freeze()  # what is there is shared with the fork, and no collection of its own is to touch it
-        return Started(call, self._streams / f"{self.played % 8}", limits or Limits())
+        return Started(call, self._streams / f"{self.played % 8}", limits or ForkLimits())
 
-    def play_call(self, call: Callable[[], int], limits: Limits | None = None) -> Ended:
+    def play_call(self, call: Callable[[], int], limits: ForkLimits | None = None) -> Ended:
         """Any function to its end."""
         return self.start_call(call, limits).wait()
 
@@ -169,7 +167,7 @@ class Worker:
         return ended
 
 
-def _be_the_child(call: Callable[[], int], folder: Path, limits: Limits, pipes: Sequence[int]) -> None:
+def _be_the_child(call: Callable[[], int], folder: Path, limits: ForkLimits, pipes: Sequence[int]) -> None:
     """Run `call` and leave; never returns."""
     status = 1
     try:
@@ -211,7 +209,7 @@ def _drained(descriptor: int) -> bytes:
     return data
 
 
-def _limit(limits: Limits) -> None:
+def _limit(limits: ForkLimits) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + limits.memory, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -228,11 +226,14 @@ def drop_powers() -> None:
         return
     import ctypes
 
-    class Head(ctypes.Structure):
+    class CapabilityHead(ctypes.Structure):
         _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
 
     libc = ctypes.CDLL(None, use_errno=True)
-    head, data = Head(0x20080522, 0), (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high
+    head, data = (
+        CapabilityHead(0x20080522, 0),
+        (ctypes.c_uint32 * 6)(),
+    )  # effective, permitted, inheritable; low words, then high
     if libc.capget(ctypes.byref(head), data) != 0:
         raise OSError(ctypes.get_errno(), "capget")
     for place in range(3):

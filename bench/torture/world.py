@@ -201,7 +201,11 @@ def _write_data(at: Path) -> None:
     write_lines(at / "dev.jsonl", asked[:3])
     write_lines(at / "questions2.jsonl", [{**one, "golden_answers": ["nobody"]} for one in asked])
     said = [
-        {"question": one["question"], "passages": [], "segments": [{"source": "policy", "text": one["golden_answers"][0]}]}
+        {
+            "question": one["question"],
+            "passages": [],
+            "segments": [{"source": "policy", "text": one["golden_answers"][0]}],
+        }
         for one in asked
     ]
     write_lines(at / "transcripts.jsonl", said)

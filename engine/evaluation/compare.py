@@ -70,7 +70,9 @@ def _check_numbers(measures: Mapping[str, Any], where: str) -> None:
     """UserError, starting with `where`, for a measure that is no number, no yes or no, and not null."""
     for name, value in measures.items():
         if not (value is None or (isinstance(value, int | float) and abs(value) < LARGEST)):
-            raise UserError(f"{where}: measures.{name}: expected a number or null, got {str(value)[:80]}; evaluate again")
+            raise UserError(
+                f"{where}: measures.{name}: expected a number or null, got {str(value)[:80]}; evaluate again"
+            )
 
 
 def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def recorded(target: str, folder: Path) -> tuple[Path, list[Command]]:
     return here, found
 
 
-@pytest.mark.parametrize("target", ["demo", "bench", "gpu-check"])
+@pytest.mark.parametrize("target", ["demo", "bench", "gpu-check", "torture"])
 def test_what_a_target_runs_runs(
     target: str,
     tmp_path: Path,

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attack", action="append", choices=ATTACKS, metavar="NAME", help="may be repeated; default: every one"
     )
     parser.add_argument("--tries", metavar="FILE", help="JSON lines to append every attempt to")
+    parser.add_argument("--page", metavar="FILE", help="Markdown whose table is replaced, as in docs/reliability.md")
     parser.add_argument("--out", help="JSON lines to append the counts to")
 
 
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace) -> None:
         attacks=options.attack or ATTACKS,
         out=options.out,
         tries=options.tries,
+        page=options.page,
     )
     row = run_torture(campaign, options.command_line)
     console.answer({"rows": [row]})

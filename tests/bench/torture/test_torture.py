@@ -20,7 +20,7 @@ from thresher.bench.torture import disks, files, holes, kills, records, requests
 from thresher.bench.torture.attack import Field, judge
 from thresher.bench.torture.endurance import judged_descriptors, judged_memory
 from thresher.bench.torture.run import ATTACKS, stored, summary
-from thresher.bench.torture.worker import Ended, Limits, Worker
+from thresher.bench.torture.worker import Ended, ForkLimits, Worker
 from thresher.cli.commands.bench.torture import ATTACKS as NAMED
 from thresher.policy.files import atomic_write_text
 from thresher.policy.hashes import read_hashes, write_hashes
@@ -80,9 +80,9 @@ def test_whatever_a_command_does_ends_with_its_fork(tmp_path: Path, word: str, f
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     target = {"lock": locked / "file", "fill": tmp_path / "file"}.get(word, tmp_path)
-    limits = Limits(seconds=0.3 if word == "hang" else 20, powerless=word == "lock")
+    limits = ForkLimits(seconds=0.3 if word == "hang" else 20, powerless=word == "lock")
     if word == "fill":
-        limits = Limits(seconds=20, file_bytes=50)
+        limits = ForkLimits(seconds=20, file_bytes=50)
     ended = Worker(crash, tmp_path / "streams").play([word, str(target)], limits)
     verdict, found = judge(ended, lambda: True)
     assert verdict == "wrong" and fault in found, ended
@@ -124,7 +124,7 @@ def test_damage_that_nobody_looks_for_is_reported(tmp_path: Path, damage: str) -
     pristine = tmp_path / "pristine"
     shutil.copytree(field.at, pristine)
     for flags, verdicts in (((), {"refused"}), (("--no-verify",), {"wrong", "right"})):
-        target = files.Target(("index/data",), lambda at, out, flags=flags: [str(at / "index"), str(out), *flags])  # type: ignore[misc]
+        target = files.Readable(("index/data",), lambda at, out, flags=flags: [str(at / "index"), str(out), *flags])  # type: ignore[misc]
         field.worker.play(target.words(field.at, field.scratch / "out"))
         expected = {"out": files.content(field.scratch / "out")["out"]}
         found = files.try_mutant(field, pristine, target, folder / "data", damage, Random(1), expected)
@@ -155,7 +155,7 @@ def counted(words: Sequence[str]) -> int:
 @pytest.mark.parametrize(("how", "verdict"), [("sound", "right"), ("repeats", "wrong"), ("traces", "wrong")])
 def test_a_command_that_does_not_resume_is_reported(tmp_path: Path, how: str, verdict: str) -> None:
     field = field_of(counted, tmp_path)
-    job = kills.Job(lambda at, out: [str(out), how], out="out.txt")
+    job = kills.Killable(lambda at, out: [str(out), how], out="out.txt")
     expected = {"out.txt": kills.content(_written(field, job))["out.txt"]}
     kills.clear(field.scratch / "out.txt")
     draw = Random(0)
@@ -163,7 +163,7 @@ def test_a_command_that_does_not_resume_is_reported(tmp_path: Path, how: str, ve
     assert verdict in {one for one, _ in found} and (verdict == "wrong" or len({one for one, _ in found}) == 1), found
 
 
-def _written(field: Field, job: kills.Job) -> Path:
+def _written(field: Field, job: kills.Killable) -> Path:
     out = field.scratch / job.out
     assert field.worker.play(job.words(field.at, out)).status == 0
     return out
@@ -256,20 +256,22 @@ def written(words: Sequence[str]) -> int:
             out.write_text("x" * 100)
     except UserError as error:
         return said(str(error))
-    except OSError as error:
+    except OSError:
         if how == "raises":
             raise
         return 0 if how == "is silent" else said("the disk is full")
     return 0
 
 
-@pytest.mark.parametrize(("how", "verdict"), [("sound", "refused"), ("raises", "wrong"), ("is silent", "wrong"), ("", "wrong")])
+@pytest.mark.parametrize(
+    ("how", "verdict"), [("sound", "refused"), ("raises", "wrong"), ("is silent", "wrong"), ("", "wrong")]
+)
 def test_a_command_that_does_not_know_of_full_disks_is_reported(tmp_path: Path, how: str, verdict: str) -> None:
     field = field_of(written, tmp_path)
     writer = disks.Writer(lambda at, out: [str(out), how])
     expected = disks._with_room(field, writer)
-    assert disks.try_disk(field, writer, Limits(seconds=20, file_bytes=50), expected)[0] == verdict
-    assert disks.try_disk(field, writer, Limits(seconds=20, file_bytes=100), expected)[0] == "right"
+    assert disks.try_disk(field, writer, ForkLimits(seconds=20, file_bytes=50), expected)[0] == verdict
+    assert disks.try_disk(field, writer, ForkLimits(seconds=20, file_bytes=100), expected)[0] == "right"
     assert disks._read_only(field, writer)[0] == verdict
     assert list(field.scratch.iterdir()) == []
 
@@ -319,7 +321,9 @@ def test_the_page_shows_the_stored_row() -> None:
 def test_a_slice_of_the_campaign(tmp_path: Path) -> None:
     """In a process of its own: threads of torch do not survive a fork, and this one may have computed."""
     command = [sys.executable, "-m", "thresher.cli", "bench", "torture", "--scale", "0.001", "--seed", "1", "--json"]
-    played = subprocess.run([*command, "--out", str(tmp_path / "row.jsonl")], capture_output=True, text=True, timeout=600)
+    played = subprocess.run(
+        [*command, "--out", str(tmp_path / "row.jsonl")], capture_output=True, text=True, timeout=600
+    )
     assert played.returncode == 0, played.stderr
     (row,) = json.loads(played.stdout)["rows"]
     assert {kind["attack"] for kind in row["kinds"]} == set(ATTACKS)
