@@ -41,6 +41,7 @@ ATTACKS: dict[str, Callable[[Field], Iterator[Tried]]] = {
     "disks": disks.attack,
     "endurance": endurance.attack,
 }
+WORLDLESS = {"holes"}  # attacks that read no file
 VERSIONS = ("torch", "triton", "faiss-cpu", "safetensors", "tokenizers", "uvicorn")
 MARKS = ("<!-- torture -->", "<!-- end of torture -->")  # of a page, around the table
 SHOWN = 20  # faults of a kind that a row holds
@@ -72,8 +73,9 @@ def run_torture(campaign: Campaign, run: Callable[[Sequence[str]], int]) -> dict
     folder = Path(tempfile.mkdtemp(prefix="thresher-torture-"))
     try:
         worker = Worker(run, folder / "streams")
-        make_world(folder / "world", worker)
-        for name in campaign.attacks:
+        if set(campaign.attacks) - WORLDLESS:
+            make_world(folder / "world", worker)
+        for name in dict.fromkeys(campaign.attacks):
             (folder / name).mkdir()
             field = Field(
                 at=folder / "world", scratch=folder / name, worker=worker, seed=campaign.seed, scale=campaign.scale

@@ -230,10 +230,8 @@ def drop_powers() -> None:
         _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
 
     libc = ctypes.CDLL(None, use_errno=True)
-    head, data = (
-        CapabilityHead(0x20080522, 0),
-        (ctypes.c_uint32 * 6)(),
-    )  # effective, permitted, inheritable; low words, then high
+    # Effective, permitted and inheritable ones: their low words, then their high words.
+    head, data = CapabilityHead(0x20080522, 0), (ctypes.c_uint32 * 6)()
     if libc.capget(ctypes.byref(head), data) != 0:
         raise OSError(ctypes.get_errno(), "capget")
     for place in range(3):

@@ -3,7 +3,7 @@
     model/ model2/                      random weights; the second another's, of the same shape
     corpus.jsonl questions.jsonl ..     data, and its second version
     flat/ hnsw/ ivf/ bm25/ hybrid/      indexes; flat2/ .. of the other corpus
-    recipe.toml letters.py prompt.txt   a system of one's own, whose reward any text may earn, so that weights do move
+    recipe.toml                         with a system of one's own, whose reward any text may earn, so that weights move
     run/                                 a training run that was killed after its second step; run2/ with another seed
     evaluation/ evidence.jsonl           unfinished too
 
