@@ -49,7 +49,7 @@ def crash(words: Sequence[str]) -> int:
         case "hang":
             time.sleep(60)
         case "die":
-            os.kill(os.getpid(), signal.SIGABRT)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "trace":
             raise ValueError("ours")
         case "eat":
@@ -67,7 +67,7 @@ def crash(words: Sequence[str]) -> int:
     ("word", "fault"),
     [
         ("hang", "hangs"),
-        ("die", "died of signal 6"),
+        ("die", "died of signal 9"),
         ("trace", "ValueError: ours"),
         ("eat", "MemoryError"),
         ("mute", "without a sentence"),
