@@ -5,6 +5,7 @@
 #   make lint        all of that but the tests
 #   make docs        docs/recipe.md, from the recipe's sections
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
+#   make torture     kills, damaged files, hostile requests, full disks: an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
 #   make gpu-check   all that a GPU has to confirm, in eight minutes, in the Python that is there (PYTHON=.., RESULTS=..)
 #   make .venv       only the environment                             (PYTHON=python3.12)
 #   make clean       remove environments and caches; runs/ stays
@@ -12,6 +13,7 @@
 PYTHON ?= python3
 SEED ?= 0
 OUT ?=
+SCALE ?= 1
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -111,6 +113,10 @@ bench: .venv-bench
 	@for shape in demo rag search; do
 	    $(BENCH)/bin/thresher bench step --shape "$$shape" --out bench/results/step-cpu.jsonl --plot docs/step.png
 	done
+
+.PHONY: torture
+torture: .venv
+	@exec $(VENV)/bin/thresher bench torture --seed $(SEED) --scale $(SCALE) --out bench/results/torture.jsonl --page docs/reliability.md
 
 # Installs nothing but links to this checkout: torch and the rest are what the machine has. Needs no data folder and no
 # registry. All of it within 8 minutes, each part cut off on its own: tests, tuning, loss, decode steps, rollout and

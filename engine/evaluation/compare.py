@@ -22,6 +22,7 @@ from thresher.rewards.errors import UserError
 Measures = Mapping[str, float | None]
 
 RECALLS = ("recall_evidence", "recall_rationale", "recall_notes", "recall_evaluation", "recall_analysis")
+LARGEST = 1e100  # of a measure: their squares are summed
 ACROSS = frozenset({"recall_evidence", "recall_rationale"})
 
 
@@ -58,10 +59,20 @@ def read_evaluation(path: str | Path) -> Evaluation:
             raise UserError(
                 f"{path / 'trajectories.jsonl'}: line {number} has no measures; evaluate again with this version"
             )
+        _check_numbers(found, f"{path / 'trajectories.jsonl'}: line {number}")
         id_ = str(record.get("id"))
         questions[id_] = str(record.get("question"))
         measures[id_] = found
     return Evaluation(path, read_json_object(path / "metrics.json"), questions, measures)
+
+
+def _check_numbers(measures: Mapping[str, Any], where: str) -> None:
+    """UserError, starting with `where`, for a measure that is no number, no yes or no, and not null."""
+    for name, value in measures.items():
+        if not (value is None or (isinstance(value, int | float) and abs(value) < LARGEST)):
+            raise UserError(
+                f"{where}: measures.{name}: expected a number or null, got {str(value)[:80]}; evaluate again"
+            )
 
 
 def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:

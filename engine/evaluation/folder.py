@@ -15,12 +15,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from thresher.engine.evaluation.generated import Generated, read_generated
+from thresher.engine.evaluation.generated import Generated, read_generated, write_generated
 from thresher.engine.store.run_folder import lock_folder
 from thresher.policy.files import append_bytes, atomic_write_text, read_json_object, staged_folder
 from thresher.retrieval.data.jsonl import write_jsonl
@@ -88,8 +87,7 @@ class EvalFolder:
 
     def append(self, entries: Iterable[Generated]) -> None:
         """Add to what was generated, handed to the operating system before this returns."""
-        data = b"".join(json.dumps(asdict(entry)).encode("ascii") + b"\n" for entry in entries)
-        append_bytes(self._generated, data)
+        append_bytes(self._generated, b"".join(map(write_generated, entries)))
 
     def finish(self, records: Iterable[dict[str, Any]], table: str, figures: Mapping[str, Any]) -> None:
         """Write the results; metrics.json, by which the evaluation counts as complete, last."""

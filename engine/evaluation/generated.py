@@ -4,9 +4,11 @@ What is read may have been damaged since, and nothing that was sampled can be gu
 the command ends in a sentence.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from thresher.retrieval.data.jsonl import as_object, parse_json
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
+CHECK = "check"  # the key of a line's digest
 REMEDY = "delete this line and those behind it, and they are generated again"
 
 
@@ -40,11 +43,21 @@ def check_generated(
                 raise UserError(f"{path}:{number}: {'; '.join(wrong)}; {REMEDY}")
 
 
+def write_generated(entry: Generated) -> bytes:
+    """A line of generated.jsonl, with its line feed, and in it a digest of all else that it holds."""
+    record = asdict(entry)
+    return json.dumps(record | {CHECK: _digest(record)}).encode("ascii") + b"\n"
+
+
 def read_generated(line: bytes, where: str) -> Generated:
     """A line of generated.jsonl, without its line feed. UserError, starting with `where`, for one that was not written
     so."""
     try:
         record = as_object(parse_json(line, where), where)
+        # A line of an earlier version has none.
+        if record.get(CHECK) not in (None, _digest({key: value for key, value in record.items() if key != CHECK})):
+            raise ValueError("its digest is another's")
+        record.pop(CHECK, None)
         entry = Generated(**{**record, "trajectory": _trajectory(record["trajectory"])})
         numbers = (entry.seconds, entry.branches_without_room)
         if not all(isinstance(x, int | float) and 0 <= x < math.inf for x in numbers):
@@ -56,6 +69,10 @@ def read_generated(line: bytes, where: str) -> Generated:
             f"{where}: no trajectory as it was written ({type(error).__name__}: {error}); {REMEDY}"
         ) from None
     return entry
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(record).encode("ascii")).hexdigest()[:16]
 
 
 def _trajectory(record: Mapping[str, Any]) -> Trajectory:

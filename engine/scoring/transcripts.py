@@ -67,7 +67,7 @@ def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None
         raise UserError(
             f"{where}: expected an object with id, golden_answers and a list of segments; add what is missing"
         )
-    if not isinstance(record["id"], str | int):
+    if not isinstance(record["id"], str | int) or isinstance(record["id"], bool):
         raise UserError(f"{where}: id: expected a string or a whole number, got {str(record['id'])[:80]}")
     pieces = read_pieces(record["segments"], where, tokenizer)
     passages = _passages(record, where)

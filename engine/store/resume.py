@@ -4,17 +4,16 @@ A run never goes back by itself: what was trained since would be lost without a 
 sentence that names the file and the newest checkpoint that is whole; `--from STEP` goes back to that one, and cuts what
 was recorded behind it (`RunFolder.truncate_after`).
 
-Nor does a run go on from records that were lost: metrics.jsonl must hold every step and every evaluation up to the
-checkpoint. What was measured then cannot be computed again.
+Nor does a run go on from records that were lost (`RunFolder.check_metrics`): metrics.jsonl must hold what it held when
+the checkpoint was saved. What was measured then cannot be computed again.
 
 Deliberately absent: repair of a damaged checkpoint.
 """
 
-from collections.abc import Collection
 from pathlib import Path
 
 from thresher.engine.store.checkpoint import Checkpoint, read_checkpoint, step_folders
-from thresher.engine.store.run_folder import read_metrics, step_name, step_of
+from thresher.engine.store.run_folder import step_name, step_of
 from thresher.rewards.errors import UserError
 
 
@@ -40,21 +39,6 @@ def checkpoint_to_resume(folder: str | Path, from_step: int | None = None, verif
         return read_checkpoint(path, verify)
     except UserError as error:
         raise UserError(f"{error}. {_way_back(earlier, verify)}") from None
-
-
-def check_records(metrics: Path, step: int, evaluated: Collection[int]) -> None:
-    """UserError unless a run's metrics.jsonl holds what it did when the checkpoint of `step` was saved: a record of
-    every step up to it, and those of the evaluations `evaluated` before it. The sentence names what there is to do."""
-    records = read_metrics(metrics)
-    steps = {record["step"] for record in records if "eval" not in record}
-    evals = {record["step"] for record in records if "eval" in record}
-    lost = sorted((set(range(1, step + 1)) - steps) | {each for each in evaluated if each < step} - evals)
-    if lost:
-        many = f"step {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
-        raise UserError(
-            f"{metrics}: has lost records ({many}); the checkpoint is of step {step}, and by then it held one of each "
-            f"step and evaluation: put a copy back, or go on without them by --resume --from {step}"
-        )
 
 
 def _way_back(paths: list[Path], verify: bool) -> str:

@@ -31,6 +31,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -195,6 +196,26 @@ class RunFolder:
             for path in folder.glob(".*.tmp"):
                 path.unlink()
 
+    def metrics_mark(self) -> dict[str, Any]:
+        """How many records metrics.jsonl holds, and their digest, for a checkpoint to remember."""
+        records = read_metrics(self.metrics_file)
+        return {"records": len(records), "sha256": _digest(records)}
+
+    def check_metrics(self, step: int, mark: Mapping[str, Any] | None) -> None:
+        """UserError unless the records up to a checkpoint's step are those that it was saved with, by its
+        `metrics_mark` (None: of an earlier version); behind them the evaluation that belongs to it may have been added.
+        """
+        if mark is None:
+            return
+        kept = [record for record in read_metrics(self.metrics_file) if record["step"] <= step]
+        count = mark["records"]
+        added = kept[count:]
+        if _digest(kept[:count]) != mark["sha256"] or len(added) > 1 or any("eval" not in record for record in added):
+            raise UserError(
+                f"{self.metrics_file}: its records up to step {step} are not the {count} that the checkpoint was saved "
+                f"with; put a copy back, or go on with those that are left by --resume --from {step}"
+            )
+
     def _keep_metrics(self, records: list[dict[str, Any]]) -> None:
         """Rewrite metrics.jsonl to these records, if it holds anything else."""
         data = b"".join(map(_json_line, records))
@@ -248,6 +269,10 @@ def _json_line(record: Mapping[str, Any]) -> bytes:
         text = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
     # A lone surrogate has no UTF-8; as a backslash escape it is the same character in JSON.
     return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _digest(records: Iterable[Mapping[str, Any]]) -> str:
+    return sha256(b"".join(map(_json_line, records))).hexdigest()
 
 
 def _finite(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from thresher.engine.assemble import check_fit
 from thresher.policy.config import config_from_dict, known_keys
 from thresher.policy.files import read_json_object, staged_folder
+from thresher.policy.hashes import write_hashes
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from thresher.retrieval.data.jsonl import iter_jsonl
@@ -66,6 +67,7 @@ def write_model(policy: Policy, tokenizer: Tokenizer, out: str | Path) -> dict[s
     with staged_folder(out) as staged:
         policy.save(staged)
         tokenizer.save(staged)
+        write_hashes(staged)
     return {
         "parameters": policy.parameter_count(),
         "layers": config.num_hidden_layers,

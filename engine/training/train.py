@@ -34,7 +34,7 @@ from thresher.engine.scoring.score import Judges
 from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
-from thresher.engine.store.resume import check_records, checkpoint_to_resume
+from thresher.engine.store.resume import checkpoint_to_resume
 from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
@@ -203,6 +203,7 @@ class Trainer:
             "seconds": time.perf_counter() + offset,
             "index": retriever.identity if retriever else None,
             "system": self.parts.system_digest,
+            "metrics": self.run_folder.metrics_mark(),
         }
         save_checkpoint(
             self.run_folder.checkpoints,
@@ -290,10 +291,8 @@ class Trainer:
 def _check_resumed(recipe: Recipe, out: Path, checkpoint: Checkpoint | None, told: bool) -> None:
     """Say from where the run goes on. UserError where records are lost; told: by --from, which step it is to be."""
     step = checkpoint.step if checkpoint else 0
-    judged = recipe.data is not None and recipe.data.dev is not None
-    if not told:
-        due = recipe.run.eval_every
-        check_records(RunFolder(out).metrics_file, step, range(0, step, due or max(step, 1)) if judged else ())
+    if checkpoint and not told:
+        RunFolder(out).check_metrics(step, checkpoint.state.get("metrics"))
     where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
     console.console.print(
         f"train: goes on behind step {step} of {recipe.run.steps}, from {where}", markup=False, soft_wrap=True

@@ -170,7 +170,7 @@ class Updater:
         return logprobs_R
 
     def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> dict[str, torch.Tensor]:
-        """Add a micro-batch's gradients; returns what store/token_stats.py keeps of its rows, nothing of an idle one."""
+        """Add a micro-batch's gradients; returns what may be kept of its rows, by name, and of an idle one nothing."""
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():

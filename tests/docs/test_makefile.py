@@ -15,6 +15,8 @@ import pytest
 from document_play import Play
 from documents import ROOT, Block, Command
 
+from thresher.cli.main import build_parser
+
 # Writes down the arguments of every `thresher`, one a line, and answers what a recipe asks of Python.
 THRESHER = """#!/bin/bash
 printf '%s\\n' "$@" >"$RECORD.$$"
@@ -78,3 +80,10 @@ def test_a_second_demo_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "checkout" / "runs" / "demo").mkdir(parents=True)
     _, [command] = recorded("demo", tmp_path)
     assert command.words == ("demo", "--out", "runs/demo-2", "--seed", "0")
+
+
+def test_the_hour_of_attack_keeps_its_counts_and_its_page(tmp_path: Path) -> None:
+    _, [command] = recorded("torture", tmp_path)
+    options = build_parser().parse_args(command.words)
+    assert (options.scale, options.seed, options.attack) == (1.0, 0, None)
+    assert all((ROOT / path).exists() for path in (options.out, options.page))

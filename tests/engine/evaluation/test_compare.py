@@ -112,6 +112,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: py
     )
     old = evaluation(tmp_path / "old", [("x", {"em": 1.0})])
     (old / "trajectories.jsonl").write_text('{"id": "x", "question": "Who is x?", "parts": {}}\n')
+    strange = [evaluation(tmp_path / f"strange{n}", [("x", {"em": bad})]) for n, bad in enumerate(([7], "x", 10**400))]
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     (unfinished / "settings.json").write_text("{}")
@@ -119,6 +120,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: py
         (apart, "no question is in both"),
         (other, "question x is another in"),
         (old, "line 1 has no measures"),
+        *((each, "line 1: measures.em: expected a number or null") for each in strange),
         (unfinished, "holds an unfinished evaluation"),
         (tmp_path / "nowhere", "holds no evaluation"),
     ):

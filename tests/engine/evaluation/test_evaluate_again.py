@@ -155,7 +155,15 @@ def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     kept = out / "generated.jsonl"
     first, *rest = kept.read_text().splitlines()
     system, refused = load_system("search_r1", {}), 0
-    many = damages(first)
+    bare = json.dumps({key: value for key, value in json.loads(first).items() if key != "check"})
+    many = damages(bare)  # as an earlier version wrote it; what is written now has a digest
+    whole = read_generated(first.encode(), "whole")
+    assert read_generated(bare.encode(), "bare") == whole
+    for damaged in damages(first):
+        try:
+            assert read_generated(damaged.encode(), f"{kept}:1") == whole
+        except UserError as error:
+            assert str(error).startswith(f"{kept}:1: "), error
     for damaged in many:
         try:
             entry = read_generated(damaged.encode(), f"{kept}:1")

@@ -299,6 +299,7 @@ BAD = [
     ({"golden_answers": ["x"], "segments": []}, "in.jsonl:2: expected an object with id"),
     (transcript() | {"segments": {}}, "in.jsonl:2: expected an object with id"),
     (transcript() | {"id": float("nan")}, "in.jsonl:2: id: expected a string or a whole number, got nan"),
+    (transcript() | {"id": True}, "in.jsonl:2: id: expected a string or a whole number, got True"),
     (transcript() | {"id": None}, "in.jsonl:2: id: expected a string or a whole number, got None"),
     (transcript() | {"golden_answers": "Paris"}, "in.jsonl:2: golden_answers: expected a list of strings, got Paris"),
     (transcript() | {"golden_answers": [1]}, "in.jsonl:2: golden_answers: expected a list of strings"),

@@ -258,6 +258,23 @@ def test_truncate_after_forgets_what_came_later(tmp_path: Path) -> None:
         assert run.metrics_file.read_bytes() == b"" and tree(run.trajectories) == ["notes.txt"]
 
 
+def test_metrics_of_a_checkpoint_are_those_that_it_was_saved_with(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        for record in ({"step": 0, "eval": {"em": 0.5}}, {"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.5}):
+            run.append_metrics(record)
+        mark = run.metrics_mark()
+        whole = run.metrics_file.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        later = [b'{"step": 2, "eval": {"em": 1.0}}\n', b'{"step": 3, "reward": 1.0}\n']
+        for behind in ([], later[:1], later):  # an evaluation that a kill had cut off, and what came later
+            run.metrics_file.write_bytes(whole + b"".join(behind))
+            run.check_metrics(2, mark)
+        run.check_metrics(2, None)  # a checkpoint of an earlier version
+        for damaged in (b"", whole * 2, b"".join(lines[1:]), whole.replace(b"0.25", b"0.75"), whole + lines[2]):
+            run.metrics_file.write_bytes(damaged)
+            assert "metrics.jsonl: its records up to step 2 are not the 3 " in refusal(run.check_metrics, 2, mark)
+
+
 def test_truncate_after_without_metrics(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", RECIPE) as run:
         run.truncate_after(0)

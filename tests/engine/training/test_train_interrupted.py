@@ -98,9 +98,9 @@ def test_records_that_were_lost_are_noticed(
 ) -> None:
     out = shutil.copytree(uninterrupted, tmp_path / "run")
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    for left, lost in ((lines[:0], "step 0 and 4 more"), (lines[:2], "step 2 and 2 more"), (lines[1:], "step 0")):
+    for left in (lines[:0], lines[:2], lines[1:]):
         (out / "metrics.jsonl").write_bytes(b"".join(left))
-        with pytest.raises(UserError, match=rf"metrics.jsonl: has lost records \({lost}\).* by --resume --from 4"):
+        with pytest.raises(UserError, match=r"metrics.jsonl: its records up to step 4 are not .* by --resume --from 4"):
             train(make_recipe(), out, resume=True)
         assert (out / "metrics.jsonl").read_bytes() == b"".join(left)
     train(make_recipe(), out, resume=True, from_step=2)  # told so
