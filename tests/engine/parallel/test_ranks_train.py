@@ -323,10 +323,11 @@ def test_a_rank_that_dies_ends_all_and_the_run_goes_on_from_its_checkpoint(
     if what == "killed":
         assert "Signal 9 (SIGKILL) received" in ended.stderr
     else:
-        sentence = "questions.jsonl: line 7 is on fire; put it out"
-        assert [line for line in ended.stderr.splitlines() if line.startswith("thresher: ")] == [
-            f"thresher: {sentence}"
-        ]
+        said = [line for line in ended.stderr.splitlines() if line.startswith("thresher: ")]
+        reason = "thresher: questions.jsonl: line 7 is on fire; put it out"
+        assert said.count(reason) == 1
+        # Rank 0, which torchrun ends, may come to say what is kept.
+        assert all(line.startswith("thresher: interrupted; ") for line in said if line != reason)
         assert "local_rank: 1" in ended.stderr  # torchrun's own report, which names the rank
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
     if what == "killed":

@@ -360,7 +360,7 @@ def test_recording_changes_no_bit_and_finds_what_the_loss_found(gradients: dict[
     for recorder in (None, TokenRecorder()):
         # One item a micro-batch, and these longest first: the second trajectory's place is not its item's.
         optim = OptimSection(micro_batch_tokens=1)
-        Updater(policy, policy, reference, optim, grpo, VOCAB, 10).update(items, 0, 0.7, recorder)
+        Updater(MasterWeights(policy), reference, optim, grpo, VOCAB, 10).update(items, 0, 0.7, recorder)
         found.append({name: value.clone() for name, value in gradients.items()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert recorder is not None
