@@ -151,7 +151,7 @@ class System:
     claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
     attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer, which is
     answer(attempt), the one that the reward reads; None without one.
-    needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
+    searches: it asks an index or a server; None: it does if `information` is one of its tags. needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
     """
 
     name: str
@@ -165,6 +165,11 @@ class System:
     wants_verdict: bool = False
     answer: Callable[[Attempt], str | None] = last_answer
     needs_gold_indices: bool = False
+    searches: bool | None = None
+
+    @property
+    def needs_index(self) -> bool:
+        return "<information>" in self.tags if self.searches is None else self.searches
 
 
 def first_prompt(system: System, question: Question, tools: Tools) -> Prompt:
