@@ -7,13 +7,15 @@ never sees a tensor, a batch or another episode.
     Prompt(...)     -> None         the first request, once
     Generate(stop)  -> Turn         the policy writes until a stop tag, the end of text, or a limit
     Search(query)   -> [Hit]        waits for the next retrieval, which serves all waiting episodes in one call
-    Retrieved(...)  -> None         appends passages between a pair of tags
+    Call(context)   -> Turn         a turn of the policy in a context of its own, which the episode waits for
+    Retrieved(...)  -> None         appends passages, or a text made of them, between a pair of tags
     Feedback(text)  -> None         appends a line of the engine's own
     Fork(branches)  -> None         contexts of their own, in which the policy writes once more, for the reward alone
 
 A branch hides what its context leaves out: the context is put together anew and computed anew from where it differs,
 since the hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in
-it goes to the reward (Attempt.branches) and never into the loss.
+it goes to the reward (Attempt.branches) and never into the loss. A call is such a context in the middle of an episode:
+what was written in it may be shown, as retrieved text, and is among the branches too, as "call 1", "call 2", ..
 
 A generator returns the reason why the trajectory ended ("answered", "turns", ...). Limits of tokens and context are the
 engine's business: it closes the generator and records its own reason.
@@ -61,9 +63,10 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Passages to show, between `before` and `after` (template text: the tags are here and nowhere else)."""
+    """Passages to show, or a text in their place, such as what a call made of them; between `before` and `after`
+    (template text: the tags are here and nowhere else)."""
 
-    hits: Sequence[Hit]
+    hits: Sequence[Hit] | str
     before: str
     after: str
 
@@ -101,7 +104,16 @@ class Fork:
     branches: Mapping[str, Reprefill]
 
 
-Request = Prompt | Generate | Search | Retrieved | Feedback | Fork
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One turn of the policy in a context of its own, whose Turn the episode gets: it may ask for a text to be read,
+    and show what came of it. No token of it is trained on. Passages of its prompt that exceed their budget are cut, as
+    those of a search. A limit ends the turn without a tag; a context that leaves it no room ends the trajectory."""
+
+    context: Reprefill
+
+
+Request = Prompt | Generate | Search | Call | Retrieved | Feedback | Fork
 Episode = Generator[Request, Any, str]
 
 

@@ -7,9 +7,11 @@ text of the engine's. All of it is PROMPT there, and only what the policy then w
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
 from thresher.engine.episode import Episode, Generate, Kept, Reprefill
+from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer
@@ -24,6 +26,14 @@ def context_ids(branch: Reprefill, written: Sequence[int], renderer: Renderer) -
         else:
             ids += renderer.tokenizer.encode_template(part)
     return ids
+
+
+def with_fitted_passages(context: Reprefill, renderer: Renderer, question_id: str) -> tuple[Reprefill, int]:
+    """A call's context, its passages cut to the budget of a search; and how many of their tokens that cost."""
+    asked = context.prompt.passages
+    passages = fit(asked, renderer, question_id)
+    cut = len(renderer.passages(asked)) - len(renderer.passages(passages))
+    return replace(context, prompt=replace(context.prompt, passages=passages)), cut
 
 
 def kept_ids(kept: Kept, written: Sequence[int], tokenizer: Tokenizer) -> list[int]:

@@ -4,7 +4,8 @@ An episode asks for turns, searches and text of the engine's. A turn goes to the
 side by side; when it has ended, its text goes to the episode, whose next request is served at once. Searches that are
 asked at one step are one call of the retriever; where a server answers it, the others go on writing meanwhile.
 
-Branches of a trajectory are episodes of their own, begun when it has ended.
+Branches of a trajectory are episodes of their own, begun when it has ended; so are its calls, for which it waits. A
+caller gives its place in the decoder up meanwhile, so that callers cannot take all places and wait for ever.
 
 What makes a sample independent of the others: its noise is a function of its own seed and position, and the decoder's
 sequences are independent of each other. When a server answers decides nothing but who shares a forward.
@@ -21,18 +22,18 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-import numpy as np
-
 from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.device import make_decoder
-from thresher.engine.decoding.drafts import TURN_END, Int32s, Speculate
+from thresher.engine.decoding.drafts import Int32s, Speculate
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.engine.episode import (
+    Call,
     Episode,
     Feedback,
     Fork,
     Generate,
     Prompt,
+    Reprefill,
     Request,
     Retrieved,
     Search,
@@ -45,8 +46,8 @@ from thresher.engine.protocol.passages import fit_passages
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.engine.rollout.background import Background
-from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids
-from thresher.engine.rollout.samples import Job, Sample
+from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids, with_fitted_passages
+from thresher.engine.rollout.samples import Job, Sample, ids_by_turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -165,7 +166,7 @@ class Rollout:
         elsewhere = self.clock.decode + self.clock.prefill + self.clock.search
         self.clock.host = max(self.clock.total - elsewhere, 0.0)  # a search may pass while a GPU decodes
         for sample in samples if recall else ():
-            self._written[sample.job.question.id] = _ids_by_turns(sample.trajectory)
+            self._written[sample.job.question.id] = ids_by_turns(sample.trajectory)
             self._written.move_to_end(sample.job.question.id)
         while len(self._written) > REMEMBERED:
             self._written.popitem(last=False)
@@ -205,16 +206,6 @@ class Rollout:
                 self.prompt(shown, room=0 if question.passages else budget)
 
 
-def _ids_by_turns(trajectory: Trajectory) -> Int32s:
-    """A trajectory's ids, with the ends of its turns."""
-    ids: list[int] = []
-    for segment in trajectory.segments:
-        ids += segment.ids
-        if segment.source is Source.POLICY:
-            ids.append(TURN_END)
-    return np.array(ids, np.int32)
-
-
 class _Run:
     """One call of `Rollout.run`: the samples that are under way."""
 
@@ -227,6 +218,7 @@ class _Run:
         self.samples: dict[TokenSequence, Sample] = {}
         self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
         self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()
+        self.called: list[tuple[Sample, object]] = []  # callers, with the turns that they waited for
 
     def begin_samples(
         self, jobs: Iterable[Job], prompt: SharedPrompt, make_episode: Callable[[Job], Episode]
@@ -285,6 +277,11 @@ class _Run:
         self.decoder.release(sample.sequence, keep=bool(sample.forks))
         if sample.forks:
             self._branch(sample)
+        if sample.caller is not None:
+            caller, name = sample.caller
+            caller.trajectory.branches[name] = sample.trajectory
+            turn = next(turns(sample.trajectory), Segment(Source.POLICY, []))
+            self.called.append((caller, Turn(self.rollout.tokenizer.decode_bytes(turn.ids), turn.stop)))
         if self.on_progress is not None and sample.reported:
             self.on_progress(1)
 
@@ -301,10 +298,39 @@ class _Run:
             self.branches.append((sample.trajectory, name, begun.trajectory))
             self._serve([(begun, None)])
 
+    def _written(self, sample: Sample) -> list[int]:
+        return [token for turn in turns(sample.trajectory) for token in turn.ids]
+
+    def _call(self, sample: Sample, context: Reprefill) -> None:
+        """Begin a call; the sample goes on when it has ended."""
+        context, cut = with_fitted_passages(context, self.rollout.renderer, sample.job.question.id)
+        self.clock.cut_search_tokens += cut
+        ids = context_ids(context, self._written(sample), self.rollout.renderer)
+        if len(ids) + 1 > self.rollout.limits.max_context:
+            self._end(sample, "context")
+            return
+        sample.calls += 1
+        name = f"call {sample.calls}"
+        self.decoder.release(sample.sequence, keep=True)
+        job = Job(sample.job.question, sample.job.group, sample.job.sample, branch_seed(sample.job.seed, name))
+        (begun,) = self.begin_samples([job], SharedPrompt(ids), partial(branch_episode, context))
+        begun.reported, begun.caller = False, (sample, name)
+        self._advance(begun, None)
+
+    def _advance_all(self, ready: "Sequence[tuple[Sample, object]]") -> list[tuple[Sample, str]]:
+        """Who waits for a search, and with which query; those whose calls have ended go on with the others."""
+        waiting: list[tuple[Sample, str]] = []
+        pending = [*ready, *self.called]
+        self.called = []
+        while pending:
+            waiting += [(sample, query) for sample, answer in pending for query in self._advance(sample, answer)]
+            pending, self.called = self.called, []
+        return waiting
+
     def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
         Where a server searches, the others go on writing meanwhile."""
-        while waiting := [(sample, query) for sample, answer in ready for query in self._advance(sample, answer)]:
+        while waiting := self._advance_all(ready):
             self.clock.search_queries += len(waiting)
             self.clock.search_calls += 1
             retriever, queries = self._retriever(), [query for _, query in waiting]
@@ -354,10 +380,13 @@ class _Run:
             if isinstance(request, Generate):
                 self._open_turn(sample, request)
                 return []
+            if isinstance(request, Call):
+                self._call(sample, request.context)
+                return []
             if isinstance(request, Fork):
-                written = [token for turn in turns(trajectory) for token in turn.ids]
                 for name, branch in request.branches.items():
-                    sample.forks[name] = (branch, context_ids(branch, written, self.rollout.renderer))
+                    ids = context_ids(branch, self._written(sample), self.rollout.renderer)
+                    sample.forks[name] = (branch, ids)
                 continue
             if isinstance(request, Retrieved):
                 ids, cut = self.rollout.renderer.retrieved_and_cut(request)

@@ -4,10 +4,14 @@ sample comes by its seed."""
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import numpy as np
+
+from thresher.engine.decoding.drafts import TURN_END, Int32s
 from thresher.engine.decoding.sequences import TokenSequence
 from thresher.engine.episode import Episode, Reprefill
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.retrieval.questions import Question
+from thresher.rewards.transcript import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,16 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
+def ids_by_turns(trajectory: Trajectory) -> Int32s:
+    """A trajectory's ids, with the ends of its turns."""
+    ids: list[int] = []
+    for segment in trajectory.segments:
+        ids += segment.ids
+        if segment.source is Source.POLICY:
+            ids.append(TURN_END)
+    return np.array(ids, np.int32)
+
+
 @dataclass(slots=True)
 class Sample:
     """A sample that is under way. Its sequence is what the decoder knows of it."""
@@ -37,3 +51,5 @@ class Sample:
     max_tokens: int | None = None  # of the turn, where its episode says so
     forks: dict[str, tuple[Reprefill, list[int]]] = field(default_factory=dict)  # branches, with their contexts
     reported: bool = True  # to whoever watches; a branch is not
+    calls: int = 0
+    caller: "tuple[Sample, str] | None" = None  # who waits for it, and its name there
