@@ -87,12 +87,12 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Reprefill:
-    """A context of its own: a prompt, then text kept from the trajectory and template text (str), in this order. In it
-    the policy writes one turn, up to a tag of `stop`. Kept tokens stay whole; of one that straddles a boundary the kept
-    part is encoded anew, byte by byte. max_tokens: as in Generate."""
+    """A context of its own: a prompt, then text kept from the trajectory, template text (str) and what was retrieved,
+    in this order. In it the policy writes one turn, up to a tag of `stop`. Kept tokens stay whole; of one that
+    straddles a boundary the kept part is encoded anew, byte by byte. max_tokens: as in Generate."""
 
     prompt: Prompt
-    parts: tuple[Kept | str, ...]
+    parts: tuple[Kept | str | Retrieved, ...]
     stop: tuple[str, ...]
     max_tokens: int | None = None
 
@@ -163,7 +163,8 @@ class System:
     claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
     attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer, which is
     answer(attempt), the one that the reward reads; None without one.
-    searches: it asks an index or a server; None: it does if `information` is one of its tags. needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
+    searches: it asks an index or a server; None: it does if `information` is one of its tags.
+    needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
     """
 
     name: str

@@ -4,14 +4,14 @@
                 f1_arena (texts as ARENA's code normalises them, without that rule), sub_em (a gold is a substring),
                 contains (.. as whole tokens), answered, verdict (an LLM judge's yes)
     evidence    recall_evidence, recall_rationale, recall_notes, recall_evaluation, recall_refinement,
-                recall_analysis: a gold string stands in such a span; compression: the passages' length over the evidence's; no_evidence: there is
-                none to measure
+                recall_analysis: a gold string stands in such a span; compression: the passages' length over the
+                evidence's; no_evidence: there is none to measure
     references  relevance_precision, relevance_recall: named against gold
     retrieval   ndcg@5, recall@5, recall_passages: of the passages given or found, in their order, those with a gold
                 string being positive
     work        actions (turns), invalid_actions (those answered by a line of feedback), searches (valid ones),
                 evaluations, refinements and named (references) where a system has them, response_tokens (the policy's),
-                branch_tokens (its, for the reward alone), tokens
+                branch_tokens (its, in contexts of their own), tokens
 
 A measure that a question has no value for is None and left out of means, never a 0 that nobody measured; which measures
 a system has at all follows from its tags. The parts of its own reward stand beside these, under their own names.
@@ -78,7 +78,7 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     "refinements": ("Refinements", "number"),
     "named": ("References named", "number"),
     "response_tokens": ("Tokens written", "number"),
-    "branch_tokens": ("Tokens written for the reward alone", "number"),
+    "branch_tokens": ("Tokens written in contexts of their own", "number"),
     "tokens": ("Tokens of the whole sequence", "number"),
 }
 COUNTS = ("evaluations", "refinements", "named")  # measures that only the reward of a system with such tags can give

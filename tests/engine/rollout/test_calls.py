@@ -60,7 +60,8 @@ def test_what_a_call_wrote_is_shown_and_not_the_policys(
     run = tiny_rollout(system(), max_passage_tokens=200)
     TURNS.clear()
     (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
-    assert TURNS == [Turn(b"<answer>Bel</answer>", "</answer>")] and trajectory.reason == "answered"
+    (read,) = TURNS
+    assert read == Turn(b"<answer>Bel</answer>", "</answer>") and trajectory.reason == "answered"
     text = [(s.source, tiny_tokenizer.decode(s.ids)) for s in trajectory.segments]
     assert [source for source, _ in text[1:]] == [Source.POLICY, Source.RETRIEVED, Source.POLICY]
     shown = text[2][1]
@@ -125,5 +126,5 @@ def test_limits_of_a_call(tiny_rollout: Make, script: Callable[..., None]) -> No
     (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
     assert trajectory.reason == "ended" and run.clock.cut_search_tokens > 0
     assert trajectory.branches["call 1"].count(Source.POLICY) == 1
-    with pytest.raises(UserError, match="fewer than retrieval.passage_format takes"):
+    with pytest.raises(UserError, match=r"fewer than retrieval\.passage_format takes"):
         tiny_rollout(system(long), max_passage_tokens=6).run([Job(QUESTION, 0, 0, 7)], 1.0)
