@@ -22,7 +22,7 @@ engine's business: it closes the generator and records its own reason.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,10 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Search:
+    """among: passages to look in, by BM25, in place of the index or server."""
+
     query: str
+    among: Sequence[Passage] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,26 @@ def first_prompt(system: System, question: Question, tools: Tools) -> Prompt:
     if not isinstance(request, Prompt):
         raise TypeError(f"the episode of {system.name} must begin with a Prompt, not {request}")
     return request
+
+
+def over_given(system: System) -> System:
+    """The system with every search of it answered from the passages that the question brings, and no index needed.
+    UserError, when it searches, for a question that brings none."""
+
+    def episode(question: Question, tools: Tools) -> Episode:
+        inner, answer = system.episode(question, tools), None
+        while True:
+            try:
+                request = inner.send(answer)
+            except StopIteration as stop:
+                return str(stop.value)
+            if isinstance(request, Search):
+                if not question.passages:
+                    raise UserError(f"question {question.id} brings no passages to search; search an index instead")
+                request = replace(request, among=question.passages)
+            answer = yield request
+
+    return replace(system, episode=episode, searches=False)
 
 
 def pair_tags(*names: str) -> tuple[str, ...]:

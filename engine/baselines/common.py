@@ -9,8 +9,19 @@ tags has not answered, and `answered` says how often that happened.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from thresher.engine.episode import Call, Episode, Generate, Prompt, Reprefill, Tools, read_template
+from thresher.engine.episode import (
+    Call,
+    Episode,
+    Generate,
+    Prompt,
+    Reprefill,
+    System,
+    Tools,
+    over_given,
+    read_template,
+)
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
@@ -26,6 +37,14 @@ class Options:
     """examples: a text file of worked examples, put before the built-in prompt with a blank line between."""
 
     examples: str | None = None
+
+
+Over = Literal["index", "given"]
+
+
+def searching(system: System, over: Over) -> System:
+    """The system as it searches an index or a server, or the passages that a question brings."""
+    return over_given(system) if over == "given" else system
 
 
 def answer_reward(attempt: Attempt) -> RewardResult:

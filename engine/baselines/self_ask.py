@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from thresher.engine.baselines import common
-from thresher.engine.baselines.common import answer_reward, built_in, reader_call
+from thresher.engine.baselines.common import Over, answer_reward, built_in, reader_call, searching
 from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, pair_tags
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.retrieval.questions import Question
@@ -25,9 +25,11 @@ UNKNOWN = "The documents do not say."
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Options):
-    """reader: a call reads the passages and gives the intermediate answer."""
+    """reader: a call reads the passages and gives the intermediate answer. over: what is searched, an index or server,
+    or the passages that a question brings."""
 
     reader: bool = False
+    over: Over = "index"
 
 
 def episode(question: Question, tools: Tools, reader: bool) -> Episode:
@@ -53,7 +55,7 @@ def episode(question: Question, tools: Tools, reader: bool) -> Episode:
 
 
 def system(options: Options) -> System:
-    return System(
+    made = System(
         name="self_ask",
         tags=pair_tags("followup", "information", "intermediate", "answer"),
         episode=partial(episode, reader=options.reader),
@@ -61,3 +63,4 @@ def system(options: Options) -> System:
         template=built_in("self_ask_reader" if options.reader else "self_ask", options),
         preset={"retrieval": {"k": 3}, "rollout": {"max_turns": 5}},
     )
+    return searching(made, options.over)

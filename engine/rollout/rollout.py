@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.device import make_decoder
 from thresher.engine.decoding.drafts import Int32s, Speculate
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
@@ -47,10 +46,11 @@ from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.engine.rollout.background import Background
 from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids, with_fitted_passages
-from thresher.engine.rollout.samples import Job, Sample, ids_by_turns
+from thresher.engine.rollout.samples import Job, RolloutClock, Sample, ids_by_turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.indexes.given import rank_given
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.errors import UserError
@@ -77,20 +77,6 @@ class Limits:
     share_prefix: bool = True
     reuse: bool = True
     speculate: Speculate = 0
-
-
-@dataclass(slots=True)
-class RolloutClock(DecodeClock):
-    """Where the time of a rollout went, in seconds, and how much was done. host: what passed beside the rest, in
-    Python; on CUDA, while the GPU had nothing to do. cut_search_tokens: of retrieved passages, beyond the budget of a
-    search."""
-
-    search: float = 0.0
-    search_queries: int = 0
-    search_calls: int = 0
-    cut_search_tokens: int = 0
-    branches: int = 0
-    branches_without_room: int = 0
 
 
 class Rollout:
@@ -353,10 +339,13 @@ class _Run:
 
     def _found(self, waiting: "Sequence[tuple[Sample, str]]", found: list[list[Hit]]) -> list[tuple[Sample, object]]:
         for (sample, query), hits in zip(waiting, found, strict=True):
-            if self.rollout.shuffle:
-                Random(f"{sample.job.seed} {len(sample.trajectory.searches)}").shuffle(hits)
-            sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
+            self._note(sample, query, hits)
         return [(sample, hits) for (sample, _), hits in zip(waiting, found, strict=True)]
+
+    def _note(self, sample: Sample, query: str, hits: list[Hit]) -> None:
+        if self.rollout.shuffle:
+            Random(f"{sample.job.seed} {len(sample.trajectory.searches)}").shuffle(hits)
+        sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
 
     def _retriever(self) -> Retriever:
         if self.rollout.retriever is None:
@@ -376,7 +365,11 @@ class _Run:
                 return []
             answer = None
             if isinstance(request, Search):
-                return [request.query]
+                if request.among is None:
+                    return [request.query]
+                answer = hits = rank_given(request.among, request.query, self.rollout.renderer.k)
+                self._note(sample, request.query, hits)
+                continue
             if isinstance(request, Generate):
                 self._open_turn(sample, request)
                 return []

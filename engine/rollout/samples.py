@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.drafts import TURN_END, Int32s
 from thresher.engine.decoding.sequences import TokenSequence
 from thresher.engine.episode import Episode, Reprefill
@@ -37,6 +38,20 @@ def ids_by_turns(trajectory: Trajectory) -> Int32s:
         if segment.source is Source.POLICY:
             ids.append(TURN_END)
     return np.array(ids, np.int32)
+
+
+@dataclass(slots=True)
+class RolloutClock(DecodeClock):
+    """Where the time of a rollout went, in seconds, and how much was done. host: what passed beside the rest, in
+    Python; on CUDA, while the GPU had nothing to do. cut_search_tokens: of retrieved passages, beyond the budget of a
+    search."""
+
+    search: float = 0.0
+    search_queries: int = 0
+    search_calls: int = 0
+    cut_search_tokens: int = 0
+    branches: int = 0
+    branches_without_room: int = 0
 
 
 @dataclass(slots=True)
