@@ -195,7 +195,7 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
     a system that shows what it searched for."""
     section = recipe.retrieval
     if section is None or (section.index is None and section.url is None):
-        if system.searches:
+        if system.needs_index:
             raise UserError(
                 f"the recipe names nowhere to search, and {system.name} searches; set retrieval.index to a folder or "
                 "retrieval.url to a server"

@@ -7,20 +7,22 @@ never sees a tensor, a batch or another episode.
     Prompt(...)     -> None         the first request, once
     Generate(stop)  -> Turn         the policy writes until a stop tag, the end of text, or a limit
     Search(query)   -> [Hit]        waits for the next retrieval, which serves all waiting episodes in one call
-    Retrieved(...)  -> None         appends passages between a pair of tags
+    Call(context)   -> Turn         a turn of the policy in a context of its own, which the episode waits for
+    Retrieved(...)  -> None         appends passages, or a text made of them, between a pair of tags
     Feedback(text)  -> None         appends a line of the engine's own
     Fork(branches)  -> None         contexts of their own, in which the policy writes once more, for the reward alone
 
 A branch hides what its context leaves out: the context is put together anew and computed anew from where it differs,
 since the hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in
-it goes to the reward (Attempt.branches) and never into the loss.
+it goes to the reward (Attempt.branches) and never into the loss. A call is such a context in the middle of an episode:
+what was written in it may be shown, as retrieved text, and is among the branches too, as "call 1", "call 2", ..
 
 A generator returns the reason why the trajectory ended ("answered", "turns", ...). Limits of tokens and context are the
 engine's business: it closes the generator and records its own reason.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +58,18 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Search:
+    """among: passages to look in, by BM25, in place of the index or server."""
+
     query: str
+    among: Sequence[Passage] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Passages to show, between `before` and `after` (template text: the tags are here and nowhere else)."""
+    """Passages to show, or a text in their place, such as what a call made of them; between `before` and `after`
+    (template text: the tags are here and nowhere else)."""
 
-    hits: Sequence[Hit]
+    hits: Sequence[Hit] | str
     before: str
     after: str
 
@@ -84,12 +90,12 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Reprefill:
-    """A context of its own: a prompt, then text kept from the trajectory and template text (str), in this order. In it
-    the policy writes one turn, up to a tag of `stop`. Kept tokens stay whole; of one that straddles a boundary the kept
-    part is encoded anew, byte by byte. max_tokens: as in Generate."""
+    """A context of its own: a prompt, then text kept from the trajectory, template text (str) and what was retrieved,
+    in this order. In it the policy writes one turn, up to a tag of `stop`. Kept tokens stay whole; of one that
+    straddles a boundary the kept part is encoded anew, byte by byte. max_tokens: as in Generate."""
 
     prompt: Prompt
-    parts: tuple[Kept | str, ...]
+    parts: tuple[Kept | str | Retrieved, ...]
     stop: tuple[str, ...]
     max_tokens: int | None = None
 
@@ -101,7 +107,16 @@ class Fork:
     branches: Mapping[str, Reprefill]
 
 
-Request = Prompt | Generate | Search | Retrieved | Feedback | Fork
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One turn of the policy in a context of its own, whose Turn the episode gets: it may ask for a text to be read,
+    and show what came of it. No token of it is trained on. Passages of its prompt that exceed their budget are cut, as
+    those of a search. A limit ends the turn without a tag; a context that leaves it no room ends the trajectory."""
+
+    context: Reprefill
+
+
+Request = Prompt | Generate | Search | Call | Retrieved | Feedback | Fork
 Episode = Generator[Request, Any, str]
 
 
@@ -151,6 +166,7 @@ class System:
     claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
     attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer, which is
     answer(attempt), the one that the reward reads; None without one.
+    searches: it asks an index or a server; None: it does if `information` is one of its tags.
     needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
     """
 
@@ -165,11 +181,11 @@ class System:
     wants_verdict: bool = False
     answer: Callable[[Attempt], str | None] = last_answer
     needs_gold_indices: bool = False
+    searches: bool | None = None
 
     @property
-    def searches(self) -> bool:
-        """Whether its trajectories show what they searched for."""
-        return "<information>" in self.tags
+    def needs_index(self) -> bool:
+        return "<information>" in self.tags if self.searches is None else self.searches
 
 
 def first_prompt(system: System, question: Question, tools: Tools) -> Prompt:
@@ -178,6 +194,26 @@ def first_prompt(system: System, question: Question, tools: Tools) -> Prompt:
     if not isinstance(request, Prompt):
         raise TypeError(f"the episode of {system.name} must begin with a Prompt, not {request}")
     return request
+
+
+def over_given(system: System) -> System:
+    """The system with every search of it answered from the passages that the question brings, and no index needed.
+    UserError, when it searches, for a question that brings none."""
+
+    def episode(question: Question, tools: Tools) -> Episode:
+        inner, answer = system.episode(question, tools), None
+        while True:
+            try:
+                request = inner.send(answer)
+            except StopIteration as stop:
+                return str(stop.value)
+            if isinstance(request, Search):
+                if not question.passages:
+                    raise UserError(f"question {question.id} brings no passages to search; search an index instead")
+                request = replace(request, among=question.passages)
+            answer = yield request
+
+    return replace(system, episode=episode, searches=False)
 
 
 def pair_tags(*names: str) -> tuple[str, ...]:

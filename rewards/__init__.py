@@ -22,7 +22,7 @@ from thresher.rewards.papers.arena import arena_reward, parse_indices
 from thresher.rewards.papers.evinote import evinote_claims, evinote_reward
 from thresher.rewards.papers.eviomni import eviomni_reward
 from thresher.rewards.papers.naive import naive_reward
-from thresher.rewards.papers.search import eval_rar_reward, search_r1_reward
+from thresher.rewards.papers.search import autorefine_reward, eval_rar_reward, search_r1_reward
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks, escape_tags, final_answer, tag_sequence, tag_strings
 from thresher.rewards.text import contains_answer, exact_match, f1_score, normalize_answer
@@ -37,6 +37,7 @@ __all__ = [
     "answer_measures",
     "answer_recalled",
     "arena_reward",
+    "autorefine_reward",
     "blocks",
     "char_f1",
     "compression_ratio",

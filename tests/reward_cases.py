@@ -14,6 +14,7 @@ PARTS = {
     "evinote": {"format", "answer", "notes"},
     "arena": {"format", "accuracy", "relevance", "bonus"},
     "eval_rar": {"answer", "evaluation"},
+    "autorefine": {"answer", "refinement"},
     "search_r1": {"answer"},
     "naive_grpo": {"format", "answer"},
 }

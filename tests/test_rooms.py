@@ -49,7 +49,10 @@ WHOLE = ("cli/commands", "policy")  # rooms with what lies in their folders: gro
 
 MOST_AT_THE_TOP, MOST_IN_A_ROOM = 6, 12
 # Folder -> why it holds more.
-LARGE = {"cli/commands": "a file a command, and what a person may type has no rooms"}
+LARGE = {
+    "cli/commands": "a file a command, and what a person may type has no rooms",
+    "engine/baselines": "a file a baseline, found by its name",
+}
 
 LONGEST_FUNCTION = 60
 LONG = {

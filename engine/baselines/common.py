@@ -6,11 +6,22 @@ The answer is the first closed `<answer>` span that the policy wrote, as everywh
 tags has not answered, and `answered` says how often that happened.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from thresher.engine.episode import Episode, Generate, Prompt, Tools, read_template
+from thresher.engine.episode import (
+    Call,
+    Episode,
+    Generate,
+    Prompt,
+    Reprefill,
+    System,
+    Tools,
+    over_given,
+    read_template,
+)
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
@@ -18,6 +29,7 @@ from thresher.rewards.errors import UserError
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import final_answer
+from thresher.rewards.transcript import Piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +39,45 @@ class Options:
     examples: str | None = None
 
 
+Over = Literal["index", "given"]
+
+
+def searching(system: System, over: Over) -> System:
+    """The system as it searches an index or a server, or the passages that a question brings."""
+    return over_given(system) if over == "given" else system
+
+
 def answer_reward(attempt: Attempt) -> RewardResult:
     """Exact match of the final answer. Parts: answer (the reward), em, f1 (a measure), answered."""
-    answer = final_answer(attempt.pieces)
+    return reward_of(final_answer(attempt.pieces), attempt)
+
+
+def reward_of(answer: str | None, attempt: Attempt) -> RewardResult:
     measures = answer_measures(answer, attempt.golds)
     reward = float(measures["em"])
     return RewardResult(reward, {"answer": reward, **measures}, answer)
+
+
+def reader_call(question: str, passages: Sequence[Passage]) -> Call:
+    """A call that answers a question from passages, in the words of naive RAG."""
+    template = read_template(Path(__file__).with_name("passages.txt"), passages=True)
+    return Call(Reprefill(Prompt(template, question, passages), (), ("</answer>",)))
+
+
+def calls(attempt: Attempt) -> list[Sequence[Piece]]:
+    """What was shown and written in the attempt's calls, in their order."""
+    numbered = {int(name.removeprefix("call ")): pieces for name, pieces in attempt.branches.items() if "call " in name}
+    return [pieces for _, pieces in sorted(numbered.items())]
+
+
+def called_answer(attempt: Attempt) -> str | None:
+    """The final answer of the last call."""
+    return final_answer(called[-1]) if (called := calls(attempt)) else None
+
+
+def called_answer_reward(attempt: Attempt) -> RewardResult:
+    """As answer_reward, of the answer that the last call gave."""
+    return reward_of(called_answer(attempt), attempt)
 
 
 def built_in(name: str, options: Options, passages: bool = False) -> str:

@@ -3,30 +3,61 @@
     question -> <information>  ->  <thought>one sentence</thought> -> <information>  ->  ..  ->  <answer>..</answer>
 
 The question itself is the first query, each thought the one after. A passage is shown once. Of N turns the last may
-only answer, and feedback says so. The original then lets a second prompt read all passages; here the context that holds
-the thoughts holds them too, and the answer is written in it.
+only answer, and feedback says so. The context that holds the thoughts holds the passages too, and the answer is written
+in it. With `reader` on it is as in the original: when the thoughts have ended, a call reads the question and all
+passages, and its answer counts.
 """
 
-from thresher.engine.baselines.common import Options, answer_reward, built_in
-from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, pair_tags
-from thresher.engine.systems.search_r1 import AFTER, BEFORE
-from thresher.retrieval.questions import Question
+from dataclasses import dataclass
+from functools import partial
 
-__all__ = ["Options", "system"]
+from thresher.engine.baselines import common
+from thresher.engine.baselines.common import answer_reward, built_in, called_answer, called_answer_reward, reader_call
+from thresher.engine.episode import (
+    Episode,
+    Feedback,
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    System,
+    Tools,
+    last_answer,
+    pair_tags,
+)
+from thresher.engine.systems.search_r1 import AFTER, BEFORE
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.questions import Question
 
 INVALID = "\nThat was neither a thought nor an answer. Write one of them between its tags.\n"
 LAST = "\nNo more documents will come. Give the final answer now, between answer tags.\n"
 
 
-def episode(question: Question, tools: Tools) -> Episode:
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Options):
+    """reader: the answer is that of a call, which reads all passages."""
+
+    reader: bool = False
+
+
+def episode(question: Question, tools: Tools, reader: bool) -> Episode:
+    shown: dict[str, Passage] = {}
+    reason = yield from thoughts(question, tools, shown)
+    if reader:
+        turn = yield reader_call(question.question, list(shown.values()))
+        return "answered" if turn.inside("answer") else "ended"
+    return reason
+
+
+def thoughts(question: Question, tools: Tools, shown: dict[str, Passage]) -> Episode:
+    """The loop; the passages that it shows come into `shown`, by id."""
     yield Prompt(tools.template, question.question)
     query: str | None = question.question
-    shown: set[str] = set()
     for turns_left in reversed(range(tools.max_turns)):
         if query:
             hits = yield Search(query)
             fresh = [hit for hit in hits if hit.passage.id not in shown]
-            shown.update(hit.passage.id for hit in fresh)
+            shown.update((hit.passage.id, hit.passage) for hit in fresh)
             yield Retrieved(fresh, BEFORE, AFTER)
         else:
             yield Feedback(INVALID)
@@ -43,8 +74,12 @@ def system(options: Options) -> System:
     return System(
         name="ircot",
         tags=pair_tags("thought", "information", "answer"),
-        episode=episode,
-        reward=answer_reward,
+        episode=partial(episode, reader=options.reader),
+        reward=called_answer_reward if options.reader else answer_reward,
         template=built_in("ircot", options),
-        preset={"retrieval": {"k": 3}, "rollout": {"max_turns": 5}},
+        preset={
+            "retrieval": {"k": 3},
+            "rollout": {"max_turns": 5} | ({"max_passage_tokens": 3072} if options.reader else {}),
+        },
+        answer=called_answer if options.reader else last_answer,
     )

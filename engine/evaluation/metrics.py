@@ -3,15 +3,15 @@
     answers     em, f1, char_f1 (over characters), f1_plain (f1 without the rule for yes and no: MuSiQue's), em_arena,
                 f1_arena (texts as ARENA's code normalises them, without that rule), sub_em (a gold is a substring),
                 contains (.. as whole tokens), answered, verdict (an LLM judge's yes)
-    evidence    recall_evidence, recall_rationale, recall_notes, recall_evaluation, recall_analysis: a gold string
-                stands in such a span; compression: the passages' length over the evidence's; no_evidence: there is
-                none to measure
+    evidence    recall_evidence, recall_rationale, recall_notes, recall_evaluation, recall_refinement,
+                recall_analysis: a gold string stands in such a span; compression: the passages' length over the
+                evidence's; no_evidence: there is none to measure
     references  relevance_precision, relevance_recall: named against gold
     retrieval   ndcg@5, recall@5, recall_passages: of the passages given or found, in their order, those with a gold
                 string being positive
     work        actions (turns), invalid_actions (those answered by a line of feedback), searches (valid ones),
-                evaluations and named (references) where a system has them, response_tokens (the policy's),
-                branch_tokens (its, for the reward alone), tokens
+                evaluations, refinements and named (references) where a system has them, response_tokens (the policy's),
+                branch_tokens (its, in contexts of their own), tokens
 
 A measure that a question has no value for is None and left out of means, never a 0 that nobody measured; which measures
 a system has at all follows from its tags. The parts of its own reward stand beside these, under their own names.
@@ -61,6 +61,7 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     "recall_rationale": ("Answer recall of the rationale", "share"),
     "recall_notes": ("Answer recall of the notes", "share"),
     "recall_evaluation": ("Answer recall of the evaluations", "share"),
+    "recall_refinement": ("Answer recall of the refinements", "share"),
     "recall_analysis": ("Answer recall of the analysis", "share"),
     "compression": ("Compression ratio", "number"),
     "no_evidence": ("Without evidence", "share"),
@@ -74,14 +75,17 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     "invalid_actions": ("Invalid actions", "number"),
     "searches": ("Valid searches", "number"),
     "evaluations": ("Evaluations", "number"),
+    "refinements": ("Refinements", "number"),
     "named": ("References named", "number"),
     "response_tokens": ("Tokens written", "number"),
-    "branch_tokens": ("Tokens written for the reward alone", "number"),
+    "branch_tokens": ("Tokens written in contexts of their own", "number"),
     "tokens": ("Tokens of the whole sequence", "number"),
 }
-COUNTS = ("evaluations", "named")  # measures that only the reward of a system with such tags can give
+COUNTS = ("evaluations", "refinements", "named")  # measures that only the reward of a system with such tags can give
 # Among a reward's parts stand measures that have a place of their own above: evaluate_contains as recall_evaluation.
-NOT_PARTS = frozenset({"em", "f1", "answered", "searches", "evaluate_contains", "entailment", *COUNTS})
+NOT_PARTS = frozenset(
+    {"em", "f1", "answered", "searches", "evaluate_contains", "refine_contains", "entailment", *COUNTS}
+)
 
 
 def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
@@ -181,6 +185,7 @@ _RECALLS: dict[str, tuple[str, Callable[[Attempt], list[str]]]] = {
     "summary": ("recall_notes", _all_spans("summary")),
     "evidence": ("recall_notes", _all_spans("evidence")),
     "evaluate": ("recall_evaluation", _all_spans("evaluate")),
+    "refine": ("recall_refinement", _all_spans("refine")),
     "analysis": ("recall_analysis", _all_spans("analysis")),
 }
 

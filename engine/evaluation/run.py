@@ -173,7 +173,7 @@ def _load(recipe: Recipe, baseline: str | None) -> Parts:
 
 def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
     """Where the system searches, or its passages are looked for; None for one that reads nothing."""
-    reads = system.given_passages or system.searches
+    reads = system.given_passages or system.needs_index
     return load_retrieval(recipe, system) if reads else None
 
 
@@ -321,7 +321,7 @@ def _retrieval(parts: Parts) -> str | None:
     """Where passages come from, in words; None for a system that reads none."""
     section = parts.recipe.retrieval
     place = section and (section.index or section.url)
-    if parts.system.searches:
+    if parts.system.needs_index:
         return f"{parts.renderer.k} a search, from {place}"
     if not parts.system.given_passages:
         return None

@@ -125,7 +125,8 @@ class Converser:
             filled = re.sub(r"\{question\}|\{passages\}", lambda match: places[match[0]], request.template)
             return Source.PROMPT, filled
         if isinstance(request, Retrieved):
-            lines = passage_lines([hit.passage for hit in request.hits], self.passage_format)
+            hits = request.hits
+            lines = hits if isinstance(hits, str) else passage_lines([hit.passage for hit in hits], self.passage_format)
             return Source.RETRIEVED, request.before + escape_tags(lines, tags) + request.after
         if isinstance(request, Feedback):
             return Source.FEEDBACK, escape_tags(request.text, tags)

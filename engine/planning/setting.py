@@ -118,7 +118,7 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
     rollout, optim = recipe.rollout, recipe.optim
     lora, system = recipe.lora, recipe.system
     cuda, item = recipe.model.device == "cuda", BF16 if recipe.model.dtype == "bfloat16" else FP32
-    searches = rollout.max_turns - 1 if system is None or load_system(system.name, system.options).searches else 0
+    searches = rollout.max_turns - 1 if system is None or load_system(system.name, system.options).needs_index else 0
     written = min(rollout.max_policy_tokens or rollout.max_context, rollout.max_turns * rollout.max_turn_tokens)
     return PlanSetting(
         cuda=cuda,

@@ -83,8 +83,12 @@ class Renderer:
         return self.retrieved_and_cut(request)[0]
 
     def retrieved_and_cut(self, request: Retrieved) -> tuple[list[int], int]:
-        """A search's passages between their tags, and how many of their tokens the budget cut off."""
-        passages = self.passages([hit.passage for hit in request.hits])
+        """A search's passages, or the text in their place, between their tags; and how many of their tokens the budget
+        cut off."""
+        if isinstance(request.hits, str):
+            passages = self.tokenizer.encode(escape_tags(request.hits, self.tags))
+        else:
+            passages = self.passages([hit.passage for hit in request.hits])
         encode, most = self.tokenizer.encode_template, self.max_passage_tokens
         return encode(request.before) + passages[:most] + encode(request.after), max(len(passages) - most, 0)
 

@@ -35,7 +35,8 @@ class Trajectory:
     """One sampled answer to one question.
 
     reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
-    branches: what the policy wrote in contexts of their own, for the reward alone; no part of ids() or of the loss.
+    branches: what the policy wrote in contexts of their own, for the reward alone or in a call; no part of ids() or of
+    the loss.
     """
 
     question_id: str

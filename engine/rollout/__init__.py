@@ -1,4 +1,4 @@
-"""Rollout: episodes run side by side, on the decoder. Branches of a trajectory, for the reward alone.
+"""Rollout: episodes run side by side, on the decoder. Branches of a trajectory, and its calls.
 Imports: engine/console.py, engine/decoding, engine/episode.py, engine/protocol, kernels/attention/backends, policy,
-retrieval/questions.py, retrieval/retriever.py, retrieval/serving, rewards.
+retrieval/indexes, retrieval/questions.py, retrieval/retriever.py, retrieval/serving, rewards.
 """

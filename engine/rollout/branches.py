@@ -1,4 +1,5 @@
-"""Branches of a trajectory: contexts put together anew, in which the policy writes once more, for the reward alone.
+"""Branches of a trajectory: contexts put together anew, in which the policy writes once more, for the reward alone; and
+those of its calls, which it waits for.
 
 A masked part is absent from a branch's input, and nothing that was computed from it is used: of the trajectory's own
 cache a branch may share the blocks up to the first token in which the two differ, and computes all that follows. So a
@@ -7,9 +8,11 @@ text of the engine's. All of it is PROMPT there, and only what the policy then w
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
-from thresher.engine.episode import Episode, Generate, Kept, Reprefill
+from thresher.engine.episode import Episode, Generate, Kept, Reprefill, Retrieved
+from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer
@@ -21,9 +24,21 @@ def context_ids(branch: Reprefill, written: Sequence[int], renderer: Renderer) -
     for part in branch.parts:
         if isinstance(part, Kept):
             ids += kept_ids(part, written, renderer.tokenizer)
+        elif isinstance(part, Retrieved):
+            ids += renderer.retrieved(part)
         else:
             ids += renderer.tokenizer.encode_template(part)
     return ids
+
+
+def with_fitted_passages(context: Reprefill, renderer: Renderer, question_id: str) -> tuple[Reprefill, int]:
+    """A call's context, the passages of its prompt cut to the budget of a search; and how many tokens of all its
+    passages that budget costs."""
+    asked = context.prompt.passages
+    passages = fit(asked, renderer, question_id)
+    cut = len(renderer.passages(asked)) - len(renderer.passages(passages))
+    cut += sum(renderer.retrieved_and_cut(part)[1] for part in context.parts if isinstance(part, Retrieved))
+    return replace(context, prompt=replace(context.prompt, passages=passages)), cut
 
 
 def kept_ids(kept: Kept, written: Sequence[int], tokenizer: Tokenizer) -> list[int]:

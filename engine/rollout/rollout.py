@@ -4,7 +4,8 @@ An episode asks for turns, searches and text of the engine's. A turn goes to the
 side by side; when it has ended, its text goes to the episode, whose next request is served at once. Searches that are
 asked at one step are one call of the retriever; where a server answers it, the others go on writing meanwhile.
 
-Branches of a trajectory are episodes of their own, begun when it has ended.
+Branches of a trajectory are episodes of their own, begun when it has ended; so are its calls, for which it waits. A
+caller gives its place in the decoder up meanwhile, so that callers cannot take all places and wait for ever.
 
 What makes a sample independent of the others: its noise is a function of its own seed and position, and the decoder's
 sequences are independent of each other. When a server answers decides nothing but who shares a forward.
@@ -21,19 +22,18 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-import numpy as np
-
 from thresher.engine import console
-from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.device import make_decoder
-from thresher.engine.decoding.drafts import TURN_END, Int32s, Speculate
+from thresher.engine.decoding.drafts import Int32s, Speculate
 from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
 from thresher.engine.episode import (
+    Call,
     Episode,
     Feedback,
     Fork,
     Generate,
     Prompt,
+    Reprefill,
     Request,
     Retrieved,
     Search,
@@ -45,11 +45,12 @@ from thresher.engine.episode import (
 from thresher.engine.protocol.passages import fit_passages
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
-from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids
-from thresher.engine.rollout.samples import Job, Sample
+from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids, with_fitted_passages
+from thresher.engine.rollout.samples import Job, RolloutClock, Sample, ids_by_turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.indexes.given import rank_given
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit, Retriever
 from thresher.retrieval.serving.background import Background
@@ -77,24 +78,6 @@ class Limits:
     share_prefix: bool = True
     reuse: bool = True
     speculate: Speculate = 0
-
-
-@dataclass(slots=True)
-class RolloutClock(DecodeClock):
-    """Where the time of a rollout went, in seconds, and how much was done. cut_search_tokens: of retrieved passages,
-    beyond the budget of a search."""
-
-    search: float = 0.0
-    search_queries: int = 0
-    search_calls: int = 0
-    cut_search_tokens: int = 0
-    branches: int = 0
-    branches_without_room: int = 0
-
-    @property
-    def rest(self) -> float:
-        """As of a decoder, and not spent in searches; 0 where a search passed while the GPU was decoding."""
-        return max(self.total - self.decode - self.prefill - self.search, 0.0)
 
 
 class Rollout:
@@ -169,7 +152,7 @@ class Rollout:
         self.decoder.end()
         self.clock.total = time.perf_counter() - started
         for sample in samples if recall else ():
-            self._written[sample.job.question.id] = _ids_by_turns(sample.trajectory)
+            self._written[sample.job.question.id] = ids_by_turns(sample.trajectory)
             self._written.move_to_end(sample.job.question.id)
         while len(self._written) > REMEMBERED:
             self._written.popitem(last=False)
@@ -209,16 +192,6 @@ class Rollout:
                 self.prompt(shown, room=0 if question.passages else budget)
 
 
-def _ids_by_turns(trajectory: Trajectory) -> Int32s:
-    """A trajectory's ids, with the ends of its turns."""
-    ids: list[int] = []
-    for segment in trajectory.segments:
-        ids += segment.ids
-        if segment.source is Source.POLICY:
-            ids.append(TURN_END)
-    return np.array(ids, np.int32)
-
-
 class _Run:
     """One call of `Rollout.run`: the samples that are under way."""
 
@@ -231,6 +204,7 @@ class _Run:
         self.samples: dict[TokenSequence, Sample] = {}
         self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
         self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()
+        self.called: list[tuple[Sample, object]] = []  # callers, with the turns that they waited for
         self.ended = 0
 
     def begin_samples(
@@ -294,6 +268,11 @@ class _Run:
         self.decoder.release(sample.sequence, keep=bool(sample.forks))
         if sample.forks:
             self._branch(sample)
+        if sample.caller is not None:
+            caller, name = sample.caller
+            caller.trajectory.branches[name] = sample.trajectory
+            turn = next(turns(sample.trajectory), Segment(Source.POLICY, []))
+            self.called.append((caller, Turn(self.rollout.tokenizer.decode_bytes(turn.ids), turn.stop)))
         self.ended += sample.reported
         if self.on_progress is not None and sample.reported:
             self.on_progress(1)
@@ -311,10 +290,39 @@ class _Run:
             self.branches.append((sample.trajectory, name, begun.trajectory))
             self._serve([(begun, None)])
 
+    def _written(self, sample: Sample) -> list[int]:
+        return [token for turn in turns(sample.trajectory) for token in turn.ids]
+
+    def _call(self, sample: Sample, context: Reprefill) -> None:
+        """Begin a call; the sample goes on when it has ended."""
+        context, cut = with_fitted_passages(context, self.rollout.renderer, sample.job.question.id)
+        self.clock.cut_search_tokens += cut
+        ids = context_ids(context, self._written(sample), self.rollout.renderer)
+        if len(ids) + 1 > self.rollout.limits.max_context:
+            self._end(sample, "context")
+            return
+        sample.calls += 1
+        name = f"call {sample.calls}"
+        self.decoder.release(sample.sequence, keep=True)
+        job = Job(sample.job.question, sample.job.group, sample.job.sample, branch_seed(sample.job.seed, name))
+        (begun,) = self.begin_samples([job], SharedPrompt(ids), partial(branch_episode, context))
+        begun.reported, begun.caller = False, (sample, name)
+        self._advance(begun, None)
+
+    def _advance_all(self, ready: "Sequence[tuple[Sample, object]]") -> list[tuple[Sample, str]]:
+        """Who waits for a search, and with which query; those whose calls have ended go on with the others."""
+        waiting: list[tuple[Sample, str]] = []
+        pending = [*ready, *self.called]
+        self.called = []
+        while pending:
+            waiting += [(sample, query) for sample, answer in pending for query in self._advance(sample, answer)]
+            pending, self.called = self.called, []
+        return waiting
+
     def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
         Where a server searches, the others go on writing meanwhile."""
-        while waiting := [(sample, query) for sample, answer in ready for query in self._advance(sample, answer)]:
+        while waiting := self._advance_all(ready):
             self.clock.search_queries += len(waiting)
             self.clock.search_calls += 1
             retriever, queries = self._retriever(), [query for _, query in waiting]
@@ -337,10 +345,13 @@ class _Run:
 
     def _found(self, waiting: "Sequence[tuple[Sample, str]]", found: list[list[Hit]]) -> list[tuple[Sample, object]]:
         for (sample, query), hits in zip(waiting, found, strict=True):
-            if self.rollout.shuffle:
-                Random(f"{sample.job.seed} {len(sample.trajectory.searches)}").shuffle(hits)
-            sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
+            self._note(sample, query, hits)
         return [(sample, hits) for (sample, _), hits in zip(waiting, found, strict=True)]
+
+    def _note(self, sample: Sample, query: str, hits: list[Hit]) -> None:
+        if self.rollout.shuffle:
+            Random(f"{sample.job.seed} {len(sample.trajectory.searches)}").shuffle(hits)
+        sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
 
     def _retriever(self) -> Retriever:
         if self.rollout.retriever is None:
@@ -360,14 +371,21 @@ class _Run:
                 return []
             answer = None
             if isinstance(request, Search):
-                return [request.query]
+                if request.among is None:
+                    return [request.query]
+                answer = hits = rank_given(request.among, request.query, self.rollout.renderer.k)
+                self._note(sample, request.query, hits)
+                continue
             if isinstance(request, Generate):
                 self._open_turn(sample, request)
                 return []
+            if isinstance(request, Call):
+                self._call(sample, request.context)
+                return []
             if isinstance(request, Fork):
-                written = [token for turn in turns(trajectory) for token in turn.ids]
                 for name, branch in request.branches.items():
-                    sample.forks[name] = (branch, context_ids(branch, written, self.rollout.renderer))
+                    ids = context_ids(branch, self._written(sample), self.rollout.renderer)
+                    sample.forks[name] = (branch, ids)
                 continue
             if isinstance(request, Retrieved):
                 ids, cut = self.rollout.renderer.retrieved_and_cut(request)

@@ -48,10 +48,14 @@ class Options:
 
 
 def search_loop(
-    question: Question, tools: Tools, answer_after_searches: bool = True, behind_information: str | None = None
+    question: Question,
+    tools: Tools,
+    answer_after_searches: bool = True,
+    behind_information: str | None = None,
+    around: tuple[str, str] = (BEFORE, AFTER),
 ) -> Episode:
     """Search-R1's episode, and that of all who only ask the policy for other tags inside its turns. behind_information:
-    after what was found, a turn up to this tag, which is not counted."""
+    after what was found, a turn up to this tag, which is not counted. around: what stands before and behind it."""
     yield Prompt(tools.template, question.question)
     for searches_left in reversed(range(tools.max_turns)):
         if searches_left == 0 and not answer_after_searches:
@@ -62,7 +66,7 @@ def search_loop(
         if searches_left == 0:
             break
         if turn.stopped_at("</search>") and (query := turn.inside("search")):
-            yield Retrieved((yield Search(query)), BEFORE, AFTER)
+            yield Retrieved((yield Search(query)), *around)
             if behind_information is not None:
                 yield Generate(stop=(behind_information,))
         else:

@@ -1,14 +1,16 @@
-"""Rewards of the two search loops: Search-R1 (exact match) and Eval-RAR (exact match, .1 for evaluating).
+"""Rewards of the search loops: Search-R1 (exact match), Eval-RAR (exact match, .1 for evaluating), AutoRefine (F1, .1
+for refining).
 
-Both judge the episode up to its final answer and read nothing but POLICY pieces, so an
+All judge the episode up to its final answer and read nothing but POLICY pieces, so an
 `<answer>gold</answer>` in a passage or in the prompt's example earns nothing. A gold copied from a passage
 into an `<evaluate>` span does earn Eval-RAR's .1: citing what settles the question is what that reward is
 for.
 
-Deliberately absent: any penalty or bonus for format. Neither paper has one.
+Deliberately absent: any penalty or bonus for format. None of the papers has one.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
@@ -16,7 +18,7 @@ from thresher.rewards.tags import TagSpan, blocks, final_answer, up_to_answer
 from thresher.rewards.text import Golds, contains_answer
 from thresher.rewards.transcript import Piece
 
-EVALUATION_REWARD = 0.1
+EVALUATION_REWARD = REFINEMENT_REWARD = 0.1
 
 
 def valid_searches(pieces: Sequence[Piece]) -> list[TagSpan]:
@@ -71,6 +73,39 @@ def eval_rar_reward(
         "evaluate_contains": contains,
     }
     return RewardResult(max(float(parts["answer"]), float(parts["evaluation"])), parts, answer)
+
+
+def autorefine_reward(
+    pieces: Sequence[Piece],
+    golds: Golds,
+    *,
+    accuracy: Literal["f1", "em"] = "f1",
+    refinement_reward: bool = True,
+    require_answer: bool = False,
+    substring: bool = False,
+) -> RewardResult:
+    """AutoRefine: the answer's F1 (or exact match) where it is more than 0; else .1 where a `<refine>` span holds any
+    gold; else 0.
+
+    As in `eval_rar_reward`, each span is searched by itself, and golds are whole tokens unless `substring`.
+    `refinement_reward=False` is the ablation without retrieval rewards; `require_answer` gives 0 without a closed
+    `<answer>`, as the released code does.
+
+    Parts: answer (F1 or EM) and refinement (.1 or 0: what the refinements are worth, whatever the answer). Measures:
+    those of `search_r1_reward`, refinements (closed spans), refine_contains (a gold is in one of them).
+    """
+    answer = final_answer(pieces)
+    parts = _answer_parts(pieces, golds, answer)
+    parts["answer"] = float(parts[accuracy])
+    refinements = blocks(up_to_answer(pieces), "refine")
+    contains = any(contains_answer(span.text, golds, substring=substring) for span in refinements)
+    earns = refinement_reward and contains and (answer is not None or not require_answer)
+    parts |= {
+        "refinement": REFINEMENT_REWARD if earns else 0.0,
+        "refinements": len(refinements),
+        "refine_contains": contains,
+    }
+    return RewardResult(float(parts["answer"]) or float(parts["refinement"]), parts, answer)
 
 
 def _answer_parts(pieces: Sequence[Piece], golds: Golds, answer: str | None) -> dict[str, float | int | bool]:

@@ -129,7 +129,7 @@ def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("{}")
     reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
-    assert [words[0] for words in ran] == ["eval"] * 4  # two without retrieval, two that name an index of their own
+    assert [words[0] for words in ran] == ["eval"] * 5  # two without retrieval, three that name an index of their own
     assert all("data/nq_test.jsonl" in words for words in ran) and {"direct", "cot"} <= {words[-5] for words in ran}
 
 

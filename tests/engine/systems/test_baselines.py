@@ -172,7 +172,7 @@ def test_the_search_loop_is_search_r1_untrained() -> None:
     texts, hits = ["<search>bay</search>", "nothing", ANSWER], [found(3)]
     assert drive(ours, texts, hits) == drive(theirs, texts, hits)
     assert ours.template == theirs.template and ours.tags == theirs.tags and ours.name == "search_loop"
-    freely = load_baseline("search_loop", {"prompt": "search_o1"})
+    freely = load_baseline("search_o1", {"reading": False})
     assert freely.template != ours.template and freely.tags == ours.tags
     assert drive(freely, texts, hits)[0][1:] == drive(ours, texts, hits)[0][1:]
 
@@ -185,10 +185,10 @@ def test_prompts_and_examples(name: str, tmp_path: Path) -> None:
     options = options_of(name, tmp_path)
     system = load_baseline(name, options)
     assert system.name == name and system.template.count("{question}") == 1
-    assert "<answer>" in system.template and {"<answer>", "</answer>"} <= set(system.tags)
-    named = {
-        word for word in ("thought", "followup", "intermediate", "search", "think") if f"<{word}>" in system.template
-    }
+    answer = "candidates" if name == "sure" else "answer"
+    assert f"<{answer}>" in system.template and {f"<{answer}>", f"</{answer}>"} <= set(system.tags)
+    words = ("thought", "followup", "intermediate", "search", "think", "information")
+    named = {word for word in words if f"<{word}>" in system.template}
     assert all(f"</{word}>" in system.tags for word in named)
     examples = tmp_path / "examples.txt"
     examples.write_text("Question: Where is Graz?\n<answer> Austria </answer>\n\n")
@@ -209,7 +209,8 @@ def test_prompts_and_examples(name: str, tmp_path: Path) -> None:
         ("direct", {"k": 3}, "k: unknown key"),
         ("naive_rag", {"k": 0}, "k"),
         ("evidence", {}, "no file to answer from; add --set system.options.file=FILE"),
-        ("search_loop", {"prompt": "o1"}, "prompt"),
+        ("search_o1", {"reading": 1}, "reading"),
+        ("sure", {"candidates": 0}, "candidates"),
     ],
 )
 def test_what_no_baseline_knows(name: str, options: dict[str, Any], words: str) -> None:

@@ -116,6 +116,21 @@ def test_turns_are_counted_whatever_they_hold(system: System) -> None:
     assert drive(system, [search, search], max_turns=4)[1] is None, "it ended too early"
 
 
+def test_autorefine_reads_between_tags_of_its_own_and_searches_an_index() -> None:
+    system = load_system("autorefine", {})
+    requests, reason = drive(system, ["<search>bay</search>", "<refine>x</refine><search>who</search>", "", ANSWER], 6)
+    assert kinds(requests)[1:] == [*["Generate", "Search", "Retrieved"] * 2, "Generate", "Feedback", "Generate"]
+    assert (requests[3].before, requests[3].after) == ("\n\n<documents>", "</documents>\n\n")
+    assert reason == "answered" and system.needs_index and "<information>" not in system.tags
+    assert all(load_system(name, {}).needs_index for name in SYSTEMS) and not load_system("r1", {}).needs_index
+    preset = system.preset
+    assert preset["rollout"]["max_turns"] == 6 and preset["rollout"]["questions_per_step"] == 256
+    refined = [Piece(Source.POLICY, b"<search>bay</search><refine>Anna Bell</refine>")]
+    wrong = Attempt(pieces=[*refined, Piece(Source.POLICY, b"<answer>Bo</answer>")], golds=("Anna Bell",))
+    assert system.reward(wrong).reward == 0.1
+    assert load_system("autorefine", {"refinement_reward": False}).reward(wrong).reward == 0
+
+
 def test_search_r1_without_a_last_turn_to_answer() -> None:
     system = load_system("search_r1", {"answer_after_searches": False})
     search = "<search>Glass Bay</search>"

@@ -3,7 +3,7 @@
 import pytest
 from reward_cases import transcript
 
-from thresher.rewards import RewardResult, eval_rar_reward, search_r1_reward
+from thresher.rewards import RewardResult, autorefine_reward, eval_rar_reward, search_r1_reward
 
 SEARCH = "p:<think>t</think><search>who</search>"
 PASSAGE = 'r:<information>Doc 1(Title: "P") Paris is the capital.</information>'
@@ -219,3 +219,27 @@ def test_long_transcripts() -> None:
         f"p:<answer>{filler}</answer>" + "<answer>Lyon</answer>" * 5_000,
     )
     assert eval_rar_reward(pieces, ["Lyon"] * 5).reward == 0.1
+
+
+@pytest.mark.parametrize(
+    ("parts", "reward", "code"),
+    [  # what is written; the reward as the equation has it, and as the released code (exact match, an answer required)
+        (["p:<refine>Anna Bell</refine><answer>Anna Bell</answer>"], 1.0, 1.0),
+        (["p:<answer>Anna Bell</answer>"], 1.0, 1.0),
+        (["p:<refine>Anna Bell</refine><answer>Anna Cole</answer>"], 0.5, 0.1),  # F1 is more than 0
+        (["p:<refine>it was Anna Bell.</refine><answer>Bo</answer>"], 0.1, 0.1),
+        (["p:<refine>Anna</refine><refine>Bell</refine><answer>Bo</answer>"], 0.0, 0.0),  # no gold across two spans
+        (["p:<refine>Anna Bell</refine>"], 0.1, 0.0),
+        (["p:<answer>Bo</answer><refine>Anna Bell</refine>"], 0.0, 0.0),  # after the end
+        (["r:<refine>Anna Bell</refine>", "p:<answer>Bo</answer>"], 0.0, 0.0),
+        (["q:such as <refine>Anna Bell</refine>", "p:<refine>", "r:Anna Bell", "p:</refine>"], 0.0, 0.0),
+        ([], 0.0, 0.0),
+    ],
+)
+def test_autorefine(parts: list[str], reward: float, code: float) -> None:
+    pieces = transcript(*parts)
+    result = autorefine_reward(pieces, "Anna Bell")
+    assert result.reward == pytest.approx(reward) == (result.parts["answer"] or result.parts["refinement"])
+    assert autorefine_reward(pieces, "Anna Bell", accuracy="em", require_answer=True).reward == code
+    assert autorefine_reward(pieces, "Anna Bell", refinement_reward=False).reward == result.parts["f1"]
+    assert autorefine_reward(pieces, "yes").parts["refine_contains"] is False

@@ -1,0 +1,68 @@
+"""AutoRefine (Shi et al. 2025): Search-R1's loop, in which the model refines what it retrieved before it goes on.
+
+    <think>..</think> <search>query</search>  ->  <documents>passages</documents>
+        ->  <refine>what of them is of use</refine>  ->  ..  ->  <answer>..</answer>
+
+A turn ends at </search> or </answer>: 5 searches, then one turn that may only answer (its code). A turn that does
+neither counts as one and gets a line of feedback, as in Search-R1.
+
+    reward = F1(answer, golds)    if it is more than 0      (`accuracy` = "em": exact match)
+             .1                   else if a gold occurs in a <refine> span
+             0                    else
+
+Preset: 3 passages, G 5, 256 questions a step in one update, lr 1e-6, k3 with beta 1e-3, temperature 1, turns of 512
+tokens, a search's passages cut to 512, a context of 7,168 (all its script's), eps .2 [assumed], 3,072 tokens for all
+turns [assumed].
+"""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from thresher.engine.episode import System, pair_tags, read_template
+from thresher.engine.systems.search_r1 import search_loop
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.papers.search import autorefine_reward
+from thresher.rewards.result import RewardResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """accuracy: what the answer earns, F1 or exact match. The other three are the ablation without the .1, and the
+    points where the released code and the equation disagree (see rewards/papers/search.py)."""
+
+    accuracy: Literal["f1", "em"] = "f1"
+    refinement_reward: bool = True
+    require_answer: bool = False
+    substring: bool = False
+
+
+def reward(attempt: Attempt, **switches: Any) -> RewardResult:
+    return autorefine_reward(attempt.pieces, attempt.golds, **switches)
+
+
+def system(options: Options) -> System:
+    return System(
+        name="autorefine",
+        tags=pair_tags("think", "search", "documents", "refine", "answer"),
+        episode=partial(search_loop, around=("\n\n<documents>", "</documents>\n\n")),
+        reward=partial(reward, **asdict(options)),
+        template=read_template(Path(__file__).with_name("autorefine.txt")),
+        preset={
+            "retrieval": {"k": 3},
+            "rollout": {
+                "group_size": 5,
+                "questions_per_step": 256,
+                "max_turns": 6,
+                "max_turn_tokens": 512,
+                "max_policy_tokens": 3072,
+                "max_context": 7168,
+                "max_passage_tokens": 512,
+                "temperature": 1.0,
+            },
+            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-3},
+            "optim": {"lr": 1e-6},
+        },
+        searches=True,
+    )

@@ -1,0 +1,130 @@
+"""Calls: turns in contexts of their own, in the middle of an episode. What they write comes back, is shown as retrieved
+text, and is nothing of the policy's; many at once neither wait for each other for ever nor know of each other."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rollout_cases import system_of
+
+from thresher.engine.config.sections import GrpoSection
+from thresher.engine.episode import Call, Feedback, Generate, Kept, Prompt, Reprefill, Retrieved, Turn
+from thresher.engine.evaluation.metrics import summarise
+from thresher.engine.packing.batches import Item
+from thresher.engine.protocol.trajectory import check_trajectory
+from thresher.engine.rollout.branches import branch_seed
+from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.rollout.samples import Job
+from thresher.engine.scoring.score import Judges, check_all, score
+from thresher.engine.training.update import make_items
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import Attempt
+from thresher.rewards.errors import UserError
+from thresher.rewards.papers.search import search_r1_reward
+from thresher.rewards.transcript import Source
+
+Make = Callable[..., Rollout]
+TAGS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
+QUESTION = Question("q", "Who?", ("Bel",))
+PASSAGES = (Passage("a", "A", "Bel did."), Passage("b", "B", "Nobody."))
+READ = "{passages}\nRead for: {question}\n"
+TURNS: list[Turn] = []
+
+
+def reading(question: Question, tools: Any) -> Any:
+    """A turn; a call that reads, with what was written kept; what it wrote is shown; an answer."""
+    yield Prompt(tools.template, question.question)
+    turn = yield Generate(("</search>",), 10)
+    kept = Kept(0, len(turn.text))
+    read = yield Call(Reprefill(Prompt(READ, question.question, PASSAGES), (kept, "<answer>"), ("</answer>",), 12))
+    TURNS.append(read)
+    yield Retrieved(read.text.decode("utf-8", "replace"), "<information>", "</information>")
+    yield Generate(("</answer>",), 10)
+    return "answered"
+
+
+def system(episode: Callable[..., Any] = reading) -> Any:
+    def reward(attempt: Attempt) -> Any:
+        return search_r1_reward(attempt.pieces, attempt.golds)
+
+    return replace(system_of(episode, TAGS), reward=reward)
+
+
+def test_what_a_call_wrote_is_shown_and_not_the_policys(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+) -> None:
+    script({7: ["<search>x</search>", "no</answer>"], branch_seed(7, "call 1"): ["<answer>Bel</answer>"]})
+    run = tiny_rollout(system(), max_passage_tokens=200)
+    TURNS.clear()
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    (read,) = TURNS
+    assert read == Turn(b"<answer>Bel</answer>", "</answer>") and trajectory.reason == "answered"
+    text = [(s.source, tiny_tokenizer.decode(s.ids)) for s in trajectory.segments]
+    assert [source for source, _ in text[1:]] == [Source.POLICY, Source.RETRIEVED, Source.POLICY]
+    shown = text[2][1]
+    assert shown.startswith("<information>") and "Bel" in shown and "<answer>" not in shown  # escaped
+    assert check_trajectory(trajectory, tiny_tokenizer, TAGS, run.limits.max_context) == []
+    (branch,) = trajectory.branches.values()
+    passages = 'Doc 1(Title: "A") Bel did.\nDoc 2(Title: "B") Nobody.'
+    before = f"{passages}\nRead for: Who?\n<search>x</search><answer>"
+    assert [(s.source, tiny_tokenizer.decode(s.ids)) for s in branch.segments] == [
+        (Source.PROMPT, before),
+        (Source.POLICY, "<answer>Bel</answer>"),
+    ]
+    # The reward sees no answer in it, no row of the update is of it, and its tokens are counted apart.
+    (scored,) = score([QUESTION], [trajectory], system(), tiny_tokenizer, Judges())
+    assert scored.result.reward == 0 and not scored.result.answer
+    check_all([scored], tiny_tokenizer, TAGS, run.limits.max_context)
+    (item,) = make_items([trajectory], [1.0], GrpoSection())
+    policy = [token for part in ("<search>x</search>", "no</answer>") for token in tiny_tokenizer.encode_template(part)]
+    assert isinstance(item, Item) and [item.ids[row] for row in item.positions] == policy
+    measures = summarise([scored], TAGS)
+    assert measures["branch_tokens"] == branch.count(Source.POLICY) and measures["response_tokens"] == len(policy)
+
+
+def test_calls_of_many_episodes_share_a_small_cache(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    """More episodes call than there are places and room: each has what it has alone."""
+    jobs = [Job(question, n, 0, n) for n, question in enumerate(tiny_questions[:6])]
+    few = {"max_running": 2, "kv_tokens": 400, "max_passage_tokens": 200, "page_size": 16}
+    together = tiny_rollout(system(), **few).run(jobs, 1.0)
+    for job, trajectory in zip(jobs, together, strict=True):
+        (alone,) = tiny_rollout(system(), max_passage_tokens=200).run([job], 1.0)
+        assert [s.ids for s in alone.segments] == [s.ids for s in trajectory.segments]
+        (call,) = trajectory.branches.values()
+        assert [s.ids for s in alone.branches["call 1"].segments] == [s.ids for s in call.segments]
+
+
+def test_limits_of_a_call(tiny_rollout: Make, script: Callable[..., None]) -> None:
+    # max_tokens ends the turn without a tag, and the episode goes on with what there is.
+    script({7: ["<search>x</search>", "no</answer>"], branch_seed(7, "call 1"): ["y" * 12]})
+    TURNS.clear()
+    (trajectory,) = tiny_rollout(system(), max_passage_tokens=200).run([Job(QUESTION, 0, 0, 7)], 1.0)
+    assert TURNS[0].stop is None and TURNS[0].text.startswith(b"yyy") and trajectory.reason == "answered"
+
+    def wide(question: Question, tools: Any) -> Any:
+        yield Prompt(tools.template, question.question)
+        yield Call(Reprefill(Prompt(READ, "who " * 400), (), ("</answer>",)))
+        raise AssertionError("there was no room for it")
+
+    (trajectory,) = tiny_rollout(system(wide)).run([Job(QUESTION, 0, 0, 7)], 1.0)
+    assert trajectory.reason == "context" and len(trajectory.segments) == 1 and not trajectory.branches
+
+    # Passages beyond the budget are cut, and counted.
+    many = tuple(Passage(str(n), "T", "word " * 30) for n in range(3))
+
+    def long(question: Question, tools: Any) -> Any:
+        yield Prompt(tools.template, question.question)
+        yield Call(Reprefill(Prompt(READ, question.question, many), (), ("</answer>",), 1))
+        yield Feedback("done")
+        return "ended"
+
+    script({branch_seed(7, "call 1"): ["y"]})
+    run = tiny_rollout(system(long), max_passage_tokens=60)
+    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    assert trajectory.reason == "ended" and run.clock.cut_search_tokens > 0
+    assert trajectory.branches["call 1"].count(Source.POLICY) == 1
+    with pytest.raises(UserError, match=r"fewer than retrieval\.passage_format takes"):
+        tiny_rollout(system(long), max_passage_tokens=6).run([Job(QUESTION, 0, 0, 7)], 1.0)
