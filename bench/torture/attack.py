@@ -30,8 +30,8 @@ CLOCK = frozenset(
     | {"accepted_tokens", "search_calls", "queries_per_second", "seconds_per_question", "latency", "sha256"}
 )
 NOT_COMPARED = frozenset(
-    {".lock", "hashes.json", "report.html"}
-)  # of a folder's files; hashes are of states with times
+    {".lock", "hashes.json", "report.html", "starts.jsonl"}
+)  # of a folder's files; hashes are of states with times, and a resumed run has started twice
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ HOLES: dict[str, list[Hole]] = {
         Hole("no note", policy(SEARCH, "<answer>Paris</answer>"), 0),
         Hole("an empty note", policy(SEARCH, "<summary> </summary><answer>Paris</answer>"), 0),
         Hole("an empty answer", policy(SEARCH, f"{NOTED}<answer></answer>"), 0),
-        Hole("entailment in a bad form", policy(SEARCH, f"so {NOTED}<answer>Rome</answer>"), 0),
+        Hole("entailment in a bad form", policy(SEARCH, f"{NOTED}{NOTED}<answer>Rome</answer>"), 0),
         Hole("a note without a search", f"{NOTED}<answer>Paris</answer>", 0),
         Hole(
             "a passage of the policy's own",

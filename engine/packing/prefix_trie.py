@@ -86,8 +86,15 @@ def cut_group(sequences: Sequence[Ids], budget: int) -> list[range]:
         while fits > 1 and len(build_trie(sequences[start : start + fits]).ids) > budget:
             fits -= 1
         if start + fits < len(sequences):
-            late = [n for n in range(1, fits + 1) if 2 * sizes[n - 1] >= sizes[fits - 1]]
-            fits = min(late, key=lambda n: (common(sequences[start + n - 1], sequences[start + n]), -n))
+            late = [n for n in range(1, fits) if 2 * sizes[n - 1] >= sizes[fits - 1]]
+            late.sort(key=lambda n: (common(sequences[start + n - 1], sequences[start + n]), -n))
+            least = common(sequences[start + fits - 1], sequences[start + fits])
+            for n in late:  # of fewer members less may be worth sharing, so that they are more tokens
+                if common(sequences[start + n - 1], sequences[start + n]) >= least:
+                    break
+                if len(build_trie(sequences[start : start + n]).ids) <= budget:
+                    fits = n
+                    break
         cuts.append(range(start, start + fits))
         start += fits
     return cuts

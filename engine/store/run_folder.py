@@ -38,6 +38,7 @@ from typing import Any
 
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.policy.files import append_bytes, atomic_write_bytes, atomic_write_text, staged_folder
+from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.rewards.errors import UserError
 
 
@@ -124,11 +125,11 @@ class RunFolder:
                     f"{path}: run.steps was {stored.run.steps}, and by optim.schedule and warmup_ratio the learning"
                     f" rate of every step depends on it; resume with run.steps={stored.run.steps}, or start a new run"
                 )
-            recipe.write(path / "recipe.toml")
             run = cls(path, lock)
             for folder in (run.trajectories, run.evaluations, run.checkpoints, run.plots):
                 folder.mkdir(exist_ok=True)
             run._keep_metrics(read_metrics(run.metrics_file))
+            recipe.write(path / "recipe.toml")
         except BaseException:
             os.close(lock)
             raise
@@ -203,17 +204,29 @@ class RunFolder:
 
     def check_metrics(self, step: int, mark: Mapping[str, Any] | None) -> None:
         """UserError unless the records up to a checkpoint's step are those that it was saved with, by its
-        `metrics_mark` (None: of an earlier version); behind them the evaluation that belongs to it may have been added.
-        """
+        `metrics_mark` (None: of an earlier version), or those with which a person has gone on from it; behind them the
+        evaluation that belongs to it may have been added."""
         if mark is None:
             return
-        kept = [record for record in read_metrics(self.metrics_file) if record["step"] <= step]
-        count = mark["records"]
-        added = kept[count:]
-        if _digest(kept[:count]) != mark["sha256"] or len(added) > 1 or any("eval" not in record for record in added):
+        records = [record for record in read_metrics(self.metrics_file) if record["step"] <= step]
+        starts = [start for _, start in iter_jsonl(self.starts_file)] if self.starts_file.exists() else []
+        told = [start["metrics"] for start in starts if start.get("step") == step and start.get("metrics")]
+        if not any(_belongs(records, each) for each in (mark, *told)):
             raise UserError(
-                f"{self.metrics_file}: its records up to step {step} are not the {count} that the checkpoint was saved "
-                f"with; put a copy back, or go on with those that are left by --resume --from {step}"
+                f"{self.metrics_file}: its records up to step {step} are not the {mark['records']} that the checkpoint "
+                f"was saved with; put a copy back, or go on with those that are left by --resume --from {step}"
+            )
+
+    def check_checkpoints(self, step: int) -> None:
+        """UserError where there are records of steps behind which a checkpoint later than `step`, the newest that is
+        left, was saved."""
+        every = load_recipe(self.recipe_file).run.save_every
+        due = (step // every + 1) * every
+        done = max((record["step"] for record in read_metrics(self.metrics_file) if "eval" not in record), default=0)
+        if done > due:
+            raise UserError(
+                f"{self.checkpoints}: the newest is of step {step}, and metrics.jsonl holds step {done}: that of step "
+                f"{due} is lost; put it back, or go back by --resume --from {step}"
             )
 
     def _keep_metrics(self, records: list[dict[str, Any]]) -> None:
@@ -231,6 +244,12 @@ def saved_so_far(path: str | Path) -> str | None:
     folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
     last = max((step for folder in folders if (step := step_of(folder.name)) is not None), default=0)
     return f"{path} is saved up to step {last}" if last else f"{path} has finished no step yet"
+
+
+def _belongs(records: list[dict[str, Any]], mark: Mapping[str, Any]) -> bool:
+    count = mark["records"]
+    added = records[count:]
+    return _digest(records[:count]) == mark["sha256"] and len(added) <= 1 and all("eval" in record for record in added)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

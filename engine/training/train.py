@@ -35,7 +35,7 @@ from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.best_checkpoint import steps_by_dev
 from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
 from thresher.engine.store.resume import checkpoint_to_resume
-from thresher.engine.store.run_folder import RunFolder, read_metrics
+from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
@@ -96,11 +96,16 @@ def train(
     rollout = parts.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
     with open_run(out, recipe, resume, ranks) as run, parts.threads():
-        run.truncate_after(checkpoint.step if checkpoint else -1)
-        run.append_start({"step": checkpoint.step if checkpoint else 0, **origin(recipe.model.device == "cuda")})
-        trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
+        if ranks.first and from_step is None:
+            _check_newest(run, checkpoint)
         if checkpoint:
             updater.load_moments(checkpoint.path)
+        run.truncate_after(checkpoint.step if checkpoint else -1)
+        start = {"step": checkpoint.step if checkpoint else 0, **origin(recipe.model.device == "cuda")}
+        if from_step is not None and ranks.first:
+            start["metrics"] = run.metrics_mark()  # what was told to go on is not asked again
+        run.append_start(start)
+        trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         sinks = sending(run, recipe.run.sinks if ranks.first else (), checkpoint.step if checkpoint else -1)
         with sinks, held("a step that is being learned is finished, and saved"):
@@ -288,11 +293,19 @@ class Trainer:
         watch(Progress(step, self.recipe.run.steps, record))
 
 
+def _check_newest(run: RunFolder, checkpoint: Checkpoint | None) -> None:
+    """UserError where another process has saved a checkpoint since ours was chosen, before the folder was locked."""
+    newest = max((step for path in run.checkpoints.iterdir() if (step := step_of(path.name)) is not None), default=0)
+    if newest > (checkpoint.step if checkpoint else 0):
+        raise UserError(f"{run.path}: another process has just saved step {newest}; run the same command again")
+
+
 def _check_resumed(recipe: Recipe, out: Path, checkpoint: Checkpoint | None, told: bool) -> None:
     """Say from where the run goes on. UserError where records are lost; told: by --from, which step it is to be."""
     step = checkpoint.step if checkpoint else 0
-    if checkpoint and not told:
-        RunFolder(out).check_metrics(step, checkpoint.state.get("metrics"))
+    if not told:
+        RunFolder(out).check_checkpoints(step)
+        RunFolder(out).check_metrics(step, checkpoint.state.get("metrics") if checkpoint else None)
     where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
     console.console.print(
         f"train: goes on behind step {step} of {recipe.run.steps}, from {where}", markup=False, soft_wrap=True

@@ -57,7 +57,7 @@ def test_an_unfinished_build_is_gone_on_with_or_refused(corpus, tmp_path, capsys
     with monkeypatch.context() as patch:
         patch.setattr(build_module, "_measure", interrupted)
         assert run(*build) == 130
-    assert "goes on with --resume, an index or an evaluation when begun again" in capsys.readouterr().err
+    assert "ix.building keeps what is done; " in capsys.readouterr().err
     assert run("check", "--index", tmp_path / "ix", "--queries", corpus) == 2
     assert "ix: no such folder; build the index first" in capsys.readouterr().err
     with corpus.open("a") as file:

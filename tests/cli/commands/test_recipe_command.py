@@ -32,7 +32,7 @@ def test_the_resolved_recipe_is_a_recipe(recipe: str, tmp_path: Path, capsys: py
     text = capsys.readouterr().out
     shown = tomllib.loads(text)
     assert shown["rollout"]["group_size"] == 3 and shown["rollout"]["questions_per_step"] == 256, "the file, the preset"
-    assert shown["rollout"]["max_turns"] == 5 and shown["run"]["seed"] == 7 and shown["model"]["device"] == "cuda"
+    assert shown["rollout"]["max_turns"] == 1 and shown["run"]["seed"] == 7 and shown["model"]["device"] == "cuda"
     (tmp_path / "again.toml").write_text(text)
     assert cli.run(["recipe", "--show", str(tmp_path / "again.toml")]) == 0
     assert capsys.readouterr().out == text
