@@ -2,7 +2,8 @@
 
     settings.json        what decides the trajectories; a command with other settings is refused
     generated.jsonl      the trajectories so far, appended part by part; gone when the evaluation is complete
-    replies.jsonl        of an LLM judge, if one was asked: nothing is paid for twice
+    answers.jsonl        of an endpoint, if one answered: nothing is paid for twice
+    replies.jsonl        of an LLM judge, if one was asked: likewise
     trajectories.jsonl   every question: its trajectory, reward, parts and measures
     table.md             the table, for people
     metrics.json         the same and what it was measured under; written last, so that it is there when all is
@@ -25,6 +26,8 @@ from thresher.engine.store.run_folder import lock_folder
 from thresher.policy.files import append_bytes, atomic_write_text, read_json_object, staged_folder
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.rewards.errors import UserError
+
+ANSWERS = "answers.jsonl"
 
 
 class EvalFolder:
@@ -71,7 +74,7 @@ class EvalFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         unfinished = not (self.path / "metrics.json").exists()
-        if error is not None and unfinished and not self._generated.exists():
+        if error is not None and unfinished and not (self._generated.exists() or (self.path / ANSWERS).exists()):
             shutil.rmtree(self.path)
         os.close(self._lock)
 
