@@ -76,13 +76,19 @@ def test_what_was_answered_before_a_failure_is_not_asked_for_again(
 ) -> None:
     out = tmp_path / "a"
     answer = chat("<answer> a </answer>")
-    server.script = [answer, answer, (400, {"error": {"message": "too long"}})]
-    words = [*flags, "--set", "judge.concurrency=1", "--out", str(out)]
-    assert "too long" in refusal(capsys, *words) and len(server.asked) == 3
+    refused = (400, {"error": {"message": "too long"}})
+    server.script = [answer, refused, answer, refused]
+    # parts of two questions: the first ends within one, the second behind it
+    words = [*flags, "--set", "judge.concurrency=1", "--set", "rollout.max_running=1", "--out", str(out)]
+    assert "too long" in refusal(capsys, *words) and not (out / "generated.jsonl").exists()
+    assert "too long" in refusal(capsys, *words) and (out / "generated.jsonl").read_text().count("\n") == 2
     assert '"big", not "small"' in refusal(capsys, *[word.replace("big", "small") for word in words])
     server.reply = lambda content: answer
-    assert cli.run(words) == 0 and len(server.asked) == 4
+    assert cli.run(words) == 0 and len(server.asked) == 5  # three questions, and two that were refused
     assert len(records(out)) == 3
+    transcripts = str(out / "trajectories.jsonl")
+    scored = ["score", "--system", "search_r1", "--transcripts", transcripts, "--out", str(tmp_path / "s.jsonl")]
+    assert cli.run(scored) == 0
 
 
 def test_a_completion_endpoint_reads_the_one_text_and_a_tokenizer_counts_it(
