@@ -38,7 +38,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.engine.rollout.branches import branch_episode, context_ids
 from thresher.engine.rollout.rollout import RolloutClock
 from thresher.engine.rollout.samples import Job
-from thresher.engine.scoring.continuing import Continued, ContinuingEndpoint
+from thresher.engine.scoring.continuing import Continued, ContinuingEndpoint, speaks_chat
 from thresher.engine.scoring.endpoint import read_key
 from thresher.policy.tokenizer import load_tokenizer, train_bpe
 from thresher.retrieval.questions import Question
@@ -62,8 +62,7 @@ class AnsweredBy:
 
     def settings(self) -> dict[str, Any]:
         """What of it decides trajectories; servers move."""
-        chat = ContinuingEndpoint(self.url, self.model).chat
-        return {"answered by": [self.model, "chat" if chat else "completion", self.tokenizer]}
+        return {"answered by": [self.model, "chat" if speaks_chat(self.url) else "completion", self.tokenizer]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

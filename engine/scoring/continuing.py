@@ -26,6 +26,12 @@ COMPLETIONS = "/completions"
 MOST_STOPS = 4  # that OpenAI's servers take
 
 
+def speaks_chat(url: str) -> bool:
+    """Whether the address is that of a chat: all are but those of completions."""
+    path = url.rstrip("/")
+    return path.endswith(PATH) or not path.endswith(COMPLETIONS)
+
+
 @dataclass(frozen=True, slots=True)
 class Continued:
     """One text that came back, and whether the limit on its tokens ended it."""
@@ -38,8 +44,7 @@ class ContinuingEndpoint(Endpoint):
     """As Endpoint, asked for the continuations of contexts; `chat` says by which of the two protocols."""
 
     def __init__(self, url: str, model: str, **settings: Any) -> None:
-        path = url.rstrip("/")
-        self.chat = not path.endswith(COMPLETIONS) or path.endswith("/chat" + COMPLETIONS)
+        self.chat = speaks_chat(url)
         super().__init__(url, model, path=PATH if self.chat else COMPLETIONS, **settings)
 
     def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:

@@ -144,7 +144,9 @@ def test_a_key_is_sent_and_never_kept(
     monkeypatch.setenv("THE_KEY", "sesame")
     server.reply = lambda content: chat("<answer> a </answer>")
     out = tmp_path / "a"
+    flags[flags.index("--system") : flags.index("--system") + 2] = ["--baseline", "direct"]
     assert cli.run([*flags, "--answer-key-env", "THE_KEY", "--out", str(out)]) == 0
+    assert [record["answer"] for record in records(out)] == ["a"] * 3
     assert set(server.keys) == {"Bearer sesame"}
     assert not any(b"sesame" in path.read_bytes() for path in out.iterdir())
 
