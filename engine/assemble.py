@@ -6,7 +6,7 @@ without a question) is refused here, before anything is computed or written.
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -37,19 +37,25 @@ PADDING = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The loaded parts of a run. `vocab_size` is the tokenizer's: columns beyond it are never sampled nor trained.
-    `system_digest` is that of a user's own system file, None for a built-in system."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What a system is run with, whoever writes. `system_digest` is that of a user's own system file, None for a
+    built-in system."""
 
     recipe: Recipe
     tokenizer: Tokenizer
-    policy: Policy
     system: System
     renderer: Renderer
     tools: Tools
     limits: Limits
     system_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(Frame):
+    """The loaded parts of a run. `vocab_size` is the tokenizer's: columns beyond it are never sampled nor trained."""
+
+    policy: Policy
 
     @property
     def vocab_size(self) -> int:
@@ -81,12 +87,9 @@ class Parts:
 def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: System | None = None) -> Parts:
     """Policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`, `system` that of the one
     which the recipe names."""
-    section = recipe.need(SystemSection)
-    digest = own_digest(section.name) if system is None else None
-    system = system or load_system(section.name, section.options)
-    template = system.template if section.template is None else read_template(section.template, system.given_passages)
     folder = Path(recipe.model.path if model_path is None else model_path)
     tokenizer = load_tokenizer(folder, recipe.run.verify)
+    frame = make_frame(recipe, tokenizer, system)
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
     if doubts := fit_doubts(policy, tokenizer, folder):
@@ -100,11 +103,20 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             f"rollout.max_context is {rollout.max_context}, but the model was made for "
             f"{policy.config.max_position_embeddings} positions; lower it"
         )
+    frame = replace(frame, limits=replace(frame.limits, attention=attention))
+    return Parts(policy=policy, **{field.name: getattr(frame, field.name) for field in fields(frame)})
+
+
+def make_frame(recipe: Recipe, tokenizer: Tokenizer, system: System | None = None) -> Frame:
+    """A recipe's system, or `system` in its place, with its prompt, limits, and this tokenizer."""
+    section, rollout = recipe.need(SystemSection), recipe.rollout
+    digest = own_digest(section.name) if system is None else None
+    system = system or load_system(section.name, section.options)
+    template = system.template if section.template is None else read_template(section.template, system.given_passages)
     retrieval = recipe.retrieval or RetrievalSection()
-    return Parts(
+    return Frame(
         recipe=recipe,
         tokenizer=tokenizer,
-        policy=policy,
         system=system,
         renderer=Renderer(
             tokenizer=tokenizer,
@@ -122,7 +134,6 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             max_running=rollout.max_running,
             page_size=rollout.page_size,
             kv_tokens=rollout.kv_tokens,
-            attention=attention,
             share_prefix=rollout.share_prefix,
             speculate=rollout.speculate,
         ),

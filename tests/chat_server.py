@@ -18,6 +18,10 @@ def completion(text: str | None) -> dict[str, Any]:
     return {"id": "c", "object": "chat.completion", "choices": [{"index": 0, "message": message}], "usage": {}}
 
 
+def _last(request: dict[str, Any]) -> str:
+    return str(request["messages"][-1]["content"] if "messages" in request else request["prompt"])
+
+
 class ChatServer:
     """script: what the coming requests get, one each: a text to reply, (status, body) or (status, body, headers), or a
     word ("break", "half", "sleep"), or a function that gives one of these in its own time. When it is empty,
@@ -45,7 +49,7 @@ class ChatServer:
                     stub.paths.append(self.path)
                     stub.keys.append(self.headers.get("authorization"))
                     stub.asked.append(request)
-                    said = stub.script.pop(0) if stub.script else stub.reply(request["messages"][-1]["content"])
+                    said = stub.script.pop(0) if stub.script else stub.reply(_last(request))
                 if callable(said):
                     said = said()
                 if stub.hold is not None:

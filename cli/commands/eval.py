@@ -2,6 +2,7 @@
 
     thresher eval --model FOLDER --system eval_rar --questions dev.jsonl --index wiki --out runs/eval
     thresher eval --best runs/train --questions test.jsonl --out runs/eval
+    thresher eval --answer-url URL --answer-model NAME --system r1 --questions dev.jsonl --out runs/api
 
 What a flag says wins over the file, `--set` over both, and the preset of the system fills what is left open.
 
@@ -10,7 +11,7 @@ Deliberately absent: the evaluation itself (engine/evaluation/run.py), and impor
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thresher.cli import flags
 from thresher.engine import console, interrupt
@@ -19,6 +20,9 @@ from thresher.engine.config.sections import RolloutSection
 from thresher.engine.store.best_checkpoint import Best, best_checkpoint
 from thresher.engine.store.run_folder import RunFolder
 from thresher.rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from thresher.engine.evaluation.answered import AnsweredBy
 
 HELP = "answer questions with a system or a baseline, and measure"
 PLACE = 40
@@ -35,6 +39,7 @@ KEYS = {  # flag -> the recipe's key
     "entailment": "judge.entailment",
     "judge_url": "judge.url",
     "judge_model": "judge.model",
+    "answer_model": "model.path",  # who answers has the model's place
     "max_running": "rollout.max_running",  # of `thresher rollout`
 }
 
@@ -67,10 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--judge-url", metavar="URL", help="an OpenAI-compatible server whose chat model judges the answers")
     add("--judge-model", metavar="NAME", help="that model's name")
     flags.add_allow_key(parser)
+    add("--answer-url", metavar="URL", help="an OpenAI-compatible server whose chat or completion endpoint answers")
+    add("--answer-model", metavar="NAME", help="that model's name")
+    add("--answer-key-env", metavar="VARIABLE", help="environment variable that holds that server's key")
+    add("--tokenizer", metavar="FOLDER", help="counts its texts, with --answer-url; default: bytes")
     add("--out", required=True, help="folder for trajectories.jsonl, metrics.json and table.md; goes on if unfinished")
 
 
 def run(options: argparse.Namespace) -> None:
+    answered_by = _answered_by(options)
     recipe, best = eval_recipe(options)
     from thresher.engine.evaluation.run import EvalOptions, run_evaluation
 
@@ -89,17 +99,35 @@ def run(options: argparse.Namespace) -> None:
         baseline=options.baseline,
         best=best,
         allow_keys=tuple(options.allow_key),
+        answered_by=answered_by,
     )
     out = Path(options.out)
     with interrupt.keeping(lambda: interrupt.lines_in(out / "generated.jsonl")):
         console.answer(run_evaluation(recipe, asked, out))
 
 
+def _answered_by(options: argparse.Namespace) -> "AnsweredBy | None":
+    """UserError for a part of an endpoint without the others."""
+    from thresher.engine.evaluation.answered import AnsweredBy
+
+    if (options.answer_url is None) != (options.answer_model is None):
+        raise UserError("eval: --answer-url URL and --answer-model NAME belong together; give both")
+    if options.answer_url is None:
+        if options.tokenizer is not None or options.answer_key_env is not None:
+            raise UserError("eval: --tokenizer and --answer-key-env are for --answer-url; add it, or leave them out")
+        return None
+    return AnsweredBy(
+        url=options.answer_url, model=options.answer_model, key_env=options.answer_key_env, tokenizer=options.tokenizer
+    )
+
+
 def eval_recipe(options: argparse.Namespace) -> tuple[Recipe, Best | None]:
     """The recipe of an evaluation, and the checkpoint that --best chose. UserError where model or system is open."""
+    if options.answer_url is not None and (options.model or options.best):
+        raise UserError("eval: with --answer-url its model answers; leave out --model and --best")
     best = best_checkpoint(options.best) if options.best else None
     file = options.recipe or (RunFolder(Path(options.best)).recipe_file if options.best else None)
-    no_model = "eval: no model; give --model FOLDER, or --best RUN, or a recipe"
+    no_model = "eval: no model; give --model FOLDER, or --best RUN, or --answer-url URL, or a recipe"
     no_system = "eval: no system; give --system NAME, or --baseline NAME, or a recipe"
     return flagged_recipe(options, file, no_model, no_system, best), best
 
@@ -113,7 +141,7 @@ def flagged_recipe(
     _put_flags(tables, options, best)
     if not file:
         given = {text.partition("=")[0].strip() for text in options.set}
-        if options.model is None and "model.path" not in given:
+        if "model.path" not in given and "path" not in tables.get("model", {}):
             raise UserError(no_model)
         if "system" not in tables and "system.name" not in given:
             raise UserError(no_system)
@@ -165,7 +193,12 @@ def _preset(name: str, tables: dict[str, Any], options: argparse.Namespace, bare
     for layer in layers:
         for section, values in layer.items():
             merged[section] = merged.get(section, {}) | values
-    if bare and isinstance(tables.get("model"), dict) and isinstance(tables["model"].get("path"), str):
+    if (
+        bare
+        and getattr(options, "answer_model", None) is None
+        and isinstance(tables.get("model"), dict)
+        and isinstance(tables["model"].get("path"), str)
+    ):
         positions = read_config(Path(tables["model"]["path"])).max_position_embeddings
         rollout = merged.setdefault("rollout", {})
         merged["rollout"] = rollout | {

@@ -31,6 +31,15 @@ from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import final_answer
 from thresher.rewards.transcript import Piece
 
+# The prompt of `data sft --kind qa`: what a generator was tuned on is what it is asked with (evidence's option `qa`).
+QA_TEMPLATE = """Answer the question from these passages. Write a word or a short phrase, {how}.
+
+{passages}
+
+Question: {question}
+"""
+TAGGED = "between <answer> and </answer>, and nothing else"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

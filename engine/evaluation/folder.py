@@ -2,7 +2,8 @@
 
     settings.json        what decides the trajectories; a command with other settings is refused
     generated.jsonl      the trajectories so far, appended part by part; gone when the evaluation is complete
-    replies.jsonl        of an LLM judge, if one was asked: nothing is paid for twice
+    answers.jsonl        of an endpoint, if one answered: nothing is paid for twice
+    replies.jsonl        of an LLM judge, if one was asked: likewise
     trajectories.jsonl   every question: its trajectory, reward, parts and measures
     table.md             the table, for people
     metrics.json         the same and what it was measured under; written last, so that it is there when all is
@@ -24,6 +25,8 @@ from thresher.engine.store.run_folder import lock_folder
 from thresher.policy.files import append_bytes, atomic_write_text, read_json_object, staged_folder
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.rewards.errors import UserError
+
+ANSWERS = "answers.jsonl"
 
 
 class EvalFolder:

@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.assemble import Parts, check_gold_indices, load_judges, load_parts, load_retrieval
+from thresher.engine.assemble import Frame, Parts, check_gold_indices, load_judges, load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import DataSection, SystemSection
 from thresher.engine.episode import System, first_prompt
+from thresher.engine.evaluation.answered import AnsweredBy, ElsewhereRollout, PartsElsewhere, load_elsewhere
 from thresher.engine.evaluation.evaluate import jobs_of
-from thresher.engine.evaluation.folder import EvalFolder, check_belongs
+from thresher.engine.evaluation.folder import ANSWERS, EvalFolder, check_belongs
 from thresher.engine.evaluation.generated import Generated, check_generated
-from thresher.engine.evaluation.metrics import measures_of, parts_of, ranking_measures
+from thresher.engine.evaluation.metrics import Values, measures_of, parts_of, ranking_measures
 from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_of
 from thresher.engine.protocol.passages import Fitted, fit_passages, with_noise, with_passages
 from thresher.engine.protocol.trajectory import Trajectory
@@ -60,12 +61,13 @@ _FREE = {
         "temperature",
     },
 }
+Answerer = Parts | PartsElsewhere  # each with a `rollout` that has a prompt, a run and a clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """What decides an evaluation besides its recipe; `baseline` answers in the place of a system. allow_keys: where
-    which key may go, as `load_endpoint` has it."""
+    """What decides an evaluation besides its recipe; `baseline` answers in the place of a system, `answered_by` in that
+    of our policy. allow_keys: where which key may go, as `load_endpoint` has it."""
 
     questions: str | None = None
     limit: int | None = None
@@ -74,6 +76,7 @@ class EvalOptions:
     baseline: str | None = None
     best: Best | None = None
     allow_keys: tuple[str, ...] = ()
+    answered_by: AnsweredBy | None = None
 
 
 def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     recipe = replace(
         recipe, rollout=replace(recipe.rollout, max_running=min(recipe.rollout.max_running, len(questions)))
     )
-    parts = _load(recipe, asked.baseline)
+    parts = _load(recipe, asked, out / ANSWERS)
     parts = replace(parts, system=_with_claims(parts.system, recipe.judge.entailment))
     check_gold_indices(questions, parts.system, path)
     retriever = retriever_of(recipe, parts.system)
@@ -98,7 +101,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     rollout = parts.rollout(retriever)
     for question in questions:
         rollout.prompt(question)  # refused before anything is written
-    if recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
+    if not asked.answered_by and recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
         console.console.print("eval: the prompt goes in as it is, though the model has a chat template (--prompt chat)")
     with EvalFolder.open(out, settings) as folder, parts.threads():
         judges = load_judges(recipe, parts.system, out / "replies.jsonl", asked.allow_keys)
@@ -107,10 +110,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
             scored = _score(questions, done, parts, judges)
         except UserError as error:
             raise UserError(f"{error} ({out} keeps all so far: the same command goes on from there)") from error
-        measures = [
-            measures_of(entry, parts.system.tags) | ranking_measures(one.relevant)
-            for entry, one in zip(scored, done, strict=True)
-        ]
+        measures = _measures(scored, done, parts)
         figures = figures_of(measures, [parts_of(entry) for entry in scored])
         figures |= _facts(parts, asked, path, judges, scored, sum(one.seconds for one in done))
         roomless = round(sum(one.branches_without_room for one in done))
@@ -135,6 +135,7 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
         if key not in _FREE.get(section, ())
     }
     content = blake2b(repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass"))
+    settings |= asked.answered_by.settings() if asked.answered_by else {}
     return settings | {
         "baseline": asked.baseline,
         "the system file's content": own_digest(recipe.system.name) if recipe.system else None,
@@ -147,7 +148,7 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
     }
 
 
-def prepare(questions: Sequence[Question], parts: Parts, retriever: Retriever | None, noise: int) -> Fitted:
+def prepare(questions: Sequence[Question], parts: Frame, retriever: Retriever | None, noise: int) -> Fitted:
     """The questions with what their prompts show: passages found where they bring none, and noise, as far as they fit.
 
     Noise is drawn from the corpus where it is at hand, else from the passages of the other questions. UserError for
@@ -164,11 +165,22 @@ def prepare(questions: Sequence[Question], parts: Parts, retriever: Retriever | 
     return fit_passages(questions, parts.system, parts.tools, parts.renderer)
 
 
-def _load(recipe: Recipe, baseline: str | None) -> Parts:
-    if baseline is None:
-        return load_parts(recipe)
+def _load(recipe: Recipe, asked: EvalOptions, answers: Path) -> Answerer:
     section = recipe.need(SystemSection)
-    return load_parts(recipe, system=load_baseline(baseline, section.options))
+    system = None if asked.baseline is None else load_baseline(asked.baseline, section.options)
+    if asked.answered_by is not None:
+        return load_elsewhere(recipe, system, asked.answered_by, answers)
+    return load_parts(recipe, system=system)
+
+
+def _measures(scored: Sequence[Scored], done: Sequence[Generated], parts: Answerer) -> list[Values]:
+    """Each question's; without those in tokens where an endpoint answered and nobody knows its tokens."""
+    left_out = parts.unmeasured if isinstance(parts, PartsElsewhere) else ()
+    found = [
+        measures_of(entry, parts.system.tags) | ranking_measures(one.relevant)
+        for entry, one in zip(scored, done, strict=True)
+    ]
+    return [{name: value for name, value in values.items() if name not in left_out} for values in found]
 
 
 def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
@@ -178,7 +190,12 @@ def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
 
 
 def _generate(
-    rollout: Rollout, questions: Sequence[Question], temperature: float, seed: int, folder: EvalFolder, model: str
+    rollout: Rollout | ElsewhereRollout,
+    questions: Sequence[Question],
+    temperature: float,
+    seed: int,
+    folder: EvalFolder,
+    model: str,
 ) -> list[Generated]:
     """All trajectories, those that the folder holds already among them."""
     done = folder.generated()
@@ -204,7 +221,7 @@ def _generate(
 
 
 def _part(
-    rollout: Rollout,
+    rollout: Rollout | ElsewhereRollout,
     questions: Sequence[Question],
     temperature: float,
     seed: int,
@@ -226,7 +243,7 @@ def _part(
     ]
 
 
-def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout) -> list[bool]:
+def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout | ElsewhereRollout) -> list[bool]:
     """Whether each passage holds a gold string: of those that the prompt shows, or of those found, best first, search
     after search."""
     passages: Sequence[Passage] = ()
@@ -248,7 +265,7 @@ def _with_claims(system: System, classifier: str | None) -> System:
     return replace(system, claims=partial(evinote_claims, tag=tag))
 
 
-def _score(questions: Sequence[Question], done: Sequence[Generated], parts: Parts, judges: Judges) -> list[Scored]:
+def _score(questions: Sequence[Question], done: Sequence[Generated], parts: Answerer, judges: Judges) -> list[Scored]:
     # A chat model that is there judges every system's answers, not those alone that are rewarded by it.
     system = replace(parts.system, wants_verdict=judges.verdict is not None)
     scored = score(questions, [one.trajectory for one in done], system, parts.tokenizer, judges)
@@ -257,7 +274,7 @@ def _score(questions: Sequence[Question], done: Sequence[Generated], parts: Part
 
 
 def _facts(
-    parts: Parts, asked: EvalOptions, path: str, judges: Judges, scored: Sequence[Scored], seconds: float
+    parts: Answerer, asked: EvalOptions, path: str, judges: Judges, scored: Sequence[Scored], seconds: float
 ) -> dict[str, Any]:
     recipe, best = parts.recipe, asked.best
     chosen = None
@@ -290,6 +307,7 @@ def _facts(
         "rewarded_by": rewarded_by(parts),
         "reasons": (reasons := dict(sorted(Counter(entry.trajectory.reason for entry in scored).items()))),
         "ended": ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
+        **(parts.facts(each) if isinstance(parts, PartsElsewhere) else {}),
     }
 
 
@@ -297,7 +315,7 @@ def _roomless(count: int) -> str | None:
     return f"{count:,} found no room in rollout.max_context, and their answers count as missing" if count else None
 
 
-def _gold(parts: Parts, scored: Sequence[Scored]) -> str | None:
+def _gold(parts: Frame, scored: Sequence[Scored]) -> str | None:
     """How many questions leave open what their gold passages are, where the system's reward asks for it."""
     unknown = sum(entry.question.gold_indices is None for entry in scored)
     if not parts.system.needs_gold_indices or not unknown:
@@ -305,7 +323,7 @@ def _gold(parts: Parts, scored: Sequence[Scored]) -> str | None:
     return f"unknown for {unknown:,} of {len(scored):,} questions, to which naming some earns nothing"
 
 
-def rewarded_by(parts: Parts) -> str:
+def rewarded_by(parts: Frame) -> str:
     """The reward in words: two evaluations with the same have rewards that compare."""
     if parts.system_digest is not None:
         section = parts.recipe.need(SystemSection)
@@ -317,7 +335,7 @@ def rewarded_by(parts: Parts) -> str:
     return f"{module}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
 
 
-def _retrieval(parts: Parts) -> str | None:
+def _retrieval(parts: Frame) -> str | None:
     """Where passages come from, in words; None for a system that reads none."""
     section = parts.recipe.retrieval
     place = section and (section.index or section.url)

@@ -18,6 +18,7 @@ FACTS = {  # what an evaluation says of itself, and how the table calls it
     "switches": "Options",
     "model": "Model",
     "prompt": "Prompt",
+    "lengths": "Lengths",
     "chosen": "Chosen",
     "data": "Questions",
     "retrieval": "Passages",

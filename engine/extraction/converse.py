@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, Turn
+from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, cut
 from thresher.engine.protocol.render import passage_lines
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
@@ -131,10 +131,3 @@ class Converser:
         if isinstance(request, Feedback):
             return Source.FEEDBACK, escape_tags(request.text, tags)
         raise TypeError(f"{self.system.name} yielded {request!r}, which a chat model cannot serve")
-
-
-def cut(reply: str, stop: Sequence[str]) -> Turn:
-    """The reply up to the end of the first stop tag in it; all of it where there is none."""
-    ends = [(at + len(tag), tag) for tag in stop if (at := reply.find(tag)) >= 0]
-    end, tag = min(ends, default=(len(reply), None))
-    return Turn(reply[:end].encode("utf-8", "surrogatepass"), tag)

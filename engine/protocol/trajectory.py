@@ -37,6 +37,7 @@ class Trajectory:
     reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
     branches: what the policy wrote in contexts of their own, for the reward alone or in a call; no part of ids() or of
     the loss.
+    elsewhere: a server wrote the turns, and told neither ids nor log-probs: its ids are of the text that came back.
     """
 
     question_id: str
@@ -46,6 +47,7 @@ class Trajectory:
     reason: str = ""
     searches: list[dict[str, Any]] = field(default_factory=list)
     branches: dict[str, "Trajectory"] = field(default_factory=dict)
+    elsewhere: bool = False
 
     def ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.ids]
@@ -74,7 +76,7 @@ class Trajectory:
         return [Piece(segment.source, tokenizer.decode_bytes(segment.ids)) for segment in self.segments]
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """For the run folder: the text of every segment beside the exact ids."""
+        """For the run folder: the text of every segment beside the exact ids, where they are known."""
         record = {
             "id": self.question_id,
             "group": self.group,
@@ -89,7 +91,8 @@ class Trajectory:
 
     def _segments(self, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         return [
-            {"source": str(segment.source), "text": tokenizer.decode(segment.ids), "ids": segment.ids}
+            {"source": str(segment.source), "text": tokenizer.decode(segment.ids)}
+            | ({} if self.elsewhere else {"ids": segment.ids})
             for segment in self.segments
         ]
 
@@ -105,7 +108,7 @@ def check_trajectory(
     """What is wrong with a trajectory, one sentence each; an empty list means that every invariant holds.
 
     1. It begins with one PROMPT, fits the context, and every id belongs to the tokenizer.
-    2. Every sampled id, and no other, has a log-probability, which is at most 0.
+    2. Every sampled id, and no other, has a log-probability, which is at most 0; what a server wrote has none.
     3. A turn that stopped at a tag holds that tag once, `trailing` bytes before its end.
     4. No RETRIEVED or FEEDBACK segment holds a control token.
     5. Inside a RETRIEVED segment no tag occurs but the one pair that wraps it; inside FEEDBACK none occurs.
@@ -122,7 +125,8 @@ def check_trajectory(
         if not all(0 <= token < tokenizer.vocab_size for token in segment.ids):
             wrong.append(f"{name} holds an id outside the tokenizer")
             continue
-        if len(segment.logprobs) != (len(segment.ids) if segment.source is Source.POLICY else 0):
+        sampled = segment.source is Source.POLICY and not trajectory.elsewhere
+        if len(segment.logprobs) != (len(segment.ids) if sampled else 0):
             wrong.append(f"{name} has {len(segment.logprobs)} log-probs for {len(segment.ids)} ids")
         if any(not value <= 1e-6 for value in segment.logprobs):
             wrong.append(f"{name} has a log-prob above 0")

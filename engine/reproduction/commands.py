@@ -4,8 +4,8 @@
                                     data .. sft, once     -> train -> eval        in the invented world
 
 Cells share whatever is the same: the base, the training of a method on a model with a seed, and in the world one
-evaluation for all columns, which are parts of its questions. A method that is not trained has one seed, for its
-evaluation is greedy.
+evaluation for all columns of the same noise, which are parts of its questions. A method that is not trained has one
+seed, for its evaluation is greedy.
 
 Every command writes one folder, which is finished when its last file is there; `train` and `eval` go on with an
 unfinished one.
@@ -131,7 +131,8 @@ def _paper_cell(manifest: PaperManifest, table: PaperTable, scale: Scale, row: T
     for column in table.columns:
         questions = manifest.sets[column]
         folder = out / "evaluations" / f"{name}-{column}-seed{seed}"
-        words = ["eval", *asked, "--questions", questions.paper, *scale.flags_of_eval(), "--out", str(folder)]
+        words = ["eval", *asked, "--questions", questions.paper, *_noise(questions.noise), *scale.flags_of_eval()]
+        words += ["--out", str(folder)]
         evaluations[column] = Command(tuple(words), folder, _absent(read | {questions.paper: questions.get}))
     return Cell(row, seed, before, evaluations)
 
@@ -161,8 +162,17 @@ def _world_cell(manifest: PaperManifest, table: PaperTable, scale: Scale, row: T
         words = ["eval", "--best", str(run)]
     else:
         words = ["eval", *recipe]
-    evaluation = Command((*words, *scale.flags_of_eval(), "--out", str(folder)), folder)
-    return Cell(row, seed, tuple(base), dict.fromkeys(columns_of(manifest, table, True), evaluation))
+    evaluations = {}
+    for column in columns_of(manifest, table, True):
+        noise = manifest.sets[column].noise
+        place = folder.with_name(f"{name}-noise{noise}") if noise else folder
+        asked = (*words, *_noise(noise), *scale.flags_of_eval(), "--out", str(place))
+        evaluations[column] = Command(asked, place)
+    return Cell(row, seed, tuple(base), evaluations)
+
+
+def _noise(passages: int) -> list[str]:
+    return ["--noise", str(passages)] if passages else []
 
 
 def write_prompts(manifest: PaperManifest, world: Path) -> None:

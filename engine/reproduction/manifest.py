@@ -4,7 +4,8 @@
     [models.NAME]   paper: its folder at paper scale, get: how to get it
     [files]         PATH = "how to make it": what the recipes at paper scale read besides
     [sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; world: how many
-                    relations its questions have in the invented world (absent: no such column there)
+                    relations its questions have in the invented world (absent: no such column there); noise: how many
+                    irrelevant passages are added to each
     [methods.NAME]  what a row trains or runs: label, system or baseline, options, recipe (of its training at paper
                     scale; absent: nothing is trained), overrides, world (false: the invented world has no such thing)
     [tables.NAME]   caption, measures (keys of thresher eval's metrics.json), columns (names of sets), average (whether
@@ -44,6 +45,7 @@ class Column:
     paper: str
     get: str
     world: int | None = None
+    noise: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

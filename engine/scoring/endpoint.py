@@ -57,7 +57,7 @@ class _Passing(Exception):
         self.after = after
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """A reply that the server gave in earnest and that is of no use."""
 
 
@@ -131,8 +131,8 @@ class Endpoint:
 
     key: sent as a bearer token, and shown nowhere. timeout: seconds that one reply may take. patience: seconds that the
     server may stay away. concurrency: requests under way at once. replies: the file that keeps them, None for memory
-    only. say: is called, from any thread, when the waiting begins and ends. UserError for a `url` that is none and for
-    `replies` as Replies.
+    only. say: is called, from any thread, when the waiting begins and ends. path: what the address ends in. UserError
+    for a `url` that is none and for `replies` as Replies.
     """
 
     def __init__(
@@ -146,8 +146,9 @@ class Endpoint:
         concurrency: int = 4,
         replies: str | Path | None = None,
         say: Callable[[str], None] = lambda _: None,
+        path: str = PATH,
     ) -> None:
-        self.url, self.model = _address(url), model
+        self.url, self.model = _address(url, path), model
         self.requests = 0  # sent to the server since the beginning, repeated ones included
         self._key = key
         self._timeout, self._patience, self._concurrency, self._say = timeout, patience, concurrency, say
@@ -169,17 +170,15 @@ class Endpoint:
         A reply that is not `usable` is not kept and asked for once more. When one request fails, those under way are
         finished and kept, no other is begun, and its UserError is raised.
         """
-        requests: dict[str, dict[str, Any]] = {}
-        keys = []
-        for messages in conversations:
-            request = {
-                "model": self.model,
-                "messages": [dict(message) for message in messages],
-                "temperature": temperature,
-                "max_tokens": max_tokens,
-            }
-            keys.append(hashlib.sha256(json.dumps(request, sort_keys=True).encode("ascii")).hexdigest())
-            requests[keys[-1]] = request
+        asked = {"model": self.model, "temperature": temperature, "max_tokens": max_tokens}
+        return self.replies(
+            [asked | {"messages": [dict(message) for message in messages]} for messages in conversations], usable
+        )
+
+    def replies(self, bodies: Sequence[dict[str, Any]], usable: Callable[[str], bool] = lambda _: True) -> list[str]:
+        """What `_read` makes of the answer to each request, given as its JSON object; as `complete`."""
+        keys = [hashlib.sha256(json.dumps(body, sort_keys=True).encode("ascii")).hexdigest() for body in bodies]
+        requests = dict(zip(keys, bodies, strict=True))
         # What another caller found unusable here may have been of use to the one who kept it.
         known = {key: reply for key in requests if (reply := self._replies.get(key)) is not None and usable(reply)}
         missing = {key: request for key, request in requests.items() if key not in known}
@@ -228,12 +227,13 @@ class Endpoint:
         for _ in range(2):
             try:
                 reply = self._read(self._send(json.dumps(request).encode("ascii"), called_off))
-            except _Unusable as error:
+            except Unusable as error:
                 failure = str(error)
                 continue
             if usable(reply):
                 return reply
-            failure = f"a reply to {_shown(request['messages'][-1].get('content', ''))} of no use, {_shown(reply)}"
+            asked = request["messages"][-1].get("content", "") if "messages" in request else request.get("prompt", "")
+            failure = f"a reply to {shown(asked)} of no use, {shown(reply)}"
         raise UserError(f"{self.url}: {self.model} gave, twice, {failure}; name another model or server ({self._kept})")
 
     def _send(self, body: bytes, called_off: threading.Event) -> urllib3.BaseHTTPResponse:
@@ -295,8 +295,8 @@ class Endpoint:
         except (TypeError, KeyError, IndexError):
             reply = None
         if not isinstance(reply, str):
-            got = _shown(response.data[:400].decode("utf-8", "replace"))
-            raise _Unusable(f"no text at choices[0].message.content, as a chat completion has it, but {got}")
+            got = shown(response.data[:400].decode("utf-8", "replace"))
+            raise Unusable(f"no text at choices[0].message.content, as a chat completion has it, but {got}")
         return reply
 
 
@@ -312,7 +312,7 @@ def load_endpoint(
     """
     if section.url is None or section.model is None:
         raise UserError("a chat model must be asked, but the recipe names none; add judge.url and judge.model")
-    variable, address = section.key_env, _address(section.url)
+    variable, address = section.key_env, _address(section.url, PATH)
     if variable is not None and (wanted := key_at(variable, address)) not in allow_keys:
         raise UserError(
             f"judge.key_env: the recipe would send the key in {variable} to {address}; allow it, if that is what you "
@@ -346,9 +346,9 @@ def read_key(variable: str) -> str:
     return key
 
 
-def _address(url: str) -> str:
-    """The address of the chat completions; a secret in it is refused, for addresses are printed."""
-    address = service_address(url, PATH, "a chat model's server", "http://127.0.0.1:8000/v1", root="/v1")
+def _address(url: str, path: str) -> str:
+    """The address of the (chat) completions; a secret in it is refused, for addresses are printed."""
+    address = service_address(url, path, "a chat model's server", "http://127.0.0.1:8000/v1", root="/v1")
     parts = urlsplit(address)
     if "@" in parts.netloc:
         raise UserError(f"{parts.hostname}: the address holds a secret; leave it out and name its variable in key_env")
@@ -384,5 +384,5 @@ def _line(text: str) -> str:
     return line if len(line) <= 200 else line[:197] + "..."
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     return json.dumps(_line(text), ensure_ascii=False)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
+from thresher.engine.baselines.common import QA_TEMPLATE, TAGGED
 from thresher.engine.episode import pair_tags
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.questions import Question, passage_record
@@ -32,7 +33,7 @@ KINDS = ("direct", "reasoning", "qa", "closed-book")
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")
-_HOW = {"tagged": "between <answer> and </answer>, and nothing else", "plain": "and nothing else"}
+_HOW = {"tagged": TAGGED, "plain": "and nothing else"}
 _TEMPLATES = {
     "direct": """Answer a question from numbered references. Write the answer alone, a word or a short phrase, {how}.
 
@@ -44,12 +45,7 @@ _TEMPLATES = {
 {passages}
 </references>
 """,
-    "qa": """Answer the question from these passages. Write a word or a short phrase, {how}.
-
-{passages}
-
-Question: {question}
-""",
+    "qa": QA_TEMPLATE,
     "closed-book": """Answer the question. Write a word or a short phrase, {how}.
 
 Question: {question}

@@ -16,18 +16,26 @@ from typing import Any
 from thresher.retrieval.datasets.flavours import detect
 from thresher.retrieval.questions import Question, iter_questions
 from thresher.rewards.errors import UserError
+from thresher.rewards.measures import ndcg_at, recall_at
 from thresher.rewards.text import YES_NO, contains_answer, normalize_answer
 
 READABLE = ("native", "flashrag", "nq-open", "plain", "bamboogle")
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 SHOWN_WORDS = 40
 SHOWN_GOLDS = 8
+KINDS = ("hops", "type", "level")  # of metadata: what multi-hop sets say of a question
+MUSIQUE_ID = re.compile(r"(\d+)hop\d*__")
+CUTOFF = 5  # ranks of Recall and NDCG
 LONG_GOLD = 20  # words; no policy is asked to write that much, so such golds are most likely a slip in the set
 
 
 def summarize(path: str | Path, on_question: Callable[[int], None] = lambda questions: None) -> dict[str, Any]:
     """Figures of a file of questions, read as training reads it. Lengths are words. `on_question` hears how many were
     read.
+
+    "passages as ranked": Recall@5 and NDCG@5 of the passages that came with the questions, in their order, where one
+    that holds a gold string is relevant; means over questions with passages. "kinds": the same for each value of hops,
+    type and level that the questions name (MuSiQue's hops are in its ids).
 
     UserError for a malformed line, and for a file in a flavour that has to be converted first.
     """
@@ -39,6 +47,8 @@ def summarize(path: str | Path, on_question: Callable[[int], None] = lambda ques
     count: Counter[str] = Counter()
     sizes: dict[str, list[int]] = {name: [] for name in ("golds", "passages", "gold passages")}
     words: dict[str, list[int]] = {name: [] for name in ("question", "first gold", "passage")}
+    rankings: dict[str, list[tuple[float, float]]] = {"all": []}
+    kinds: Counter[str] = Counter()
     asked: set[str] = set()
     distinct: set[int] = set()
     for question in iter_questions(path):
@@ -49,6 +59,12 @@ def summarize(path: str | Path, on_question: Callable[[int], None] = lambda ques
         asked.add(normal)
         _count_golds(question, count)
         _count_passages(question, count, distinct)
+        named = kinds_of(question)
+        kinds.update(named)
+        if question.passages:
+            relevant = [contains_answer(passage.text, question.golds) for passage in question.passages]
+            for name in ("all", *named):
+                rankings.setdefault(name, []).append((recall_at(relevant, CUTOFF), ndcg_at(relevant, CUTOFF)))
         sizes["golds"].append(len(question.golds))
         sizes["passages"].append(len(question.passages))
         if question.gold_indices is not None:
@@ -60,9 +76,25 @@ def summarize(path: str | Path, on_question: Callable[[int], None] = lambda ques
         "format": flavour.name,
         **count,
         "distinct passages": len(distinct),
+        "passages as ranked": _ranked(rankings["all"]),
+        "kinds": {name: {"questions": kinds[name], **_ranked(rankings.get(name, []))} for name in sorted(kinds)},
         "per question": {name: spread(values) for name, values in sizes.items()},
         "words": {name: spread(values) for name, values in words.items()},
     }
+
+
+def kinds_of(question: Question) -> list[str]:
+    """What a question says of its kind: "hops 2", "type bridge", "level hard"."""
+    said = {key: question.metadata[key] for key in KINDS if isinstance(question.metadata.get(key), str | int)}
+    if "hops" not in said and (found := MUSIQUE_ID.match(question.id)):
+        said["hops"] = found[1]
+    return [f"{key} {value}" for key, value in said.items()]
+
+
+def _ranked(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Means of Recall and NDCG; nothing where no question has passages."""
+    names = (f"recall@{CUTOFF}", f"ndcg@{CUTOFF}")
+    return {name: sum(values) / len(values) for name, values in zip(names, zip(*pairs, strict=True), strict=False)}
 
 
 def spread(values: Sequence[int]) -> dict[str, float] | None:
@@ -120,6 +152,7 @@ def _count_passages(question: Question, count: Counter[str], distinct: set[int])
     count["questions with passages"] += bool(contents)
     count["questions with gold indices"] += question.gold_indices is not None
     count["questions with no passage gold"] += question.gold_indices == ()
+    count["questions with a gold passage among theirs"] += bool(question.gold_indices)
     text = "\n".join(f"{passage.title} {passage.text}" for passage in question.passages)
     count["questions with a gold answer in their passages"] += contains_answer(text, question.golds)
 

@@ -19,8 +19,9 @@ def run(options: argparse.Namespace) -> None:
 
     with console.counting("questions checked:") as counter:
         figures = summarize(options.file, counter.to)
-    spreads = {f"{part}, {name}": figures[part][name] for part in ("per question", "words") for name in figures[part]}
-    plain = {name: value for name, value in figures.items() if name not in ("per question", "words")}
+    parts = ("kinds", "per question", "words")
+    spreads = {f"{part}, {name}": figures[part][name] for part in parts for name in figures[part]}
+    plain = {name: value for name, value in figures.items() if name not in parts}
     console.figures(options.file, {**plain, **spreads})
     if not options.json:
         print(json.dumps(figures))

@@ -117,6 +117,17 @@ def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
     assert train.to_run()[-1] == "--resume"
 
 
+def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Path) -> None:
+    manifest = read_manifest("eviomni")
+    (cell,) = cells_of(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
+    asked = {column: " ".join(command.words) for column, command in cell.evaluations.items()}
+    assert asked["nq"] == asked["hotpotqa"] and "--noise" not in asked["nq"]
+    assert asked["nq_noise8"] == asked["hotpotqa_noise8"] and "--noise 8" in asked["nq_noise8"]
+    assert len({command.folder for command in cell.evaluations.values()}) == 5 and len(asked) == 10
+    (trained, _) = cells_of(manifest, manifest.tables["F5"], PAPER, tmp_path)
+    assert "--noise 4" in " ".join(trained.evaluations["tqa_noise4"].words)
+
+
 def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

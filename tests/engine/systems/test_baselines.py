@@ -14,6 +14,7 @@ from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.systems import load_system
+from thresher.engine.training.sft_data import make_records
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
@@ -96,6 +97,19 @@ def test_the_prompt_of_evidence(tmp_path: Path) -> None:
     assert isinstance(empty, Prompt) and empty.question.endswith("Evidence: none was found")
     with pytest.raises(UserError, match=r"e\.jsonl: holds no evidence for question s"):
         next(system.episode(replace(QUESTION, id="s"), tools))
+
+
+def test_a_generator_is_asked_for_evidence_in_the_words_that_it_was_tuned_on(tmp_path: Path) -> None:
+    file = tmp_path / "e.jsonl"
+    file.write_text('{"id": "q", "evidence": " It was Anna. "}\n{"id": "r", "evidence": ""}\n')
+    system = load_baseline("evidence", {"file": str(file), "qa": True})
+    tools = Tools(system.template, 1)
+    passage = Passage("evidence", "", "It was Anna.")
+    ((record,), _) = make_records([replace(QUESTION, passages=(passage,))], "qa")
+    assert record["template"] == system.template
+    assert next(system.episode(QUESTION, tools)) == Prompt(system.template, QUESTION.question, (passage,))
+    empty = next(system.episode(replace(QUESTION, id="r"), tools))
+    assert isinstance(empty, Prompt) and empty.passages == ()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Sampling, mixing, counting and pooling, and what a converted file is found to hold."""
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,7 @@ def test_the_summary_counts(tmp_path: Path) -> None:
         "questions with passages": 2,
         "questions with gold indices": 2,
         "questions with no passage gold": 1,
+        "questions with a gold passage among theirs": 1,
         "questions with a gold answer in their passages": 1,
         "distinct passages": 1,
     }
@@ -225,6 +227,33 @@ def test_the_summary_counts(tmp_path: Path) -> None:
     assert figures["per question"]["gold passages"] == spread([0, 1])
     assert figures["words"]["passage"] == spread([3, 3, 3])
     assert summarize(plain(tmp_path / "p.jsonl", 2))["words"]["passage"] is None
+
+
+def test_given_passages_are_ranked_without_a_model_by_the_kinds_of_questions(tmp_path: Path) -> None:
+    right, wrong = {"title": "T", "text": "Paris is here."}, {"title": "T", "text": "Nothing."}
+    bridge: dict[str, Any] = {"question": "Where is it?", "answer": "Paris", "type": "bridge", "level": "hard"}
+    figures = summarize(
+        write(
+            tmp_path / "q.jsonl",
+            {**bridge, "id": "2hop__1_2", "passages": [wrong, right]},
+            {**bridge, "id": "3hop1__1_2", "passages": [wrong] * 5 + [right]},
+            {**bridge, "id": "x", "hops": 2, "type": "comparison", "passages": [right]},
+            {**bridge, "id": "y", "type": "comparison"},
+        )
+    )
+    second = 1 / math.log2(3)
+    assert figures["passages as ranked"] == {
+        "recall@5": pytest.approx(2 / 3),
+        "ndcg@5": pytest.approx((second + 1) / 3),
+    }
+    assert figures["kinds"] == {
+        "hops 2": {"questions": 2, "recall@5": 1.0, "ndcg@5": pytest.approx((second + 1) / 2)},
+        "hops 3": {"questions": 1, "recall@5": 0.0, "ndcg@5": 0.0},
+        "level hard": {"questions": 4, "recall@5": pytest.approx(2 / 3), "ndcg@5": pytest.approx((second + 1) / 3)},
+        "type bridge": {"questions": 2, "recall@5": 0.5, "ndcg@5": pytest.approx(second / 2)},
+        "type comparison": {"questions": 2, "recall@5": 1.0, "ndcg@5": 1.0},
+    }
+    assert summarize(plain(tmp_path / "p.jsonl", 2))["passages as ranked"] == {}
 
 
 def test_the_summary_refuses_what_training_would(tmp_path: Path) -> None:

@@ -1,0 +1,184 @@
+"""`thresher eval --answer-url`: what an endpoint is asked, what becomes of its replies, and what is not asked twice."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import ChatServer
+from evaluate_cases import refusal, write_asked
+
+from thresher.cli import main as cli
+from thresher.engine.scoring.continuing import ContinuingEndpoint
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+
+FAST = ("--set", "judge.patience=0")
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with ChatServer() as server:
+        yield server
+
+
+@pytest.fixture
+def asked(tmp_path: Path, tiny_questions: list[Question]) -> Path:
+    return write_asked(tmp_path, tiny_questions)
+
+
+@pytest.fixture
+def flags(server: ChatServer, asked: Path, tiny_index_folder: Path) -> list[str]:
+    words = ["--answer-url", server.url, "--answer-model", "big", "--system", "search_r1", "--questions", str(asked)]
+    return ["eval", *words, "--index", str(tiny_index_folder), "--k", "2", "--limit", "3", *FAST]
+
+
+def chat(text: str, finish: str = "stop", **more: Any) -> tuple[int, Any]:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish, **more}]}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
+
+
+def test_a_searching_system_is_played_in_messages_and_scored_as_ours_are(
+    flags: list[str], server: ChatServer, asked: Path, tmp_path: Path, tiny_questions: list[Question]
+) -> None:
+    golds = {question.question: question.golds[0] for question in tiny_questions[:7]}
+    out = tmp_path / "a"
+    # the first round: every question searches; in the second the first is right, the next runs on, the third is cut
+    server.script = [chat("<think> hm </think> <search> the relation")] * 3
+    server.script += [
+        chat(f"<answer> {next(iter(golds.values()))} "),
+        chat("<answer> wrong </answer> <search> and on", stop_reason=None),
+        chat("<think> much", "length"),
+    ]
+    assert cli.run([*flags, "--set", "judge.concurrency=1", "--out", str(out)]) == 0
+    first, again = server.asked[0], server.asked[3]
+    assert (first["model"], first["stop"], first["max_tokens"]) == ("big", ["</search>", "</answer>"], 500)
+    assert [message["role"] for message in again["messages"]] == ["user", "assistant", "user"]
+    assert again["messages"][1]["content"] == "<think> hm </think> <search> the relation</search>"
+    assert "<information>" in again["messages"][2]["content"] and first["messages"][0] == again["messages"][0]
+    right, ran_on, full = records(out)
+    assert [segment["source"] for segment in right["segments"]] == ["prompt", "policy", "retrieved", "policy"]
+    assert not any("ids" in segment for segment in right["segments"])
+    assert right["measures"]["em"] == 1.0 and right["measures"]["searches"] == 1.0 and right["reward"] == 1.0
+    assert ran_on["answer"] == "wrong" and ran_on["segments"][-1]["text"].endswith("</answer>")
+    assert (full["reason"], full["measures"]["answered"]) == ("turn_tokens", 0.0)
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["model"] == "big, a chat endpoint" and "bytes" in metrics["lengths"]
+    assert "tokens" not in metrics and metrics["actions"] == 2.0 and metrics["em"] == pytest.approx(1 / 3)
+
+
+def test_what_was_answered_before_a_failure_is_not_asked_for_again(
+    flags: list[str], server: ChatServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a"
+    answer = chat("<answer> a </answer>")
+    refused = (400, {"error": {"message": "too long"}})
+    server.script = [answer, refused, answer, refused]
+    # parts of two questions: the first ends within one, the second behind it
+    words = [*flags, "--set", "judge.concurrency=1", "--set", "rollout.max_running=1", "--out", str(out)]
+    assert "too long" in refusal(capsys, *words) and not (out / "generated.jsonl").exists()
+    assert "too long" in refusal(capsys, *words) and (out / "generated.jsonl").read_text().count("\n") == 2
+    assert '"big", not "small"' in refusal(capsys, *[word.replace("big", "small") for word in words])
+    server.reply = lambda content: answer
+    assert cli.run(words) == 0 and len(server.asked) == 5  # three questions, and two that were refused
+    assert len(records(out)) == 3
+    transcripts = str(out / "trajectories.jsonl")
+    scored = ["score", "--system", "search_r1", "--transcripts", transcripts, "--out", str(tmp_path / "s.jsonl")]
+    assert cli.run(scored) == 0
+
+
+def test_a_completion_endpoint_reads_the_one_text_and_a_tokenizer_counts_it(
+    flags: list[str], server: ChatServer, tmp_path: Path, tiny_model_folder: Path, tiny_tokenizer: Tokenizer
+) -> None:
+    out, texts = tmp_path / "a", ["no action ", "<answer> x"]
+
+    def reply(prompt: str) -> Any:
+        return 200, {"choices": [{"text": texts["no action" in prompt], "finish_reason": "stop"}]}
+
+    server.reply = reply
+    flags[flags.index(server.url)] = server.url + "/v1/completions"
+    extra = ["--tokenizer", str(tiny_model_folder), "--set", "rollout.max_turn_tokens=40", "--limit", "1"]
+    assert cli.run([*flags, *extra, "--out", str(out)]) == 0
+    assert server.paths == ["/v1/completions"] * 2 and server.asked[0]["max_tokens"] == 40
+    assert server.asked[1]["prompt"].startswith(server.asked[0]["prompt"] + "no action \nThat was no valid action.")
+    (record,) = records(out)
+    texts_of_policy = [segment["text"] for segment in record["segments"] if segment["source"] == "policy"]
+    assert texts_of_policy == ["no action ", "<answer> x</answer>"] and record["measures"]["invalid_actions"] == 1.0
+    assert record["measures"]["response_tokens"] == sum(len(tiny_tokenizer.encode(text)) for text in texts_of_policy)
+
+
+def test_branches_are_asked_for_in_contexts_of_their_own(
+    server: ChatServer, asked: Path, tmp_path: Path, tiny_questions: list[Question]
+) -> None:
+    """EviOmni answers twice more with a part hidden; the answer tag that opens such a branch is ours."""
+    passage = {"id": "p", "title": "t", "text": "a passage"}
+    record = {"id": "q", "question": "Who?", "golden_answers": ["Anna"], "passages": [passage]}
+    asked.write_text(json.dumps(record) + "\n")
+
+    def reply(content: str) -> Any:
+        if content.endswith("<answer>"):
+            return chat(" Anna ")
+        return chat("<answer> Anna" if content.startswith("<reason>") else "<reason> r </reason> <extract> e")
+
+    server.reply = reply
+    out = tmp_path / "a"
+    words = ["--answer-url", server.url, "--answer-model", "big", "--system", "eviomni", "--questions", str(asked)]
+    assert cli.run(["eval", *words, *FAST, "--out", str(out)]) == 0
+    (found,) = records(out)
+    assert {name: branch[-1]["text"] for name, branch in found["branches"].items()} == {
+        "rationale": " Anna </answer>",
+        "evidence": " Anna </answer>",
+    }
+    assert found["measures"]["em"] == 1.0 and found["parts"]["answer"] == pytest.approx(1.0)
+    hidden = [body["messages"] for body in server.asked if body["messages"][-1]["content"].endswith("<answer>")]
+    assert sorted("a passage" in messages[0]["content"] for messages in hidden) == [False, True]
+
+
+def test_a_key_is_sent_and_never_kept(
+    flags: list[str], server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "sesame")
+    server.reply = lambda content: chat("<answer> a </answer>")
+    out = tmp_path / "a"
+    flags[flags.index("--system") : flags.index("--system") + 2] = ["--baseline", "direct"]
+    assert cli.run([*flags, "--answer-key-env", "THE_KEY", "--out", str(out)]) == 0
+    assert [record["answer"] for record in records(out)] == ["a"] * 3
+    assert set(server.keys) == {"Bearer sesame"}
+    assert not any(b"sesame" in path.read_bytes() for path in out.iterdir())
+
+
+def test_what_the_command_refuses(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ("--out", str(tmp_path / "a"))
+    assert "leave out --model" in refusal(capsys, *flags, "--model", "m", *out)
+    at = flags.index("--answer-model")
+    assert "belong together" in refusal(capsys, *flags[:at], *flags[at + 2 :], *out)
+    assert "are for --answer-url" in refusal(capsys, "eval", "--model", "m", "--tokenizer", "m", *out)
+    completions = [word + "/v1/completions" if word.startswith("http") else word for word in flags]
+    assert "--tokenizer, a folder" in refusal(capsys, *completions, "--prompt", "chat", *out)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "named", "expected"),
+    [
+        ("<search> a", "stop", None, "</search>"),
+        ("<think> so </think> done", "stop", None, None),
+        ("<search> a </search> b <answer> c", "stop", "</answer>", "</search>"),  # it ran on: the first one counts
+        ("<search> a", "stop", "</answer>", "</answer>"),  # the server knows
+        ("<search> a", "length", None, None),
+        ("<search> a", "stop", 151643, "</search>"),  # an id: the end of text
+    ],
+)
+def test_a_stop_tag_that_was_left_out_is_put_back(
+    server: ChatServer, text: str, finish: str, named: object, expected: str | None
+) -> None:
+    server.script = [chat(text, finish, stop_reason=named)]
+    endpoint = ContinuingEndpoint(server.url, "m")
+    context = [{"role": "user", "content": "between <answer> and tags"}]
+    (found,) = endpoint.continued([(context, ("</search>", "</answer>"), 9)], 0.0)
+    assert (found.turn.stop, found.full) == (expected, finish == "length")
+    assert found.turn.text.decode().endswith(expected or text)
