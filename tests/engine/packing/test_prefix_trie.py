@@ -1,5 +1,6 @@
 """Tries of token segments: every sequence is there, each segment once, and the cheapest way to share is taken."""
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,6 +161,20 @@ def test_a_group_is_cut_by_members(given_sequences: Sequences, budget: int) -> N
         sizes = [len(build_trie(given_sequences[cut.start : cut.stop]).ids) for cut in cuts]
     assert [n for cut in cuts for n in cut] == list(range(len(given_sequences)))
     assert all(size <= budget or len(cut) == 1 for size, cut in zip(sizes, cuts, strict=True))
+
+
+def test_a_run_with_fewer_members_is_held_to_the_budget_too() -> None:
+    """At the real costs a prompt may be worth sharing by 12 members and not by 8, which then are more tokens."""
+    rng = random.Random(0)
+    shorter = 0
+    for _ in range(300):
+        prompt, own = [0] * rng.randint(5, 60), rng.randint(5, 60)
+        members = sorted([*prompt, *[rng.randint(1, 2) for _ in range(rng.randint(own // 2, own))]] for _ in range(12))
+        budget = rng.randint(150, 600)
+        for cut in cut_group(members, budget):
+            assert len(cut) == 1 or len(build_trie(members[cut.start : cut.stop]).ids) <= budget
+            shorter += len(cut) < 12
+    assert shorter > 100
 
 
 def test_a_cut_falls_where_the_least_is_shared() -> None:

@@ -273,6 +273,24 @@ def test_metrics_of_a_checkpoint_are_those_that_it_was_saved_with(tmp_path: Path
         for damaged in (b"", whole * 2, b"".join(lines[1:]), whole.replace(b"0.25", b"0.75"), whole + lines[2]):
             run.metrics_file.write_bytes(damaged)
             assert "metrics.jsonl: its records up to step 2 are not the 3 " in refusal(run.check_metrics, 2, mark)
+        run.metrics_file.write_bytes(lines[1] + lines[2])
+        assert "by --resume --from 2" in refusal(run.check_metrics, 2, mark)
+        run.append_start({"step": 2, "metrics": run.metrics_mark()})  # as `--from 2` goes on with what is left
+        run.check_metrics(2, mark)
+        run.metrics_file.write_bytes(lines[2])
+        assert "are not the 3 " in refusal(run.check_metrics, 2, mark)
+
+
+def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
+    every = RECIPE.run.save_every
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        run.append_metrics({"step": every, "reward": 0.5})
+        run.check_checkpoints(0)  # killed before it was saved
+        run.append_metrics({"step": every + 1, "reward": 0.5})
+        assert f"that of step {every} is lost; put it back, or go back by --resume --from 0" in refusal(
+            run.check_checkpoints, 0
+        )
+        run.check_checkpoints(every)
 
 
 def test_truncate_after_without_metrics(tmp_path: Path) -> None:
