@@ -208,7 +208,7 @@ def _update(config: ModelConfig, s: PlanSetting, kept: States, before: Parts, ch
     """The phases of a micro-batch: the second one, where there are several, for it finds gradients."""
     tokens, several = micro_batch(s)
     activations = tokens * activation_bytes(config, s, checkpointed)
-    in_loss = max(min(tokens / s.computed_tokens, s.groups_of_update) * s.group * s.sampled, 1)
+    in_loss = max(min(tokens, s.groups_of_update * s.group * s.sampled), 1)  # shorter prompts leave room for more
     trains_head = s.adapters is None
     head = FP32 * head_weights(config)
     gradients = kept.master_gradients if several else head if trains_head else 0

@@ -12,12 +12,12 @@ from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import Call, Feedback, Generate, Kept, Prompt, Reprefill, Retrieved, Turn
 from thresher.engine.evaluation.metrics import summarise
 from thresher.engine.packing.batches import Item
+from thresher.engine.packing.items import make_items
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.branches import branch_seed
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.scoring.score import Judges, check_all, score
-from thresher.engine.training.update import make_items
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
