@@ -98,7 +98,8 @@ class ShardedWeights:
             free_outside(policy)
 
     def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
-        """Gathered parameter by parameter, into rank 0's CPU memory."""
+        """Gathered parameter by parameter, into rank 0's CPU memory. Every rank has state of the same parameters, empty
+        shards included, or the collectives in this loop would not meet."""
         policy = on_first(self.policy, self.ranks)
         copy = None if policy is None else make_optimizer(policy, self.optim, self.optim.lr)
         into = {} if policy is None else dict(policy.named_parameters())

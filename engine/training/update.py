@@ -11,6 +11,7 @@ From top to bottom, as `Updater.update` and `Updater._backward` have it:
         loss, and its gradient at those rows   kernels/loss.py, which adds up the head's gradient, too
         backward through the layers            autograd
         gradients to the trained weights       `TrainedWeights.collect`
+    what is left of that, once for all         `TrainedWeights.complete`: with several ranks their sums
     clip, AdamW                                `TrainedWeights.clip`, optim/optimizer.py
     trained weights back to the policy         `TrainedWeights.refresh`
 
