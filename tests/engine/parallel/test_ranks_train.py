@@ -10,10 +10,12 @@ of very few, and by a code's width, .9 / 64 of the largest magnitude in its bloc
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,10 +65,13 @@ def one_thread() -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    """Below those that the system gives away by itself, for minutes may pass before the last of them is taken."""
+    ports: list[int] = []
+    for port in random.Random(os.getpid()).sample(range(15_000, 32_000), 1000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            break
     return ports
 
 
