@@ -38,7 +38,6 @@ from typing import Any
 
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.policy.files import append_bytes, atomic_write_bytes, atomic_write_text, staged_folder
-from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.rewards.errors import UserError
 
 
@@ -209,13 +208,21 @@ class RunFolder:
         if mark is None:
             return
         records = [record for record in read_metrics(self.metrics_file) if record["step"] <= step]
-        starts = [start for _, start in iter_jsonl(self.starts_file)] if self.starts_file.exists() else []
-        told = [start["metrics"] for start in starts if start.get("step") == step and start.get("metrics")]
-        if not any(_belongs(records, each) for each in (mark, *told)):
+        if not _belongs(records, mark) and not any(_belongs(records, told) for told in self._accepted(step)):
             raise UserError(
                 f"{self.metrics_file}: its records up to step {step} are not the {mark['records']} that the checkpoint "
                 f"was saved with; put a copy back, or go on with those that are left by --resume --from {step}"
             )
+
+    def _accepted(self, step: int) -> list[dict[str, Any]]:
+        """The marks of records with which a person has gone on from a step; none of lines that cannot be read."""
+        lines = self.starts_file.read_bytes().split(b"\n") if self.starts_file.exists() else []
+        starts = [start for line in lines if (start := _record(line)) and start["step"] == step]
+        return [
+            mark
+            for start in starts
+            if isinstance(mark := start.get("metrics"), dict) and {"records", "sha256"} <= mark.keys()
+        ]
 
     def check_checkpoints(self, step: int) -> None:
         """UserError where there are records of steps behind which a checkpoint later than `step`, the newest that is
@@ -248,6 +255,8 @@ def saved_so_far(path: str | Path) -> str | None:
 
 def _belongs(records: list[dict[str, Any]], mark: Mapping[str, Any]) -> bool:
     count = mark["records"]
+    if not isinstance(count, int):
+        return False
     added = records[count:]
     return _digest(records[:count]) == mark["sha256"] and len(added) <= 1 and all("eval" in record for record in added)
 

@@ -277,6 +277,13 @@ def test_metrics_of_a_checkpoint_are_those_that_it_was_saved_with(tmp_path: Path
         assert "by --resume --from 2" in refusal(run.check_metrics, 2, mark)
         run.append_start({"step": 2, "metrics": run.metrics_mark()})  # as `--from 2` goes on with what is left
         run.check_metrics(2, mark)
+        kept = run.starts_file.read_bytes()
+        run.starts_file.write_bytes(kept[:-9])
+        assert "are not the 3 " in refusal(run.check_metrics, 2, mark)
+        run.starts_file.write_bytes(
+            b'{"step": 2, "metrics": {"records": "2", "sha256": 1}}\n{"step": 2, "metrics": 3}\n[]\n' + kept
+        )
+        run.check_metrics(2, mark)
         run.metrics_file.write_bytes(lines[2])
         assert "are not the 3 " in refusal(run.check_metrics, 2, mark)
 
