@@ -15,10 +15,7 @@ Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a
 """
 
 import importlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,12 +34,13 @@ except ModuleNotFoundError:
 # Candidates fetched beyond k: enough that, but for real ties, looking through the whole matrix is rare (no
 # query of HotpotQA's 500 needs it), few enough to cost nothing beside the matmul.
 MARGIN = 8
-# Rows fetched at a time, by a thread of SCORERS where there are more; and of these, rows scored at a time: what is made
-# of them in float64 stays in a core's own cache.
-SCORE_CHUNK, SCORE_CACHED = 512, 64
-SCORERS = 8
+# Rows fetched at a time; and of these, rows scored at a time: what is made of them in float64 stays in a core's own
+# cache. Threads of Python would not help: torch's own wait on the other cores for the next product.
+SCORE_CHUNK, SCORE_CACHED = 256, 64
 # Multiplications of a search up to which FAISS takes about a millisecond; importing torch takes a second.
-SMALL = 1 << 23
+SMALL = 1 << 22
+# Bytes of float32 looked through at a time: what comes with each block, .3 ms, is a hundredth of reading it.
+BLOCK_BYTES = 256 * 2**20
 # Queries of one pass over all rows, and candidates of theirs: 200 MB with what is made of them.
 QUERIES, CANDIDATES = 512, 1 << 22
 
@@ -61,32 +59,42 @@ class RowScores:
         """Scores every query's own rows, `rows[q]`, one by one and returns the first `k` by (-score, row)."""
         if not len(rows):
             return []
-        query_F = np.repeat(np.arange(len(rows)), [len(row_F) for row_F in rows])
-        score_F = self._scores(query_QD, query_F, np.concatenate(rows))
-        border_Q = np.cumsum([len(row_F) for row_F in rows])[:-1]
-        return [best_first(*each, k) for each in zip(np.split(score_F, border_Q), rows, strict=True)]
+        row_QF = np.full((len(rows), max(map(len, rows))), -1)
+        for number, row_F in enumerate(rows):
+            row_QF[number, : len(row_F)] = row_F
+        score_QF = self._scores(query_QD, row_QF)
+        pairs = zip(score_QF, row_QF, rows, strict=True)
+        return [best_first(score_F[: len(own)], row_F[: len(own)], k) for score_F, row_F, own in pairs]
 
     def scores(self, query_D: Vectors, row_F: Rows) -> Vectors:
         """float32 [F]: the inner products of the query with the rows `row_F`, each summed in float64."""
-        return self._scores(query_D[None], np.zeros(len(row_F), np.int64), row_F)
-
-    def _scores(self, query_QD: Vectors, query_F: Rows, row_F: Rows) -> Vectors:
-        """Of query `query_F[f]` with row `row_F[f]`; rows of all queries are fetched together."""
-        query64_QD = query_QD.astype(np.float64)
-        score_F = np.empty(len(row_F), np.float32)
-
-        def score(start: int) -> None:
-            taken_FD = self._take(row_F[start : start + SCORE_CHUNK])
-            for first in range(0, len(taken_FD), SCORE_CACHED):
-                part = slice(start + first, start + min(first + SCORE_CACHED, len(taken_FD)))
-                # Not a matmul: numpy sums each row in the same order however many there are.
-                product_FD = taken_FD[first : first + SCORE_CACHED].astype(np.float64)
-                product_FD *= query64_QD[query_F[part]]
-                score_F[part] = product_FD.sum(axis=1)
-
-        # Consumed, so that an error is raised here.
-        list((map if len(row_F) <= SCORE_CHUNK else _scorers().map)(score, range(0, len(row_F), SCORE_CHUNK)))
+        score_F: Vectors = self._scores(query_D[None], row_F[None])[0]
         return score_F
+
+    def _scores(self, query_QD: Vectors, row_QF: Rows) -> Vectors:
+        """Of every query with its rows, [Q, F]; -inf for a row below 0."""
+        query64_QD = query_QD.astype(np.float64)
+        score_QF = np.empty(row_QF.shape, np.float32)
+        for part in _tiles(row_QF.shape, SCORE_CHUNK):
+            wanted_QF, part_QF, part64_QD = row_QF[part], score_QF[part], query64_QD[part[0]]
+            taken_QFD = self._take(np.maximum(wanted_QF, 0).ravel()).reshape(*wanted_QF.shape, -1)
+            for cached in _tiles(wanted_QF.shape, SCORE_CACHED):
+                # Not a matmul: each row is summed in the same order however many there are.
+                part_QF[cached] = np.einsum("qfd,qd->qf", taken_QFD[cached].astype(np.float64), part64_QD[cached[0]])
+            part_QF[wanted_QF < 0] = -np.inf
+        return score_QF
+
+
+def _tiles(shape: tuple[int, ...], cells: int) -> list[tuple[slice, slice]]:
+    """Tiles of at most `cells` cells of a matrix: whole rows together, or parts of one row where it has more cells."""
+    rows, columns = shape
+    wide = max(1, min(columns, cells))
+    high = cells // wide
+    return [
+        (slice(row, row + high), slice(column, column + wide))
+        for row in range(0, rows, high)
+        for column in range(0, columns, wide)
+    ]
 
 
 class ExactRows(RowScores):
@@ -120,14 +128,15 @@ class ExactRows(RowScores):
         score_QF, row_QF = rough_top(query_QD, len(self), self._blocks(), fetch)
         error_Q = self._error_bounds(query_QD)
         # The others score less than these k, give or take the error.
-        near_QF = (score_QF >= score_QF[:, k - 1, None] - 2 * error_Q[:, None]) & (row_QF >= 0)
-        exact_QF = np.full_like(score_QF, -np.inf)
-        exact_QF[near_QF] = self._scores(query_QD, np.nonzero(near_QF)[0], row_QF[near_QF])
+        near_Q = (score_QF >= score_QF[:, k - 1, None] - 2 * error_Q[:, None]).sum(1)
+        last_Q, last_row_Q = score_QF[:, -1], row_QF[:, -1]
+        row_QF = row_QF[:, : max(k, near_Q.max())]
+        exact_QF = self._scores(query_QD, row_QF)
         order_QK = np.lexsort((row_QF, -exact_QF))[:, :k]
         best_QK, best_row_QK = (np.take_along_axis(found_QF, order_QK, 1) for found_QF in (exact_QF, row_QF))
         # Rows that were not fetched score at most the last fetched one's, give or take the error.
-        apart_Q = np.greater(best_QK[:, -1], score_QF[:, -1] + error_Q)
-        proved_Q = (row_QF[:, -1] >= 0) & (apart_Q | (fetch == len(self)))
+        apart_Q = np.greater(best_QK[:, -1], last_Q + error_Q)
+        proved_Q = (last_row_Q >= 0) & (apart_Q | (fetch == len(self)))
         found = [list(zip(*each, strict=True)) for each in zip(best_row_QK.tolist(), best_QK.tolist(), strict=True)]
         for number in np.flatnonzero(~proved_Q).tolist():
             found[number] = self._out_of_all(query_QD[number], k, error_Q[number])
@@ -142,7 +151,7 @@ class ExactRows(RowScores):
 
     def _blocks(self) -> Iterator[tuple[int, Array]]:
         """(first row, rows), block by block, each verified before."""
-        step = max(1, SLICE_BYTES // (4 * self.vectors_ND.shape[1]))
+        step = max(1, BLOCK_BYTES // (4 * self.vectors_ND.shape[1]))
         for start in range(0, len(self), step):
             self._verify(start, min(start + step, len(self)))
             yield start, self.vectors_ND[start : start + step]
@@ -151,18 +160,10 @@ class ExactRows(RowScores):
         """How far a float32 inner product with each query, summed in any order, can be from ours: d * 2^-24 * |q| * |p|
         (Higham 2002, section 3.1), twice, which leaves room for its higher-order terms and for our rounding
         to float32."""
-        norm_Q: npt.NDArray[np.float64] = np.sqrt(np.square(query_QD, dtype=np.float64).sum(axis=1))
+        query64_QD = query_QD.astype(np.float64)
+        norm_Q: npt.NDArray[np.float64] = np.sqrt(np.einsum("qd,qd->q", query64_QD, query64_QD))
         bound_Q: npt.NDArray[np.float64] = norm_Q * (2 * (query_QD.shape[1] + 1) * 2.0**-24 * self._largest_norm)
         return bound_Q
-
-
-@cache
-def _scorers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(SCORERS, len(os.sched_getaffinity(0))), "scores")
-
-
-# A forked process has the pool but not its threads.
-os.register_at_fork(after_in_child=_scorers.cache_clear)
 
 
 def rough_top(query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]], fetch: int) -> tuple[Vectors, Rows]:

@@ -68,11 +68,7 @@ class RunningTop:
         return score_BQ.view(GROUP, groups, queries)
 
     def _keep_few(self, start: int, rows_BD: torch.Tensor) -> None:
-        if len(self._query_QD) == 1:
-            # Of the two BLAS, NumPy's alone takes several threads for a product with a vector.
-            score_QB = torch.from_numpy(rows_BD.numpy() @ self._query_QD[0].numpy())[None]
-        else:
-            score_QB = self._query_QD @ rows_BD.T
+        score_QB = self._query_QD @ rows_BD.T
         score_QF, row_QF = score_QB.topk(min(self._fetch, len(rows_BD)))
         if score_QF[:, 0].isnan().any():
             score_QF, row_QF = score_QB.nan_to_num(-torch.inf, torch.inf, -torch.inf).topk(score_QF.shape[1])

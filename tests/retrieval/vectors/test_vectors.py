@@ -114,7 +114,7 @@ def test_float16_rows_are_searched_exactly_in_blocks(seed, count, dim, k, levels
     stored_ND = (rng.integers(-levels, levels + 1, (count, dim)) / levels).astype(np.float16)
     query_QD = (rng.integers(-levels, levels + 1, (3, dim)) / levels).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "SLICE_BYTES", 7 * 4 * dim)
+        patch.setattr(exact, "BLOCK_BYTES", 7 * 4 * dim)
         found = ExactRows(stored_ND).top(query_QD, k)
     for query_D, best in zip(query_QD, found, strict=True):
         scores = (stored_ND.astype(np.float64) * query_D.astype(np.float64)).sum(axis=1).astype(np.float32)
@@ -122,7 +122,7 @@ def test_float16_rows_are_searched_exactly_in_blocks(seed, count, dim, k, levels
 
 
 def test_the_largest_norm_is_found_block_by_block(monkeypatch):
-    monkeypatch.setattr(exact, "SLICE_BYTES", 4 * 2 * 3)
+    monkeypatch.setattr(exact, "BLOCK_BYTES", 4 * 2 * 3)
     rows = np.float32([[0, 1], [1, 0], [0, 0], [3, 4], [1, 1]])
     assert largest_row_norm(rows) == 5 and largest_row_norm(rows.astype(np.float16)) == 5
 
@@ -142,7 +142,7 @@ def test_what_torch_scans_is_exact_in_every_batch_with_ties_and_any_block(seed, 
     query_QD = (rng.integers(-levels, levels + 1, (queries, 6)) / levels).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "SMALL", 0)
-        patch.setattr(exact, "SLICE_BYTES", 24 * int(rng.integers(1, 900)))
+        patch.setattr(exact, "BLOCK_BYTES", 24 * int(rng.integers(1, 900)))
         patch.setattr(exact, "QUERIES", int(rng.integers(1, 50)))
         patch.setattr(exact, "SCORE_CHUNK", 50)
         patch.setattr(scan, "SCORES", int(rng.integers(1, 5000)))
