@@ -18,9 +18,11 @@ library's English stop words moved recall by under .01 either way on the sets me
 words of all passages are in memory while the matrix is made, as 4-byte numbers.
 """
 
+import errno
 import hashlib
 import json
 import math
+import os
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -166,6 +168,7 @@ def build_bm25(
         if settings.variant == "okapi":
             _rescale_to_okapi(scores.scores, len(corpus))
         scores.save(staged / SCORES, show_progress=False)
+        _check_written(staged / SCORES, folder)
         files = {path.name: path.stat().st_size for path in sorted((staged / SCORES).iterdir())}
         atomic_write_text(staged / FILE, json.dumps({**asdict(settings), "files": files}, indent=2) + "\n")
         Manifest(
@@ -187,6 +190,16 @@ def build_bm25(
         ).write(staged)
         write_index_hashes(staged)
     return Bm25Index(corpus, scores, embed, settings)
+
+
+def _check_written(staged: Path, folder: Path) -> None:
+    """OSError where the disk had no room for the end of an array: NumPy does not look whether its file could be flushed
+    when it was closed."""
+    for path in sorted(staged.glob("*.npy")):
+        try:
+            np.load(path, mmap_mode="r")
+        except (ValueError, EOFError):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / SCORES / path.name)) from None
 
 
 def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = True) -> Bm25Index:
