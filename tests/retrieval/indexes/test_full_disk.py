@@ -14,7 +14,7 @@ from thresher.retrieval.indexes.bm25 import build_bm25
 from thresher.retrieval.vectors import structure
 from thresher.rewards.errors import UserError
 
-CORPUS = Corpus([Passage(str(n), "T", f"w{n} w{n % 3} w{n % 5}") for n in range(40)])
+CORPUS = Corpus([Passage(str(n), "T", f"w{n % 2} w{n % 3} w{n % 5}") for n in range(400)])
 
 
 def graph(path: Path) -> None:
