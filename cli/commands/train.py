@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from thresher.cli import flags
 from thresher.engine import console, interrupt
-from thresher.engine.store.run_folder import saved_so_far
+from thresher.engine.store.run_folder import count_starts, saved_so_far
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.parallel.ranks import joined
 
-    with interrupt.keeping(lambda: saved_so_far(options.out), "--resume"), joined() as ranks:
+    starts = count_starts(options.out)
+
+    def spent() -> str:
+        """Once the run has gone back, it goes on; asked to go back again, it would lose what it learned since."""
+        return "--from" if count_starts(options.out) > starts else ""
+
+    with interrupt.keeping(lambda: saved_so_far(options.out), "--resume", spent), joined() as ranks:
         _train(options, ranks)
 
 
