@@ -1,12 +1,14 @@
 """`thresher data convert`, `check` and `show`, as a person types them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from thresher.cli import main as cli
+from thresher.retrieval.datasets.convert import Source, planned_bytes
 from thresher.retrieval.questions import read_questions
 
 NQ = '{"question": "who?", "answer": ["Ann", "Anna"]}\n{"question": "when?", "answer": []}\n'
@@ -66,6 +68,28 @@ def test_convert_takes_the_first_of_several_files(say: Say) -> None:
     assert status == 0 and figures["questions"] == 2
     assert [source["format"] for source in figures["sources"]] == ["hotpotqa"]
     assert [question.id for question in read_questions("out.jsonl")] == ["h0", "h1"]
+
+
+def test_convert_asks_for_room_first(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned is about what is written, indented or not; a part of the questions needs a part of the room, and a corpus
+    that has none leaves no questions either."""
+    records = [
+        {**HOTPOT[0], "_id": f"{number}", "context": [["One", ["1."]], [f"Öd {number}", [f"{number}. " * 50]]]}
+        for number in range(900)
+    ]
+    for indent in (None, 2):
+        Path("many.json").write_text(json.dumps(records, indent=indent))
+        planned = planned_bytes(Source(paths=(Path("many.json"),)))
+        assert say("convert", "--in", "many.json", "--out", "all.jsonl")[0] == 0
+        assert planned == pytest.approx(Path("all.jsonl").stat().st_size, rel=0.1)
+    some = planned_bytes(Source(paths=(Path("many.json"),), count=90))
+    assert some == pytest.approx(planned / 10, rel=0.1)
+    real = shutil.disk_usage
+    for out, free, what in (("o.jsonl", planned / 2, "the questions"), ("o.jsonl.gz", planned / 3, "the corpus")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: real(path)._replace(free=int(free)))
+        status, _, error = say("convert", "--in", "many.json", "--out", out, "--corpus", "c.jsonl")
+        assert status == 2 and f"{what} needs" in error and "are free" in error
+        assert not Path(out).exists() and not Path("c.jsonl").exists()
 
 
 @pytest.mark.parametrize(
