@@ -39,15 +39,20 @@ def refuse_hub_id(path: str | Path) -> None:
 
 def model_folder(path: str | Path) -> Path:
     """`path`, which is to be the folder of a model. UserError, saying what it is instead, where it is none."""
-    refuse_hub_id(path)
+    refuse_other_folder(path)
     path = Path(path)
+    if path.is_file():
+        raise UserError(f"{path}: is a file; give the folder that it lies in, with weights and tokenizer")
     if not path.is_dir():
-        if path.exists():
-            raise UserError(f"{path}: is a file; give the folder that it lies in, with weights and tokenizer")
         raise UserError(f"{path}: no such folder; give that of a model, by --model or --set model.path=FOLDER")
-    if saved := sorted(path.glob("checkpoints/step_*")):
-        raise UserError(f"{path}: is a run's folder and no model's; give one of its checkpoints, such as {saved[-1]}")
     return path
+
+
+def refuse_other_folder(path: str | Path) -> None:
+    """UserError where `path` looks like what is given in the place of a model's folder: a name on the Hub, or a run."""
+    refuse_hub_id(path)
+    if saved := sorted(Path(path).glob("checkpoints/step_*")):
+        raise UserError(f"{path}: is a run's folder and no model's; give one of its checkpoints, such as {saved[-1]}")
 
 
 def unreadable(path: Path, error: OSError) -> UserError:

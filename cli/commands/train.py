@@ -55,6 +55,9 @@ def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
         f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples, "
         f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {options.out}"
         + (f", on {ranks.count} ranks" if ranks.several else "")
+        + f"; thresher watch {options.out} shows it as it goes",
+        markup=False,
+        soft_wrap=True,
     )
     greedy: list[float] = []
     with console.progress_line("train", recipe.run.steps) as line:
