@@ -127,10 +127,7 @@ def convert(
             counts["passages"] += len(pooled.passages)
             yield question_record(pooled)
         # Checked before the file appears, which it does once this ends.
-        _check_outcome(tallies, corpus, len(pool.passages), aliases)
-        if corpus is not None:
-            texts = sum(len(passage.title) + len(passage.text) for passage in pool.passages.values())
-            need_room(Path(corpus), _written(corpus, texts), "the corpus")
+        _check_outcome(tallies, corpus, pool, aliases)
 
     written = write_jsonl(out, records())
     if corpus is not None:
@@ -261,19 +258,21 @@ def _named(question: Question, name: str | None) -> Question:
     return replace(question, id=f"{name}/{question.id}", metadata={**question.metadata, "dataset": name})
 
 
-def _check_outcome(
-    tallies: Sequence[Tally], corpus: str | Path | None, passages: int, aliases: str | Path | None
-) -> None:
+def _check_outcome(tallies: Sequence[Tally], corpus: str | Path | None, pool: Pool, aliases: str | Path | None) -> None:
+    """UserError where nothing is left to write, or what was asked for is not in it, or the corpus has no room."""
     if not any(tally.kept for tally in tallies):
         reasons = Counter(reason for tally in tallies for _, _, reason in tally.skipped)
         counted = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
         raise UserError(
             f"{', '.join(tally.name for tally in tallies)}: no question is left: {counted}; give other files"
         )
-    if corpus is not None and not passages:
+    if corpus is not None and not pool.passages:
         raise UserError(f"{corpus}: none of these questions comes with passages; leave --corpus out")
     if aliases is not None and not any("2wiki" in tally.flavours for tally in tallies):
         raise UserError(f"{aliases}: aliases are for 2WikiMultiHopQA, and no such file was read; leave --aliases out")
+    if corpus is not None:
+        texts = sum(len(passage.title) + len(passage.text) for passage in pool.passages.values())
+        need_room(Path(corpus), _written(corpus, texts), "the corpus")
 
 
 def _skipped_records(tallies: Sequence[Tally]) -> Iterator[Record]:
