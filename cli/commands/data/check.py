@@ -1,7 +1,6 @@
 """`thresher data check`: what a file of questions holds. The counting is retrieval/datasets/summary.py's."""
 
 import argparse
-import json
 
 from thresher.engine import console
 
@@ -23,6 +22,4 @@ def run(options: argparse.Namespace) -> None:
     spreads = {f"{part}, {name}": figures[part][name] for part in parts for name in figures[part]}
     plain = {name: value for name, value in figures.items() if name not in parts}
     console.figures(options.file, {**plain, **spreads})
-    if not options.json:
-        print(json.dumps(figures))
     console.answer(figures)

@@ -81,7 +81,7 @@ def test_bm25_and_a_memory_from_the_same_command(tmp_path):
     queries = write(tmp_path / "q.jsonl", {"question": "the blue hen", "gold_titles": ["Blue"]})
     stages = []
     words = build(tmp_path / "c.jsonl", tmp_path / "words", "bm25", on_stage=lambda *stage: stages.append(stage))
-    assert words["kind"] == "bm25" and "dim" not in words and stages[-1] == ("counting words", 4, 4)
+    assert words["kind"] == "bm25" and "dim" not in words and ("counting words", 4, 4) in stages
     chosen = build(tmp_path / "c.jsonl", tmp_path / "chosen", dim=64, memory="2GB")
     assert chosen["kind"] == "flat" and chosen["reason"].startswith("4 x 64 and 2.0 GB of memory: flat needs")
     for folder in ("words", "chosen"):
