@@ -216,8 +216,8 @@ def check(
 
     recall (share of a query's distinct gold titles among its first `k` passages), full_recall (1 if all of
     them are), mrr_at_10 (1 / rank of the first passage with a gold title, 0 beyond rank 10). Also queries, k
-    and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, and
-    for a query without gold titles.
+    and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, for a query
+    without gold titles, and where no passage has any of them.
     """
     retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)
@@ -225,6 +225,13 @@ def check(
     for query in queries:
         if not query.gold_titles:
             raise UserError(f'{queries_path}: the query {query.id!r} has no "gold_titles"; add them or remove it')
+    gold_titles = {title for query in queries for title in query.gold_titles}
+    absent = gold_titles - {passage.title for passage in retriever.corpus}
+    if absent == gold_titles:
+        raise UserError(
+            f"{queries_path}: no passage of {index_dir} has any of its {len(absent)} gold titles, such as "
+            f"{min(absent)!r}; name an index of the corpus that the questions are asked of"
+        )
     depth = min(len(retriever), max(k, MRR_DEPTH))
     recall = full = reciprocal = 0.0
     for query, hits in zip(queries, _search_all(retriever, queries, depth), strict=True):
@@ -234,14 +241,13 @@ def check(
         full += share == 1
         ranks = (rank for rank, hit in enumerate(hits[:MRR_DEPTH], 1) if hit.passage.title in golds)
         reciprocal += 1 / next(ranks, float("inf"))
-    titles = {passage.title for passage in retriever.corpus}
     return {
         "queries": len(queries),
         "k": k,
         "recall": recall / len(queries),
         "full_recall": full / len(queries),
         f"mrr_at_{MRR_DEPTH}": reciprocal / len(queries),
-        "absent_titles": len({title for query in queries for title in query.gold_titles} - titles),
+        "absent_titles": len(absent),
     }
 
 

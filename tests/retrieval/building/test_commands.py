@@ -185,6 +185,12 @@ def test_check_needs_gold_titles(folder):
         check(folder / "ix", queries, 1)
 
 
+def test_titles_of_another_corpus_are_said_to_be_that(folder):
+    queries = write(folder / "q.jsonl", {"question": "owl", "gold_titles": ["Nowhere", "Never"]})
+    with pytest.raises(UserError, match=r"q\.jsonl: no passage of .*ix has any of its 2 gold titles, such as 'Never'"):
+        check(folder / "ix", queries, 1)
+
+
 # Measured 2048 dimensions: text .713 / .484 / .793, title+text .748 / .534 / .850; 512: text .648 / .376 /
 # .759. BM25 as published for the text alone has recall .588 and MRR .751, all-MiniLM-L6-v2 .732 / .502 /
 # .869. The floors leave .005.
