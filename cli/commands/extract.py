@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from thresher.cli import flags
 from thresher.engine import console, interrupt
+from thresher.engine.refiners.kinds import NAMES, UNITS, refining
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,14 +16,29 @@ HELP = "evidence from passages, for whoever answers"
 PLACE = 60
 EXAMPLE = "thresher extract --model models/eviomni --questions dev.jsonl --index indexes/mine --out evidence.jsonl"
 
+kept = flags.checked(float, "a share above 0, up to 1", lambda value: 0 < value <= 1)
+
 # Flags that are fields of the plan as they are.
 PLAN = ("model", "questions", "out", "index", "url", "k", "template", "prompt", "actions", "limit", "batch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="folder of the extractor")
+    parser.add_argument("--model", required=True, help="folder of the extractor, or of the refiner's encoder")
     parser.add_argument("--questions", required=True, help="JSONL; neither passages nor gold answers must be there")
     parser.add_argument("--out", required=True, metavar="F.jsonl", help="a line per question; goes on if it is there")
+    parser.add_argument(
+        "--refiner",
+        choices=NAMES,
+        default="eviomni",
+        help="who takes evidence from passages: a policy that writes it (eviomni, filco), or one that keeps parts: "
+        "selective-context by a policy's self-information, recomp by an encoder's vectors, llmlingua-2 by a "
+        "classifier of tokens",
+    )
+    parser.add_argument(
+        "--keep", type=kept, metavar="SHARE", help="of the units, with selective-context and llmlingua-2; default .5"
+    )
+    parser.add_argument("--unit", choices=UNITS, help="of selective-context; default sentence")
+    parser.add_argument("--sentences", type=flags.count, metavar="N", help="that recomp keeps; default 1")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--index", help="folder to search for passages, where questions bring none")
     place.add_argument("--url", help="of a retrieval server instead")
@@ -65,6 +81,7 @@ def run(options: argparse.Namespace) -> None:
     if agentic and generator is not None:
         raise UserError("with --loop agentic the agent answers; leave out what begins with --answer")
     plan = ExtractionPlan(
+        refining=refining(options.refiner, keep=options.keep, unit=options.unit, sentences=options.sentences),
         generator=generator,
         agent=agent,
         overrides=tuple(flags.overrides(options)),
@@ -72,7 +89,8 @@ def run(options: argparse.Namespace) -> None:
         key_env=options.key_env,
         patience=options.patience,
     )
-    console.console.print(f"extract: {options.loop}, from {plan.questions} with {plan.model}, into {plan.out}")
+    by = plan.model if options.refiner == "eviomni" else f"{options.refiner} of {plan.model}"
+    console.console.print(f"extract: {options.loop}, from {plan.questions} with {by}, into {plan.out}")
     with interrupt.keeping(lambda: interrupt.lines_in(Path(plan.out))), console.stages() as on_stage:
         figures = extract(
             plan,

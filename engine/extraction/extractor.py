@@ -22,12 +22,14 @@ from thresher.rewards.papers.eviomni import evidence_of, rationale_of
 class Extraction:
     """What was made of some passages. Texts are stripped, and empty where their span is missing or was not closed.
 
+    rationale: None where the extractor writes none.
     passages: as it was shown them, cut_passages of them cut to fit.
     passage_tokens: length of the passages' texts, evidence_tokens: of the evidence, both in the extractor's tokens.
-    reason: "extracted", or the limit that ended it ("turn_tokens", "context", ..), or "ended".
+    reason: "extracted", or the limit that ended it ("turn_tokens", "context", ..), or "ended"; "refined" where nothing
+    was written.
     """
 
-    rationale: str
+    rationale: str | None
     evidence: str
     passages: tuple[Passage, ...]
     cut_passages: int
@@ -42,9 +44,11 @@ class Extraction:
 
 
 class Extractor:
-    """One model as extractor; `parts` as `load_parts` gives them for a system whose first turn extracts."""
+    """One model as extractor; `parts` as `load_parts` gives them for a system whose first turn extracts. rationale:
+    whether it is asked for one."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, rationale: bool = True) -> None:
+        self._rationale = rationale
         self.tokenizer: Tokenizer = parts.tokenizer
         self._rollout = replace(parts, system=first_turn(parts.system)).rollout(None)
 
@@ -65,7 +69,7 @@ class Extractor:
             evidence = evidence_of(pieces)
             extractions.append(
                 Extraction(
-                    rationale=rationale_of(pieces),
+                    rationale=rationale_of(pieces) if self._rationale else None,
                     evidence=evidence,
                     passages=question.passages,
                     cut_passages=sum(a is not b for a, b in zip(whole, question.passages, strict=True)),

@@ -1,4 +1,5 @@
-"""`thresher extract`: EviOmni in use, evidence before the answer, in a traditional and in an agentic loop.
+"""`thresher extract`: EviOmni in use, evidence before the answer, in a traditional and in an agentic loop; and other
+refiners in its place (engine/refiners/kinds.py), as rows that it is compared with.
 
     traditional   passages P of q, given or retrieved  ->  extractor(q, P) = r, e  ->  a generator, if any: answer(q, e)
     agentic       an agent searches, the extractor reads what is found, and only e comes back
@@ -13,7 +14,8 @@ Deliberately absent: sampling. All is greedy, as in evaluation.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,14 @@ from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
 from thresher.engine.extraction.converse import Converser
 from thresher.engine.extraction.extractor import Extractor
+from thresher.engine.extraction.refined import RefinedExtractor
 from thresher.engine.extraction.responder import ChatResponder, LocalResponder, Responder, Response
 from thresher.engine.protocol.passages import with_passages
+from thresher.engine.refiners.kinds import FILCO_TEMPLATE, OF_A_POLICY, WRITE, Refining
+from thresher.engine.refiners.load import load_refiner
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.store.journal import Journal
+from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
 from thresher.retrieval.data.jsonl import Record
 from thresher.retrieval.questions import Question, passage_record, question_record, read_questions
@@ -55,7 +61,8 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionPlan:
-    """One run of `thresher extract`. generator is of the traditional loop, agent makes it an agentic one.
+    """One run of `thresher extract`. generator is of the traditional loop, agent makes it an agentic one. model: of the
+    refiner, a policy's folder or an encoder's.
 
     prompt: "chat" puts the prompts of local models into their chat templates. overrides: "section.key=value" of a
     recipe, for every local model. actions: searches that the agent may make. batch: questions between two visits to the
@@ -65,6 +72,7 @@ class ExtractionPlan:
     model: str
     questions: str
     out: str
+    refining: Refining = field(default_factory=Refining)
     index: str | None = None
     url: str | None = None
     k: int = 5
@@ -85,6 +93,8 @@ class ExtractionPlan:
         kept = asdict(self) | {"the questions' content": blake2b(content, digest_size=8).hexdigest()}
         for key in ("out", "url", "limit", "batch", "key_env", "patience"):
             del kept[key]
+        if self.refining == Refining():
+            del kept["refining"]  # as files that were begun without the choice
         kept["overrides"] = [text for text in self.overrides if not text.startswith(FREE)]
         for chosen in (kept["generator"], kept["agent"]):
             if chosen is not None:
@@ -115,7 +125,7 @@ def extract(
         on_progress(len(journal.done), total)
         for start in range(0, len(todo), plan.batch):
             batch = todo[start : start + plan.batch]
-            with loop.parts.threads():
+            with loop.threads():
                 (loop.agentic if plan.agent else loop.traditional)(batch)
             on_progress(len(journal.done), total)
     figures = summarise(journal.records())
@@ -134,9 +144,16 @@ class Loop:
     def __init__(self, plan: ExtractionPlan, journal: Journal, say: Callable[[str], None]) -> None:
         self.plan, self.journal, self.say = plan, journal, say
         self.recipe = local_recipe(plan)
-        self.parts = load_parts(self.recipe)
-        self.retriever = load_retrieval(self.recipe, self.parts.system)
-        self.extractor = Extractor(self.parts)
+        name = plan.refining.name
+        self.parts = load_parts(self.recipe) if name in OF_A_POLICY else None
+        system = load_system("eviomni", {}) if self.parts is None else self.parts.system
+        self.retriever = load_retrieval(self.recipe, system)
+        self.extractor: Extractor | RefinedExtractor
+        if name in WRITE and self.parts is not None:
+            self.extractor = Extractor(self.parts, rationale=name == "eviomni")
+        else:
+            refiner = load_refiner(plan.refining, Path(plan.model), self.recipe.model.device, self.parts)
+            self.extractor = RefinedExtractor(refiner)
         self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
         self.agent: Responder | None = None
         self.reader: ReadingRetriever | None = None
@@ -149,6 +166,10 @@ class Loop:
             self.agent = self._responder(plan.agent, system, plan.actions + 1, self.reader)
         elif plan.generator is not None:
             self.generator = self._responder(plan.generator, answers_from(self.evidence, plan.out), 1, None)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Those that suit a policy; an encoder computes with torch's own number."""
+        return nullcontext() if self.parts is None else self.parts.threads()
 
     def traditional(self, questions: Sequence[Question]) -> None:
         """Evidence for each question, and an answer where there is a generator."""
@@ -198,7 +219,7 @@ class Loop:
             | {
                 "passages": [passage_record(passage) for passage in extraction.passages],
                 "cut_passages": extraction.cut_passages,
-                "rationale": extraction.rationale,
+                **({} if extraction.rationale is None else {"rationale": extraction.rationale}),
                 "evidence": extraction.evidence,
                 "compression_ratio": extraction.compression_ratio,
                 "ended": extraction.reason,
@@ -212,8 +233,8 @@ class Loop:
         template = system.template if chosen.template is None else read_template(chosen.template)
         tools = Tools(template, turns)
         if chosen.model is not None:
-            parts = self.parts if chosen.model == self.plan.model else load_parts(self.recipe, chosen.model)
-            return LocalResponder(parts, system, tools, retriever)
+            parts = self.parts if chosen.model == self.plan.model else None
+            return LocalResponder(parts or load_parts(self.recipe, chosen.model), system, tools, retriever)
         assert chosen.url is not None and chosen.name is not None
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
         key = None if self.plan.key_env is None else read_key(self.plan.key_env)
@@ -234,17 +255,27 @@ class Loop:
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:
-    """The recipe that `load_parts` needs for the extractor; the other local models are loaded with it as well."""
+    """The recipe that `load_parts` needs for the extractor; the other local models are loaded with it as well.
+
+    UserError for a template that nobody is asked with.
+    """
+    name, template = plan.refining.name, plan.template
+    if template is not None and name not in WRITE:
+        raise UserError(f"--template is a prompt, and --refiner {name} has none; leave it out")
+    if name == "filco" and template is None:
+        template = str(FILCO_TEMPLATE)
     for text in plan.overrides:
         if text.partition("=")[0].partition(".")[0].strip() not in ("model", "rollout", "retrieval"):
             raise UserError(f"--set {text}: expected a key of model, rollout or retrieval, as in model.dtype=bfloat16")
-    context = min(4096, read_config(Path(plan.model)).max_position_embeddings)
+    beside = [chosen.model for chosen in (plan.generator, plan.agent) if chosen is not None]
+    policy = plan.model if name in OF_A_POLICY else next(iter(beside), None)
+    context = 4096 if policy is None else min(4096, read_config(Path(policy)).max_position_embeddings)
     retrieval: dict[str, Any] = {"k": plan.k, "patience": plan.patience}
     retrieval |= {key: value for key, value in (("index", plan.index), ("url", plan.url)) if value is not None}
     tables: dict[str, Any] = {
         "model": {"path": plan.model, "prompt": plan.prompt},
         "retrieval": retrieval,
-        "system": {"name": "eviomni"} | ({} if plan.template is None else {"template": plan.template}),
+        "system": {"name": "eviomni"} | ({} if template is None else {"template": template}),
         # An agent's thinking, a turn long, and the passages have room in the extractor's prompt. EviOmni's latency was
         # measured with 768 new tokens.
         "rollout": {
