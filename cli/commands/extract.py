@@ -29,10 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--refiner",
         choices=NAMES,
-        default="eviomni",
-        help="who takes evidence from passages: a policy that writes it (eviomni, filco), or one that keeps parts: "
-        "selective-context by a policy's self-information, recomp by an encoder's vectors, llmlingua-2 by a "
-        "classifier of tokens",
+        help="in the place of a trained EviOmni: filco writes sentences that help; parts are kept by a policy's "
+        "self-information (selective-context), an encoder's vectors (recomp), a classifier of tokens (llmlingua-2)",
     )
     parser.add_argument(
         "--keep", type=kept, metavar="SHARE", help="of the units, with selective-context and llmlingua-2; default .5"
@@ -89,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
         key_env=options.key_env,
         patience=options.patience,
     )
-    by = plan.model if options.refiner == "eviomni" else f"{options.refiner} of {plan.model}"
+    by = plan.model if options.refiner is None else f"{options.refiner} of {plan.model}"
     console.console.print(f"extract: {options.loop}, from {plan.questions} with {by}, into {plan.out}")
     with interrupt.keeping(lambda: interrupt.lines_in(Path(plan.out))), console.stages() as on_stage:
         figures = extract(

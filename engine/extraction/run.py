@@ -15,7 +15,7 @@ Deliberately absent: sampling. All is greedy, as in evaluation.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from thresher.engine.extraction.extractor import Extractor
 from thresher.engine.extraction.refined import RefinedExtractor
 from thresher.engine.extraction.responder import ChatResponder, LocalResponder, Responder, Response
 from thresher.engine.protocol.passages import with_passages
-from thresher.engine.refiners.kinds import FILCO_TEMPLATE, OF_A_POLICY, WRITE, Refining
+from thresher.engine.refiners.kinds import FILCO_TEMPLATE, Refining
 from thresher.engine.refiners.load import load_refiner
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.store.journal import Journal
@@ -72,7 +72,7 @@ class ExtractionPlan:
     model: str
     questions: str
     out: str
-    refining: Refining = field(default_factory=Refining)
+    refining: Refining | None = None
     index: str | None = None
     url: str | None = None
     k: int = 5
@@ -93,7 +93,7 @@ class ExtractionPlan:
         kept = asdict(self) | {"the questions' content": blake2b(content, digest_size=8).hexdigest()}
         for key in ("out", "url", "limit", "batch", "key_env", "patience"):
             del kept[key]
-        if self.refining == Refining():
+        if self.refining is None:
             del kept["refining"]  # as files that were begun without the choice
         kept["overrides"] = [text for text in self.overrides if not text.startswith(FREE)]
         for chosen in (kept["generator"], kept["agent"]):
@@ -144,15 +144,16 @@ class Loop:
     def __init__(self, plan: ExtractionPlan, journal: Journal, say: Callable[[str], None]) -> None:
         self.plan, self.journal, self.say = plan, journal, say
         self.recipe = local_recipe(plan)
-        name = plan.refining.name
-        self.parts = load_parts(self.recipe) if name in OF_A_POLICY else None
+        refining = plan.refining
+        self.parts = None if refining is not None and refining.of_encoder else load_parts(self.recipe)
         system = load_system("eviomni", {}) if self.parts is None else self.parts.system
         self.retriever = load_retrieval(self.recipe, system)
         self.extractor: Extractor | RefinedExtractor
-        if name in WRITE and self.parts is not None:
-            self.extractor = Extractor(self.parts, rationale=name == "eviomni")
+        if refining is None or refining.writes:
+            assert self.parts is not None
+            self.extractor = Extractor(self.parts, rationale=refining is None)
         else:
-            refiner = load_refiner(plan.refining, Path(plan.model), self.recipe.model.device, self.parts)
+            refiner = load_refiner(refining, Path(plan.model), self.recipe.model.device, self.parts)
             self.extractor = RefinedExtractor(refiner)
         self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
         self.agent: Responder | None = None
@@ -259,16 +260,18 @@ def local_recipe(plan: ExtractionPlan) -> Recipe:
 
     UserError for a template that nobody is asked with.
     """
-    name, template = plan.refining.name, plan.template
-    if template is not None and name not in WRITE:
-        raise UserError(f"--template is a prompt, and --refiner {name} has none; leave it out")
-    if name == "filco" and template is None:
-        template = str(FILCO_TEMPLATE)
+    refining, template = plan.refining, plan.template
+    if refining is not None and refining.writes:
+        template = template or str(FILCO_TEMPLATE)
+    elif refining is not None and template is not None:
+        raise UserError(f"--template is a prompt, and --refiner {refining.name} has none; leave it out")
     for text in plan.overrides:
         if text.partition("=")[0].partition(".")[0].strip() not in ("model", "rollout", "retrieval"):
             raise UserError(f"--set {text}: expected a key of model, rollout or retrieval, as in model.dtype=bfloat16")
-    beside = [chosen.model for chosen in (plan.generator, plan.agent) if chosen is not None]
-    policy = plan.model if name in OF_A_POLICY else next(iter(beside), None)
+    beside = plan.generator or plan.agent
+    policy: str | None = plan.model
+    if refining is not None and refining.of_encoder:
+        policy = None if beside is None else beside.model
     context = 4096 if policy is None else min(4096, read_config(Path(policy)).max_position_embeddings)
     retrieval: dict[str, Any] = {"k": plan.k, "patience": plan.patience}
     retrieval |= {key: value for key, value in (("index", plan.index), ("url", plan.url)) if value is not None}

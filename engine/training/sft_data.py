@@ -5,11 +5,12 @@
     reasoning     the system's own (arena)        <relevance>[1,5]</relevance> <analysis> <answer> ARENA's SFT-reasoning
     qa            question, passages              the answer                                       EviOmni's generator
     closed-book   question                        the answer
+    filco         question, passages              <extract>the sentences that help</extract>       FilCo's filter
 
 The answer is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
 closed-book, every plain answer), the end of text follows and is trained. An analysis comes from a model that was given
 the gold references and the answer (sft_analyses.py), as in the paper, or, without one, from a sentence that names the
-references; the record's metadata say which.
+references; the record's metadata say which. Which sentences help is chosen by engine/refiners/silver.py.
 
 A record is a transcript as sft.py reads it: passages and question stay data, so that nothing in them can become a tag.
 Questions that cannot be used are returned with the reason. Deliberately absent: several answers to one question.
@@ -24,15 +25,17 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.baselines.common import QA_TEMPLATE, TAGGED
 from thresher.engine.episode import pair_tags
+from thresher.engine.refiners.kinds import FILCO_TEMPLATE
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.questions import Question, passage_record
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 
-KINDS = ("direct", "reasoning", "qa", "closed-book")
+KINDS = ("direct", "reasoning", "qa", "closed-book", "filco")
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")
+EVIDENCE_TAGS = pair_tags("reason", "extract", "answer")
 _HOW = {"tagged": TAGGED, "plain": "and nothing else"}
 _TEMPLATES = {
     "direct": """Answer a question from numbered references. Write the answer alone, a word or a short phrase, {how}.
@@ -50,6 +53,7 @@ _TEMPLATES = {
 
 Question: {question}
 """,
+    "filco": FILCO_TEMPLATE.read_text("utf-8"),
 }
 
 
@@ -68,11 +72,13 @@ def make_records(
     template: str | None = None,
     analyses: Mapping[str, str | None] | None = None,
     author: str = TEMPLATED,
+    evidence: Mapping[str, str] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Unused]]:
     """A transcript record for each question that can be used, and those that cannot.
 
     template: in place of the kind's own; a reasoning record has none, and gets the recipe's. analyses: by question id,
     written by `author`; None where it wrote none that closes. Without them a sentence is made up from the references.
+    evidence: by question id, of filco records, chosen by `author`; it may be empty.
     """
     if template is None and kind != "reasoning":
         template = _TEMPLATES[kind].replace("{how}", _HOW[style])
@@ -91,8 +97,13 @@ def make_records(
             record["template"] = template
         if kind != "closed-book":
             record["passages"] = [passage_record(passage) for passage in question.passages]
-        record["segments"] = [_reasoning(question, analysis) if analysis else _answer(question, kind, style)]
+        if kind == "filco":
+            segment = _evidence((evidence or {})[question.id])
+        else:
+            segment = _reasoning(question, analysis) if analysis else _answer(question, kind, style)
+        record["segments"] = [segment]
         record["metadata"] = {"kind": kind} | ({"analysis": author} if analysis else {})
+        record["metadata"] |= {"measure": author} if kind == "filco" else {}
         records.append(record)
     return records, unused
 
@@ -137,6 +148,13 @@ def _reasoning(question: Question, analysis: str) -> dict[str, Any]:
     analysis, gold = escape_tags(analysis, ARENA_TAGS), escape_tags(question.golds[0], ARENA_TAGS)
     sections = f"<relevance>[{indices}]</relevance>\n<analysis>{analysis}</analysis>\n<answer>{gold}</answer>"
     return {"source": "policy", "text": sections}
+
+
+def _evidence(text: str) -> dict[str, Any]:
+    """The policy's segment of evidence, which is copied from the passages."""
+    text, before = escape_tags(text, EVIDENCE_TAGS), "<extract>"
+    copied = {"copied": [[len(before), len(before) + len(text)]]} if text else {}
+    return {"source": "policy", "text": f"{before}{text}</extract>"} | copied
 
 
 def write_unused(unused: Sequence[Unused], path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from thresher.cli import flags
 from thresher.engine import console
+from thresher.engine.refiners.kinds import MEASURES
 from thresher.engine.training.sft_data import KINDS, STYLES
 from thresher.rewards.errors import UserError
 
@@ -19,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", required=True, help="our own JSONL, with passages but for closed-book")
     parser.add_argument("--answer", choices=STYLES, default="tagged", help="between answer tags (the default), or bare")
     parser.add_argument("--template", help="prompt template in place of the kind's own")
-    parser.add_argument("--model", help="folder of the model that writes the analyses of reasoning records")
+    parser.add_argument("--measure", choices=MEASURES, help="of filco records: by what a sentence is said to help")
+    parser.add_argument(
+        "--model", help="folder of what writes reasoning records' analyses, or answers for --measure cxmi"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of that model")
     parser.add_argument("--max-tokens", type=flags.count, default=512, help="of an analysis")
     parser.add_argument("--out", required=True, help="JSONL to write")
@@ -42,14 +46,20 @@ def run(options: argparse.Namespace) -> None:
     _check_flags(options)
     template = None if options.template is None else read_template(options.template, passages=kind != "closed-book")
     questions = read_questions(options.questions)
-    analyses, author = None, TEMPLATED
-    if options.model is not None:
+    analyses, evidence, author = None, None, TEMPLATED
+    if options.model is not None and kind == "reasoning":
         from thresher.engine.training.sft_analyses import write_analyses  # the engine, which the other kinds do without
 
         author = str(options.model)
         usable = [question for question in questions if why_unusable(question, kind) is None]
         analyses = write_analyses(usable, options.model, options.device, options.max_tokens)
-    records, unused = make_records(questions, kind, options.answer, template, analyses, author)
+    elif kind == "filco":
+        from thresher.engine.refiners.silver import silver_evidence
+
+        author = options.measure
+        usable = [question for question in questions if why_unusable(question, kind) is None]
+        evidence = silver_evidence(usable, options.measure, options.model, options.device, options.answer == "tagged")
+    records, unused = make_records(questions, kind, options.answer, template, analyses, author, evidence)
     refuse_nothing(records, unused, options.questions, kind)
     write_jsonl(out, records)
     listed = out.with_name(f"{out.name}.unused.jsonl")
@@ -67,5 +77,9 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise UserError(f"{options.out}: exists already; choose another file for the records")
     if options.kind == "reasoning" and (options.template is not None or options.answer != "tagged"):
         raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
-    if options.model is not None and options.kind != "reasoning":
+    if (options.kind == "filco") != (options.measure is not None):
+        raise UserError(f"--measure ({', '.join(MEASURES)}) is for --kind filco, which needs it")
+    if options.kind == "filco" and (options.measure == "cxmi") != (options.model is not None):
+        raise UserError("--measure cxmi needs --model, the generator whose answers it compares; the others need none")
+    if options.model is not None and options.kind not in ("reasoning", "filco"):
         raise UserError(f"--model writes the analyses of reasoning records; a record of kind {options.kind} has none")
