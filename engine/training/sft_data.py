@@ -31,7 +31,8 @@ from thresher.retrieval.questions import Question, passage_record
 from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 
-KINDS = ("direct", "reasoning", "qa", "closed-book", "filco")
+KINDS = ("direct", "reasoning", "qa", "closed-book")
+FILCO = "filco"  # its records take a measure, which sft.format has not
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")
@@ -53,7 +54,7 @@ _TEMPLATES = {
 
 Question: {question}
 """,
-    "filco": FILCO_TEMPLATE.read_text("utf-8"),
+    FILCO: FILCO_TEMPLATE.read_text("utf-8"),
 }
 
 
@@ -97,13 +98,13 @@ def make_records(
             record["template"] = template
         if kind != "closed-book":
             record["passages"] = [passage_record(passage) for passage in question.passages]
-        if kind == "filco":
+        if kind == FILCO:
             segment = _evidence((evidence or {})[question.id])
         else:
             segment = _reasoning(question, analysis) if analysis else _answer(question, kind, style)
         record["segments"] = [segment]
-        record["metadata"] = {"kind": kind} | ({"analysis": author} if analysis else {})
-        record["metadata"] |= {"measure": author} if kind == "filco" else {}
+        written = {"measure": author} if kind == FILCO else {"analysis": author} if analysis else {}
+        record["metadata"] = {"kind": kind} | written
         records.append(record)
     return records, unused
 

@@ -161,6 +161,11 @@ def _load_head(folder: Path, width: int, device: torch.device) -> tuple[Tensor, 
             f"{folder}: tensor {_HEAD}.weight is missing, so this is an encoder without a token classifier's head; "
             "use a model that classifies tokens, such as LLMLingua-2's"
         )
+    if (outputs := found[f"{_HEAD}.weight"][0]) != 2:
+        raise UserError(
+            f"{folder}: its classifier has {outputs} outputs, expected 2, to drop a token and to keep it; use "
+            "a model that does that, such as LLMLingua-2's"
+        )
     shapes = {f"{_HEAD}.weight": torch.Size([2, width]), f"{_HEAD}.bias": torch.Size([2])}
     tensors = dict(read_weights(folder, shapes, optional=found.keys() - shapes.keys()))
     weight_OH, bias_O = (tensors[name].to(device, torch.float32, copy=True) for name in shapes)

@@ -7,7 +7,7 @@ from typing import Any
 from thresher.cli import flags
 from thresher.engine import console
 from thresher.engine.refiners.kinds import MEASURES
-from thresher.engine.training.sft_data import KINDS, STYLES
+from thresher.engine.training.sft_data import FILCO, KINDS, STYLES
 from thresher.rewards.errors import UserError
 
 HELP = "questions into transcripts for supervised fine-tuning"
@@ -16,7 +16,7 @@ EXAMPLE = "thresher data sft --kind reasoning --questions train.jsonl --out warm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", required=True, choices=KINDS, help="what a record is to teach: docs/sft.md")
+    parser.add_argument("--kind", required=True, choices=(*KINDS, FILCO), help="what a record is to teach: docs/sft.md")
     parser.add_argument("--questions", required=True, help="our own JSONL, with passages but for closed-book")
     parser.add_argument("--answer", choices=STYLES, default="tagged", help="between answer tags (the default), or bare")
     parser.add_argument("--template", help="prompt template in place of the kind's own")
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
         author = str(options.model)
         usable = [question for question in questions if why_unusable(question, kind) is None]
         analyses = write_analyses(usable, options.model, options.device, options.max_tokens)
-    elif kind == "filco":
+    elif kind == FILCO:
         from thresher.engine.refiners.silver import silver_evidence
 
         author = options.measure
@@ -77,9 +77,11 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise UserError(f"{options.out}: exists already; choose another file for the records")
     if options.kind == "reasoning" and (options.template is not None or options.answer != "tagged"):
         raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
-    if (options.kind == "filco") != (options.measure is not None):
+    if (options.kind == FILCO) != (options.measure is not None):
         raise UserError(f"--measure ({', '.join(MEASURES)}) is for --kind filco, which needs it")
-    if options.kind == "filco" and (options.measure == "cxmi") != (options.model is not None):
+    if options.kind == FILCO and (options.measure == "cxmi") != (options.model is not None):
         raise UserError("--measure cxmi needs --model, the generator whose answers it compares; the others need none")
-    if options.model is not None and options.kind not in ("reasoning", "filco"):
+    if options.kind == FILCO and options.measure != "cxmi" and options.answer != "tagged":
+        raise UserError("--answer says how a generator answers, whom filco records ask by --measure cxmi alone")
+    if options.model is not None and options.kind not in ("reasoning", FILCO):
         raise UserError(f"--model writes the analyses of reasoning records; a record of kind {options.kind} has none")
