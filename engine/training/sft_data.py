@@ -6,7 +6,8 @@
     qa            question, passages              the answer                                       EviOmni's generator
     closed-book   question                        the answer
 
-The answer is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
+The prompts of qa and closed-book are those that the baselines full_passages, evidence and direct ask with. The answer
+is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
 closed-book, every plain answer), the end of text follows and is trained. An analysis comes from a model that was given
 the gold references and the answer (sft_analyses.py), as in the paper, or, without one, from a sentence that names the
 references; the record's metadata say which.
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.baselines.common import QA_TEMPLATE, TAGGED
+from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.episode import pair_tags
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.questions import Question, passage_record
@@ -33,23 +34,19 @@ KINDS = ("direct", "reasoning", "qa", "closed-book")
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")
-_HOW = {"tagged": TAGGED, "plain": "and nothing else"}
 _TEMPLATES = {
-    "direct": """Answer a question from numbered references. Write the answer alone, a word or a short phrase, {how}.
+    "direct": f"""Answer a question from numbered references. {TAGGED}
 
 <question>
-{question}
+{{question}}
 </question>
 
 <references>
-{passages}
+{{passages}}
 </references>
 """,
-    "qa": QA_TEMPLATE,
-    "closed-book": """Answer the question. Write a word or a short phrase, {how}.
-
-Question: {question}
-""",
+    "qa": built_in("passages", Options(), passages=True),
+    "closed-book": built_in("direct", Options()),
 }
 
 
@@ -75,7 +72,7 @@ def make_records(
     written by `author`; None where it wrote none that closes. Without them a sentence is made up from the references.
     """
     if template is None and kind != "reasoning":
-        template = _TEMPLATES[kind].replace("{how}", _HOW[style])
+        template = _TEMPLATES[kind] if style == "tagged" else _TEMPLATES[kind].replace(TAGGED, BARE)
     records, unused = [], []
     for question in questions:
         reason = why_unusable(question, kind)
