@@ -170,7 +170,7 @@ class Loop:
 
     def shown(self, questions: Sequence[Question]) -> list[Question]:
         """The questions with the passages that the extractor is shown: given or found, and noise."""
-        found = with_passages(questions, self.retriever, self.plan.k)
+        found = with_passages(questions, self.retriever, self.parts.renderer.k)
         return with_noise(found, self.pool, self.plan.noise, self.plan.seed)
 
     def traditional(self, questions: Sequence[Question]) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.reproduction.commands import Cell, Scale, cells_of, columns_of, in_world, write_prompts
+from thresher.engine.reproduction.commands import Cell, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
+from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.policy.files import atomic_write_text
@@ -31,7 +32,7 @@ def reproduce(
     chosen = choose_tables(manifest, tables)
     out.mkdir(parents=True, exist_ok=True)
     if scale.invented:
-        write_prompts(manifest, out / "world")
+        write_prompts(out / "world")
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     _say_lacking([cell for cells in cells_by_table.values() for cell in cells])
     found = {}
@@ -71,6 +72,7 @@ def _run_cell(title: str, cell: Cell, run_command: Callable[[list[str]], None]) 
             continue
         words = command.to_run()
         console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+        command.folder.parent.mkdir(parents=True, exist_ok=True)
         run_command(words)
 
 

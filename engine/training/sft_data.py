@@ -5,6 +5,8 @@
     reasoning     the system's own (arena)        <relevance>[1,5]</relevance> <analysis> <answer> ARENA's SFT-reasoning
     qa            question, passages              the answer                                       EviOmni's generator
     closed-book   question                        the answer
+    reason-extract, extract                       of a teacher's transcript that answers right, evidence behind its
+                  question, passages              rationale, or alone: EviOmni's and LEAR's empirical study (Section 2.2)
 
 The prompts of qa and closed-book are those that the baselines full_passages, evidence and direct ask with. The answer
 is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
@@ -13,7 +15,8 @@ the gold references and the answer (sft_analyses.py), as in the paper, or, witho
 references; the record's metadata say which.
 
 A record is a transcript as sft.py reads it: passages and question stay data, so that nothing in them can become a tag.
-Questions that cannot be used are returned with the reason. Deliberately absent: several answers to one question.
+A teacher's transcripts are those of `thresher eval` with the system eviomni, or anyone's in the form of
+`thresher score`. Questions that cannot be used are returned with the reason. Deliberately absent: several answers to one question.
 """
 
 from collections import Counter
@@ -23,13 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
+from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.episode import pair_tags
-from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.engine.scoring.transcripts import read_attempt
+from thresher.engine.systems import load_system
+from thresher.retrieval.data.jsonl import iter_jsonl, write_jsonl
 from thresher.retrieval.questions import Question, passage_record
 from thresher.rewards.errors import UserError
-from thresher.rewards.tags import escape_tags
+from thresher.rewards.papers.eviomni import full_answer
+from thresher.rewards.tags import blocks, escape_tags
+from thresher.rewards.text import exact_match
 
+TAUGHT = {"reason-extract": ("reason", "extract"), "extract": ("extract",)}  # kind -> spans of a teacher's transcript
 KINDS = ("direct", "reasoning", "qa", "closed-book")
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
@@ -136,6 +145,38 @@ def _reasoning(question: Question, analysis: str) -> dict[str, Any]:
     return {"source": "policy", "text": sections}
 
 
+def taught_records(
+    transcripts: str | Path, kind: str, template: str | None = None
+) -> tuple[list[dict[str, Any]], list[Unused]]:
+    """As `make_records`, of a teacher's transcripts: those whose answer is a gold one, each in the prompt of the system
+    that is to write such spans. UserError names the line of a malformed one."""
+    system = load_system("eviomni", {}) if kind == "reason-extract" else load_baseline("extract_only", {})
+    records, unused = [], []
+    for number, record in iter_jsonl(transcripts):
+        attempt = read_attempt(record, f"{transcripts}:{number}")
+        spans = {tag: next((span.text for span in blocks(attempt.pieces, tag)), "") for tag in TAUGHT[kind]}
+        missing = next((tag for tag, text in spans.items() if not text), None)
+        if not exact_match(full_answer(attempt) or "", attempt.golds):
+            unused.append(Unused(str(record["id"]), "the answer is wrong"))
+        elif missing is not None:
+            unused.append(Unused(str(record["id"]), f"no {missing} that closes and says something"))
+        elif not attempt.passages:
+            unused.append(Unused(str(record["id"]), "no passages"))
+        else:
+            text = "".join(f"<{tag}> {escape_tags(text, system.tags)} </{tag}>" for tag, text in spans.items())
+            records.append(
+                {
+                    "id": str(record["id"]),
+                    "question": attempt.question,
+                    "template": template or system.template,
+                    "passages": [{"title": title, "text": text} for title, text in attempt.passages],
+                    "segments": [{"source": "policy", "text": text}],
+                    "metadata": {"kind": kind},
+                }
+            )
+    return records, unused
+
+
 def write_unused(unused: Sequence[Unused], path: Path) -> None:
     """A line of JSON for each question that was left out; no file where none was."""
     if unused:
@@ -158,5 +199,5 @@ def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str |
     if not records:
         raise UserError(
             f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "
-            "give questions with passages, and for reasoning with gold_indices"
+            "give questions with passages, for reasoning with gold_indices, and transcripts that answer right"
         )

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import load_recipe
-from thresher.engine.reproduction.commands import Scale, cells_of, in_world
+from thresher.engine.reproduction.commands import Scale, in_world
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
 from thresher.engine.reproduction.run import listing, reproduce
+from thresher.engine.reproduction.scales import cells_of, files_of
 from thresher.engine.reproduction.tables import markdown, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.engine.systems import load_system
@@ -56,12 +58,15 @@ def test_a_manifest_is_of_systems_recipes_and_files_that_are_there(name: str) ->
         assert (method.system is None) != (method.baseline is None)
         if method.system is not None:
             load_system(method.system, method.options)
+        if method.baseline is not None:
+            load_baseline(method.baseline, method.options)
         if method.recipe is not None:
-            recipe = load_recipe(RECIPES / method.recipe)
-            named = [recipe.data and recipe.data.train, recipe.data and recipe.data.dev]
-            named += [recipe.retrieval and recipe.retrieval.index]
-            assert {path for path in named if path} <= manifest.files.keys()
+            assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys()
+    for tuning in manifest.tunings.values():
+        assert (tuning.format is None) == (tuning.kind is not None) == (tuning.teacher in manifest.files)
+        assert load_recipe(RECIPES / tuning.recipe).sft is not None
     for table in manifest.tables.values():
+        assert table.columns or table.curves
         labels = [manifest.label(row) for row in table.rows]
         assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
         assert all(cells_of(manifest, table, PAPER, Path("x")))
@@ -103,7 +108,7 @@ def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
         for cell in cells_of(manifest, manifest.tables["T1"], scale, tmp_path):
             trains = [command for command in cell.before if command.words[0] == "train"]
             assert all("run.steps=2" in command.words for command in trains)
-            for command in cell.evaluations.values():
+            for (command,) in cell.columns.values():
                 assert command.words[command.words.index("--limit") + 1] == "3"
                 assert ("run.steps=2" in command.words) != ("--best" in command.words)
 
@@ -119,13 +124,15 @@ def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
 
 def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Path) -> None:
     manifest = read_manifest("eviomni")
-    (cell,) = cells_of(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
-    asked = {column: " ".join(command.words) for column, command in cell.evaluations.items()}
+    (cell, full) = cells_of(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
+    asked = {column: " ".join(chain[0].words) for column, chain in cell.columns.items()}
     assert asked["nq"] == asked["hotpotqa"] and "--noise" not in asked["nq"]
     assert asked["nq_noise8"] == asked["hotpotqa_noise8"] and "--noise 8" in asked["nq_noise8"]
-    assert len({command.folder for command in cell.evaluations.values()}) == 5 and len(asked) == 10
+    assert len({chain[-1].folder for chain in cell.columns.values()}) == 5 and len(asked) == 10
     (trained, _) = cells_of(manifest, manifest.tables["F5"], PAPER, tmp_path)
-    assert "--noise 4" in " ".join(trained.evaluations["tqa_noise4"].words)
+    extraction, answering = (" ".join(command.words) for command in trained.columns["tqa_noise4"])
+    assert "--noise 4" in extraction and "--noise" not in answering  # which is given evidence
+    assert "--noise 4" in " ".join(full.columns["nq_noise4"][-1].words)
 
 
 def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
@@ -140,7 +147,10 @@ def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("{}")
     reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
-    assert [words[0] for words in ran] == ["eval"] * 5  # two without retrieval, three that name an index of their own
+    assert [words[0] for words in ran] == ["eval"] * 2  # without retrieval
+    Path("indexes/wiki18").mkdir(parents=True)
+    reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
+    assert len(ran) == 2 + 5  # of which three name an index of their own; nothing here is ever finished
     assert all("data/nq_test.jsonl" in words for words in ran) and {"direct", "cot"} <= {words[-5] for words in ran}
 
 
@@ -148,7 +158,7 @@ def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_
     manifest = read_manifest("eval_rar")
     table = manifest.tables["T2"]
     cells = cells_of(manifest, table, PAPER, tmp_path)
-    for number, command in enumerate(cells[0].evaluations.values()):
+    for number, command in enumerate(chain[0] for chain in cells[0].columns.values()):
         command.folder.mkdir(parents=True)
         record = {"id": "q", "question": "?", "parts": {}, "measures": {"em": float(number % 2)}}
         (command.folder / "trajectories.jsonl").write_text(json.dumps(record) + "\n")

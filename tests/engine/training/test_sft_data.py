@@ -238,6 +238,35 @@ def test_questions_without_any_use_are_refused(tmp_path: Path) -> None:
         data_sft("--kind", "qa", "--questions", str(tmp_path / "questions.jsonl"), "--out", str(tmp_path / "out"))
 
 
+def test_of_a_teachers_transcripts_those_that_answer_right_stay(
+    renderer: Renderer, tiny_tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(id_: str, text: str) -> dict[str, Any]:
+        asked = {"id": id_, "question": "Who?", "golden_answers": ["Otto Pike"], "passages": [{"title": "t", "text": "P"}]}
+        return asked | {"segments": [{"source": "prompt", "text": "x"}, {"source": "policy", "text": text}]}
+
+    right = "<reason>by <answer> P</reason>\n<extract>Otto Pike rules.</extract>\n<answer>The Otto Pike</answer>"
+    told = [said("right", right), said("wrong", right.replace("The Otto", "Gil")), said("bare", "<answer>Otto Pike</answer>")]
+    file, template = tmp_path / "teacher.jsonl", tmp_path / "t.txt"
+    file.write_text("".join(json.dumps(record) + "\n" for record in told))
+    template.write_text("Q: {question} {passages}\n")
+    for kind, text in (
+        ("reason-extract", "<reason> by < answer> P </reason><extract> Otto Pike rules. </extract>"),
+        ("extract", "<extract> Otto Pike rules. </extract>"),
+    ):
+        out = tmp_path / f"{kind}.jsonl"
+        data_sft("--kind", kind, "--transcripts", str(file), "--template", str(template), "--out", str(out))
+        (record,) = [json.loads(found) for found in out.read_text().splitlines()]
+        encoded = encode_transcript(record, tiny_tokenizer, renderer, "unused", end_id=7)
+        assert tiny_tokenizer.decode([encoded.ids[row] for row in encoded.positions]) == text
+        assert tiny_tokenizer.decode(encoded.ids).startswith("Q: Who? [1] t: P")
+        reasons = [json.loads(found)["reason"] for found in Path(f"{out}.unused.jsonl").read_text().splitlines()]
+        assert reasons[0] == "the answer is wrong" and reasons[1].endswith("that closes and says something")
+    assert "2 of 3 questions gave no record" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UserError, match="--transcripts is for reason-extract and extract"):
+        data_sft("--kind", "extract", "--questions", str(file), "--out", str(tmp_path / "no"))
+
+
 # --- Analyses by a model
 
 
