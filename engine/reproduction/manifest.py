@@ -1,7 +1,8 @@
 """The manifest of a paper, papers/NAME.toml: which tables it has, what their rows and columns are, what was printed.
 
     title = "..."
-    like            the name of a manifest whose models, files, sets, tunings and methods are this one's too
+    like            the name of a manifest whose models, files, sets, tunings and methods are this one's too, but for
+                    what is said of them here
     [models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template
     [files]         PATH = "how to make it": what the recipes at paper scale read besides
     [sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; world: how many
@@ -155,7 +156,9 @@ def _read(name: str) -> dict[str, Any]:
         return found
     other = _read(found["like"])
     for key in SHARED:
-        found[key] = other.get(key, {}) | found.get(key, {})
+        own = found.get(key, {})
+        changed = {name: other[key][name] | value for name, value in own.items() if isinstance(other[key].get(name), dict)}
+        found[key] = other[key] | own | changed
     for table in found["tables"].values():
         if (name := table.pop("same_as", None)) is not None:
             table |= {key: value for key, value in other["tables"][name].items() if key not in table}

@@ -2,6 +2,7 @@
 
     out/world/ runs/ evaluations/      of the commands, each shown and run; what is finished is not done again
     out/T1.md, T1.json                 a table each, written anew after every cell
+    out/F4.html                        a figure: its rows' trainings over each other
 
 Killed at any moment, the same command goes on. A cell whose data or weights are absent says what to put where, and the
 others run.
@@ -45,8 +46,23 @@ def reproduce(
             found[name] = results_of(manifest, table, scale, cells)
             atomic_write_text(out / f"{name}.md", markdown(found[name]))
             atomic_write_text(out / f"{name}.json", json.dumps(found[name], indent=2) + "\n")
+        if table.curves:
+            _write_figure(manifest, table, cells, out / f"{name}.html")
         console.console.print(markdown(found[name]), markup=False)
     return found
+
+
+def _write_figure(manifest: PaperManifest, table: PaperTable, cells: Sequence[Cell], out: Path) -> None:
+    """The trainings of a table's rows over each other, seeds as one."""
+    from thresher.engine.reporting.comparison import write_curves  # matplotlib takes a second
+
+    groups: dict[str, list[str | Path]] = {}
+    for cell in cells:
+        folder = cell.training
+        if folder is not None and (folder / "metrics.jsonl").is_file():
+            groups.setdefault(manifest.label(cell.row), []).append(folder)
+    write_curves(f"{manifest.title}: {table.caption}", groups, out, table.curves)
+    console.console.print(f"reproduce: curves in {out}", markup=False, soft_wrap=True)
 
 
 def choose_tables(manifest: PaperManifest, names: Sequence[str]) -> dict[str, PaperTable]:

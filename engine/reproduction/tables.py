@@ -117,7 +117,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     )
     if results["against"]:
         lines.append(f"p: two-sided, paired over questions, against {results['against']}.")
-    for measure in results["measures"]:
+    for measure in results["measures"] if results["columns"] else ():
         names = results["columns"] | ({"average": "Average"} if results["average"] else {})
         lines += [
             "",
