@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.reproduction.commands import Cell, Scale, columns_of, in_world
+from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, results_of
-from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
@@ -90,34 +89,3 @@ def _run_cell(title: str, cell: Cell, run_command: Callable[[list[str]], None]) 
         console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
         command.folder.parent.mkdir(parents=True, exist_ok=True)
         run_command(words)
-
-
-def listing(manifest: PaperManifest) -> list[dict[str, Any]]:
-    """A record for every row of every table: its columns, whether the invented world has it, the recipe that trains it
-    and what that recipe says it needs."""
-    records = []
-    for name, table in manifest.tables.items():
-        for row in table.rows:
-            method = manifest.methods[row.method]
-            records.append(
-                {
-                    "paper": manifest.name,
-                    "table": name,
-                    "row": manifest.label(row),
-                    "columns": list(table.columns),
-                    "world": columns_of(manifest, table, True) if in_world(method) else [],
-                    "model": manifest.models[row.model].paper,
-                    "trained_by": method.recipe,
-                    "needs": _stated(method.recipe),
-                }
-            )
-    return records
-
-
-def _stated(recipe: str | None) -> str | None:
-    """What a recipe's head says of its memory."""
-    if recipe is None:
-        return None
-    head = (RECIPES / recipe).read_text(encoding="utf-8").partition("\n\n")[0]
-    lines = [line.removeprefix("# ") for line in head.splitlines()]
-    return " ".join(lines).partition("Memory, by thresher plan: ")[2] or None

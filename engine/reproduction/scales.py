@@ -7,6 +7,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -370,11 +371,12 @@ def switches_of(method: Method) -> list[str]:
     return [*named, *(f"system.options.{name}={_toml(value)}" for name, value in method.options.items())]
 
 
-def files_of(recipe: str) -> list[str]:
+@lru_cache(maxsize=64)
+def files_of(recipe: str) -> tuple[str, ...]:
     """The questions and the index that a recipe names."""
     found = load_recipe(recipe)
     paths = [found.data and found.data.train, found.data and found.data.dev, found.sft and found.sft.data]
-    return [path for path in (*paths, found.retrieval and found.retrieval.index) if path]
+    return tuple(path for path in (*paths, found.retrieval and found.retrieval.index) if path)
 
 
 def sets_of(*texts: str) -> list[str]:

@@ -126,12 +126,12 @@ def templated_analysis(question: Question) -> str:
 
 def _answer(question: Question, kind: str, style: str) -> dict[str, Any]:
     """The policy's segment of an answer; `copied` is where the answer stands if the question or a passage holds it."""
-    before, after = ("<answer>", "</answer>") if style == "tagged" else ("", "")
+    before, after = ("<answer> ", " </answer>") if style == "tagged" else ("", "")  # as TAGGED shows it
     gold = escape_tags(question.golds[0], ARENA_TAGS) if before else question.golds[0]
     segment: dict[str, Any] = {"source": "policy", "text": f"{before}{gold}{after}"}
     shown = [question.question, *(passage.text for passage in question.passages if kind != "closed-book")]
     if any(gold in text for text in shown):
-        segment["copied"] = [[len(before), len(before) + len(gold)]]
+        segment["copied"] = [[len(before.rstrip()), len(before) + len(gold)]]  # a name's first token has the space
     if kind != "direct" or style == "plain":
         segment["end"] = True
     return segment

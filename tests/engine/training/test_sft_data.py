@@ -67,11 +67,11 @@ def renderer(tiny_tokenizer: Tokenizer) -> Renderer:
 @pytest.mark.parametrize(
     ("kind", "style", "text", "end"),
     [
-        ("direct", "tagged", "<answer>Otto Pike</answer>", False),
+        ("direct", "tagged", "<answer> Otto Pike </answer>", False),
         ("direct", "plain", "Otto Pike", True),
-        ("qa", "tagged", "<answer>Otto Pike</answer>", True),
+        ("qa", "tagged", "<answer> Otto Pike </answer>", True),
         ("qa", "plain", "Otto Pike", True),
-        ("closed-book", "tagged", "<answer>Otto Pike</answer>", True),
+        ("closed-book", "tagged", "<answer> Otto Pike </answer>", True),
         ("closed-book", "plain", "Otto Pike", True),
     ],
 )
@@ -89,7 +89,7 @@ def test_what_is_trained_is_the_first_gold_and_the_end_where_nothing_else_stops(
     assert ("<answer>" in prompt) == (style == "tagged")
     # The gate of sft.py counts answers that could be copied.
     copied = tiny_tokenizer.decode([found.ids[row] for row in found.copied])
-    assert copied == ("" if kind == "closed-book" else "Otto Pike")
+    assert copied.strip() == ("" if kind == "closed-book" else "Otto Pike")
 
 
 def test_passages_and_questions_stay_data(renderer: Renderer, tiny_tokenizer: Tokenizer) -> None:
