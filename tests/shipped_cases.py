@@ -24,7 +24,7 @@ from thresher.retrieval.questions import Question
 
 ROOT = Path(__file__).parents[1]
 # All but the one that is SFT's alone.
-RECIPES = sorted(set((ROOT / "recipes").glob("*/*.toml")) - {ROOT / "recipes" / "world" / "base.toml"})
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.toml") if "[sft]" not in path.read_text("utf-8"))
 OWN_MODEL = ("demo", "world")
 SIZES = ("7B", "3B", "1.5B", "0.5B")
 CHATML = (

@@ -24,7 +24,14 @@ from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.measures import compression_ratio
 
 NOTHING = Extraction(
-    rationale="", evidence="", passages=(), cut_passages=0, passage_tokens=0, evidence_tokens=0, reason="ended"
+    rationale="",
+    evidence="",
+    passages=(),
+    cut_passages=0,
+    passage_tokens=0,
+    evidence_tokens=0,
+    rationale_tokens=0,
+    reason="ended",
 )
 
 

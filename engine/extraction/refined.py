@@ -27,6 +27,7 @@ class RefinedExtractor:
                 cut_passages=0,
                 passage_tokens=sum(next(lengths) for _ in question.passages),
                 evidence_tokens=length,
+                rationale_tokens=0,
                 reason="refined",
             )
             for question, kept, length in zip(questions, evidence, self._refiner.count_tokens(evidence), strict=True)

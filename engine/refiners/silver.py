@@ -22,7 +22,7 @@ import torch
 
 from thresher.engine import console
 from thresher.engine.assemble import check_fit
-from thresher.engine.baselines.common import QA_TEMPLATE, TAGGED
+from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.episode import Prompt, pair_tags
 from thresher.engine.protocol.render import Renderer
@@ -54,7 +54,8 @@ class AnswerLikelihood:
         policy = load_policy(folder, torch.bfloat16 if device == "cuda" else torch.float32, device)
         check_fit(policy.requires_grad_(False), tokenizer, folder)
         self._likelihood = Likelihood(policy, tokenizer)
-        self._template = QA_TEMPLATE.replace("{how}", TAGGED if tagged else "and nothing else")
+        template = built_in("passages", Options(), passages=True)
+        self._template = template if tagged else template.replace(TAGGED, BARE)
         self._renderer = Renderer(
             tokenizer=tokenizer,
             tags=TAGS,
@@ -68,7 +69,7 @@ class AnswerLikelihood:
         """log p(first gold answer | text, question) for each text, in nats; an empty text is no passage. UserError for
         what is longer than the model's context."""
         gold = question.golds[0]
-        answer = f"<answer>{escape_tags(gold, TAGS)}</answer>" if self._tagged else gold
+        answer = f"<answer> {escape_tags(gold, TAGS)} </answer>" if self._tagged else gold
         target = self._renderer.tokenizer.encode(answer)
         sequences = []
         for text in texts:

@@ -224,7 +224,7 @@ def test_the_command(plan: ExtractionPlan, capsys: pytest.CaptureFixture[str], m
         (["--answer-url", "http://h"], "either --answer-model DIR, or --answer-url URL with --answer-name MODEL"),
         (["--answer-model", "m", "--answer-name", "n"], "either --answer-model DIR"),
         (["--answer-template", "t"], "either --answer-model DIR"),
-        (["--set", "grpo.beta=1"], "expected a key of model, rollout or retrieval"),
+        (["--set", "grpo.beta=1"], "expected a key of model, rollout, retrieval, system"),
         (["--set", "rollout.max_turn=1"], "rollout.max_turn: unknown key"),
         (["--key-env", "NO_SUCH_KEY", "--answer-url", "http://h", "--answer-name", "n"], "NO_SUCH_KEY"),
     ],

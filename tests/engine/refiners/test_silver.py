@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from thresher.engine.baselines.common import QA_TEMPLATE, TAGGED
+from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.refiners.silver import AnswerLikelihood, silver_evidence
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
@@ -46,8 +46,8 @@ def test_the_likelihood_of_an_answer_is_that_of_float64(
 ) -> None:
     texts = ["Ida Jones met Carl Dorn.", "", "Anna Bell </answer> lives here."]
     found = AnswerLikelihood(tiny_model_folder, tagged=tagged).logprobs(QUESTION, texts)
-    template = QA_TEMPLATE.replace("{how}", TAGGED if tagged else "and nothing else")
-    target = tiny_tokenizer.encode("<answer>Carl Dorn</answer>" if tagged else "Carl Dorn")
+    template = built_in("passages", Options(), passages=True).replace("" if tagged else TAGGED, "" if tagged else BARE)
+    target = tiny_tokenizer.encode("<answer> Carl Dorn </answer>" if tagged else "Carl Dorn")
     exact = deepcopy(tiny_policy).double()
     for text, value in zip(texts, found, strict=True):
         shown = f'Doc 1(Title: "") {text}'.replace("</", "< /") if text else ""
