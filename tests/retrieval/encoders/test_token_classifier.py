@@ -16,10 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from thresher.retrieval.encoders.token_classifier import TokenClassifier, load_token_classifier
 
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789:.,?!'-"
-PIECES = [*LETTERS, *(f"▁{letter}" for letter in LETTERS), "▁", "▁the", "▁city", "▁river", "ing", "or", "ay"]
-
 
 def bert() -> Any:
     return folders.random_model(transformers.BertForTokenClassification, folders.bert_config(num_labels=2))
@@ -30,23 +26,13 @@ def distilbert() -> Any:
     return folders.random_model(transformers.DistilBertForTokenClassification, config)
 
 
-def xlm_roberta() -> Any:
-    sizes = folders.SIZES | {"vocab_size": len(SPECIAL) + len(PIECES) + 1}
-    config = transformers.XLMRobertaConfig(**sizes, type_vocab_size=1, pad_token_id=1, num_labels=2)
-    return folders.random_model(transformers.XLMRobertaForTokenClassification, config)
+def save(folder: Path, name: str) -> tuple[Path, Any]:
+    if name == "xlm-r":
+        return folders.save_xlm_roberta(folder, transformers.XLMRobertaForTokenClassification, num_labels=2)
+    return folders.save_model(folder, model := MODELS[name]()), model
 
 
-def save(folder: Path, model: Any) -> Path:
-    """Weights, config and tokenizer, of which XLM-R's is made of sentence pieces."""
-    if model.config.model_type != "xlm-roberta":
-        return folders.save_model(folder, model)
-    model.save_pretrained(folder)
-    pieces = [*((token, 0.0) for token in SPECIAL), *((piece, -2.0 + len(piece) / 4) for piece in PIECES)]
-    transformers.XLMRobertaTokenizer(vocab=pieces).save_pretrained(folder)
-    return folder
-
-
-MODELS: dict[str, Callable[[], Any]] = {"bert": bert, "distilbert": distilbert, "xlm-r": xlm_roberta}
+MODELS: dict[str, Callable[[], Any]] = {"bert": bert, "distilbert": distilbert}
 
 
 def theirs(folder: Path, model: Any, text: str) -> list[tuple[str, float]]:
@@ -64,10 +50,10 @@ def theirs(folder: Path, model: Any, text: str) -> list[tuple[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "xlm-r"])
 def test_words_and_their_probabilities(name: str, tmp_path: Path) -> None:
     """float64 is the truth; transformers in float32, times two, the measure."""
-    folder = save(tmp_path, model := MODELS[name]())
+    folder, model = save(tmp_path, name)
     texts = ["The mayor of the city, born  by the river.", "a", "Reiß das Étui, 東京! q??", "the: 1994"]
     found = load_token_classifier(folder).words(texts)
     other = [theirs(folder, model, text) for text in texts]
@@ -81,7 +67,7 @@ def test_words_and_their_probabilities(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("models") / "tokens", bert())
+    return save(tmp_path_factory.mktemp("models") / "tokens", "bert")[0]
 
 
 @pytest.fixture(scope="module")
