@@ -16,17 +16,21 @@ PLACE = 60
 EXAMPLE = "thresher extract --model models/eviomni --questions dev.jsonl --index indexes/mine --out evidence.jsonl"
 
 # Flags that are fields of the plan as they are.
-PLAN = ("questions", "out", "index", "url", "template", "system", "baseline", "noise", "seed", "evidence_tokens")
-PLAN += ("actions", "limit", "batch")
+PLAN = (
+    *("questions", "out", "index", "url", "template", "system", "baseline", "noise", "seed", "evidence_tokens"),
+    *("actions", "limit", "batch"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder of the extractor")
     which.add_argument("--best", metavar="RUN", help="a run folder: its checkpoint of best dev EM, asked as it trained")
-    who = parser.add_mutually_exclusive_group()
-    who.add_argument("--system", metavar="NAME", help="whose protocol it follows; default: the run's, or eviomni")
-    who.add_argument("--baseline", metavar="NAME", help="extract_only, or cot with system.options.passages, in its place")
+    protocol = parser.add_mutually_exclusive_group()
+    protocol.add_argument("--system", metavar="NAME", help="whose protocol it follows; default: the run's, or eviomni")
+    protocol.add_argument(
+        "--baseline", metavar="NAME", help="extract_only, or cot with system.options.passages, in its place"
+    )
     parser.add_argument("--questions", required=True, help="JSONL; neither passages nor gold answers must be there")
     parser.add_argument("--out", required=True, metavar="F.jsonl", help="a line per question; goes on if it is there")
     place = parser.add_mutually_exclusive_group()
@@ -41,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--evidence-tokens", type=flags.count, metavar="N", help="evidence is cut to so many tokens; default: never"
     )
     parser.add_argument("--template", metavar="FILE", help="the extractor's prompt, with {question} and {passages}")
-    parser.add_argument("--prompt", choices=("raw", "chat"), help="chat: in the local models' templates; default: the run's, or raw")
+    parser.add_argument(
+        "--prompt", choices=("raw", "chat"), help="chat: in the local models' templates; default: the run's, or raw"
+    )
     parser.add_argument(
         "--loop",
         choices=("traditional", "agentic"),

@@ -157,7 +157,9 @@ def _read(name: str) -> dict[str, Any]:
     other = _read(found["like"])
     for key in SHARED:
         own = found.get(key, {})
-        changed = {name: other[key][name] | value for name, value in own.items() if isinstance(other[key].get(name), dict)}
+        changed = {
+            name: other[key][name] | value for name, value in own.items() if isinstance(other[key].get(name), dict)
+        }
         found[key] = other[key] | own | changed
     for table in found["tables"].values():
         if (name := table.pop("same_as", None)) is not None:

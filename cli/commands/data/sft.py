@@ -1,4 +1,5 @@
-"""`thresher data sft`: questions, or a teacher's answers, into transcripts for `thresher sft`. engine/training/sft_data.py makes the records."""
+"""`thresher data sft`: questions, or a teacher's answers, into transcripts for `thresher sft`. The records are
+engine/training/sft_data.py's."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +16,9 @@ EXAMPLE = "thresher data sft --kind reasoning --questions train.jsonl --out warm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", required=True, choices=(*KINDS, *TAUGHT), help="what a record is to teach: docs/sft.md")
+    parser.add_argument(
+        "--kind", required=True, choices=(*KINDS, *TAUGHT), help="what a record is to teach: docs/sft.md"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--questions", help="our own JSONL, with passages but for closed-book")
     source.add_argument("--transcripts", metavar="FILE", help="a teacher's, as eval or score has them; right ones stay")
@@ -53,9 +56,7 @@ def run(options: argparse.Namespace) -> None:
     say_unused(unused, total, listed)
 
 
-def _of_questions(
-    options: argparse.Namespace, template: str | None
-) -> tuple[list[dict[str, Any]], list[Unused], str]:
+def _of_questions(options: argparse.Namespace, template: str | None) -> tuple[list[dict[str, Any]], list[Unused], str]:
     """Records, what gave none, and who wrote the analyses."""
     from thresher.engine.training.sft_data import TEMPLATED, make_records, why_unusable
     from thresher.retrieval.questions import read_questions

@@ -182,7 +182,7 @@ def test_a_chat_model_answers_from_the_evidence(
     server.reply = lambda content: f"It is {ANSWER} or <answer>Eva</answer>."
     extract(replace(plan, generator=chat(server, str(tmp_path / "a.txt")), key_env="TEST_KEY"))
     asked = sorted(request["messages"][0]["content"] for request in server.asked)
-    assert asked[0] == f"Say. {lines(plan)[0]['question']}\nDoc 1(Title: \"\") note < answer> 0" and len(asked) == 3
+    assert asked[0] == f'Say. {lines(plan)[0]["question"]}\nDoc 1(Title: "") note < answer> 0' and len(asked) == 3
     assert {len(request["messages"]) for request in server.asked} == {1} and set(server.keys) == {"Bearer secret"}
     assert [line["answer"] for line in lines(plan)] == ["Carl Dorn"] * 3
     assert "secret" not in "".join(path.read_text() for path in tmp_path.glob("e.*"))
@@ -245,7 +245,7 @@ class Pen:
                 cut_passages=0,
                 passage_tokens=8,
                 evidence_tokens=2,
-            rationale_tokens=0,
+                rationale_tokens=0,
                 reason="extracted",
             )
             for n, question in enumerate(questions)

@@ -87,7 +87,9 @@ def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name
         labels = [manifest.label(row) for row in table.rows]
         assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
         for scale in (PAPER, Scale("world")):
-            for command in (command for cell in cells_of(manifest, table, scale, Path("x")) for command in all_of(cell)):
+            for command in (
+                command for cell in cells_of(manifest, table, scale, Path("x")) for command in all_of(cell)
+            ):
                 assert parser.parse_args(list(command.words)).handler
     assert len(listing(manifest, CHIPS["H100"])) == sum(len(table.rows) for table in manifest.tables.values())
 
@@ -192,7 +194,9 @@ def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     manifest = read_manifest("eviomni")
     model = Path("models/Qwen2.5-1.5B-Instruct")
-    (_, rational, *_, eviomni, _) = (one for one in listing(manifest, CHIPS["H100"]) if one["table"] in ("T1", "T2", "own"))
+    (_, rational, *_, eviomni, _) = (
+        one for one in listing(manifest, CHIPS["H100"]) if one["table"] in ("T1", "T2", "own")
+    )
     assert rational["stages"] == ["sft eviomni/warmup.toml", "extract"] and rational["planned"] is None
     assert eviomni["planned"]["absent"] == str(model / "config.json") and "hf download" in eviomni["planned"]["get"]
     model.mkdir(parents=True)

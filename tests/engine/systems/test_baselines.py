@@ -103,9 +103,7 @@ def test_the_prompt_of_evidence(tmp_path: Path) -> None:
         next(system.episode(replace(QUESTION, id="s"), tools))
 
 
-@pytest.mark.parametrize(
-    ("baseline", "kind"), [("evidence", "qa"), ("full_passages", "qa"), ("direct", "closed-book")]
-)
+@pytest.mark.parametrize(("baseline", "kind"), [("evidence", "qa"), ("full_passages", "qa"), ("direct", "closed-book")])
 def test_what_a_generator_is_asked_is_to_the_token_what_it_was_tuned_on(
     baseline: str, kind: str, tmp_path: Path, tiny_tokenizer: Tokenizer
 ) -> None:

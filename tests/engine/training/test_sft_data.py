@@ -242,11 +242,20 @@ def test_of_a_teachers_transcripts_those_that_answer_right_stay(
     renderer: Renderer, tiny_tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(id_: str, text: str) -> dict[str, Any]:
-        asked = {"id": id_, "question": "Who?", "golden_answers": ["Otto Pike"], "passages": [{"title": "t", "text": "P"}]}
+        asked = {
+            "id": id_,
+            "question": "Who?",
+            "golden_answers": ["Otto Pike"],
+            "passages": [{"title": "t", "text": "P"}],
+        }
         return asked | {"segments": [{"source": "prompt", "text": "x"}, {"source": "policy", "text": text}]}
 
     right = "<reason>by <answer> P</reason>\n<extract>Otto Pike rules.</extract>\n<answer>The Otto Pike</answer>"
-    told = [said("right", right), said("wrong", right.replace("The Otto", "Gil")), said("bare", "<answer>Otto Pike</answer>")]
+    told = [
+        said("right", right),
+        said("wrong", right.replace("The Otto", "Gil")),
+        said("bare", "<answer>Otto Pike</answer>"),
+    ]
     file, template = tmp_path / "teacher.jsonl", tmp_path / "t.txt"
     file.write_text("".join(json.dumps(record) + "\n" for record in told))
     template.write_text("Q: {question} {passages}\n")
