@@ -154,6 +154,10 @@ def _data(folder: Path) -> None:
     ):
         write_lines(folder / f"{name}.jsonl", asked)
     write_lines(folder / "in.jsonl", [TRANSCRIPT])
+    (folder / "teacher").mkdir()
+    said = "<reason>Look.</reason><extract>Anna Bell is the mayor.</extract><answer>Anna Bell</answer>"
+    taught = {"passages": passages[:1], "segments": [{"source": "policy", "text": said}]}
+    write_lines(folder / "teacher" / "trajectories.jsonl", [TRANSCRIPT | taught])
     (folder / "recipe.toml").write_text(SFT)
     hotpot = [
         {

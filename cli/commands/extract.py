@@ -19,20 +19,22 @@ EXAMPLE = "thresher extract --model models/eviomni --questions dev.jsonl --index
 kept = flags.checked(float, "a share above 0, up to 1", lambda value: 0 < value <= 1)
 
 # Flags that are fields of the plan as they are.
-PLAN = ("questions", "out", "index", "url", "template", "system", "baseline", "noise", "seed", "evidence_tokens")
-PLAN += ("actions", "limit", "batch")
+PLAN = (
+    *("questions", "out", "index", "url", "template", "system", "baseline", "noise", "seed", "evidence_tokens"),
+    *("actions", "limit", "batch"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder of the extractor, or of the refiner's encoder")
     which.add_argument("--best", metavar="RUN", help="a run folder: its checkpoint of best dev EM, asked as it trained")
-    who = parser.add_mutually_exclusive_group()
-    who.add_argument("--system", metavar="NAME", help="whose protocol it follows; default: the run's, or eviomni")
-    who.add_argument(
+    protocol = parser.add_mutually_exclusive_group()
+    protocol.add_argument("--system", metavar="NAME", help="whose protocol it follows; default: the run's, or eviomni")
+    protocol.add_argument(
         "--baseline", metavar="NAME", help="extract_only, or cot with system.options.passages, in its place"
     )
-    who.add_argument(
+    protocol.add_argument(
         "--refiner",
         choices=NAMES,
         help="in the place of a trained EviOmni: filco writes sentences that help; parts are kept by a policy's "

@@ -35,7 +35,7 @@ def system(options: Options) -> System:
     return answers_from(read_evidence(options.file), options.file, options)
 
 
-def answers_from(evidence: Mapping[str, str], source: str, options: common.Options = common.Options()) -> System:
+def answers_from(evidence: Mapping[str, str], source: str, options: common.Options | None = None) -> System:
     """A system that answers a question from `evidence[question.id]`; `source` is where an absent one was looked for."""
 
     def episode(question: Question, tools: Tools) -> Episode:
@@ -53,7 +53,7 @@ def answers_from(evidence: Mapping[str, str], source: str, options: common.Optio
         tags=pair_tags("answer"),
         episode=episode,
         reward=answer_reward,
-        template=built_in("passages", options, passages=True),
+        template=built_in("passages", options or common.Options(), passages=True),
         preset={"rollout": {"max_turns": 1}},
     )
 

@@ -70,9 +70,10 @@ class ExtractionPlan:
 
     system, or baseline in its place: whose protocol the extractor follows. run: the folder of the run that `model` is
     a checkpoint of, whose prompt, passages and limits are taken. evidence_tokens: of evidence, at most. noise:
-    irrelevant passages added to each question's, drawn by `seed`. prompt: "chat" puts the prompts of local models into their chat templates. overrides: "section.key=value" of a
-    recipe, for every local model. actions: searches that the agent may make. batch: questions between two visits to the
-    disk. key_env: environment variable with the endpoint's key. patience: seconds that any server may stay away.
+    irrelevant passages added to each question's, drawn by `seed`. prompt: "chat" puts the prompts of local models into
+    their chat templates. overrides: "section.key=value" of a recipe, for every local model. actions: searches that the
+    agent may make. batch: questions between two visits to the disk. key_env: environment variable with the endpoint's
+    key. patience: seconds that any server may stay away.
     """
 
     model: str

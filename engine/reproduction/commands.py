@@ -3,9 +3,9 @@
     cell = (row, column, seed)  ->  (base) -> warm-up -> training -> extraction of the column -> its evaluation
                                              generator, once -------------------------------->
 
-Of these a method has some (manifest.py). Cells share whatever is the same: the base, a warm-up, a training, a generator,
-and in the world one evaluation for all columns of the same noise, which are parts of its questions. A method that
-nothing trains by seed has one seed, for all else is greedy.
+Of these a method has some (manifest.py). Cells share whatever is the same: the base, a warm-up, a training, a
+generator, and in the world one evaluation for all columns of the same noise, which are parts of its questions. A method
+that nothing trains by seed has one seed, for all else is greedy.
 
 Every command writes one folder or file, which is finished when its last file is there; `train`, `eval` and `extract` go
 on with an unfinished one. Which words a stage has at which scale: scales.py.
@@ -22,8 +22,8 @@ from thresher.policy.files import read_json_object
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """At which scale a table is run, "paper" or "world", with which seeds; overrides of every recipe, and how many
-    questions an evaluation has at most."""
+    """At which scale a table is run, "paper" or "world", with which seeds; overrides of every recipe (of keys of [sft]:
+    of tunings alone), and how many questions an evaluation has at most."""
 
     name: str
     seeds: Sequence[int] = (0,)
@@ -33,6 +33,11 @@ class Scale:
     @property
     def invented(self) -> bool:
         return self.name == "world"
+
+    @property
+    def besides_sft(self) -> list[str]:
+        """The overrides of all recipes but those of `sft`."""
+        return [text for text in self.overrides if not text.startswith("sft.")]
 
     def limiting(self) -> list[str]:
         return [] if self.limit is None else ["--limit", str(self.limit)]

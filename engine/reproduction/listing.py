@@ -1,7 +1,8 @@
 """`thresher reproduce --list`: every row, its stages, and what its training takes, as planned.
 
-A plan needs the shape of the model and no weights: its config.json. Where that is absent, so is the plan, and the record
-says which file it wants. Time is that of the longest steps, every trajectory at its limits (engine/planning/seconds.py).
+A plan needs the shape of the model and no weights: its config.json. Where that is absent, so is the plan, and the
+record says which file it wants. Time is that of the longest steps, every trajectory at its limits
+(engine/planning/seconds.py).
 """
 
 from collections.abc import Iterator

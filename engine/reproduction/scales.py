@@ -82,7 +82,7 @@ class MethodRun(ABC):
         name = self.method.trained_as or self.row.method
         folder = self.out / "runs" / f"{name}{self.of_model()}-seed{self.seed}"
         switches = switches_of(self.trained)
-        sets = sets_of(f"run.seed={self.seed}", *switches, *self.overrides(self.trained), *self.scale.overrides)
+        sets = sets_of(f"run.seed={self.seed}", *switches, *self.overrides(self.trained), *self.scale.besides_sft)
         recipe = self.recipe(policy)
         words = ("train", *recipe, *sets, "--out", str(folder))
         return Command(words, folder, self.absent([policy, *files_of(recipe[0])]))
@@ -122,7 +122,7 @@ class MethodRun(ABC):
         return list(method.overrides)
 
     def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """Of these words those that name, or set to, a file that the manifest knows how to get and that is not there."""
+        """Of these words those that name, or set to, a file that is not there, with the manifest's way to get it."""
         known: dict[str, str] = dict(self.manifest.files)
         known |= {model.paper: model.get for model in self.manifest.models.values()}
         known |= {column.paper: column.get for column in self.manifest.sets.values()}
@@ -132,7 +132,7 @@ class MethodRun(ABC):
     def of_extract(self, asked: Sequence[str]) -> list[str]:
         """Of the overrides those that `extract` knows; of a run it knows the system."""
         switches = [] if asked[0] == "--best" else switches_of(self.method)
-        every = [*switches, *self.overrides(self.method), *self.scale.overrides]
+        every = [*switches, *self.overrides(self.method), *self.scale.besides_sft]
         return sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
 
     @abstractmethod
@@ -235,7 +235,7 @@ class PaperScale(MethodRun):
         return [
             "eval",
             *asked,
-            *sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.overrides),
+            *sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.besides_sft),
             *baseline,
         ]
 
@@ -244,7 +244,7 @@ class PaperScale(MethodRun):
         return [*asked, *self.of_extract(asked), *baseline]
 
     def answer_words(self, answerer: str) -> list[str]:
-        sets = sets_of(*self.overrides(self.method), *self.scale.overrides)
+        sets = sets_of(*self.overrides(self.method), *self.scale.besides_sft)
         return ["eval", "--model", answerer, *self.chat(), *sets]
 
     def question_file(self, column: str) -> str:
@@ -304,7 +304,7 @@ class WorldScale(MethodRun):
     def eval_words(self, asked: Sequence[str]) -> list[str]:
         if asked[0] == "--best":
             return ["eval", *asked]
-        sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.overrides)
+        sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.besides_sft)
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         return ["eval", *self.of_system(self._prompt(), asked[1]), *sets, *baseline]
 
@@ -319,7 +319,7 @@ class WorldScale(MethodRun):
     def answer_words(self, answerer: str) -> list[str]:
         assert self.method.generator is not None
         prompt = self.manifest.tunings[self.method.generator].format or "qa"
-        return ["eval", *self.of_system(prompt, answerer), *sets_of(*self.scale.overrides)]
+        return ["eval", *self.of_system(prompt, answerer), *sets_of(*self.scale.besides_sft)]
 
     def question_file(self, column: str) -> str:
         return self._data("test")

@@ -6,8 +6,8 @@
     qa            question, passages              the answer                                       EviOmni's generator
     closed-book   question                        the answer
     filco         question, passages              <extract>the sentences that help</extract>       FilCo's filter
-    reason-extract, extract                       of a teacher's transcript that answers right, evidence behind its
-                  question, passages              rationale, or alone: EviOmni's and LEAR's empirical study (Section 2.2)
+    reason-extract, extract                       evidence behind its rationale, or alone, of a teacher's transcript
+                  question, passages              that answers right           EviOmni's empirical study, Section 2.2
 
 The prompts of qa and closed-book are those that the baselines full_passages, evidence and direct ask with. The answer
 is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
@@ -17,7 +17,8 @@ references; the record's metadata say which. Which sentences help is chosen by e
 
 A record is a transcript as sft.py reads it: passages and question stay data, so that nothing in them can become a tag.
 A teacher's transcripts are those of `thresher eval` with the system eviomni, or anyone's in the form of
-`thresher score`. Questions that cannot be used are returned with the reason. Deliberately absent: several answers to one question.
+`thresher score`. Questions that cannot be used are returned with the reason. Deliberately absent: several answers to
+one question.
 """
 
 from collections import Counter

@@ -1,4 +1,5 @@
-"""`thresher data sft`: questions, or a teacher's answers, into transcripts for `thresher sft`. engine/training/sft_data.py makes the records."""
+"""`thresher data sft`: questions, or a teacher's answers, into transcripts for `thresher sft`. The records are
+engine/training/sft_data.py's."""
 
 import argparse
 from pathlib import Path

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from thresher.cli import main as cli
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.planning.chips import CHIPS
 from thresher.engine.reporting import comparison
-from thresher.engine.reproduction.commands import Scale, in_world
+from thresher.engine.reproduction.commands import Cell, Command, Scale, in_world
 from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
 from thresher.engine.reproduction.run import reproduce
@@ -28,6 +29,10 @@ QUESTIONS = [{"id": str(n), "question": "?", "answer": "a", "hops": 1 + n % 2} f
 
 class Killed(Exception):
     pass
+
+
+def all_of(cell: Cell) -> list[Command]:
+    return [*cell.before, *(command for chain in cell.columns.values() for command in chain)]
 
 
 @pytest.fixture
@@ -64,8 +69,8 @@ def run_command() -> Callable[[list[str]], None]:
 
 
 @pytest.mark.parametrize("name", paper_names())
-def test_a_manifest_is_of_systems_recipes_and_files_that_are_there(name: str) -> None:
-    manifest = read_manifest(name)
+def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name: str) -> None:
+    manifest, parser = read_manifest(name), cli.build_parser()
     for method in manifest.methods.values():
         assert (method.system is None) != (method.baseline is None)
         if method.system is not None:
@@ -81,7 +86,11 @@ def test_a_manifest_is_of_systems_recipes_and_files_that_are_there(name: str) ->
         assert table.columns or table.curves
         labels = [manifest.label(row) for row in table.rows]
         assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
-        assert all(cells_of(manifest, table, PAPER, Path("x")))
+        for scale in (PAPER, Scale("world")):
+            for command in (
+                command for cell in cells_of(manifest, table, scale, Path("x")) for command in all_of(cell)
+            ):
+                assert parser.parse_args(list(command.words)).handler
     assert len(listing(manifest, CHIPS["H100"])) == sum(len(table.rows) for table in manifest.tables.values())
 
 
