@@ -12,7 +12,9 @@
                     either format (sft.format: of questions with their answers) or kind (of thresher data sft: of a
                     teacher's transcripts that answer right; teacher: their file at paper scale, in the invented world
                     what its base answers to the training questions)
-    [methods.NAME]  a row's chain: label; system or baseline, options; and of these stages those that it has, in order
+    [methods.NAME]  a row's chain: label; system or baseline, options, or flags of thresher extract that name a refiner,
+                    with encoder, the model that it is of where that is not the row's; and of these stages those that
+                    it has, in order
                     warmup      a tuning, of which every seed has its own
                     recipe      of a training at paper scale; trained_as: a method whose warm-up and training it
                                 shares instead
@@ -85,6 +87,8 @@ class Method:
     system: str | None = None
     baseline: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    refiner: tuple[str, ...] = ()
+    encoder: str | None = None
     warmup: str | None = None
     recipe: str | None = None
     trained_as: str | None = None
@@ -199,12 +203,13 @@ def _check_method(manifest: PaperManifest, key: str, method: Method) -> None:
         (method.warmup, manifest.tunings),
         (method.generator, manifest.tunings),
         (method.agent, manifest.models),
+        (method.encoder, manifest.models),
         (method.trained_as, manifest.methods),
     ):
         if name is not None and name not in known:
             raise UserError(f"[methods.{key}]: {name!r} is not there")
-    if (method.system is None) == (method.baseline is None):
-        raise UserError(f"[methods.{key}]: expected either a system or a baseline")
+    if sum((method.system is not None, method.baseline is not None, bool(method.refiner))) != 1:
+        raise UserError(f"[methods.{key}]: expected either a system or a baseline or a refiner")
 
 
 def _check(manifest: PaperManifest, key: str, table: PaperTable) -> None:

@@ -241,7 +241,9 @@ class PaperScale(MethodRun):
 
     def extract_words(self, asked: Sequence[str]) -> list[str]:
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
-        return [*asked, *self.of_extract(asked), *baseline]
+        if self.method.encoder is not None:
+            asked = ["--model", self.manifest.models[self.method.encoder].paper]
+        return [*asked, *self.method.refiner, *self.of_extract(asked), *baseline]
 
     def answer_words(self, answerer: str) -> list[str]:
         sets = sets_of(*self.overrides(self.method), *self.scale.besides_sft)

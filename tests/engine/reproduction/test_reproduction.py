@@ -72,7 +72,7 @@ def run_command() -> Callable[[list[str]], None]:
 def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name: str) -> None:
     manifest, parser = read_manifest(name), cli.build_parser()
     for method in manifest.methods.values():
-        assert (method.system is None) != (method.baseline is None)
+        assert [method.system is not None, method.baseline is not None, method.refiner != ()].count(True) == 1
         if method.system is not None:
             load_system(method.system, method.options)
         if method.baseline is not None:
