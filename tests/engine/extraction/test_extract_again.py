@@ -59,15 +59,18 @@ def test_the_best_checkpoint_of_a_run_is_asked_as_it_was_trained(
         rollout={"max_turn_tokens": 120, "max_passage_tokens": 60, "max_context": 400},
     )
     run.append_metrics({"step": 0, "eval": {"em": 0.5}})
-    prompts: list[str] = []
+    formats: list[str] = []
     render = Renderer.prompt
-    monkeypatch.setattr(
-        Renderer, "prompt", lambda self, asked: prompts.append(self.passage_format) or render(self, asked)
-    )
+
+    def spy(self: Renderer, asked: Prompt) -> list[int]:
+        formats.append(self.passage_format)
+        return render(self, asked)
+
+    monkeypatch.setattr(Renderer, "prompt", spy)
     script({n: [extracted("why", "Eva")] for n in range(3)})
     words = ["extract", "--best", str(run.path), "--questions", plan.questions, "--out", plan.out]
     assert cli.run(words) == 0
-    assert {line["evidence"] for line in lines(plan)} == {"Eva"} and set(prompts) == {"<{text}>"}
+    assert {line["evidence"] for line in lines(plan)} == {"Eva"} and set(formats) == {"<{text}>"}
     settings = json.loads(Path(plan.out).with_suffix(".json").read_text())["settings"]
     assert (settings["model"], settings["k"], settings["prompt"]) == (plan.model, 2, "raw")
     assert all(line["cut_passages"] == 0 for line in lines(plan))
