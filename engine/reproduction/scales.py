@@ -91,7 +91,7 @@ class MethodRun(ABC):
         """Of the policy's own answers."""
         folder = self.out / "evaluations" / name
         words = [*self.eval_words(asked), *self.questions(column), *self.noise(column), *self.scale.limiting()]
-        return Command((*words, "--out", str(folder)), folder, self.absent([*self.read(column), *words]))
+        return Command((*words, "--out", str(folder)), folder, self.absent(words))
 
     def extraction(self, column: str, name: str, asked: Sequence[str]) -> Command:
         file = self.out / "evidence" / f"{name}.jsonl"
@@ -101,7 +101,7 @@ class MethodRun(ABC):
         if self.method.agent is not None:
             words += ["--loop", "agentic", "--agent-model", self.manifest.models[self.method.agent].paper]
         words += ["--questions", self.question_file(column)]
-        return Command((*words, "--out", str(file)), file, self.absent([*self.read(column), *words]))
+        return Command((*words, "--out", str(file)), file, self.absent(words))
 
     def answering(self, column: str, name: str, answerer: str, evidence: Command | None) -> Command:
         """The generator's evaluation, from evidence where there is any."""
@@ -112,7 +112,7 @@ class MethodRun(ABC):
         noise = [] if evidence is not None else self.noise(column)
         words = [*self.answer_words(answerer), "--baseline", baseline, *given, *self.questions(column), *noise]
         words += [*self.scale.limiting(), "--out", str(folder)]
-        return Command(tuple(words), folder, self.absent([*self.read(column), *words]))
+        return Command(tuple(words), folder, self.absent(words))
 
     def noise(self, column: str) -> list[str]:
         passages = self.manifest.sets[column].noise
@@ -184,9 +184,6 @@ class MethodRun(ABC):
 
     def questions(self, column: str) -> list[str]:
         return ["--questions", self.question_file(column)]
-
-    def read(self, column: str) -> list[str]:
-        return [self.question_file(column)]
 
 
 class PaperScale(MethodRun):
