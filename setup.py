@@ -27,6 +27,7 @@ setup(
         "thresher.engine.watching": ["*.js"],
         "thresher.engine.systems": ["*.txt"],
         "thresher.engine.baselines": ["*.txt"],
+        "thresher.engine.refiners": ["*.txt"],
     },
     install_requires=[
         "torch>=2.11,<2.14",

@@ -112,7 +112,11 @@ def make_frame(recipe: Recipe, tokenizer: Tokenizer, system: System | None = Non
     section, rollout = recipe.need(SystemSection), recipe.rollout
     digest = own_digest(section.name) if system is None else None
     system = system or load_system(section.name, section.options)
-    template = system.template if section.template is None else read_template(section.template, system.given_passages)
+    template = (
+        system.template
+        if section.template is None
+        else read_template(section.template, "{passages}" in system.template)
+    )
     retrieval = recipe.retrieval or RetrievalSection()
     return Frame(
         recipe=recipe,

@@ -72,6 +72,7 @@ REDUCED = {
     "eval": Row(BRIEF, ("table.md", "metrics.json", "trajectories.jsonl")),
     "compare": Row(writes=("compare.md", "compare.json")),
     "extract": Row(BRIEF, ("../evidence.json",)),
+    "extract --refiner": Row(BRIEF),
     "score": Row(),
     "rollout": Row((*ON_CPU, *BRIEF)),
     "generate": Row(("--max-new-tokens", "8")),
@@ -134,7 +135,7 @@ REDUCED = {
     "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
-FLAGS_OF_THEIR_OWN = ("--resume", "--model", "--chip", "--measure", "--tokens", "--out")
+FLAGS_OF_THEIR_OWN = ("--refiner", "--resume", "--model", "--chip", "--measure", "--tokens", "--out")
 
 
 @dataclass

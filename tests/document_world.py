@@ -88,7 +88,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
         shutil.copytree(model, folder / "models" / name)
     for name in ("M", "G"):  # as docs/systems.md calls them
         (folder / "models" / name).rename(folder / name)
-    _encoder(folder / "models" / "e5-base-v2")
+    _encoders(folder / "models")
     _data(folder)
     for name in ("wiki18", "hotpotqa"):
         assert run(["index", "build", "--corpus", "corpus.jsonl", "--dim", "64", "--out", f"indexes/{name}"]) == 0
@@ -116,10 +116,12 @@ def _model(folder: Path, tokenizer: Tokenizer) -> None:
     shutil.rmtree(raw)
 
 
-def _encoder(folder: Path) -> None:
-    from encoder_folders import save_model
+def _encoders(folder: Path) -> None:
+    from encoder_folders import bert_config, random_model, save_model
+    from transformers import BertForTokenClassification
 
-    save_model(folder)
+    save_model(folder / "e5-base-v2")
+    save_model(folder / "llmlingua-2", random_model(BertForTokenClassification, bert_config(num_labels=2)))
 
 
 def _data(folder: Path) -> None:
@@ -152,6 +154,10 @@ def _data(folder: Path) -> None:
     ):
         write_lines(folder / f"{name}.jsonl", asked)
     write_lines(folder / "in.jsonl", [TRANSCRIPT])
+    (folder / "teacher").mkdir()
+    said = "<reason>Look.</reason><extract>Anna Bell is the mayor.</extract><answer>Anna Bell</answer>"
+    taught = {"passages": passages[:1], "segments": [{"source": "policy", "text": said}]}
+    write_lines(folder / "teacher" / "trajectories.jsonl", [TRANSCRIPT | taught])
     (folder / "recipe.toml").write_text(SFT)
     hotpot = [
         {

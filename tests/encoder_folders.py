@@ -27,6 +27,15 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789:.,?!'-éß東京"
 WORDS = ["the", "city", "river", "mayor", "born", "query", "passage", "##ing", "##ed", "##s"]
 VOCABULARY = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), *WORDS]
+# XLM-R's, pieces of sentences.
+XLM_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+XLM_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789:.,?!'-"
+XLM_PIECES = [
+    *XLM_LETTERS,
+    *(f"▁{letter}" for letter in XLM_LETTERS),
+    *("▁", "▁the", "▁city", "▁river", "ing", "or", "ay"),
+]
+
 
 SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
@@ -77,6 +86,17 @@ def save_model(folder: Path, model: Any | None = None, **tokenizer: Any) -> Path
     model.save_pretrained(folder)
     save_tokenizer(folder, **tokenizer)
     return folder
+
+
+def save_xlm_roberta(folder: Path, kind: type[Any], **changes: Any) -> tuple[Path, Any]:
+    """A folder of an XLM-R with its own kind of tokenizer, and the model."""
+    sizes = SIZES | {"vocab_size": len(XLM_SPECIAL) + len(XLM_PIECES) + 1}
+    config = transformers.XLMRobertaConfig(**sizes, type_vocab_size=1, pad_token_id=1, **changes)
+    model = random_model(kind, config)
+    model.save_pretrained(folder)
+    pieces = [*((token, 0.0) for token in XLM_SPECIAL), *((piece, -2.0 + len(piece) / 4) for piece in XLM_PIECES)]
+    transformers.XLMRobertaTokenizer(vocab=pieces).save_pretrained(folder)
+    return folder, model
 
 
 def write(path: Path, record: Any) -> None:

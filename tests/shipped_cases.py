@@ -23,8 +23,8 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
 ROOT = Path(__file__).parents[1]
-# All but the one that is SFT's alone.
-RECIPES = sorted(set((ROOT / "recipes").glob("*/*.toml")) - {ROOT / "recipes" / "world" / "base.toml"})
+# All but those of SFT.
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.toml") if "[sft]" not in path.read_text("utf-8"))
 OWN_MODEL = ("demo", "world")
 SIZES = ("7B", "3B", "1.5B", "0.5B")
 CHATML = (

@@ -29,6 +29,7 @@ ROOMS = (
     ("engine/baselines", "engine/packing", "engine/rollout", "engine/scoring", "engine/sinks"),
     ("engine/planning",),
     ("engine/assemble.py", "engine/parallel"),
+    ("engine/refiners",),
     ("engine/evaluation", "engine/synthetic"),
     ("engine/extraction", "engine/reporting", "engine/training"),
     ("engine/reproduction", "engine/watching"),

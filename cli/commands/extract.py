@@ -2,10 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thresher.cli import flags
 from thresher.engine import console, interrupt
+from thresher.engine.refiners.kinds import NAMES, UNITS, refining
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,20 +16,52 @@ HELP = "evidence from passages, for whoever answers"
 PLACE = 60
 EXAMPLE = "thresher extract --model models/eviomni --questions dev.jsonl --index indexes/mine --out evidence.jsonl"
 
+kept = flags.checked(float, "a share above 0, up to 1", lambda value: 0 < value <= 1)
+
 # Flags that are fields of the plan as they are.
-PLAN = ("model", "questions", "out", "index", "url", "k", "template", "prompt", "actions", "limit", "batch")
+PLAN = (
+    *("questions", "out", "index", "url", "template", "system", "baseline", "noise", "seed", "evidence_tokens"),
+    *("actions", "limit", "batch"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="folder of the extractor")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="folder of the extractor, or of the refiner's encoder")
+    which.add_argument("--best", metavar="RUN", help="a run folder: its checkpoint of best dev EM, asked as it trained")
+    protocol = parser.add_mutually_exclusive_group()
+    protocol.add_argument("--system", metavar="NAME", help="whose protocol it follows; default: the run's, or eviomni")
+    protocol.add_argument(
+        "--baseline", metavar="NAME", help="extract_only, or cot with system.options.passages, in its place"
+    )
+    protocol.add_argument(
+        "--refiner",
+        choices=NAMES,
+        help="in the place of a trained EviOmni: filco writes sentences that help; parts are kept by a policy's "
+        "self-information (selective-context), an encoder's vectors (recomp), a classifier of tokens (llmlingua-2)",
+    )
     parser.add_argument("--questions", required=True, help="JSONL; neither passages nor gold answers must be there")
     parser.add_argument("--out", required=True, metavar="F.jsonl", help="a line per question; goes on if it is there")
+    parser.add_argument(
+        "--keep", type=kept, metavar="SHARE", help="of the units, with selective-context and llmlingua-2; default .5"
+    )
+    parser.add_argument("--unit", choices=UNITS, help="of selective-context; default sentence")
+    parser.add_argument("--sentences", type=flags.count, metavar="N", help="that recomp keeps; default 1")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--index", help="folder to search for passages, where questions bring none")
     place.add_argument("--url", help="of a retrieval server instead")
-    parser.add_argument("--k", type=flags.count, default=5, help="passages of a search; default 5")
+    parser.add_argument("--k", type=flags.count, help="passages of a search; default: the run's, or 5")
+    parser.add_argument(
+        "--noise", type=flags.natural, default=0, metavar="N", help="irrelevant passages added to each question's"
+    )
+    parser.add_argument("--seed", type=flags.natural, default=0, help="of the noise; default 0")
+    parser.add_argument(
+        "--evidence-tokens", type=flags.count, metavar="N", help="evidence is cut to so many tokens; default: never"
+    )
     parser.add_argument("--template", metavar="FILE", help="the extractor's prompt, with {question} and {passages}")
-    parser.add_argument("--prompt", choices=("raw", "chat"), default="raw", help="chat: in the local models' templates")
+    parser.add_argument(
+        "--prompt", choices=("raw", "chat"), help="chat: in the local models' templates; default: the run's, or raw"
+    )
     parser.add_argument(
         "--loop",
         choices=("traditional", "agentic"),
@@ -47,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patience", type=flags.seconds, default=300.0, metavar="SECONDS", help="that a server may stay away"
     )
-    flags.add_set(parser, text="model, rollout or retrieval, as in recipes")
+    flags.add_set(parser, text="model, rollout, retrieval or system, as in recipes")
     flags.add_model_device(parser)
 
 
@@ -64,7 +97,11 @@ def run(options: argparse.Namespace) -> None:
         )
     if agentic and generator is not None:
         raise UserError("with --loop agentic the agent answers; leave out what begins with --answer")
+    if agentic and options.noise:
+        raise UserError("--noise adds passages to a question's own, and an agent searches; leave one of them out")
     plan = ExtractionPlan(
+        refining=refining(options.refiner, keep=options.keep, unit=options.unit, sentences=options.sentences),
+        **_extractor(options),
         generator=generator,
         agent=agent,
         overrides=tuple(flags.overrides(options)),
@@ -72,7 +109,8 @@ def run(options: argparse.Namespace) -> None:
         key_env=options.key_env,
         patience=options.patience,
     )
-    console.console.print(f"extract: {options.loop}, from {plan.questions} with {plan.model}, into {plan.out}")
+    by = plan.model if options.refiner is None else f"{options.refiner} of {plan.model}"
+    console.console.print(f"extract: {options.loop}, from {plan.questions} with {by}, into {plan.out}")
     with interrupt.keeping(lambda: interrupt.lines_in(Path(plan.out))), console.stages() as on_stage:
         figures = extract(
             plan,
@@ -80,6 +118,23 @@ def run(options: argparse.Namespace) -> None:
             lambda text: console.console.print(text, markup=False, soft_wrap=True),
         )
     console.figures(f"extract: {plan.out}", figures)
+
+
+def _extractor(options: argparse.Namespace) -> dict[str, Any]:
+    """The extractor's folder and what a run that it comes from says of it; flags win."""
+    from thresher.engine.config.recipe import read_tables
+    from thresher.engine.store.best_checkpoint import best_checkpoint
+    from thresher.engine.store.run_folder import RunFolder
+
+    if options.best is None:
+        return {"model": options.model, "k": options.k or 5, "prompt": options.prompt or "raw"}
+    tables = read_tables(RunFolder(Path(options.best)).recipe_file)
+    return {
+        "model": str(best_checkpoint(options.best).path),
+        "run": options.best,
+        "k": options.k or tables.get("retrieval", {}).get("k", 5),
+        "prompt": options.prompt or tables["model"].get("prompt", "raw"),
+    }
 
 
 def _chosen(options: argparse.Namespace, who: str) -> "Chosen | None":

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("paper", nargs="?", help="its name; --list has all")
     add("tables", nargs="*", metavar="TABLE", help="such as T1; default: all of the paper's")
     add("--list", action="store_true", help="only show every row, what it needs, and what has no row")
+    add("--chip", default="H100", metavar="NAME", help="the GPU that --list plans trainings for; default: H100")
     add("--scale", choices=("paper", "world"), default="world", help="paper: its models and data, which must be there")
     add("--seeds", type=flags.count, default=1, metavar="N", help="train every method with seeds 0 to N - 1")
     add("--limit", type=flags.count, metavar="N", help="only the first N questions of every evaluation")
@@ -26,21 +27,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.reproduction.commands import Scale
     from thresher.engine.reproduction.manifest import paper_names, read_manifest
-    from thresher.engine.reproduction.run import listing, reproduce
+    from thresher.engine.reproduction.run import reproduce
     from thresher.rewards.errors import UserError
 
     if options.list:
+        from thresher.engine.planning.chips import CHIPS
+        from thresher.engine.reproduction.listing import listing, plan_in_words
+
+        if options.chip not in CHIPS:
+            raise UserError(f"--chip {options.chip}: expected one of {', '.join(CHIPS)}")
         manifests = [read_manifest(name) for name in ([options.paper] if options.paper else paper_names())]
-        records = [record for manifest in manifests for record in listing(manifest)]
+        records = [record for manifest in manifests for record in listing(manifest, CHIPS[options.chip])]
         left_out = {
             f"{manifest.name}: {what}": why for manifest in manifests for what, why in manifest.left_out.items()
         }
         console.answer({"rows": records, "left_out": left_out})
         rows = [
-            (one["paper"], one["table"], one["row"], ", ".join(one["world"]) or "-", one["needs"] or "no training")
+            (
+                one["paper"],
+                one["table"],
+                one["row"],
+                ", ".join(one["world"]) or "-",
+                ", ".join(one["stages"]),
+                plan_in_words(one["planned"], one["needs"]),
+            )
             for one in records
         ]
-        console.table("what can be reproduced", ("paper", "table", "row", "in the world", "at paper scale"), rows)
+        heads = ("paper", "table", "row", "in the world", "stages", f"on one {options.chip}")
+        console.table("what can be reproduced", heads, rows)
         console.table("left out", ("what", "why"), list(left_out.items()))
         return
     if options.paper is None:

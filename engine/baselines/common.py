@@ -31,14 +31,13 @@ from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import final_answer
 from thresher.rewards.transcript import Piece
 
-# The prompt of `data sft --kind qa`: what a generator was tuned on is what it is asked with (evidence's option `qa`).
-QA_TEMPLATE = """Answer the question from these passages. Write a word or a short phrase, {how}.
-
-{passages}
-
-Question: {question}
-"""
-TAGGED = "between <answer> and </answer>, and nothing else"
+# How the templates of this folder ask for the answer, and how the same asks for it bare: what a generator is tuned on
+# (engine/training/sft_data.py) is what it is asked with here.
+TAGGED = (
+    "Give the answer between <answer> and </answer>, in a few words and without any explanation, "
+    "for example <answer> Lisbon </answer>."
+)
+BARE = "Give the answer alone, in a few words and without any explanation, for example Lisbon."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,9 @@
 """Evidence of another model: the question with what an extractor left of its passages, and the answer from that.
 
-The evidence comes from a file of `thresher extract`, by the question's id. It stands in the place of the question,
-below it: text from elsewhere, encoded without control tokens and with its tags made harmless. A question whose evidence
-is empty is asked all the same; one that the file does not know ends the run.
-
-With `qa` it is the one passage of the prompt of `data sft --kind qa`: what a generator was tuned on with passages is
-asked in the very same words.
+The evidence comes from a file of `thresher extract`, by the question's id, and is the one passage of the prompt that
+`full_passages` shows whole passages in, and that a generator is tuned on (`sft.format = "qa"`): who answers cannot tell
+evidence from a passage by the prompt. A question whose evidence is empty is asked all the same, with none; one that the
+file does not know ends the run.
 """
 
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.engine.baselines import common
-from thresher.engine.baselines.common import QA_TEMPLATE, TAGGED, answer_reward, built_in, with_examples
+from thresher.engine.baselines.common import answer_reward, built_in
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.data.jsonl import iter_records, string_field
@@ -23,11 +21,9 @@ from thresher.rewards.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Options):
-    """file: JSONL with an id and evidence (a string, which may be empty) in every line. qa: in the prompt of qa
-    records."""
+    """file: JSONL with an id and evidence (a string, which may be empty) in every line."""
 
     file: str | None = None
-    qa: bool = False
 
 
 def system(options: Options) -> System:
@@ -36,15 +32,11 @@ def system(options: Options) -> System:
             "baseline evidence: no file to answer from; add --set system.options.file=FILE, which thresher "
             "extract wrote"
         )
-    if options.qa:
-        template = with_examples(QA_TEMPLATE.replace("{how}", TAGGED), options)
-        return answers_from(read_evidence(options.file), options.file, template, qa=True)
-    return answers_from(read_evidence(options.file), options.file, built_in("evidence", options))
+    return answers_from(read_evidence(options.file), options.file, options)
 
 
-def answers_from(evidence: Mapping[str, str], source: str, template: str | None = None, *, qa: bool = False) -> System:
-    """A system that answers a question from `evidence[question.id]`; `source` is where an absent one was looked for.
-    qa: the evidence is a passage of the prompt (none where it is empty)."""
+def answers_from(evidence: Mapping[str, str], source: str, options: common.Options | None = None) -> System:
+    """A system that answers a question from `evidence[question.id]`; `source` is where an absent one was looked for."""
 
     def episode(question: Question, tools: Tools) -> Episode:
         if question.id not in evidence:
@@ -52,10 +44,7 @@ def answers_from(evidence: Mapping[str, str], source: str, template: str | None 
                 f"{source}: holds no evidence for question {question.id}; extract from these questions first"
             )
         text = evidence[question.id].strip()
-        if qa:
-            yield Prompt(tools.template, question.question, (Passage("evidence", "", text),) if text else ())
-        else:
-            yield Prompt(tools.template, f"{question.question}\n\nEvidence: {text or 'none was found'}")
+        yield Prompt(tools.template, question.question, (Passage("evidence", "", text),) if text else ())
         turn = yield Generate(stop=("</answer>",))
         return "answered" if turn.inside("answer") else "ended"
 
@@ -64,7 +53,7 @@ def answers_from(evidence: Mapping[str, str], source: str, template: str | None 
         tags=pair_tags("answer"),
         episode=episode,
         reward=answer_reward,
-        template=template or built_in("evidence", common.Options()),
+        template=built_in("passages", options or common.Options(), passages=True),
         preset={"rollout": {"max_turns": 1}},
     )
 

@@ -48,7 +48,7 @@ from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 BYTES_A_TOKEN = 4  # where there is no tokenizer: about what English text has in those of today's models
-IN_TOKENS = ("response_tokens", "branch_tokens", "tokens")  # measures that have no value then
+IN_TOKENS = ("response_tokens", "branch_tokens", "tokens", "evidence_tokens", "rationale_tokens")  # have no value then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

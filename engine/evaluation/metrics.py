@@ -5,7 +5,7 @@
                 contains (.. as whole tokens), answered, verdict (an LLM judge's yes)
     evidence    recall_evidence, recall_rationale, recall_notes, recall_evaluation, recall_refinement,
                 recall_analysis: a gold string stands in such a span; compression: the passages' length over the
-                evidence's; no_evidence: there is none to measure
+                evidence's; no_evidence: there is none to measure; evidence_tokens, rationale_tokens: their lengths
     references  relevance_precision, relevance_recall: named against gold
     retrieval   ndcg@5, recall@5, recall_passages: of the passages given or found, in their order, those with a gold
                 string being positive
@@ -65,6 +65,8 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     "recall_analysis": ("Answer recall of the analysis", "share"),
     "compression": ("Compression ratio", "number"),
     "no_evidence": ("Without evidence", "share"),
+    "evidence_tokens": ("Tokens of the evidence", "number"),
+    "rationale_tokens": ("Tokens of the rationale", "number"),
     "entailment": ("Entailment", "share"),
     "relevance_precision": ("Precision of named references", "share"),
     "relevance_recall": ("Recall of named references", "share"),
@@ -81,6 +83,7 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     "branch_tokens": ("Tokens written in contexts of their own", "number"),
     "tokens": ("Tokens of the whole sequence", "number"),
 }
+LENGTHS = ("compression", "evidence_tokens", "rationale_tokens", "response_tokens", "branch_tokens", "tokens")
 COUNTS = ("evaluations", "refinements", "named")  # measures that only the reward of a system with such tags can give
 # Among a reward's parts stand measures that have a place of their own above: evaluate_contains as recall_evaluation.
 NOT_PARTS = frozenset(
@@ -124,6 +127,9 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
         evidence = attempt.length(evidence_of(attempt.pieces))
         values["compression"] = compression_ratio(length_of_passages(attempt), evidence)
         values["no_evidence"] = float(evidence == 0)
+        values["evidence_tokens"] = float(evidence)
+        if "<reason>" in tags:
+            values["rationale_tokens"] = float(attempt.length(rationale_of(attempt.pieces)))
     if "<relevance>" in tags and attempt.gold_indices is not None:
         scores = relevance_scores(named_indices(attempt.pieces), attempt.gold_indices)
         values["relevance_precision"], values["relevance_recall"] = scores or (None, None)

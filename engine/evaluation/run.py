@@ -31,7 +31,7 @@ from thresher.engine.evaluation.folder import ANSWERS, EvalFolder, check_belongs
 from thresher.engine.evaluation.generated import Generated, check_generated
 from thresher.engine.evaluation.metrics import Values, measures_of, parts_of, ranking_measures
 from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_of
-from thresher.engine.protocol.passages import Fitted, fit_passages, with_noise, with_passages
+from thresher.engine.protocol.passages import Fitted, fit_passages, noise_pool, with_noise, with_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges, Scored, check_all, check_finite, score
@@ -162,9 +162,7 @@ def prepare(questions: Sequence[Question], parts: Frame, retriever: Retriever | 
             raise UserError(f"eval: --noise adds passages to a prompt, and that of {parts.system.name} shows none")
         return Fitted(list(questions), 0, 0, parts.renderer.max_passage_tokens)
     questions = with_passages(questions, retriever, parts.renderer.k)
-    corpus: Sequence[Passage] | None = getattr(retriever, "corpus", None)  # a server keeps its own
-    pool = [passage for question in questions for passage in question.passages] if corpus is None else corpus
-    questions = with_noise(questions, pool, noise, parts.recipe.run.seed)
+    questions = with_noise(questions, noise_pool(questions, retriever), noise, parts.recipe.run.seed)
     return fit_passages(questions, parts.system, parts.tools, parts.renderer)
 
 

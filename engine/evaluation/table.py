@@ -1,15 +1,17 @@
 """The table of one evaluation, as JSON and Markdown: means with 95% intervals, and under what they were measured.
 
 In JSON every mean stands under its measure's key, the reward's parts under "parts", intervals as [low, high] under
-"intervals" (those of parts as "parts.NAME"), and under "counted" how many questions had a value, where not all had.
+"intervals" (those of parts as "parts.NAME"), under "counted" how many questions had a value, where not all had, and
+under "deviations" the standard deviations of lengths, for lengths that differ much do not fit a batch.
 
 Deliberately absent: two runs in one table (engine/evaluation/compare.py).
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import stdev
 from typing import Any
 
-from thresher.engine.evaluation.metrics import NAMES, Values, means, shown
+from thresher.engine.evaluation.metrics import LENGTHS, NAMES, Values, means, shown
 from thresher.rewards.statistics import intervals
 
 FACTS = {  # what an evaluation says of itself, and how the table calls it
@@ -51,6 +53,11 @@ def figures_of(measures: Sequence[Values], parts: Sequence[Values]) -> dict[str,
             for name, column in columns.items()
             if any(value is None for value in column)
         },
+        "deviations": {
+            name: stdev(known)
+            for name in LENGTHS
+            if len(known := [value for value in columns.get(name, ()) if value is not None]) > 1
+        },
     }
 
 
@@ -74,6 +81,8 @@ def markdown(title: str, figures: Mapping[str, Any]) -> str:
     for key, value, between, count in rows_of(figures):
         name = NAMES[key][0] if key in NAMES else f"Reward's part: {key.removeprefix('parts.')}"
         lines.append(f"| {name} | `{key}` | {value} | {between} | {count:,} |")
+    if deviations := ", ".join(f"`{key}` {value:.2f}" for key, value in figures.get("deviations", {}).items()):
+        lines += ["", f"Standard deviations over questions: {deviations}."]
     lines += [
         "",
         "Intervals: percentile bootstrap over questions, 10,000 resamples. They say nothing of training seeds, and"

@@ -17,13 +17,21 @@ from typing import Any
 
 from thresher.engine.episode import Episode, Generate, Search, System, Tools, Turn
 from thresher.engine.extraction.extractor import Extraction, Extractor
+from thresher.engine.extraction.refined import RefinedExtractor
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, passage_record
 from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.measures import compression_ratio
 
 NOTHING = Extraction(
-    rationale="", evidence="", passages=(), cut_passages=0, passage_tokens=0, evidence_tokens=0, reason="ended"
+    rationale="",
+    evidence="",
+    passages=(),
+    cut_passages=0,
+    passage_tokens=0,
+    evidence_tokens=0,
+    rationale_tokens=0,
+    reason="ended",
 )
 
 
@@ -53,7 +61,7 @@ class ReadingRetriever(Retriever):
     """Finds passages for packed agent searches and returns what the extractor takes from them; `readings`, by the
     packed search, keeps what was read on the way."""
 
-    def __init__(self, retriever: Retriever, extractor: Extractor) -> None:
+    def __init__(self, retriever: Retriever, extractor: Extractor | RefinedExtractor) -> None:
         super().__init__()
         self.readings: dict[str, Extraction] = {}
         self._retriever, self._extractor = retriever, extractor
@@ -111,7 +119,7 @@ def reading_record(packed: str, reading: Extraction) -> dict[str, Any]:
         "thinking": search.thinking,
         "query": search.query,
         "passages": [passage_record(passage) for passage in reading.passages],
-        "rationale": reading.rationale,
+        **({} if reading.rationale is None else {"rationale": reading.rationale}),
         "evidence": reading.evidence,
         "compression_ratio": reading.compression_ratio,
         "ended": reading.reason,

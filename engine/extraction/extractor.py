@@ -1,7 +1,11 @@
 """One model as extractor: question and passages go in, rationale and evidence come out, and no answer is asked for.
 
-Any model that writes EviOmni's tags will do: its system's prompt, and of its episode the first turn, which ends at
-`</extract>`. Decoding is greedy.
+    evidence     rationale    of
+    <extract>    <reason>     eviomni, lear
+    <extract>                 extract_only
+    <think>                   cot, with passages: what it thinks is what it found
+
+Its system's prompt, and of its episode the first turn, which ends where the evidence does. Decoding is greedy.
 """
 
 from collections.abc import Sequence
@@ -14,25 +18,33 @@ from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
 from thresher.rewards.measures import compression_ratio
-from thresher.rewards.papers.eviomni import evidence_of, rationale_of
+from thresher.rewards.tags import blocks
+from thresher.rewards.transcript import Piece
+
+SPANS = (("extract", "reason"), ("think", None))  # tags of evidence and of rationale; a system's are the first it has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extraction:
     """What was made of some passages. Texts are stripped, and empty where their span is missing or was not closed.
 
+    rationale: None where none is asked for.
     passages: as it was shown them, cut_passages of them cut to fit.
-    passage_tokens: length of the passages' texts, evidence_tokens: of the evidence, both in the extractor's tokens.
-    reason: "extracted", or the limit that ended it ("turn_tokens", "context", ..), or "ended".
+    passage_tokens: length of the passages' texts, evidence_tokens, rationale_tokens: of those, in the extractor's
+    tokens.
+    reason: "extracted", or the limit that ended it ("turn_tokens", "context", ..), or "ended"; "refined" where nothing
+    was written.
     """
 
-    rationale: str
+    rationale: str | None
     evidence: str
     passages: tuple[Passage, ...]
     cut_passages: int
     passage_tokens: int
     evidence_tokens: int
+    rationale_tokens: int
     reason: str
 
     @property
@@ -42,11 +54,14 @@ class Extraction:
 
 
 class Extractor:
-    """One model as extractor; `parts` as `load_parts` gives them for a system whose first turn extracts."""
+    """One model as extractor; `parts` as `load_parts` gives them for a system of SPANS that is given passages, else
+    UserError. evidence_tokens: evidence that is longer is cut to so many; None: none is."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, evidence_tokens: int | None = None) -> None:
         self.tokenizer: Tokenizer = parts.tokenizer
-        self._rollout = replace(parts, system=first_turn(parts.system)).rollout(None)
+        self.evidence_tokens = evidence_tokens
+        self.evidence_tag, self.rationale_tag = spans_of(parts.system)
+        self._rollout = replace(parts, system=first_turn(parts.system, self.evidence_tag)).rollout(None)
 
     def check(self, questions: Sequence[Question]) -> None:
         """UserError for the first whose passages and prompt do not fit into the context."""
@@ -62,31 +77,56 @@ class Extractor:
         extractions = []
         for whole, question, trajectory in zip(given, questions, run.run(jobs, 0.0), strict=True):
             pieces = trajectory.pieces(self.tokenizer)
-            evidence = evidence_of(pieces)
+            evidence = self._cut(_first(pieces, self.evidence_tag))
+            rationale = None if self.rationale_tag is None else _first(pieces, self.rationale_tag)
             extractions.append(
                 Extraction(
-                    rationale=rationale_of(pieces),
+                    rationale=rationale,
                     evidence=evidence,
                     passages=question.passages,
                     cut_passages=sum(a is not b for a, b in zip(whole, question.passages, strict=True)),
                     passage_tokens=sum(len(self.tokenizer.encode(passage.text)) for passage in question.passages),
                     evidence_tokens=len(self.tokenizer.encode(evidence)),
+                    rationale_tokens=len(self.tokenizer.encode(rationale or "")),
                     reason=trajectory.reason,
                 )
             )
         return extractions
 
+    def _cut(self, evidence: str) -> str:
+        ids = self.tokenizer.encode(evidence)
+        if self.evidence_tokens is None or len(ids) <= self.evidence_tokens:
+            return evidence
+        return self.tokenizer.decode_bytes(ids[: self.evidence_tokens]).decode("utf-8", "ignore").strip()
 
-def first_turn(system: System) -> System:
-    """The system with everything behind the first turn of its episode left out."""
+
+def spans_of(system: System) -> tuple[str, str | None]:
+    """The tags of what is evidence and of what is rationale in a system's first turn."""
+    found = next(((tag, before) for tag, before in SPANS if f"<{tag}>" in system.tags), None)
+    if found is None or not system.given_passages:
+        raise UserError(
+            f"extract: {system.name} takes no evidence from passages that it is shown; choose --system eviomni, "
+            "--baseline extract_only, or --baseline cot with --set system.options.passages=true"
+        )
+    tag, before = found
+    return tag, before if f"<{before}>" in system.tags else None
+
+
+def first_turn(system: System, tag: str) -> System:
+    """The system with everything behind the first turn of its episode left out, which ends where `tag` is closed."""
 
     def episode(question: Question, tools: Tools) -> Episode:
         whole = system.episode(question, tools)
         request = next(whole)
         while not isinstance(request, Generate):
             request = whole.send((yield request))
-        turn = yield request
         whole.close()
-        return "extracted" if turn.stopped_at("</extract>") else "ended"
+        turn = yield replace(request, stop=(f"</{tag}>",))
+        return "extracted" if turn.stopped_at(f"</{tag}>") else "ended"
 
     return replace(system, episode=episode)
+
+
+def _first(pieces: Sequence[Piece], tag: str) -> str:
+    """What the policy wrote in its first closed span of `tag`; "" without one."""
+    return next((span.text for span in blocks(pieces, tag)), "")

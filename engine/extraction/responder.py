@@ -34,11 +34,12 @@ class Responder(Protocol):
 
 
 class LocalResponder:
-    """A policy of ours under `system`, with everything else as in `parts`."""
+    """A policy of ours under `system`, shown passages in this format, with everything else as in `parts`."""
 
-    def __init__(self, parts: Parts, system: System, tools: Tools, retriever: Retriever | None) -> None:
-        # What is retrieved for it is evidence, which is shown as it is.
-        renderer = replace(parts.renderer, tags=system.tags, passage_format="{text}")
+    def __init__(
+        self, parts: Parts, system: System, tools: Tools, retriever: Retriever | None, passage_format: str
+    ) -> None:
+        renderer = replace(parts.renderer, tags=system.tags, passage_format=passage_format)
         self._parts = replace(parts, system=system, tools=tools, renderer=renderer)
         self._rollout = self._parts.rollout(retriever)
 

@@ -1,6 +1,8 @@
-"""`thresher extract`: EviOmni in use, evidence before the answer, in a traditional and in an agentic loop.
+"""`thresher extract`: EviOmni in use, evidence before the answer, in a traditional and in an agentic loop; and other
+refiners in its place (engine/refiners/kinds.py), as rows that it is compared with.
 
-    traditional   passages P of q, given or retrieved  ->  extractor(q, P) = r, e  ->  a generator, if any: answer(q, e)
+    traditional   passages P of q, given or retrieved, and noise  ->  extractor(q, P) = r, e
+                  ->  a generator, if any: answer(q, e)
     agentic       an agent searches, the extractor reads what is found, and only e comes back
     (engine/extraction/agentic.py)
 
@@ -12,7 +14,8 @@ Deliberately absent: sampling. All is greedy, as in evaluation.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -21,25 +24,32 @@ from typing import Any
 from thresher.engine.assemble import load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.evidence import answers_from
-from thresher.engine.config.recipe import Recipe, make_recipe
+from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
+from thresher.engine.config.sections import RetrievalSection, SystemSection
 from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
 from thresher.engine.extraction.converse import Converser
-from thresher.engine.extraction.extractor import Extractor
+from thresher.engine.extraction.extractor import Extraction, Extractor
+from thresher.engine.extraction.figures import summarise
+from thresher.engine.extraction.refined import RefinedExtractor
 from thresher.engine.extraction.responder import ChatResponder, LocalResponder, Responder, Response
-from thresher.engine.protocol.passages import with_passages
+from thresher.engine.protocol.passages import noise_pool, with_noise, with_passages
+from thresher.engine.refiners.kinds import FILCO_TEMPLATE, Refining
+from thresher.engine.refiners.load import load_refiner
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.store.journal import Journal
+from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
+from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.data.jsonl import Record
 from thresher.retrieval.questions import Question, passage_record, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.errors import UserError
-from thresher.rewards.measures import answer_recalled
 
 _COMPUTING = ("max_running", "page_size", "kv_tokens", "attention", "speculate")
+SECTIONS = ("model", "rollout", "retrieval", "system")  # of a recipe, that --set may change
 FREE = ("model.device", *(f"rollout.{key}" for key in _COMPUTING))  # keys that decide no record
-MEASURES = ("em", "f1", "answered", "searches", "compression_ratio", "extract_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +65,31 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionPlan:
-    """One run of `thresher extract`. generator is of the traditional loop, agent makes it an agentic one.
+    """One run of `thresher extract`. generator is of the traditional loop, agent makes it an agentic one. model: of the
+    refiner, a policy's folder or an encoder's.
 
-    prompt: "chat" puts the prompts of local models into their chat templates. overrides: "section.key=value" of a
-    recipe, for every local model. actions: searches that the agent may make. batch: questions between two visits to the
-    disk. key_env: environment variable with the endpoint's key. patience: seconds that any server may stay away.
+    system, or baseline in its place: whose protocol the extractor follows. run: the folder of the run that `model` is
+    a checkpoint of, whose prompt, passages and limits are taken. evidence_tokens: of evidence, at most. noise:
+    irrelevant passages added to each question's, drawn by `seed`. prompt: "chat" puts the prompts of local models into
+    their chat templates. overrides: "section.key=value" of a recipe, for every local model. actions: searches that the
+    agent may make. batch: questions between two visits to the disk. key_env: environment variable with the endpoint's
+    key. patience: seconds that any server may stay away.
     """
 
     model: str
     questions: str
     out: str
+    refining: Refining | None = None
     index: str | None = None
     url: str | None = None
     k: int = 5
     template: str | None = None
+    system: str | None = None
+    baseline: str | None = None
+    run: str | None = None
+    evidence_tokens: int | None = None
+    noise: int = 0
+    seed: int = 0
     prompt: str = "raw"
     generator: Chosen | None = None
     agent: Chosen | None = None
@@ -79,12 +100,24 @@ class ExtractionPlan:
     key_env: str | None = None
     patience: float = 300.0
 
+    @property
+    def of_encoder(self) -> bool:
+        """Whether the model is an encoder's."""
+        return self.refining is not None and self.refining.of_encoder
+
+    @property
+    def of_baseline(self) -> str | None:
+        """The baseline whose protocol a policy follows, None for a system's: FilCo's filter writes evidence alone."""
+        return "extract_only" if self.refining is not None and self.refining.writes else self.baseline
+
     def settings(self, questions: Sequence[Question]) -> dict[str, Any]:
         """What decides the records; not how many there are, nor where they are made and servers are at the moment."""
         content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
         kept = asdict(self) | {"the questions' content": blake2b(content, digest_size=8).hexdigest()}
         for key in ("out", "url", "limit", "batch", "key_env", "patience"):
             del kept[key]
+        if self.refining is None:
+            del kept["refining"]  # as files that were begun without the choice
         kept["overrides"] = [text for text in self.overrides if not text.startswith(FREE)]
         for chosen in (kept["generator"], kept["agent"]):
             if chosen is not None:
@@ -111,11 +144,12 @@ def extract(
     if todo:
         loop = Loop(plan, journal, say)
         if plan.agent is None:  # refused before hours are spent on the others
-            loop.extractor.check(todo if loop.retriever is not None else with_passages(todo, None, plan.k))
+            loop.pool = noise_pool(everything, loop.retriever)
+            loop.extractor.check(todo if loop.retriever is not None else loop.shown(todo))
         on_progress(len(journal.done), total)
         for start in range(0, len(todo), plan.batch):
             batch = todo[start : start + plan.batch]
-            with loop.parts.threads():
+            with loop.threads():
                 (loop.agentic if plan.agent else loop.traditional)(batch)
             on_progress(len(journal.done), total)
     figures = summarise(journal.records())
@@ -134,9 +168,21 @@ class Loop:
     def __init__(self, plan: ExtractionPlan, journal: Journal, say: Callable[[str], None]) -> None:
         self.plan, self.journal, self.say = plan, journal, say
         self.recipe = local_recipe(plan)
-        self.parts = load_parts(self.recipe)
-        self.retriever = load_retrieval(self.recipe, self.parts.system)
-        self.extractor = Extractor(self.parts)
+        options = self.recipe.need(SystemSection).options
+        baseline = None if plan.of_baseline is None else load_baseline(plan.of_baseline, options)
+        refining = plan.refining
+        self.parts = None if plan.of_encoder else load_parts(self.recipe, system=baseline)
+        self.retriever = load_retrieval(
+            self.recipe, load_system("eviomni", {}) if self.parts is None else self.parts.system
+        )
+        self.extractor: Extractor | RefinedExtractor
+        if refining is None or refining.writes:
+            assert self.parts is not None
+            self.extractor = Extractor(self.parts, plan.evidence_tokens)
+        else:
+            refiner = load_refiner(refining, Path(plan.model), self.recipe.model.device, self.parts)
+            self.extractor = RefinedExtractor(refiner)
+        self.pool: Sequence[Passage] = ()  # that noise is drawn from
         self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
         self.agent: Responder | None = None
         self.reader: ReadingRetriever | None = None
@@ -146,9 +192,22 @@ class Loop:
                 raise UserError("an agent searches, and there is nowhere to; give --index FOLDER or --url URL")
             self.reader = ReadingRetriever(self.retriever, self.extractor)
             system = with_packed_searches(load_baseline("search_loop", {}))
-            self.agent = self._responder(plan.agent, system, plan.actions + 1, self.reader)
+            # What is retrieved for it is evidence, which is shown as it is.
+            self.agent = self._responder(plan.agent, system, plan.actions + 1, self.reader, "{text}")
         elif plan.generator is not None:
-            self.generator = self._responder(plan.generator, answers_from(self.evidence, plan.out), 1, None)
+            shown = self.recipe.need(
+                RetrievalSection
+            ).passage_format  # evidence as a passage: what a generator is tuned on
+            self.generator = self._responder(plan.generator, answers_from(self.evidence, plan.out), 1, None, shown)
+
+    def shown(self, questions: Sequence[Question]) -> list[Question]:
+        """The questions with the passages that the extractor is shown: given or found, and noise."""
+        found = with_passages(questions, self.retriever, self.plan.k)
+        return with_noise(found, self.pool, self.plan.noise, self.plan.seed)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Those that suit a policy; an encoder computes with torch's own number."""
+        return nullcontext() if self.parts is None else self.parts.threads()
 
     def traditional(self, questions: Sequence[Question]) -> None:
         """Evidence for each question, and an answer where there is a generator."""
@@ -187,33 +246,26 @@ class Loop:
     def _extracted(self, questions: Sequence[Question]) -> list[Record]:
         """A record of evidence for each question: the one that an earlier run left, or a new one."""
         kept = self.journal.partial
-        fresh = with_passages(
-            [question for question in questions if question.id not in kept], self.retriever, self.plan.k
-        )
+        fresh = self.shown([question for question in questions if question.id not in kept])
         started = time.perf_counter()
         extractions = self.extractor.extract(fresh)
         seconds = (time.perf_counter() - started) / max(len(fresh), 1)
         records = {
-            question.id: _head(question)
-            | {
-                "passages": [passage_record(passage) for passage in extraction.passages],
-                "cut_passages": extraction.cut_passages,
-                "rationale": extraction.rationale,
-                "evidence": extraction.evidence,
-                "compression_ratio": extraction.compression_ratio,
-                "ended": extraction.reason,
-                "extract_seconds": seconds,
-            }
+            question.id: _head(question) | _extracted(extraction) | {"extract_seconds": seconds}
             for question, extraction in zip(fresh, extractions, strict=True)
         }
         return [kept.get(question.id) or records[question.id] for question in questions]
 
-    def _responder(self, chosen: Chosen, system: System, turns: int, retriever: Retriever | None) -> Responder:
-        template = system.template if chosen.template is None else read_template(chosen.template)
+    def _responder(
+        self, chosen: Chosen, system: System, turns: int, retriever: Retriever | None, passage_format: str
+    ) -> Responder:
+        shows = "{passages}" in system.template
+        template = system.template if chosen.template is None else read_template(chosen.template, shows)
         tools = Tools(template, turns)
         if chosen.model is not None:
-            parts = self.parts if chosen.model == self.plan.model else load_parts(self.recipe, chosen.model)
-            return LocalResponder(parts, system, tools, retriever)
+            parts = self.parts if chosen.model == self.plan.model else None
+            parts = parts or load_parts(self.recipe, chosen.model)
+            return LocalResponder(parts, system, tools, retriever, passage_format)
         assert chosen.url is not None and chosen.name is not None
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
         key = None if self.plan.key_env is None else read_key(self.plan.key_env)
@@ -227,67 +279,82 @@ class Loop:
                 chat=chat,
                 retriever=retriever,
                 k=self.plan.k,
-                passage_format="{text}",
+                passage_format=passage_format,
                 max_tokens=self.recipe.rollout.max_turn_tokens,
             )
         )
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:
-    """The recipe that `load_parts` needs for the extractor; the other local models are loaded with it as well."""
+    """The recipe that `load_parts` needs for the extractor; the other local models are loaded with it as well.
+
+    UserError for a template that nobody is asked with.
+    """
+    refining, template = plan.refining, plan.template
+    if refining is not None and refining.writes:
+        template = template or str(FILCO_TEMPLATE)
+    elif refining is not None and template is not None:
+        raise UserError(f"--template is a prompt, and --refiner {refining.name} has none; leave it out")
+    elif refining is not None and plan.evidence_tokens is not None:
+        raise UserError(
+            f"--evidence-tokens cuts what is written, and --refiner {refining.name} writes nothing; leave it out"
+        )
     for text in plan.overrides:
-        if text.partition("=")[0].partition(".")[0].strip() not in ("model", "rollout", "retrieval"):
-            raise UserError(f"--set {text}: expected a key of model, rollout or retrieval, as in model.dtype=bfloat16")
-    context = min(4096, read_config(Path(plan.model)).max_position_embeddings)
-    retrieval: dict[str, Any] = {"k": plan.k, "patience": plan.patience}
-    retrieval |= {key: value for key, value in (("index", plan.index), ("url", plan.url)) if value is not None}
-    tables: dict[str, Any] = {
-        "model": {"path": plan.model, "prompt": plan.prompt},
-        "retrieval": retrieval,
-        "system": {"name": "eviomni"} | ({} if plan.template is None else {"template": plan.template}),
-        # An agent's thinking, a turn long, and the passages have room in the extractor's prompt. EviOmni's latency was
-        # measured with 768 new tokens.
-        "rollout": {
-            "max_context": context,
-            "max_passage_tokens": context // 2,
-            "max_turn_tokens": min(768, context // 4),
-            "max_running": 32,
-        },
-    }
+        if text.partition("=")[0].partition(".")[0].strip() not in SECTIONS:
+            raise UserError(f"--set {text}: expected a key of {', '.join(SECTIONS)}, as in model.dtype=bfloat16")
+    tables = _run_tables(plan.run) if plan.run is not None else _bare_tables(plan)
+    tables["model"] |= {"path": plan.model, "prompt": plan.prompt}
+    if plan.index is not None or plan.url is not None:
+        for key in ("index", "url"):
+            tables["retrieval"].pop(key, None)
+    given = {"k": plan.k, "patience": plan.patience, "index": plan.index, "url": plan.url}
+    tables["retrieval"] |= {key: value for key, value in given.items() if value is not None}
+    if (name := plan.of_baseline or plan.system) is not None and name != tables["system"]["name"]:
+        tables["system"] = {"name": name}
+    if template is not None:
+        tables["system"]["template"] = template
     return make_recipe(tables, "the command line", plan.overrides)
 
 
-def summarise(records: Iterable[Record]) -> dict[str, Any]:
-    """Means over questions; a figure that a question has no value for is left out of its mean.
+def _run_tables(run: str) -> dict[str, Any]:
+    """What the recipe of a run says of the extractor."""
+    tables = read_tables(RunFolder(Path(run)).recipe_file)
+    return {name: dict(tables.get(name) or {}) for name in SECTIONS}
 
-    compression_ratio: over questions with evidence, without_evidence counting the others. recall_*: share of questions
-    whose evidence or rationale holds a gold answer; like em and f1 over those that have one, without_golds counting the
-    others. cut_questions: those of which passages were cut. extract_seconds: a batch's, shared among its questions.
-    """
-    values: dict[str, list[float]] = {}
-    questions = without_evidence = without_golds = cut = 0
-    for record in records:
-        golds = record.get("golden_answers", ())
-        questions += 1
-        without_evidence += not record["evidence"]
-        without_golds += not golds
-        cut += record.get("cut_passages", 0) > 0
-        found = {name: record.get(name) for name in MEASURES}
-        for name in ("evidence", "rationale"):
-            if golds and name in record:
-                found[f"recall_{name}"] = answer_recalled(record[name], golds)
-        for name, value in found.items():
-            if value is not None:
-                values.setdefault(name, []).append(float(value))
-    means = {name: sum(column) / len(column) for name, column in values.items()}
-    counts = {"questions": questions, "without_evidence": without_evidence, "without_golds": without_golds}
-    counts["cut_questions"] = cut
-    return counts | means
+
+def _bare_tables(plan: ExtractionPlan) -> dict[str, Any]:
+    beside = plan.generator or plan.agent
+    policy = plan.model if not plan.of_encoder else None if beside is None else beside.model
+    context = 4096 if policy is None else min(4096, read_config(Path(policy)).max_position_embeddings)
+    # An agent's thinking, a turn long, and the passages have room in the extractor's prompt. EviOmni's latency was
+    # measured with 768 new tokens.
+    rollout = {
+        "max_context": context,
+        "max_passage_tokens": context // 2,
+        "max_turn_tokens": min(768, context // 4),
+        "max_running": 32,
+    }
+    return {"model": {}, "retrieval": {}, "system": {"name": "eviomni"}, "rollout": rollout}
 
 
 def _head(question: Question) -> Record:
     head: Record = {"id": question.id, "question": question.question}
     return head | {"golden_answers": list(question.golds)} if question.golds else head
+
+
+def _extracted(extraction: Extraction) -> Record:
+    """Lengths are in the extractor's tokens; a system without a rationale has none."""
+    reasoned = {"rationale": extraction.rationale, "rationale_tokens": extraction.rationale_tokens}
+    return {
+        "passages": [passage_record(passage) for passage in extraction.passages],
+        "cut_passages": extraction.cut_passages,
+        **(reasoned if extraction.rationale is not None else {}),
+        "evidence": extraction.evidence,
+        "passage_tokens": extraction.passage_tokens,
+        "evidence_tokens": extraction.evidence_tokens,
+        "compression_ratio": extraction.compression_ratio,
+        "ended": extraction.reason,
+    }
 
 
 def _answered(response: Response) -> Record:

@@ -150,6 +150,13 @@ def with_passages(questions: Sequence[Question], retriever: Retriever | None, k:
     ]
 
 
+def noise_pool(questions: Sequence[Question], retriever: Retriever | None) -> Sequence[Passage]:
+    """What noise is drawn from: the corpus where it is at hand (a server keeps its own), else what all questions
+    bring."""
+    corpus: Sequence[Passage] | None = getattr(retriever, "corpus", None)
+    return [passage for question in questions for passage in question.passages] if corpus is None else corpus
+
+
 def with_noise(questions: Sequence[Question], pool: Sequence[Passage], count: int, seed: int) -> list[Question]:
     """EviOmni's noise test: `count` irrelevant passages more for each question, at places drawn by (seed, question).
 

@@ -40,13 +40,15 @@ ENDINGS = {  # as Trajectory.reason has them
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve: steps [n] ascending, values [n] with nan for a gap. `dots` marks every point and smooths none."""
+    """One curve: steps [n] ascending, values [n] with nan for a gap. `dots` marks every point and smooths none.
+    spread [n]: the deviation over runs of which `values` are the means, drawn as a band; None for one run."""
 
     label: str
     color: str
     steps: Floats
     values: Floats
     dots: bool = False
+    spread: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

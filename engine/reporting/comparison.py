@@ -124,27 +124,76 @@ def _read(path: str | Path, letter: str, color: str) -> ComparedRun:
 
 def overlaid(runs: Sequence[ComparedRun]) -> list[Chart]:
     """A chart for each curve that at least two runs have, a curve a run in the order of a single run's page."""
-    curves: dict[str, dict[str, list[tuple[ComparedRun, Chart, Series]]]] = {}
-    for run in runs:
-        for chart in _charts(run):
+    return overlaid_groups([(run.letter, run.color, [run]) for run in runs], at_least=2)
+
+
+def overlaid_groups(
+    groups: Sequence[tuple[str, str, Sequence[ComparedRun]]], at_least: int = 1, chosen: Sequence[str] | None = None
+) -> list[Chart]:
+    """A chart for each curve that so many groups have, of the charts of these names where some are given; a curve a
+    group (label, color, runs), the mean over its runs."""
+    curves: dict[str, dict[str, dict[int, list[tuple[Chart, Series]]]]] = {}
+    for number, (_, _, runs) in enumerate(groups):
+        for chart in (chart for run in runs for chart in _charts(run)):
             for series in chart.series:
-                if series.label == CHOSEN.get(chart.name, (series.label,))[0]:
-                    curves.setdefault(chart.name, {}).setdefault(series.label, []).append((run, chart, series))
+                known = chosen is None or chart.name in chosen
+                if known and series.label == CHOSEN.get(chart.name, (series.label,))[0]:
+                    labels = curves.setdefault(chart.name, {}).setdefault(series.label, {})
+                    labels.setdefault(number, []).append((chart, series))
     charts: list[Chart] = []
     for label, found in ((label, found) for chart in curves.values() for label, found in chart.items()):
-        chart, many = found[0][1], any(len(chart.series) > 1 for _, chart, _ in found)
-        if len(found) > 1:
+        every = [chart for group in found.values() for chart, _ in group]
+        chart, many = every[0], any(len(chart.series) > 1 for chart in every)
+        drawn = [
+            replace(_mean([series for _, series in group]), label=groups[number][0], color=groups[number][1])
+            for number, group in found.items()
+        ]
+        if len(drawn) >= at_least:
             charts.append(
                 replace(
                     chart,
                     name=str(len(charts)),
                     caption=CHOSEN[chart.name][1] if chart.name in CHOSEN else chart.caption,
                     title=f"{chart.title}: {label}" if many else chart.title,
-                    series=tuple(replace(series, label=run.letter, color=run.color) for run, _, series in found),
+                    series=tuple(drawn),
                     stacked=False,
                     rule=None,
                 )
             )
+    return charts
+
+
+def _mean(runs: Sequence[Series]) -> Series:
+    """The mean of one curve over runs, at every step that one of them has, with its deviation where there are
+    several."""
+    if len(runs) == 1:
+        return runs[0]
+    steps = np.unique(np.concatenate([series.steps for series in runs]))
+    table = np.full((len(runs), len(steps)), np.nan)
+    for row, series in zip(table, runs, strict=True):
+        row[np.searchsorted(steps, series.steps)] = series.values
+    known = np.isfinite(table).sum(0)
+    means = np.divide(np.nansum(table, 0), known, out=np.full(len(steps), np.nan), where=known > 0)
+    squares = np.nansum((table - means) ** 2, 0)
+    spread = np.sqrt(np.divide(squares, known - 1, out=np.zeros(len(steps)), where=known > 1))
+    return replace(runs[0], steps=steps, values=means, spread=spread)
+
+
+def write_curves(
+    title: str, groups: Mapping[str, Sequence[str | Path]], out: Path, chosen: Sequence[str] | None = None
+) -> list[Chart]:
+    """Write a page of curves over each other, one a group of run folders (label -> folders: seeds, whose mean and
+    deviation are drawn), of the charts of these names, all where none are given; returns them. The page holds its
+    pictures inside."""
+    colors = {label: PALETTE[number % len(PALETTE)] for number, label in enumerate(groups)}
+    read = [(label, colors[label], [_read(path, "", "") for path in paths]) for label, paths in groups.items()]
+    charts = overlaid_groups(read, chosen=chosen)
+    page = page_template("curves.html").render(
+        title=title,
+        groups=[(label, colors[label], list(map(str, paths))) for label, paths in groups.items()],
+        charts=[(chart, _picture(chart)) for chart in charts],
+    )
+    atomic_write_text(out, page)
     return charts
 
 

@@ -108,6 +108,10 @@ def _set_range(axes: Axes, chart: Chart) -> None:
 
 
 def _draw_line(axes: Axes, series: Series) -> None:
+    if series.spread is not None:
+        window = 1 if series.dots else smoothing(len(series.values))
+        middle, half = smooth(series.values, window), smooth(series.spread, window)
+        axes.fill_between(series.steps, middle - half, middle + half, color=series.color, alpha=0.15, lw=0)
     if series.dots:
         axes.plot(
             series.steps,

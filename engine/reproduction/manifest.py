@@ -1,16 +1,34 @@
 """The manifest of a paper, papers/NAME.toml: which tables it has, what their rows and columns are, what was printed.
 
     title = "..."
-    [models.NAME]   paper: its folder at paper scale, get: how to get it
+    like            the name of a manifest whose models, files, sets, tunings and methods are this one's too, but for
+                    what is said of them here
+    [models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template
     [files]         PATH = "how to make it": what the recipes at paper scale read besides
     [sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; world: how many
                     relations its questions have in the invented world (absent: no such column there); noise: how many
                     irrelevant passages are added to each
-    [methods.NAME]  what a row trains or runs: label, system or baseline, options, recipe (of its training at paper
-                    scale; absent: nothing is trained), overrides, world (false: the invented world has no such thing)
-    [tables.NAME]   caption, measures (keys of thresher eval's metrics.json), columns (names of sets), average (whether
-                    a last column has their mean), against (the label of the row that others are tested against), and
+    [tunings.NAME]  a supervised fine-tuning that rows share: recipe (at paper scale), overrides (at both scales), and
+                    either format (sft.format: of questions with their answers) or kind (of thresher data sft: of a
+                    teacher's transcripts that answer right; teacher: their file at paper scale, in the invented world
+                    what its base answers to the training questions)
+    [methods.NAME]  a row's chain: label; system or baseline, options, or flags of thresher extract that name a refiner,
+                    with encoder, the model that it is of where that is not the row's; and of these stages those that
+                    it has, in order
+                    warmup      a tuning, of which every seed has its own
+                    recipe      of a training at paper scale; trained_as: a method whose warm-up and training it
+                                shares instead
+                    extract     true: thresher extract leaves evidence of every column's passages; evidence_tokens: of
+                                it, at most; agent: a model that searches, and sees evidence alone
+                    generator   a tuning, one for all seeds: who answers, from the evidence, or as `baseline` asks
+                    What is left of the chain answers itself. overrides: of every recipe; world: false where the
+                    invented world has no such thing
+    [tables.NAME]   caption, measures (keys of thresher eval's metrics.json, or of thresher extract's records), columns
+                    (names of sets), average (whether a last column has their mean), against (the label of the row that
+                    others are tested against), only (a measure that is 1 of the questions that count), curves (names
+                    of charts of a run's report, of all rows' trainings over each other), and
                     rows: {method, model, label, printed = {measure = [a number a column, then the average]}}
+                    same_as: a table of the manifest of `like`, of which what is not said here is taken
     [left_out]      WHAT = "why": rows and tables of the paper that have no cell here
 
 Deliberately absent: commands. commands.py makes them.
@@ -21,11 +39,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from thresher.engine.config.tables import from_dict
 from thresher.rewards.errors import UserError
 
+SHARED = ("models", "files", "sets", "tunings", "methods")  # of a manifest with those that are like it
 PAPERS = Path(str(files("thresher.engine.reproduction"))) / "papers"
 
 
@@ -35,6 +54,7 @@ class PublishedModel:
 
     paper: str
     get: str
+    chat: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +69,17 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """A supervised fine-tuning; see the top of this file."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    format: Literal["qa", "closed-book"] | None = None
+    kind: Literal["reason-extract", "extract"] | None = None
+    teacher: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """What is trained or run; see the top of this file. `options` are the system's or the baseline's."""
 
@@ -56,7 +87,15 @@ class Method:
     system: str | None = None
     baseline: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    refiner: tuple[str, ...] = ()
+    encoder: str | None = None
+    warmup: str | None = None
     recipe: str | None = None
+    trained_as: str | None = None
+    extract: bool = False
+    evidence_tokens: int | None = None
+    agent: str | None = None
+    generator: str | None = None
     overrides: tuple[str, ...] = ()
     world: bool = True
 
@@ -81,6 +120,8 @@ class PaperTable:
     measures: tuple[str, ...] = ("em",)
     average: bool = False
     against: str | None = None
+    only: str | None = None
+    curves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +132,7 @@ class PaperManifest:
     title: str
     models: Mapping[str, PublishedModel]
     sets: Mapping[str, Column]
+    tunings: Mapping[str, Tuning]
     methods: Mapping[str, Method]
     tables: Mapping[str, PaperTable]
     files: Mapping[str, str]
@@ -108,9 +150,25 @@ def read_manifest(name: str) -> PaperManifest:
     """The manifest of that name. UserError for another, naming those that there are."""
     if name not in paper_names():
         raise UserError(f"reproduce: no paper {name!r}; choose one of {', '.join(paper_names())}")
-    path = PAPERS / f"{name}.toml"
-    with path.open("rb") as file:
-        return make_manifest(name, tomllib.load(file))
+    return make_manifest(name, _read(name))
+
+
+def _read(name: str) -> dict[str, Any]:
+    with (PAPERS / f"{name}.toml").open("rb") as file:
+        found = tomllib.load(file)
+    if "like" not in found:
+        return found
+    other = _read(found["like"])
+    for key in SHARED:
+        own = found.get(key, {})
+        changed = {
+            name: other[key][name] | value for name, value in own.items() if isinstance(other[key].get(name), dict)
+        }
+        found[key] = other[key] | own | changed
+    for table in found["tables"].values():
+        if (name := table.pop("same_as", None)) is not None:
+            table |= {key: value for key, value in other["tables"][name].items() if key not in table}
+    return found
 
 
 def make_manifest(name: str, found: Mapping[str, Any]) -> PaperManifest:
@@ -121,11 +179,14 @@ def make_manifest(name: str, found: Mapping[str, Any]) -> PaperManifest:
         title=found["title"],
         models={key: from_dict(PublishedModel, value, f"[models.{key}]") for key, value in found["models"].items()},
         sets={key: from_dict(Column, value, f"[sets.{key}]") for key, value in found["sets"].items()},
+        tunings={key: from_dict(Tuning, value, f"[tunings.{key}]") for key, value in found.get("tunings", {}).items()},
         methods={key: from_dict(Method, value, f"[methods.{key}]") for key, value in found["methods"].items()},
         tables=tables,
         files=found.get("files", {}),
         left_out=found.get("left_out", {}),
     )
+    for key, method in manifest.methods.items():
+        _check_method(manifest, key, method)
     for key, table in tables.items():
         _check(manifest, key, table)
     return manifest
@@ -135,6 +196,20 @@ def _table(key: str, value: Mapping[str, Any]) -> PaperTable:
     table = from_dict(PaperTable, {name: item for name, item in value.items() if name != "rows"}, f"[tables.{key}]")
     rows = tuple(from_dict(TableRow, row, f"[tables.{key}], a row") for row in value["rows"])
     return replace(table, rows=rows)
+
+
+def _check_method(manifest: PaperManifest, key: str, method: Method) -> None:
+    for name, known in (
+        (method.warmup, manifest.tunings),
+        (method.generator, manifest.tunings),
+        (method.agent, manifest.models),
+        (method.encoder, manifest.models),
+        (method.trained_as, manifest.methods),
+    ):
+        if name is not None and name not in known:
+            raise UserError(f"[methods.{key}]: {name!r} is not there")
+    if sum((method.system is not None, method.baseline is not None, bool(method.refiner))) != 1:
+        raise UserError(f"[methods.{key}]: expected either a system or a baseline or a refiner")
 
 
 def _check(manifest: PaperManifest, key: str, table: PaperTable) -> None:

@@ -2,6 +2,7 @@
 
     out/world/ runs/ evaluations/      of the commands, each shown and run; what is finished is not done again
     out/T1.md, T1.json                 a table each, written anew after every cell
+    out/F4.html                        a figure: its rows' trainings over each other
 
 Killed at any moment, the same command goes on. A cell whose data or weights are absent says what to put where, and the
 others run.
@@ -14,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.reproduction.commands import Cell, Scale, cells_of, columns_of, in_world, write_prompts
+from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
+from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, results_of
-from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
@@ -31,7 +32,7 @@ def reproduce(
     chosen = choose_tables(manifest, tables)
     out.mkdir(parents=True, exist_ok=True)
     if scale.invented:
-        write_prompts(manifest, out / "world")
+        write_prompts(out / "world")
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     _say_lacking([cell for cells in cells_by_table.values() for cell in cells])
     found = {}
@@ -44,8 +45,23 @@ def reproduce(
             found[name] = results_of(manifest, table, scale, cells)
             atomic_write_text(out / f"{name}.md", markdown(found[name]))
             atomic_write_text(out / f"{name}.json", json.dumps(found[name], indent=2) + "\n")
+        if table.curves:
+            _write_figure(manifest, table, cells, out / f"{name}.html")
         console.console.print(markdown(found[name]), markup=False)
     return found
+
+
+def _write_figure(manifest: PaperManifest, table: PaperTable, cells: Sequence[Cell], out: Path) -> None:
+    """The trainings of a table's rows over each other, seeds as one."""
+    from thresher.engine.reporting.comparison import write_curves  # matplotlib takes a second
+
+    groups: dict[str, list[str | Path]] = {}
+    for cell in cells:
+        folder = cell.training
+        if folder is not None and (folder / "metrics.jsonl").is_file():
+            groups.setdefault(manifest.label(cell.row), []).append(folder)
+    write_curves(f"{manifest.title}: {table.caption}", groups, out, table.curves)
+    console.console.print(f"reproduce: curves in {out}", markup=False, soft_wrap=True)
 
 
 def choose_tables(manifest: PaperManifest, names: Sequence[str]) -> dict[str, PaperTable]:
@@ -71,35 +87,5 @@ def _run_cell(title: str, cell: Cell, run_command: Callable[[list[str]], None]) 
             continue
         words = command.to_run()
         console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+        command.folder.parent.mkdir(parents=True, exist_ok=True)
         run_command(words)
-
-
-def listing(manifest: PaperManifest) -> list[dict[str, Any]]:
-    """A record for every row of every table: its columns, whether the invented world has it, the recipe that trains it
-    and what that recipe says it needs."""
-    records = []
-    for name, table in manifest.tables.items():
-        for row in table.rows:
-            method = manifest.methods[row.method]
-            records.append(
-                {
-                    "paper": manifest.name,
-                    "table": name,
-                    "row": manifest.label(row),
-                    "columns": list(table.columns),
-                    "world": columns_of(manifest, table, True) if in_world(method) else [],
-                    "model": manifest.models[row.model].paper,
-                    "trained_by": method.recipe,
-                    "needs": _stated(method.recipe),
-                }
-            )
-    return records
-
-
-def _stated(recipe: str | None) -> str | None:
-    """What a recipe's head says of its memory."""
-    if recipe is None:
-        return None
-    head = (RECIPES / recipe).read_text(encoding="utf-8").partition("\n\n")[0]
-    lines = [line.removeprefix("# ") for line in head.splitlines()]
-    return " ".join(lines).partition("Memory, by thresher plan: ")[2] or None

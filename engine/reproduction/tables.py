@@ -11,9 +11,11 @@ from statistics import mean, stdev
 from typing import Any
 
 from thresher.engine.evaluation.compare import read_evaluation
+from thresher.engine.extraction.figures import record_measures
 from thresher.engine.reproduction.commands import Cell, Scale, columns_of
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable
 from thresher.policy.files import read_json_object
+from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.statistics import compare_paired
 
@@ -28,10 +30,11 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: 
     for cell in cells:
         label = manifest.label(cell.row)
         rows.setdefault(label, {"label": label, "printed": cell.row.printed, "ours": {}})
-        for column, command in cell.evaluations.items():
-            if not command.finished:
+        for column, chain in cell.columns.items():
+            if not all(command.finished for command in chain):
                 continue
-            found = read_column(command.folder, manifest.sets[column].world if scale.invented else None)
+            relations = manifest.sets[column].world if scale.invented else None
+            found = read_column([command.folder for command in chain], relations, table.only)
             for measure in table.measures:
                 known = {id_: value for id_, row in found.items() if (value := row.get(measure)) is not None}
                 values.setdefault((label, measure, column), []).append(known)
@@ -53,14 +56,38 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: 
     }
 
 
-def read_column(folder: Path, relations: int | None) -> dict[str, Mapping[str, float | None]]:
-    """An evaluation's measures by question, of those of the invented world with so many relations; None: of all."""
-    measures = dict(read_evaluation(folder).measures)
-    if relations is None:
-        return measures
-    questions = read_questions(read_json_object(folder / "settings.json")["questions"])
-    chosen = {question.id for question in questions if question.metadata.get("hops") == relations}
-    return {id_: row for id_, row in measures.items() if id_ in chosen}
+def read_column(
+    places: Sequence[Path], relations: int | None, only: str | None = None
+) -> dict[str, Mapping[str, float | None]]:
+    """The measures by question of an extraction, an evaluation or both, the later before the earlier. relations: of
+    the questions of the invented world with so many; only: of those of which this measure is 1; None: of all."""
+    measures: dict[str, dict[str, float | None]] = {}
+    for place in places:
+        found = read_evidence(place) if place.suffix == ".jsonl" else read_evaluation(place).measures
+        for id_, row in found.items():
+            measures.setdefault(id_, {}).update(row)
+    chosen = set(measures)
+    if relations is not None:
+        asked = read_questions(_questions_of(places[-1]))
+        chosen = {question.id for question in asked if question.metadata.get("hops") == relations}
+    return {id_: row for id_, row in measures.items() if id_ in chosen and (only is None or row.get(only) == 1)}
+
+
+def read_evidence(file: Path) -> dict[str, dict[str, float | None]]:
+    """An extraction's measures by question, under the names that an evaluation has for them."""
+    found: dict[str, dict[str, float | None]] = {}
+    for _, record in iter_jsonl(file):
+        row: dict[str, float | None] = dict(record_measures(record))
+        row["compression"] = row.pop("compression_ratio", None)
+        found[record["id"]] = row
+    return found
+
+
+def _questions_of(place: Path) -> str:
+    """The file of questions that made it."""
+    if place.suffix == ".jsonl":
+        return str(read_json_object(place.with_suffix(".json"))["settings"]["questions"])
+    return str(read_json_object(place / "settings.json")["questions"])
 
 
 def _figures(seeds: Sequence[Values], against: Sequence[Values] | None) -> dict[str, Any]:
@@ -90,7 +117,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     )
     if results["against"]:
         lines.append(f"p: two-sided, paired over questions, against {results['against']}.")
-    for measure in results["measures"]:
+    for measure in results["measures"] if results["columns"] else ():
         names = results["columns"] | ({"average": "Average"} if results["average"] else {})
         lines += [
             "",

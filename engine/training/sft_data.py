@@ -5,14 +5,20 @@
     reasoning     the system's own (arena)        <relevance>[1,5]</relevance> <analysis> <answer> ARENA's SFT-reasoning
     qa            question, passages              the answer                                       EviOmni's generator
     closed-book   question                        the answer
+    filco         question, passages              <extract>the sentences that help</extract>       FilCo's filter
+    reason-extract, extract                       evidence behind its rationale, or alone, of a teacher's transcript
+                  question, passages              that answers right           EviOmni's empirical study, Section 2.2
 
-The answer is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
+The prompts of qa and closed-book are those that the baselines full_passages, evidence and direct ask with. The answer
+is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
 closed-book, every plain answer), the end of text follows and is trained. An analysis comes from a model that was given
 the gold references and the answer (sft_analyses.py), as in the paper, or, without one, from a sentence that names the
-references; the record's metadata say which.
+references; the record's metadata say which. Which sentences help is chosen by engine/refiners/silver.py.
 
 A record is a transcript as sft.py reads it: passages and question stay data, so that nothing in them can become a tag.
-Questions that cannot be used are returned with the reason. Deliberately absent: several answers to one question.
+A teacher's transcripts are those of `thresher eval` with the system eviomni, or anyone's in the form of
+`thresher score`. Questions that cannot be used are returned with the reason. Deliberately absent: several answers to
+one question.
 """
 
 from collections import Counter
@@ -22,34 +28,40 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.baselines.common import QA_TEMPLATE, TAGGED
+from thresher.engine.baselines import load_baseline
+from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.episode import pair_tags
-from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.engine.refiners.kinds import FILCO_TEMPLATE
+from thresher.engine.scoring.transcripts import read_attempt
+from thresher.engine.systems import load_system
+from thresher.retrieval.data.jsonl import iter_jsonl, write_jsonl
 from thresher.retrieval.questions import Question, passage_record
 from thresher.rewards.errors import UserError
-from thresher.rewards.tags import escape_tags
+from thresher.rewards.papers.eviomni import full_answer
+from thresher.rewards.tags import blocks, escape_tags
+from thresher.rewards.text import exact_match
 
+TAUGHT = {"reason-extract": ("reason", "extract"), "extract": ("extract",)}  # kind -> spans of a teacher's transcript
 KINDS = ("direct", "reasoning", "qa", "closed-book")
+FILCO = "filco"  # its records take a measure, which sft.format has not
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")
-_HOW = {"tagged": TAGGED, "plain": "and nothing else"}
+EVIDENCE_TAGS = pair_tags("reason", "extract", "answer")
 _TEMPLATES = {
-    "direct": """Answer a question from numbered references. Write the answer alone, a word or a short phrase, {how}.
+    "direct": f"""Answer a question from numbered references. {TAGGED}
 
 <question>
-{question}
+{{question}}
 </question>
 
 <references>
-{passages}
+{{passages}}
 </references>
 """,
-    "qa": QA_TEMPLATE,
-    "closed-book": """Answer the question. Write a word or a short phrase, {how}.
-
-Question: {question}
-""",
+    "qa": built_in("passages", Options(), passages=True),
+    "closed-book": built_in("direct", Options()),
+    FILCO: FILCO_TEMPLATE.read_text("utf-8"),
 }
 
 
@@ -68,14 +80,16 @@ def make_records(
     template: str | None = None,
     analyses: Mapping[str, str | None] | None = None,
     author: str = TEMPLATED,
+    evidence: Mapping[str, str] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Unused]]:
     """A transcript record for each question that can be used, and those that cannot.
 
     template: in place of the kind's own; a reasoning record has none, and gets the recipe's. analyses: by question id,
     written by `author`; None where it wrote none that closes. Without them a sentence is made up from the references.
+    evidence: by question id, of filco records, chosen by `author`; it may be empty.
     """
     if template is None and kind != "reasoning":
-        template = _TEMPLATES[kind].replace("{how}", _HOW[style])
+        template = _TEMPLATES[kind] if style == "tagged" else _TEMPLATES[kind].replace(TAGGED, BARE)
     records, unused = [], []
     for question in questions:
         reason = why_unusable(question, kind)
@@ -91,8 +105,13 @@ def make_records(
             record["template"] = template
         if kind != "closed-book":
             record["passages"] = [passage_record(passage) for passage in question.passages]
-        record["segments"] = [_reasoning(question, analysis) if analysis else _answer(question, kind, style)]
-        record["metadata"] = {"kind": kind} | ({"analysis": author} if analysis else {})
+        if kind == FILCO:
+            segment = _evidence((evidence or {})[question.id])
+        else:
+            segment = _reasoning(question, analysis) if analysis else _answer(question, kind, style)
+        record["segments"] = [segment]
+        written = {"measure": author} if kind == FILCO else {"analysis": author} if analysis else {}
+        record["metadata"] = {"kind": kind} | written
         records.append(record)
     return records, unused
 
@@ -120,12 +139,12 @@ def templated_analysis(question: Question) -> str:
 
 def _answer(question: Question, kind: str, style: str) -> dict[str, Any]:
     """The policy's segment of an answer; `copied` is where the answer stands if the question or a passage holds it."""
-    before, after = ("<answer>", "</answer>") if style == "tagged" else ("", "")
+    before, after = ("<answer> ", " </answer>") if style == "tagged" else ("", "")  # as TAGGED shows it
     gold = escape_tags(question.golds[0], ARENA_TAGS) if before else question.golds[0]
     segment: dict[str, Any] = {"source": "policy", "text": f"{before}{gold}{after}"}
     shown = [question.question, *(passage.text for passage in question.passages if kind != "closed-book")]
     if any(gold in text for text in shown):
-        segment["copied"] = [[len(before), len(before) + len(gold)]]
+        segment["copied"] = [[len(before.rstrip()), len(before) + len(gold)]]  # a name's first token has the space
     if kind != "direct" or style == "plain":
         segment["end"] = True
     return segment
@@ -137,6 +156,45 @@ def _reasoning(question: Question, analysis: str) -> dict[str, Any]:
     analysis, gold = escape_tags(analysis, ARENA_TAGS), escape_tags(question.golds[0], ARENA_TAGS)
     sections = f"<relevance>[{indices}]</relevance>\n<analysis>{analysis}</analysis>\n<answer>{gold}</answer>"
     return {"source": "policy", "text": sections}
+
+
+def _evidence(text: str) -> dict[str, Any]:
+    """The policy's segment of evidence, which is copied from the passages."""
+    text, before = escape_tags(text, EVIDENCE_TAGS), "<extract>"
+    copied = {"copied": [[len(before), len(before) + len(text)]]} if text else {}
+    return {"source": "policy", "text": f"{before}{text}</extract>"} | copied
+
+
+def taught_records(
+    transcripts: str | Path, kind: str, template: str | None = None
+) -> tuple[list[dict[str, Any]], list[Unused]]:
+    """As `make_records`, of a teacher's transcripts: those whose answer is a gold one, each in the prompt of the system
+    that is to write such spans. UserError names the line of a malformed one."""
+    system = load_system("eviomni", {}) if kind == "reason-extract" else load_baseline("extract_only", {})
+    records, unused = [], []
+    for number, record in iter_jsonl(transcripts):
+        attempt = read_attempt(record, f"{transcripts}:{number}")
+        spans = {tag: next((span.text for span in blocks(attempt.pieces, tag)), "") for tag in TAUGHT[kind]}
+        missing = next((tag for tag, text in spans.items() if not text), None)
+        if not exact_match(full_answer(attempt) or "", attempt.golds):
+            unused.append(Unused(str(record["id"]), "the answer is wrong"))
+        elif missing is not None:
+            unused.append(Unused(str(record["id"]), f"no {missing} that closes and says something"))
+        elif not attempt.passages:
+            unused.append(Unused(str(record["id"]), "no passages"))
+        else:
+            text = "".join(f"<{tag}> {escape_tags(text, system.tags)} </{tag}>" for tag, text in spans.items())
+            records.append(
+                {
+                    "id": str(record["id"]),
+                    "question": attempt.question,
+                    "template": template or system.template,
+                    "passages": [{"title": title, "text": text} for title, text in attempt.passages],
+                    "segments": [{"source": "policy", "text": text}],
+                    "metadata": {"kind": kind},
+                }
+            )
+    return records, unused
 
 
 def write_unused(unused: Sequence[Unused], path: Path) -> None:
@@ -161,5 +219,5 @@ def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str |
     if not records:
         raise UserError(
             f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "
-            "give questions with passages, and for reasoning with gold_indices"
+            "give questions with passages, for reasoning with gold_indices, and transcripts that answer right"
         )

@@ -5,7 +5,8 @@
     x   = LN(x + W_down gelu(W_up x))                   the norm stands behind the sum ("post-LN")
 
 BERT, MiniLM, E5, BGE and DPR's two halves differ in sizes and in the prefix of their tensors' names; DistilBERT (Sanh
-et al. 2019) has other names and no types. Query, key and value projections are one parameter here.
+et al. 2019) has other names and no types; RoBERTa and XLM-R (Liu et al. 2019, Conneau et al. 2020) count positions from
+the one behind their padding token's. Query, key and value projections are one parameter here.
 
 Padding takes part in nothing: no token attends to it, so a row's result changes by rounding at most. On a CPU in
 float32 it is independent of batch composition, to the bit, as long as T is the same multiple of `LENGTH_STEP` and the
@@ -19,7 +20,7 @@ Axes: B texts, T padded length, H hidden, N heads, D head dimension, I intermedi
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,15 @@ _DISTILBERT_KEYS = {
     "heads": "n_heads",
     "max_positions": "max_position_embeddings",
 }
-_KEYS = {"bert": _BERT_KEYS, "dpr": _BERT_KEYS, "distilbert": _DISTILBERT_KEYS}
+ROBERTAS = ("roberta", "xlm-roberta")
+_KEYS = {
+    "bert": _BERT_KEYS,
+    "dpr": _BERT_KEYS,
+    "distilbert": _DISTILBERT_KEYS,
+    **dict.fromkeys(ROBERTAS, _BERT_KEYS),
+}
+# RoBERTa's padding token has id 1, and the rows of positions up to it hold nothing.
+_ROBERTA_PADDING = 1
 _DISTILBERT_EPSILON = 1e-12
 
 # Names of a layer's tensors, in the order of `_layer_views`.
@@ -92,12 +101,13 @@ _DISTILBERT_LAYER = (
     "ffn.lin2",
     "output_layer_norm",
 )
-_PREFIXES = ("", "bert.", "distilbert.", "question_encoder.bert_model.", "ctx_encoder.bert_model.")
+_PREFIXES = ("", "bert.", "distilbert.", "roberta.", "question_encoder.bert_model.", "ctx_encoder.bert_model.")
 _FIRST = "embeddings.word_embeddings.weight"
 # What may lie beside the encoder: a counter, the pooler, and heads of other tasks.
 _PASSED_OVER = ("embeddings.position_ids", "pooler.")
 _HEADS = (
     "cls.",
+    "lm_head.",
     "classifier.",
     "pre_classifier.",
     "qa_outputs.",
@@ -113,8 +123,8 @@ _OLD_ENDS = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".Layer
 class BertConfig:
     """Sizes and constants of one encoder; UserError when they do not fit each other.
 
-    `types` is 0 where there are no token types (DistilBERT). `architecture` is the class that config.json names, empty
-    if none: it tells DPR's halves apart.
+    `max_positions` is the length of the longest text. `types` is 0 where there are no token types (DistilBERT).
+    `architecture` is the class that config.json names, empty if none: it tells DPR's halves apart.
     """
 
     model_type: str
@@ -129,7 +139,14 @@ class BertConfig:
     epsilon: float
     activation: str
 
+    @property
+    def first_position(self) -> int:
+        """The row of the table of positions that a text's first token gets."""
+        return _ROBERTA_PADDING + 1 if self.model_type in ROBERTAS else 0
+
     def __post_init__(self) -> None:
+        if self.max_positions < 1:
+            raise UserError(f"max_position_embeddings leaves {self.max_positions} positions; fetch the file again")
         if self.hidden_size % self.heads:
             raise UserError(
                 f"the hidden size {self.hidden_size} is not a multiple of the {self.heads} attention heads; "
@@ -152,6 +169,8 @@ def read_bert_config(folder: str | Path) -> BertConfig:
             "use an encoder of the BERT family"
         )
     sizes = {field: _size(record, key, path) for field, key in _KEYS[model_type].items()}
+    if model_type in ROBERTAS:
+        sizes["max_positions"] -= _ROBERTA_PADDING + 1
     activation = record.get("activation" if model_type == "distilbert" else "hidden_act")
     if activation not in ACTIVATIONS:
         raise UserError(
@@ -181,6 +200,8 @@ def _refuse_unsupported(record: Mapping[str, Any], path: Path) -> None:
         "quantization_config": (None,),
         "embedding_size": (None, record.get("hidden_size")),
     }
+    if record["model_type"] in ROBERTAS:
+        wanted["pad_token_id"] = (None, _ROBERTA_PADDING)
     for key, accepted in wanted.items():
         if record.get(key) not in accepted:
             raise UserError(f"{path}: {key} is {record[key]!r}, expected {accepted[-1]!r}; use an encoder without it")
@@ -235,7 +256,8 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.words_VH = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.positions_WH = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+        rows = config.first_position + config.max_positions
+        self.positions_WH = nn.Parameter(torch.empty(rows, config.hidden_size))
         self.types_WH = nn.Parameter(torch.empty(config.types, config.hidden_size)) if config.types else None
         self.norm = _Norm(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.layers))
@@ -254,6 +276,7 @@ class Bert(nn.Module):
         length = ids_BT.shape[1]
         # Padding to a fixed step may reach past the last position; what it reads there is masked.
         position_T = torch.arange(length, device=self.device).clamp_(max=self.config.max_positions - 1)
+        position_T += self.config.first_position
         sum_BTH = F.embedding(ids_BT, self.words_VH) + self.positions_WH[position_T]
         if self.types_WH is not None:
             sum_BTH = sum_BTH + (self.types_WH[0] if types_BT is None else F.embedding(types_BT, self.types_WH))
@@ -263,12 +286,19 @@ class Bert(nn.Module):
             x_BTH = layer(x_BTH, mask_B11T)
         return x_BTH
 
+    def padded(self, rows: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor]:
+        """`forward` of ids of unequal lengths, at least one each, padded to `length`: (hidden_BTH, mask_BT)."""
+        ids_BT = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows]).to(self.device)
+        lengths_B1 = torch.tensor([[len(row)] for row in rows]).to(self.device)
+        mask_BT = torch.arange(length, device=self.device) < lengths_B1
+        return self(ids_BT, mask_BT), mask_BT
+
 
 def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Bert:
     """Reads an encoder from a folder of config.json and safetensors, without gradients.
 
-    Tensors may stand under `bert.`, `distilbert.`, DPR's prefixes or none; pooler and heads are passed over. UserError
-    naming file and tensor for one that is missing, of another shape, or not part of such a model.
+    Tensors may stand under `bert.`, `distilbert.`, `roberta.`, DPR's prefixes or none; pooler and heads are left.
+    UserError naming file and tensor for one that is missing, of another shape, or not part of such a model.
     """
     folder = Path(folder)
     config = read_bert_config(folder)

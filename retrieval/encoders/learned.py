@@ -124,6 +124,10 @@ class LearnedEncoder:
         self.passages_cut += cut
         return vectors
 
+    def count_tokens(self, texts: list[str]) -> list[int]:
+        """How many tokens each passage has, whole, without prefix and what the tokenizer puts around it."""
+        return self._passage.tokenizer.count(texts)
+
     @torch.inference_mode()
     def _encode(self, tower: Tower, prefix: str, texts: list[str]) -> tuple[Vectors, int]:
         vectors_NH = np.empty((len(texts), self.dim), np.float32)
@@ -143,14 +147,11 @@ class LearnedEncoder:
         return vectors_NH, cut
 
     def _pool(self, bert: Bert, ids: list[list[int]], length: int) -> Tensor:
-        ids_BT = torch.tensor([row + [0] * (length - len(row)) for row in ids]).to(bert.device)
-        lengths_B1 = torch.tensor([[len(row)] for row in ids]).to(bert.device)
-        mask_BT = torch.arange(length, device=bert.device) < lengths_B1
-        hidden_BTH = bert(ids_BT, mask_BT)
+        hidden_BTH, mask_BT = bert.padded(ids, length)
         if self.settings.pooling == "cls":
             pooled_BH = hidden_BTH[:, 0].float()
         else:
-            pooled_BH = (hidden_BTH.float() * mask_BT[:, :, None]).sum(1) / lengths_B1
+            pooled_BH = (hidden_BTH.float() * mask_BT[:, :, None]).sum(1) / mask_BT.sum(1, keepdim=True)
         return F.normalize(pooled_BH) if self.settings.normalize else pooled_BH
 
 

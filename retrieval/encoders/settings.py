@@ -4,9 +4,9 @@ A prefix or a pooling that is guessed wrong costs points of recall and no error,
 (`EncoderSettings.why`), for the printout, and one that neither a file nor the user gives is refused, never assumed:
   given by the caller             wins over every file
   sentence-transformers' layout   modules.json, 1_Pooling, sentence_bert_config.json, prompts
-  E5, BGE, DPR                    by model_type (DPR) or the name that folder, config.json or README.md carry;
+  E5, BGE, DPR, Contriever        by model_type (DPR) or the name that folder, config.json or README.md carry;
                                   their published ways are in `_FAMILIES` (Wang et al. 2022, Xiao et al. 2023,
-                                  Karpukhin et al. 2020)
+                                  Karpukhin et al. 2020, Izacard et al. 2022)
 A sentence-transformers folder that names no prefix and no family is used without prefixes, and `why` says that.
 
 Deliberately absent: poolings other than mean and cls, and Dense layers behind them.
@@ -69,11 +69,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "BGE (English)": {"pooling": "cls", "normalize": True, "query_prefix": _INSTRUCTION_EN, "passage_prefix": ""},
     "BGE (Chinese)": {"pooling": "cls", "normalize": True, "query_prefix": _INSTRUCTION_ZH, "passage_prefix": ""},
     "DPR": {"pooling": "cls", "normalize": False, "query_prefix": "", "passage_prefix": ""},
+    "Contriever": {"pooling": "mean", "normalize": False, "query_prefix": "", "passage_prefix": ""},
 }
 _NAMED = {
     "E5": re.compile(r"(?:^|[-_])e5-(?:small|base|large)(?!.*instruct)", re.IGNORECASE),
     "BGE (English)": re.compile(r"(?:^|[-_])bge-(?:small|base|large)-en(?:-|$)", re.IGNORECASE),
     "BGE (Chinese)": re.compile(r"(?:^|[-_])bge-(?:small|base|large)-zh(?:-|$)", re.IGNORECASE),
+    # RECOMP's compressors are Contrievers, trained on.
+    "Contriever": re.compile(r"(?:^|[-_])(?:m?contriever|extractive[-_]compressor)(?:[-_]|$)", re.IGNORECASE),
 }
 # Older files switch one of several modes on, newer ones name it.
 _POOLING_OF_MODE = {"mean_tokens": "mean", "cls_token": "cls", "mean": "mean", "cls": "cls"}

@@ -55,6 +55,16 @@ class WordPiece:
                 kept.append(ids if len(ids) <= self.max_length else [*ids[: self.max_length - 1], ids[-1]])
         return kept, cut
 
+    def count(self, texts: list[str]) -> list[int]:
+        """The tokens of each text, whole, without those around it."""
+        return count_tokens(self._tokenizer, texts)
+
+
+def count_tokens(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
+    """How many tokens each text has, without those that the tokenizer puts around it."""
+    whole = [text.encode("utf-8", "replace").decode() for text in texts]
+    return [len(encoding.ids) for encoding in tokenizer.encode_batch_fast(whole, add_special_tokens=False)]
+
 
 def load_wordpiece(folder: Path, vocab_size: int, max_length: int) -> WordPiece:
     """Reads the tokenizer of a model folder for a model with `vocab_size` rows of embeddings.

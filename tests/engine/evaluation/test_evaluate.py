@@ -284,6 +284,11 @@ def test_a_table_by_hand() -> None:
         ("compression", "4.00", "4.00 to 4.00", 1),
         ("parts.format", "1.00", "1.00 to 1.00", 2),
     ]
+    assert figures["deviations"] == {}  # of one length there is none
+    lengths: list[dict[str, float | None]] = [{"tokens": 3.0}, {"tokens": 7.0}, {"tokens": None}]
+    deviating = figures_of(lengths, [{}, {}, {}])
+    assert deviating["deviations"] == {"tokens": pytest.approx(8**0.5)}
+    assert "\nStandard deviations over questions: `tokens` 2.83.\n" in markdown("x", deviating)
     page = markdown("a | b", figures | {"model": "x | y\nz", "temperature": 0.0, "seed": None})
     assert "- Model: x \\| y z\n" in page and "- Temperature: 0\n" in page and "Seed" not in page
     assert "| Compression ratio | `compression` | 4.00 | 4.00 to 4.00 | 1 |" in page

@@ -86,6 +86,7 @@ def test_evidence() -> None:
     values = measured("eviomni", said, passages=PASSAGES, branch=7)
     assert (values["recall_evidence"], values["recall_rationale"]) == (1.0, 1.0)
     assert values["compression"] == pytest.approx((9 + 4) / 3) and values["no_evidence"] == 0.0  # in words
+    assert (values["evidence_tokens"], values["rationale_tokens"]) == (3.0, 3.0)
     assert values["branch_tokens"] == 7.0 and values["response_tokens"] == 1.0
     empty = measured("eviomni", "<reason>no Bonn</reason><extract></extract><answer>Paris</answer>", passages=PASSAGES)
     assert (empty["compression"], empty["no_evidence"]) == (None, 1.0)

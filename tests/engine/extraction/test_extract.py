@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -59,7 +60,34 @@ def test_evidence_of_every_question(plan: ExtractionPlan, script: Any, tiny_toke
     # What it wrote is what the baseline reads.
     system = load_baseline("evidence", {"file": plan.out})
     prompt = next(system.episode(Question("q0", "Who?", ()), Tools(system.template, 1)))
-    assert isinstance(prompt, Prompt) and prompt.question == "Who?\n\nEvidence: Carl Dorn"
+    assert isinstance(prompt, Prompt) and [passage.text for passage in prompt.passages] == ["Carl Dorn"]
+
+
+def test_other_extractors_noise_and_a_bound_on_evidence(
+    plan: ExtractionPlan, script: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    noisy = replace(plan, system=None, noise=2, seed=3, evidence_tokens=3)
+    asked = [json.loads(line) for line in Path(plan.questions).read_text().splitlines()]
+    for number, question in enumerate(asked):  # what the others bring is what noise is drawn from
+        question["passages"] = [{"title": "", "text": f"{word} {number}."} for word in ("Carl", "Ida", "Mia")]
+    Path(plan.questions).write_text("".join(json.dumps(question) + "\n" for question in asked))
+    for name, written, kept in (
+        ("extract_only", "<extract>Carl Dorn Carl Dorn</extract>", "Carl Dorn Carl Dorn"),
+        ("cot", "<think>Mia</think><answer>no</answer>", "Mia"),
+    ):
+        options = ("system.options.passages=true",) if name == "cot" else ()
+        script({n: [written] for n in range(3)})
+        out = str(tmp_path / f"{name}.jsonl")
+        figures = extract(replace(noisy, baseline=name, out=out, overrides=(*SMALL, *options)))
+        found = [json.loads(line) for line in Path(out).read_text().splitlines()]
+        assert all(len(line["passages"]) == 5 and "rationale" not in line for line in found)
+        cut = tiny_tokenizer.decode(tiny_tokenizer.encode(kept)[:3]).strip()
+        assert {line["evidence"] for line in found} == {cut}
+        assert {line["ended"] for line in found} == {"extracted"} and "recall_rationale" not in figures
+        lengths = [line["passage_tokens"] for line in found]
+        assert figures["deviations"]["passage_tokens"] == pytest.approx(stdev(lengths))
+    with pytest.raises(UserError, match="direct takes no evidence from passages that it is shown; choose --system"):
+        extract(replace(noisy, template=None, baseline="direct", out=str(tmp_path / "direct.jsonl")))
 
 
 def test_what_is_kept_and_measured_is_what_was_shown(plan: ExtractionPlan, script: Any, tiny_tokenizer: Any) -> None:
@@ -149,12 +177,12 @@ def test_a_chat_model_answers_from_the_evidence(
     plan: ExtractionPlan, script: Any, server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script({n: [extracted("r", f"note <answer> {n}")] for n in range(3)})
-    (tmp_path / "a.txt").write_text("Say. {question}")
+    (tmp_path / "a.txt").write_text("Say. {question}\n{passages}")
     monkeypatch.setenv("TEST_KEY", "secret")
     server.reply = lambda content: f"It is {ANSWER} or <answer>Eva</answer>."
     extract(replace(plan, generator=chat(server, str(tmp_path / "a.txt")), key_env="TEST_KEY"))
     asked = sorted(request["messages"][0]["content"] for request in server.asked)
-    assert asked[0] == f"Say. {lines(plan)[0]['question']}\n\nEvidence: note < answer> 0" and len(asked) == 3
+    assert asked[0] == f'Say. {lines(plan)[0]["question"]}\nDoc 1(Title: "") note < answer> 0' and len(asked) == 3
     assert {len(request["messages"]) for request in server.asked} == {1} and set(server.keys) == {"Bearer secret"}
     assert [line["answer"] for line in lines(plan)] == ["Carl Dorn"] * 3
     assert "secret" not in "".join(path.read_text() for path in tmp_path.glob("e.*"))
@@ -217,6 +245,7 @@ class Pen:
                 cut_passages=0,
                 passage_tokens=8,
                 evidence_tokens=2,
+                rationale_tokens=0,
                 reason="extracted",
             )
             for n, question in enumerate(questions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 from chat_server import ChatServer
 from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, make_agentic, make_plan
+from report_cases import make_run
 
 from thresher.cli import main as cli
 from thresher.engine.episode import Feedback, Fork, Generate, Prompt, Retrieved, Search, System, Tools, Turn
 from thresher.engine.extraction import run as extract_module
 from thresher.engine.extraction.converse import Converser, cut
-from thresher.engine.extraction.run import ExtractionPlan, extract, summarise
+from thresher.engine.extraction.figures import summarise
+from thresher.engine.extraction.run import ExtractionPlan, extract
+from thresher.engine.protocol.render import Renderer
 from thresher.engine.store.journal import Journal
 from thresher.engine.systems import load_system
 from thresher.retrieval.indexes.flat import Index
@@ -38,6 +42,39 @@ def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path
 @pytest.fixture
 def agentic(plan: ExtractionPlan, tiny_index_folder: Path, tmp_path: Path) -> ExtractionPlan:
     return make_agentic(plan, tiny_index_folder, tmp_path)
+
+
+# --- A run's best checkpoint
+
+
+def test_the_best_checkpoint_of_a_run_is_asked_as_it_was_trained(
+    plan: ExtractionPlan, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 0 is the model that the run started from; prompt, passages' form, budget and k are the run's recipe's."""
+    run = make_run(
+        tmp_path / "run",
+        plan.model,
+        system={"name": "eviomni", "template": str(tmp_path / "t.txt")},
+        retrieval={"k": 2, "passage_format": "<{text}>"},
+        rollout={"max_turn_tokens": 120, "max_passage_tokens": 60, "max_context": 400},
+    )
+    run.append_metrics({"step": 0, "eval": {"em": 0.5}})
+    formats: list[str] = []
+    render = Renderer.prompt
+
+    def spy(self: Renderer, asked: Prompt) -> list[int]:
+        formats.append(self.passage_format)
+        return render(self, asked)
+
+    monkeypatch.setattr(Renderer, "prompt", spy)
+    script({n: [extracted("why", "Eva")] for n in range(3)})
+    words = ["extract", "--best", str(run.path), "--questions", plan.questions, "--out", plan.out]
+    assert cli.run(words) == 0
+    assert {line["evidence"] for line in lines(plan)} == {"Eva"} and set(formats) == {"<{text}>"}
+    settings = json.loads(Path(plan.out).with_suffix(".json").read_text())["settings"]
+    assert (settings["model"], settings["k"], settings["prompt"]) == (plan.model, 2, "raw")
+    assert all(line["cut_passages"] == 0 for line in lines(plan))
+    assert cli.run([*words, "--noise", "1", "--loop", "agentic", "--agent-model", plan.model]) == 2
 
 
 # --- Stopped and gone on with
@@ -224,7 +261,7 @@ def test_the_command(plan: ExtractionPlan, capsys: pytest.CaptureFixture[str], m
         (["--answer-url", "http://h"], "either --answer-model DIR, or --answer-url URL with --answer-name MODEL"),
         (["--answer-model", "m", "--answer-name", "n"], "either --answer-model DIR"),
         (["--answer-template", "t"], "either --answer-model DIR"),
-        (["--set", "grpo.beta=1"], "expected a key of model, rollout or retrieval"),
+        (["--set", "grpo.beta=1"], "expected a key of model, rollout, retrieval, system"),
         (["--set", "rollout.max_turn=1"], "rollout.max_turn: unknown key"),
         (["--key-env", "NO_SUCH_KEY", "--answer-url", "http://h", "--answer-name", "n"], "NO_SUCH_KEY"),
     ],

@@ -14,8 +14,8 @@ from thresher.policy.config import ModelConfig, config_from_dict
 ROOT = Path(__file__).parents[3]
 GPU, LAPTOP = 80 * GB, 16 * GB
 START = "# Memory, by thresher plan: "
-# All but the one that is SFT's alone: a plan is of a GRPO run.
-RECIPES = sorted(set((ROOT / "recipes").glob("*/*.toml")) - {ROOT / "recipes" / "world" / "base.toml"})
+# All but those of SFT: a plan is of a GRPO run.
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.toml") if "[sft]" not in path.read_text("utf-8"))
 
 
 def model_of(path: Path, named: str) -> ModelConfig:

@@ -8,7 +8,7 @@ from report_cases import Page, eval_record, make_run, step_record, trajectory
 from thresher.cli import main as cli
 from thresher.engine.reporting import comparison
 from thresher.engine.reporting.charts import Chart
-from thresher.engine.reporting.comparison import write_comparison
+from thresher.engine.reporting.comparison import write_comparison, write_curves
 from thresher.engine.store.run_folder import RunFolder
 from thresher.rewards.errors import UserError
 
@@ -76,6 +76,20 @@ def test_runs_lie_over_each_other(tmp_path: Path, drawn: list[Chart]) -> None:
     assert "Rollout, tokens per second 5,000 25,000" in page.text
     assert 'grpo .kl_value "k3" "k2"' in page.text and "run .seed 7 8" in page.text and "run .steps" not in page.text
     assert "abc123+" in page.text and "2 x Chip" in page.text and "last resumed from step 2" in page.text
+
+
+def test_seeds_of_a_method_are_one_curve_with_their_deviation(tmp_path: Path, drawn: list[Chart]) -> None:
+    seeds = [run_with(tmp_path / str(right), right, steps=right).path for right in (2, 4)]
+    other = run_with(tmp_path / "other", 10)
+    out = tmp_path / "curves.html"
+    write_curves("Both", {"Ours": seeds, "Theirs": [other.path], "None": []}, out, ["reward", "em"])
+    assert len(drawn) == 4 and list(Page(out.read_text("utf-8")).pictures.values()) == [b"PNG"] * 4
+    ours, theirs = next(chart for chart in drawn if chart.title.startswith("Exact match: greedy")).series
+    assert (ours.label, theirs.label) == ("Ours", "Theirs") and theirs.spread is None and ours.spread is not None
+    assert ours.steps.tolist() == [2, 4] and ours.values.tolist() == [2 / 12, 4 / 12]  # never both at one step
+    reward = next(chart for chart in drawn if chart.title.startswith("Reward: sampled")).series[0]
+    assert reward.values.tolist() == pytest.approx([1 / 30, 2 / 30, 3 / 30, 4 / 30]) and reward.spread is not None
+    assert reward.spread.tolist() == [0.0] * 4
 
 
 def test_what_runs_do_not_share_is_said(tmp_path: Path, drawn: list[Chart]) -> None:

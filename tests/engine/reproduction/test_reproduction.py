@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
+from thresher.cli import main as cli
+from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import load_recipe
-from thresher.engine.reproduction.commands import Scale, cells_of, in_world
+from thresher.engine.planning.chips import CHIPS
+from thresher.engine.reporting import comparison
+from thresher.engine.reproduction.commands import Cell, Command, Scale, in_world
+from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
-from thresher.engine.reproduction.run import listing, reproduce
+from thresher.engine.reproduction.run import reproduce
+from thresher.engine.reproduction.scales import cells_of, files_of
 from thresher.engine.reproduction.tables import markdown, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.engine.systems import load_system
@@ -25,6 +31,10 @@ class Killed(Exception):
     pass
 
 
+def all_of(cell: Cell) -> list[Command]:
+    return [*cell.before, *(command for chain in cell.columns.values() for command in chain)]
+
+
 @pytest.fixture
 def run_command() -> Callable[[list[str]], None]:
     """Writes what the command writes last; an evaluation is right on even questions, and more often with the reward."""
@@ -35,7 +45,16 @@ def run_command() -> Callable[[list[str]], None]:
         if words[0] == "train":
             (out / "summary.json").write_text("{}")
         if words[0] == "data":
-            (out / "test.jsonl").write_text("".join(json.dumps(record) + "\n" for record in QUESTIONS))
+            for name in ("test", "given_test"):
+                (out / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in QUESTIONS))
+        if words[0] == "extract":
+            assert "--best" in words and out.parent.is_dir()
+            record = {"golden_answers": ["a"], "evidence": "a b", "rationale": "c", "compression_ratio": 4.0}
+            lines = [json.dumps({"id": str(n), **record}) + "\n" for n in range(20)]
+            out.rmdir()
+            out.write_text("".join(lines))
+            questions = str(out.parents[1] / "world/data/given_test.jsonl")
+            out.with_suffix(".json").write_text(json.dumps({"settings": {"questions": questions}, "figures": {}}))
         if words[0] == "eval":
             (out / "settings.json").write_text(json.dumps({"questions": str(out.parents[1] / "world/data/test.jsonl")}))
             step = 4 if "without" in str(out) else 2
@@ -50,22 +69,29 @@ def run_command() -> Callable[[list[str]], None]:
 
 
 @pytest.mark.parametrize("name", paper_names())
-def test_a_manifest_is_of_systems_recipes_and_files_that_are_there(name: str) -> None:
-    manifest = read_manifest(name)
+def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name: str) -> None:
+    manifest, parser = read_manifest(name), cli.build_parser()
     for method in manifest.methods.values():
-        assert (method.system is None) != (method.baseline is None)
+        assert [method.system is not None, method.baseline is not None, method.refiner != ()].count(True) == 1
         if method.system is not None:
             load_system(method.system, method.options)
+        if method.baseline is not None:
+            load_baseline(method.baseline, method.options)
         if method.recipe is not None:
-            recipe = load_recipe(RECIPES / method.recipe)
-            named = [recipe.data and recipe.data.train, recipe.data and recipe.data.dev]
-            named += [recipe.retrieval and recipe.retrieval.index]
-            assert {path for path in named if path} <= manifest.files.keys()
+            assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys()
+    for tuning in manifest.tunings.values():
+        assert (tuning.format is None) == (tuning.kind is not None) == (tuning.teacher in manifest.files)
+        assert load_recipe(RECIPES / tuning.recipe).sft is not None
     for table in manifest.tables.values():
+        assert table.columns or table.curves
         labels = [manifest.label(row) for row in table.rows]
         assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
-        assert all(cells_of(manifest, table, PAPER, Path("x")))
-    assert len(listing(manifest)) == sum(len(table.rows) for table in manifest.tables.values())
+        for scale in (PAPER, Scale("world")):
+            for command in (
+                command for cell in cells_of(manifest, table, scale, Path("x")) for command in all_of(cell)
+            ):
+                assert parser.parse_args(list(command.words)).handler
+    assert len(listing(manifest, CHIPS["H100"])) == sum(len(table.rows) for table in manifest.tables.values())
 
 
 def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
@@ -96,6 +122,90 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
     assert json.loads((tmp_path / "T2.json").read_text()) == found["T2"]
 
 
+def test_a_chain_shares_its_stages_survives_kills_and_is_measured_as_one(
+    tmp_path: Path, run_command: Callable[[list[str]], None]
+) -> None:
+    """A training whose evidence a generator reads, and its own answers; and of T3 six trainings with one generator."""
+    ran: list[tuple[str, str]] = []
+
+    def killed(words: list[str]) -> None:
+        ran.append((words[0], " ".join(words)))
+        run_command(words)
+        raise Killed
+
+    for _ in range(20):
+        try:
+            found = reproduce("eviomni", ["own"], Scale("world"), tmp_path, killed)
+            break
+        except Killed:
+            continue
+    names = [name for name, _ in ran]
+    assert names[5:] == ["train", "sft", "extract", "eval", "eval"] and len(names) == 10  # behind the base's five
+    manifest = read_manifest("eviomni")
+    cells = cells_of(manifest, manifest.tables["T3"], Scale("world"), tmp_path)
+    shared = dict.fromkeys(" ".join(command.words) for cell in cells for command in cell.before)
+    assert len(shared) == 5 + 6 + 1 and set(shared) >= {line for name, line in ran if name in ("train", "sft")}
+    generator = next(line for name, line in ran if "tunings/generator" in line and name == "sft")
+    reading = next(line for name, line in ran if name == "eval" and "--baseline evidence" in line)
+    prompt = f"{tmp_path / 'world' / 'qa.txt'}"
+    assert f"sft.template={prompt}" in generator and f"system.template={prompt}" in reading
+    evidence = tmp_path / "evidence" / "eviomni-seed0.jsonl"
+    assert f"system.options.file={evidence}" in reading and f"--out {evidence}" in " ".join(line for _, line in ran)
+    ours = found["own"]["rows"][0]["ours"]  # answers of the generator, compression of the extraction
+    assert ours["em"]["nq"]["mean"] == 1.0 and ours["compression"]["hotpotqa"]["mean"] == 4.0
+
+
+def test_of_a_teachers_right_answers_to_warmed_extractors(tmp_path: Path) -> None:
+    manifest = read_manifest("eviomni")
+    for scale, teachers in ((Scale("world", (0, 1)), 1), (Scale("paper", (0, 1)), 0)):
+        cells = cells_of(manifest, manifest.tables["T1"], scale, tmp_path)
+        commands = list(dict.fromkeys(command for cell in cells for command in cell.before))
+        tunings = [command for command in commands if "tunings" in str(command.folder)]
+        heads = [" ".join(command.words[:2]) if command.words[0] == "data" else command.words[0] for command in tunings]
+        assert [heads.count(name) for name in ("eval", "data sft", "sft")] == [teachers, 2, 4]  # a warm-up a seed
+        for cell in cells:
+            for (extraction,) in cell.columns.values():
+                words = list(extraction.words)
+                assert words[0] == "extract" and words[words.index("--evidence-tokens") + 1] == "100"
+                assert words[words.index("--model") + 1] == str(cell.before[-1].folder)
+    lacking = cells[0].lacking()
+    assert {"data/nq_teacher/trajectories.jsonl", "models/Qwen2.5-1.5B-Instruct", "indexes/wiki18"} <= lacking.keys()
+
+
+def test_a_figure_has_its_rows_trainings_over_each_other(
+    tmp_path: Path, run_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(comparison, "write_curves", lambda *given: drawn.append(given))
+
+    def trained(words: list[str]) -> None:
+        run_command(words)
+        if words[0] == "train":
+            (Path(words[words.index("--out") + 1]) / "metrics.jsonl").write_text("")
+
+    reproduce("eval_rar", ["F3"], Scale("world", (0, 1)), tmp_path, trained)
+    ((title, groups, out, chosen),) = drawn
+    assert title == "Eval-RAR: Training beside Search-R1 (the figure prints no numbers)"
+    assert [len(folders) for folders in groups.values()] == [2, 2] and out == tmp_path / "F3.html"
+    assert chosen == ("reward", "length", "searches")
+
+
+def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    manifest = read_manifest("eviomni")
+    model = Path("models/Qwen2.5-1.5B-Instruct")
+    (_, rational, *_, eviomni, _) = (
+        one for one in listing(manifest, CHIPS["H100"]) if one["table"] in ("T1", "T2", "own")
+    )
+    assert rational["stages"] == ["sft eviomni/warmup.toml", "extract"] and rational["planned"] is None
+    assert eviomni["planned"]["absent"] == str(model / "config.json") and "hf download" in eviomni["planned"]["get"]
+    model.mkdir(parents=True)
+    (model / "config.json").write_bytes((RECIPES / "world" / "config.json").read_bytes().replace(b"1024", b"4096"))
+    (*_, own) = (one for one in listing(manifest, CHIPS["H100"]) if one["table"] == "own")
+    assert own["planned"]["fits"] and own["planned"]["seconds"] == own["planned"]["seconds_per_step"] * 1237
+    assert "GB, " in plan_in_words(own["planned"], own["needs"])
+
+
 def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     for name in ("paper", "world"):
@@ -103,7 +213,7 @@ def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
         for cell in cells_of(manifest, manifest.tables["T1"], scale, tmp_path):
             trains = [command for command in cell.before if command.words[0] == "train"]
             assert all("run.steps=2" in command.words for command in trains)
-            for command in cell.evaluations.values():
+            for (command,) in cell.columns.values():
                 assert command.words[command.words.index("--limit") + 1] == "3"
                 assert ("run.steps=2" in command.words) != ("--best" in command.words)
 
@@ -119,13 +229,15 @@ def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
 
 def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Path) -> None:
     manifest = read_manifest("eviomni")
-    (cell,) = cells_of(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
-    asked = {column: " ".join(command.words) for column, command in cell.evaluations.items()}
+    (cell, full) = cells_of(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
+    asked = {column: " ".join(chain[0].words) for column, chain in cell.columns.items()}
     assert asked["nq"] == asked["hotpotqa"] and "--noise" not in asked["nq"]
     assert asked["nq_noise8"] == asked["hotpotqa_noise8"] and "--noise 8" in asked["nq_noise8"]
-    assert len({command.folder for command in cell.evaluations.values()}) == 5 and len(asked) == 10
+    assert len({chain[-1].folder for chain in cell.columns.values()}) == 5 and len(asked) == 10
     (trained, _) = cells_of(manifest, manifest.tables["F5"], PAPER, tmp_path)
-    assert "--noise 4" in " ".join(trained.evaluations["tqa_noise4"].words)
+    extraction, answering = (" ".join(command.words) for command in trained.columns["tqa_noise4"])
+    assert "--noise 4" in extraction and "--noise" not in answering  # which is given evidence
+    assert "--noise 4" in " ".join(full.columns["nq_noise4"][-1].words)
 
 
 def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
@@ -140,7 +252,10 @@ def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("{}")
     reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
-    assert [words[0] for words in ran] == ["eval"] * 5  # two without retrieval, three that name an index of their own
+    assert [words[0] for words in ran] == ["eval"] * 2  # without retrieval
+    Path("indexes/wiki18").mkdir(parents=True)
+    reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
+    assert len(ran) == 2 + 5  # of which three name an index of their own; nothing here is ever finished
     assert all("data/nq_test.jsonl" in words for words in ran) and {"direct", "cot"} <= {words[-5] for words in ran}
 
 
@@ -148,7 +263,7 @@ def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_
     manifest = read_manifest("eval_rar")
     table = manifest.tables["T2"]
     cells = cells_of(manifest, table, PAPER, tmp_path)
-    for number, command in enumerate(cells[0].evaluations.values()):
+    for number, command in enumerate(chain[0] for chain in cells[0].columns.values()):
         command.folder.mkdir(parents=True)
         record = {"id": "q", "question": "?", "parts": {}, "measures": {"em": float(number % 2)}}
         (command.folder / "trajectories.jsonl").write_text(json.dumps(record) + "\n")

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from thresher.engine.baselines import NAMES, load_baseline
-from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System, Tools, Turn
+from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System, Tools, Turn, first_prompt
+from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job
 from thresher.engine.systems import load_system
+from thresher.engine.training.sft import encode_transcript
 from thresher.engine.training.sft_data import make_records
+from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
@@ -89,27 +92,32 @@ def test_the_prompt_of_evidence(tmp_path: Path) -> None:
     file.write_text('{"id": "q", "evidence": " Anna <answer>Bell</answer> ", "x": 1}\n{"id": "r", "evidence": ""}\n')
     system = load_baseline("evidence", {"file": str(file)})
     requests, reason = drive(system, [ANSWER])
-    text = "Who mapped Glass Bay?\n\nEvidence: Anna <answer>Bell</answer>"
-    assert requests == [Prompt(system.template, text), ANSWERED] and reason == "answered"
+    passage = Passage("evidence", "", "Anna <answer>Bell</answer>")
+    assert requests == [Prompt(system.template, "Who mapped Glass Bay?", (passage,)), ANSWERED]
+    assert reason == "answered"
     assert not system.given_passages  # it searches for none where a question brings none
     tools = Tools(system.template, 1)
     empty = next(system.episode(replace(QUESTION, id="r"), tools))
-    assert isinstance(empty, Prompt) and empty.question.endswith("Evidence: none was found")
+    assert isinstance(empty, Prompt) and empty.passages == ()
     with pytest.raises(UserError, match=r"e\.jsonl: holds no evidence for question s"):
         next(system.episode(replace(QUESTION, id="s"), tools))
 
 
-def test_a_generator_is_asked_for_evidence_in_the_words_that_it_was_tuned_on(tmp_path: Path) -> None:
-    file = tmp_path / "e.jsonl"
-    file.write_text('{"id": "q", "evidence": " It was Anna. "}\n{"id": "r", "evidence": ""}\n')
-    system = load_baseline("evidence", {"file": str(file), "qa": True})
-    tools = Tools(system.template, 1)
-    passage = Passage("evidence", "", "It was Anna.")
-    ((record,), _) = make_records([replace(QUESTION, passages=(passage,))], "qa")
-    assert record["template"] == system.template
-    assert next(system.episode(QUESTION, tools)) == Prompt(system.template, QUESTION.question, (passage,))
-    empty = next(system.episode(replace(QUESTION, id="r"), tools))
-    assert isinstance(empty, Prompt) and empty.passages == ()
+@pytest.mark.parametrize(("baseline", "kind"), [("evidence", "qa"), ("full_passages", "qa"), ("direct", "closed-book")])
+def test_what_a_generator_is_asked_is_to_the_token_what_it_was_tuned_on(
+    baseline: str, kind: str, tmp_path: Path, tiny_tokenizer: Tokenizer
+) -> None:
+    system = load_baseline(baseline, options_of(baseline, tmp_path))
+    question = replace(QUESTION, passages=(Passage("evidence", "", "Anna Bell mapped it."),))
+    renderer = Renderer(
+        tokenizer=tiny_tokenizer, tags=system.tags, k=1, chat=False, max_passage_tokens=99, passage_format="{text}"
+    )
+    asked = renderer.prompt(first_prompt(system, question, Tools(system.template, 1)))
+    for style, same in (("tagged", True), ("plain", False)):
+        ((record,), _) = make_records([question], kind, style)
+        tuned = encode_transcript(record, tiny_tokenizer, renderer, "unused", 0)
+        assert (tuned.ids[: tuned.positions[0]] == asked) == same
+        assert ("<answer>" in record["template"]) == same
 
 
 @pytest.mark.parametrize(
@@ -265,7 +273,7 @@ def test_a_tiny_model_runs_every_baseline(
     for trajectory in trajectories:
         assert check_trajectory(trajectory, run.tokenizer, system.tags, LIMITS["max_context"]) == []
         prompt = run.tokenizer.decode(trajectory.segments[0].ids)
-        assert ("Title 0" in prompt) == system.given_passages and ("Evidence: Anna" in prompt) == (name == "evidence")
+        assert ("Title 0" in prompt) == system.given_passages and ("Anna Bell mapped" in prompt) == (name == "evidence")
     assert {t.reason for t in trajectories} <= {"answered", "ended", "turns", "turn_tokens", "tokens"}
     if name in ONE_TURN:
         assert all(len(t.segments) == 2 and not t.searches for t in trajectories)

@@ -67,11 +67,11 @@ def renderer(tiny_tokenizer: Tokenizer) -> Renderer:
 @pytest.mark.parametrize(
     ("kind", "style", "text", "end"),
     [
-        ("direct", "tagged", "<answer>Otto Pike</answer>", False),
+        ("direct", "tagged", "<answer> Otto Pike </answer>", False),
         ("direct", "plain", "Otto Pike", True),
-        ("qa", "tagged", "<answer>Otto Pike</answer>", True),
+        ("qa", "tagged", "<answer> Otto Pike </answer>", True),
         ("qa", "plain", "Otto Pike", True),
-        ("closed-book", "tagged", "<answer>Otto Pike</answer>", True),
+        ("closed-book", "tagged", "<answer> Otto Pike </answer>", True),
         ("closed-book", "plain", "Otto Pike", True),
     ],
 )
@@ -89,7 +89,7 @@ def test_what_is_trained_is_the_first_gold_and_the_end_where_nothing_else_stops(
     assert ("<answer>" in prompt) == (style == "tagged")
     # The gate of sft.py counts answers that could be copied.
     copied = tiny_tokenizer.decode([found.ids[row] for row in found.copied])
-    assert copied == ("" if kind == "closed-book" else "Otto Pike")
+    assert copied.strip() == ("" if kind == "closed-book" else "Otto Pike")
 
 
 def test_passages_and_questions_stay_data(renderer: Renderer, tiny_tokenizer: Tokenizer) -> None:
@@ -236,6 +236,44 @@ def test_questions_without_any_use_are_refused(tmp_path: Path) -> None:
         UserError, match=r"questions.jsonl: no question gives .* kind qa \(the first, bare: no passages\)"
     ):
         data_sft("--kind", "qa", "--questions", str(tmp_path / "questions.jsonl"), "--out", str(tmp_path / "out"))
+
+
+def test_of_a_teachers_transcripts_those_that_answer_right_stay(
+    renderer: Renderer, tiny_tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(id_: str, text: str) -> dict[str, Any]:
+        asked = {
+            "id": id_,
+            "question": "Who?",
+            "golden_answers": ["Otto Pike"],
+            "passages": [{"title": "t", "text": "P"}],
+        }
+        return asked | {"segments": [{"source": "prompt", "text": "x"}, {"source": "policy", "text": text}]}
+
+    right = "<reason>by <answer> P</reason>\n<extract>Otto Pike rules.</extract>\n<answer>The Otto Pike</answer>"
+    told = [
+        said("right", right),
+        said("wrong", right.replace("The Otto", "Gil")),
+        said("bare", "<answer>Otto Pike</answer>"),
+    ]
+    file, template = tmp_path / "teacher.jsonl", tmp_path / "t.txt"
+    file.write_text("".join(json.dumps(record) + "\n" for record in told))
+    template.write_text("Q: {question} {passages}\n")
+    for kind, text in (
+        ("reason-extract", "<reason> by < answer> P </reason><extract> Otto Pike rules. </extract>"),
+        ("extract", "<extract> Otto Pike rules. </extract>"),
+    ):
+        out = tmp_path / f"{kind}.jsonl"
+        data_sft("--kind", kind, "--transcripts", str(file), "--template", str(template), "--out", str(out))
+        (record,) = [json.loads(found) for found in out.read_text().splitlines()]
+        encoded = encode_transcript(record, tiny_tokenizer, renderer, "unused", end_id=7)
+        assert tiny_tokenizer.decode([encoded.ids[row] for row in encoded.positions]) == text
+        assert tiny_tokenizer.decode(encoded.ids).startswith("Q: Who? [1] t: P")
+        reasons = [json.loads(found)["reason"] for found in Path(f"{out}.unused.jsonl").read_text().splitlines()]
+        assert reasons[0] == "the answer is wrong" and reasons[1].endswith("that closes and says something")
+    assert "2 of 3 questions gave no record" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UserError, match="--transcripts is for reason-extract and extract"):
+        data_sft("--kind", "extract", "--questions", str(file), "--out", str(tmp_path / "no"))
 
 
 # --- Analyses by a model

@@ -29,6 +29,10 @@ def dpr_config() -> transformers.DPRConfig:
     return transformers.DPRConfig(**folders.SIZES)
 
 
+def roberta(kind: type[Any] = transformers.RobertaConfig) -> Any:
+    return kind(**folders.SIZES, type_vocab_size=1, pad_token_id=1)
+
+
 MODELS: dict[str, tuple[type[Any], Callable[[], Any]]] = {
     "bert": (transformers.BertModel, folders.bert_config),
     "bert-tanh": (transformers.BertModel, lambda: folders.bert_config(hidden_act="gelu_new")),
@@ -39,6 +43,9 @@ MODELS: dict[str, tuple[type[Any], Callable[[], Any]]] = {
     "distilbert-classifier": (transformers.DistilBertForSequenceClassification, lambda: DISTILBERT),
     "dpr-question": (transformers.DPRQuestionEncoder, dpr_config),
     "dpr-passage": (transformers.DPRContextEncoder, dpr_config),
+    "roberta": (transformers.RobertaModel, roberta),
+    "roberta-masked-lm": (transformers.RobertaForMaskedLM, roberta),
+    "xlm-r-tokens": (transformers.XLMRobertaForTokenClassification, lambda: roberta(transformers.XLMRobertaConfig)),
 }
 
 
@@ -82,6 +89,18 @@ def test_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> N
     ours_BTH, theirs_BTH = load_bert(tmp_path)(ids_BT, mask_BT), theirs(model, ids_BT, mask_BT)
     assert theirs_BTH[mask_BT].std() > 0.5  # something to compare
     torch.testing.assert_close(ours_BTH[mask_BT], theirs_BTH[mask_BT], rtol=0, atol=1e-5)
+
+
+def test_a_roberta_has_fewer_positions_than_rows(tmp_path: Path) -> None:
+    """Its longest text fills the table, whose first two rows are nobody's."""
+    model = folders.random_model(transformers.RobertaModel, roberta())
+    model.save_pretrained(tmp_path)
+    longest = read_bert_config(tmp_path).max_positions
+    assert longest == folders.SIZES["max_position_embeddings"] - 2
+    ids_BT, mask_BT = inputs([longest])
+    torch.testing.assert_close(load_bert(tmp_path)(ids_BT, mask_BT), theirs(model, ids_BT, mask_BT), rtol=0, atol=1e-5)
+    with pytest.raises((IndexError, RuntimeError)):
+        theirs(model, *inputs([longest + 1]))
 
 
 def test_token_types(folder: Path) -> None:
@@ -181,7 +200,9 @@ def test_config_of_distilbert(shared_data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "xlm-roberta"}, "model_type is 'xlm-roberta', expected one of bert, dpr, distilbert"),
+        ({"model_type": "electra"}, "model_type is 'electra', expected one of bert, dpr, distilbert, roberta"),
+        ({"model_type": "xlm-roberta"}, "pad_token_id is 0, expected 1"),
+        ({"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 2}, "leaves 0 positions"),
         ({"model_type": ...}, "model_type is None"),
         ({"hidden_act": "swish"}, "the activation is 'swish', expected one of gelu"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', expected 'absolute'"),

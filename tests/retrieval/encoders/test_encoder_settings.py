@@ -110,6 +110,9 @@ def test_what_is_given_wins(copy: Callable[[str], Path]) -> None:
         ("multilingual-e5-large-instruct", None),
         ("bge-m3", None),
         ("safe5-base", None),
+        ("contriever-msmarco", "Contriever"),
+        ("nq_extractive_compressor", "Contriever"),
+        ("contrievers", None),
         ("bert-base-uncased", None),
     ],
 )

@@ -57,6 +57,22 @@ def close(ours: np.ndarray, expected: np.ndarray) -> None:
 # Vectors
 
 
+def test_xlm_roberta_and_its_sentence_pieces(tmp_path: Path) -> None:
+    """As multilingual E5's larger ones are."""
+    folder, _ = folders.save_xlm_roberta(tmp_path, transformers.XLMRobertaModel)
+    encoder = load_encoder(folder, pooling="mean", normalize=True, query_prefix="the ", passage_prefix="")
+    texts = ["The mayor of the city.", "a", "", "river city " * 40]
+    close(encoder.encode_passages(texts), theirs(folder, texts, "mean", True, max_length=68))
+    close(encoder.encode_queries(texts), theirs(folder, texts, "mean", True, prefix="the ", max_length=68))
+    assert encoder.passages_cut == 1 and encoder.settings.max_length == 68
+    assert encoder.count_tokens(texts)[:3] == [len(encoding) - 2 for encoding in _ids(folder, texts[:3])]
+
+
+def _ids(folder: Path, texts: list[str]) -> list[list[int]]:
+    found: list[list[int]] = transformers.AutoTokenizer.from_pretrained(folder)(texts)["input_ids"]
+    return found
+
+
 def test_sentence_transformers_layout(copy: Callable[[str], Path]) -> None:
     folder = folders.lay_out(copy("any"), "Transformer", "Pooling", "Normalize", sentence={"max_seq_length": 40})
     encoder = load_encoder(folder)

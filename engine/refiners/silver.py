@@ -1,0 +1,119 @@
+"""Which sentences a filter is to learn to write: FilCo's three measures of how a sentence t helps to answer q with o.
+
+    inclusion   t holds a gold answer                                         every such sentence
+    overlap     F1 of the words of t and o                                    the best, if it is above 0
+    cxmi        log p(o | t, q) - log p(o | q), under a generator             the best, if it is above 0
+
+(Wang et al. 2023, "Learning to Filter Context for Retrieval-Augmented Generation", arXiv:2311.08377, section 2.2, which
+takes inclusion for NQ and TriviaQA and cxmi for HotpotQA.) Of all passages together [assumed: its code asks for one
+passage at a time, the papers that compare with it show five]. Where no sentence helps, nothing is what the filter is to
+write. o is the first gold answer; the thresholds are those of its code. RECOMP chooses its one sentence so too, by
+log p(o | t, q), whose largest is cxmi's.
+
+The generator is asked in the prompt of `data sft --kind qa`, with t as the one passage or with none, as the baseline
+`evidence` asks it.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from thresher.engine import console
+from thresher.engine.assemble import check_fit
+from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
+from thresher.engine.config.sections import RetrievalSection
+from thresher.engine.episode import Prompt, pair_tags
+from thresher.engine.protocol.render import Renderer
+from thresher.engine.refiners.likelihood import Likelihood
+from thresher.engine.refiners.spans import lines, sentences
+from thresher.policy.model import load_policy
+from thresher.policy.tokenizer import load_tokenizer
+from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.questions import Question
+from thresher.rewards.errors import UserError
+from thresher.rewards.tags import escape_tags
+from thresher.rewards.text import contains_answer, f1_score
+
+TAGS = pair_tags("answer")
+
+
+class AnswerLikelihood:
+    """A generator, asked how likely an answer is. tagged: the answer stands between answer tags.
+
+    It computes in float32 on a CPU, in bfloat16 on CUDA, and is asked through its chat template if it has one.
+    UserError for a folder that is no such model.
+    """
+
+    def __init__(self, folder: str | Path, device: str = "cpu", tagged: bool = True) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device is cuda, but torch sees no CUDA device; use cpu")
+        self._folder, self._tagged = folder, tagged
+        tokenizer = load_tokenizer(folder)
+        policy = load_policy(folder, torch.bfloat16 if device == "cuda" else torch.float32, device)
+        check_fit(policy.requires_grad_(False), tokenizer, folder)
+        self._likelihood = Likelihood(policy, tokenizer)
+        template = built_in("passages", Options(), passages=True)
+        self._template = template if tagged else template.replace(TAGGED, BARE)
+        self._renderer = Renderer(
+            tokenizer=tokenizer,
+            tags=TAGS,
+            k=1,
+            chat=tokenizer.chat_template is not None,
+            max_passage_tokens=sys.maxsize,  # what exceeds the context is refused below
+            passage_format=RetrievalSection().passage_format,
+        )
+
+    def logprobs(self, question: Question, texts: Sequence[str]) -> list[float]:
+        """log p(first gold answer | text, question) for each text, in nats; an empty text is no passage. UserError for
+        what is longer than the model's context."""
+        gold = question.golds[0]
+        answer = f"<answer> {escape_tags(gold, TAGS)} </answer>" if self._tagged else gold
+        target = self._renderer.tokenizer.encode(answer)
+        sequences = []
+        for text in texts:
+            passages = (Passage("evidence", "", text),) if text else ()
+            ids = [*self._renderer.prompt(Prompt(self._template, question.question, passages)), *target]
+            if len(ids) > self._likelihood.longest:
+                raise UserError(
+                    f"question {question.id}: with a sentence of its passages and its answer it takes {len(ids):,} "
+                    f"tokens, more than the {self._likelihood.longest:,} positions of {self._folder}; drop it, or use "
+                    "another model"
+                )
+            sequences.append((ids, list(range(len(ids) - len(target), len(ids)))))
+        return [sum(values) for values in self._likelihood.logprobs(sequences)]
+
+
+def silver_evidence(
+    questions: Sequence[Question],
+    measure: str,
+    model: str | Path | None = None,
+    device: str = "cpu",
+    tagged: bool = True,
+) -> dict[str, str]:
+    """Question id -> the sentences that help by `measure`, a line for each passage that has some; empty where none
+    does. Every question has an answer and passages. model: the generator, of cxmi."""
+    likelihood = None if model is None else AnswerLikelihood(model, device, tagged)
+    found = {}
+    with console.progress_line("sentences", len(questions)) as line:
+        for done, question in enumerate(questions, 1):
+            parts = [[p.text[start:end].strip() for start, end in sentences(p.text)] for p in question.passages]
+            helps = iter(_helpful(question, [text for part in parts for text in part], measure, likelihood))
+            found[question.id] = lines([[text for text in part if next(helps)] for part in parts])
+            line.to(done, "")
+    return found
+
+
+def _helpful(question: Question, texts: Sequence[str], measure: str, likelihood: AnswerLikelihood | None) -> list[bool]:
+    """Which of the sentences help; of those that are equally good the first."""
+    if measure == "inclusion":
+        return [contains_answer(text, question.golds) for text in texts]
+    if measure == "overlap":
+        scores = [f1_score(text, question.golds) for text in texts]
+    else:
+        assert measure == "cxmi" and likelihood is not None
+        base, *given = likelihood.logprobs(question, ["", *texts])
+        scores = [value - base for value in given]
+    best = max(range(len(texts)), key=lambda number: scores[number])
+    return [number == best and scores[number] > 0 for number in range(len(texts))]

@@ -1,0 +1,391 @@
+"""The words of a stage's commands at each scale, and how stages follow one another.
+
+MethodRun     the chain: what is shared by a row's columns, then of every column extraction and evaluation
+PaperScale    the recipes, models and files that the manifest names
+WorldScale    one base, one recipe, and the questions of the invented world; prompts of a line
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from thresher.engine.config.recipe import load_recipe
+from thresher.engine.extraction.run import SECTIONS
+from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
+from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
+from thresher.engine.synthetic.shared_base import RECIPE, RECIPES, world_paths, world_stages
+from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, template
+from thresher.policy.files import atomic_write_text
+
+ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only", "qa": "qa", "closed-book": "closed-book"}
+TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
+
+
+class MethodRun(ABC):
+    """One row's chain with one seed."""
+
+    def __init__(self, manifest: PaperManifest, scale: Scale, out: Path, row: TableRow, seed: int) -> None:
+        self.manifest, self.scale, self.out, self.row, self.seed = manifest, scale, out, row, seed
+        self.method = manifest.methods[row.method]
+        self.trained = manifest.methods[self.method.trained_as or row.method]
+        self.tuned: list[Command] = []
+
+    def cell(self, columns: Sequence[str]) -> Cell:
+        method, before, policy = self.method, self.base(), self.start()
+        if self.trained.warmup is not None:
+            policy = self.tuning(self.trained.warmup, policy, self.seed)
+        before += self.tuned
+        asked = self.asked(policy)
+        if self.trained.recipe is not None:
+            training = self.training(policy)
+            before.append(training)
+            asked = ["--best", str(training.folder)]
+        self.tuned = []
+        answerer = None if method.generator is None else self.tuning(method.generator, self.start(), 0)
+        before += self.tuned
+        chains = {}
+        for column in columns:
+            name = self.column_name(column)
+            extraction = self.extraction(column, name, asked) if method.extract else None
+            if answerer is not None:
+                answering = self.answering(column, name, answerer, extraction)
+            elif extraction is None:
+                answering = self.evaluation(column, name, asked)
+            else:
+                answering = None
+            chains[column] = tuple(command for command in (extraction, answering) if command is not None)
+        return Cell(self.row, self.seed, tuple(before), chains)
+
+    def tuning(self, name: str, start: str, seed: int) -> str:
+        """The model folder of a tuning that begins at `start`; its commands go to `tuned`."""
+        tuning = self.manifest.tunings[name]
+        folder = self.out / "tunings" / f"{name}{self.of_model()}-seed{seed}"
+        if tuning.kind is None:
+            data = [f"sft.format={tuning.format}", *self.answered_questions(name)]
+        else:
+            made = self.out / "tunings" / f"{name}.jsonl"
+            teacher, read = self.teacher(name)
+            words = ("data", "sft", "--kind", tuning.kind, "--transcripts", teacher, *self.template_of(tuning.kind))
+            self.add((*words, "--out", str(made)), made, read)
+            data = ["sft.data=", f"sft.transcripts={made}"]
+        recipe = self.tuning_recipe(name)
+        sets = sets_of(f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.overrides)
+        self.add(("sft", recipe, *sets, "--out", str(folder)), folder, [start, *files_of(recipe)])
+        return str(folder)
+
+    def add(self, words: Iterable[str], place: Path, read: Iterable[str]) -> None:
+        self.tuned.append(Command(tuple(words), place, self.absent(read)))
+
+    def training(self, policy: str) -> Command:
+        name = self.method.trained_as or self.row.method
+        folder = self.out / "runs" / f"{name}{self.of_model()}-seed{self.seed}"
+        switches = switches_of(self.trained)
+        sets = sets_of(f"run.seed={self.seed}", *switches, *self.overrides(self.trained), *self.scale.besides_sft)
+        recipe = self.recipe(policy)
+        words = ("train", *recipe, *sets, "--out", str(folder))
+        return Command(words, folder, self.absent([policy, *files_of(recipe[0])]))
+
+    def evaluation(self, column: str, name: str, asked: Sequence[str]) -> Command:
+        """Of the policy's own answers."""
+        folder = self.out / "evaluations" / name
+        words = [*self.eval_words(asked), *self.questions(column), *self.noise(column), *self.scale.limiting()]
+        return Command((*words, "--out", str(folder)), folder, self.absent(words))
+
+    def extraction(self, column: str, name: str, asked: Sequence[str]) -> Command:
+        file = self.out / "evidence" / f"{name}.jsonl"
+        words = ["extract", *self.extract_words(asked), *self.noise(column), *self.scale.limiting()]
+        if self.method.evidence_tokens is not None:
+            words += ["--evidence-tokens", str(self.method.evidence_tokens)]
+        if self.method.agent is not None:
+            words += ["--loop", "agentic", "--agent-model", self.manifest.models[self.method.agent].paper]
+        words += ["--questions", self.question_file(column)]
+        return Command((*words, "--out", str(file)), file, self.absent(words))
+
+    def answering(self, column: str, name: str, answerer: str, evidence: Command | None) -> Command:
+        """The generator's evaluation, from evidence where there is any."""
+        folder = self.out / "evaluations" / name
+        baseline = "evidence" if evidence is not None else self.method.baseline
+        assert baseline is not None, f"{self.row.method}: a generator answers as a baseline asks, or from evidence"
+        given = [] if evidence is None else sets_of(f"system.options.file={evidence.folder}")
+        noise = [] if evidence is not None else self.noise(column)
+        words = [*self.answer_words(answerer), "--baseline", baseline, *given, *self.questions(column), *noise]
+        words += [*self.scale.limiting(), "--out", str(folder)]
+        return Command(tuple(words), folder, self.absent(words))
+
+    def noise(self, column: str) -> list[str]:
+        passages = self.manifest.sets[column].noise
+        return ["--noise", str(passages)] if passages else []
+
+    def overrides(self, method: Method) -> list[str]:
+        return list(method.overrides)
+
+    def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """Of these words those that name, or set to, a file that is not there, with the manifest's way to get it."""
+        known: dict[str, str] = dict(self.manifest.files)
+        known |= {model.paper: model.get for model in self.manifest.models.values()}
+        known |= {column.paper: column.get for column in self.manifest.sets.values()}
+        paths = dict.fromkeys(word.rpartition("=")[2] for word in read)
+        return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
+
+    def of_extract(self, asked: Sequence[str]) -> list[str]:
+        """Of the overrides those that `extract` knows; of a run it knows the system."""
+        switches = [] if asked[0] == "--best" else switches_of(self.method)
+        every = [*switches, *self.overrides(self.method), *self.scale.besides_sft]
+        return sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
+
+    @abstractmethod
+    def base(self) -> list[Command]: ...
+
+    @abstractmethod
+    def start(self) -> str:
+        """The model folder that everything begins at."""
+
+    @abstractmethod
+    def of_model(self) -> str: ...
+
+    @abstractmethod
+    def asked(self, policy: str) -> list[str]:
+        """Flags of `extract` and `eval` that name a policy that is a model folder."""
+
+    @abstractmethod
+    def column_name(self, column: str) -> str: ...
+
+    @abstractmethod
+    def teacher(self, name: str) -> tuple[str, list[str]]:
+        """The file of a teacher's transcripts, and what has to be there for it."""
+
+    @abstractmethod
+    def answered_questions(self, name: str) -> list[str]:
+        """Overrides that name the questions that a tuning is on."""
+
+    @abstractmethod
+    def template_of(self, kind: str) -> list[str]: ...
+
+    @abstractmethod
+    def tuning_recipe(self, name: str) -> str: ...
+
+    @abstractmethod
+    def recipe(self, policy: str) -> list[str]:
+        """The recipe of a training, and the overrides that put it into its place."""
+
+    @abstractmethod
+    def eval_words(self, asked: Sequence[str]) -> list[str]: ...
+
+    @abstractmethod
+    def extract_words(self, asked: Sequence[str]) -> list[str]: ...
+
+    @abstractmethod
+    def answer_words(self, answerer: str) -> list[str]: ...
+
+    @abstractmethod
+    def question_file(self, column: str) -> str: ...
+
+    def questions(self, column: str) -> list[str]:
+        return ["--questions", self.question_file(column)]
+
+
+class PaperScale(MethodRun):
+    """What the manifest names."""
+
+    def base(self) -> list[Command]:
+        return []
+
+    def start(self) -> str:
+        return self.manifest.models[self.row.model].paper
+
+    def of_model(self) -> str:
+        return f"-{self.row.model}"
+
+    def asked(self, policy: str) -> list[str]:
+        return ["--model", policy, *self.chat()]
+
+    def chat(self) -> list[str]:
+        return ["--prompt", "chat"] if self.manifest.models[self.row.model].chat else []
+
+    def column_name(self, column: str) -> str:
+        return f"{self.row.method}-{self.row.model}-{column}-seed{self.seed}"
+
+    def teacher(self, name: str) -> tuple[str, list[str]]:
+        file = self.manifest.tunings[name].teacher
+        assert file is not None, f"[tunings.{name}]: a kind needs a teacher"
+        return file, [file]
+
+    def answered_questions(self, name: str) -> list[str]:
+        return []
+
+    def template_of(self, kind: str) -> list[str]:
+        return []
+
+    def tuning_recipe(self, name: str) -> str:
+        return str(RECIPES / self.manifest.tunings[name].recipe)
+
+    def recipe(self, policy: str) -> list[str]:
+        assert self.trained.recipe is not None
+        return [str(RECIPES / self.trained.recipe), *sets_of(f"model.path={policy}")]
+
+    def eval_words(self, asked: Sequence[str]) -> list[str]:
+        if asked[0] == "--best":
+            return ["eval", *asked]
+        baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
+        return [
+            "eval",
+            *asked,
+            *sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.besides_sft),
+            *baseline,
+        ]
+
+    def extract_words(self, asked: Sequence[str]) -> list[str]:
+        baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
+        if self.method.encoder is not None:
+            asked = ["--model", self.manifest.models[self.method.encoder].paper]
+        return [*asked, *self.method.refiner, *self.of_extract(asked), *baseline]
+
+    def answer_words(self, answerer: str) -> list[str]:
+        sets = sets_of(*self.overrides(self.method), *self.scale.besides_sft)
+        return ["eval", "--model", answerer, *self.chat(), *sets]
+
+    def question_file(self, column: str) -> str:
+        return self.manifest.sets[column].paper
+
+
+class WorldScale(MethodRun):
+    """The invented world, in out/world."""
+
+    @property
+    def world(self) -> Path:
+        return self.out / "world"
+
+    def base(self) -> list[Command]:
+        return [Command(tuple(words), Path(words[words.index("--out") + 1])) for words in world_stages(self.world)]
+
+    def start(self) -> str:
+        return str(self.world / "base")
+
+    def of_model(self) -> str:
+        return ""
+
+    def asked(self, policy: str) -> list[str]:
+        return ["--model", policy]
+
+    def column_name(self, column: str) -> str:
+        noise = self.manifest.sets[column].noise
+        return f"{self.row.method}-seed{self.seed}" + (f"-noise{noise}" if noise else "")
+
+    def teacher(self, name: str) -> tuple[str, list[str]]:
+        folder = self.out / "tunings" / "teacher"
+        words = ("eval", *self.of_system("eviomni", self.start()), "--set", "system.name=eviomni")
+        asked = ("--questions", self._data("train"), "--limit", str(TEACHER_QUESTIONS))
+        self.add((*words, *asked, "--out", str(folder)), folder, [])
+        return str(folder / "trajectories.jsonl"), []
+
+    def answered_questions(self, name: str) -> list[str]:
+        prompt = prompt_file(self.world, self.manifest.tunings[name].format or "qa")
+        return [f"sft.data={self._data('train')}", f"sft.template={prompt}"]
+
+    def template_of(self, kind: str) -> list[str]:
+        return ["--template", str(prompt_file(self.world, ASKED_IN[kind]))]
+
+    def tuning_recipe(self, name: str) -> str:
+        return str(RECIPE.with_name("tuning.toml"))
+
+    def recipe(self, policy: str) -> list[str]:
+        return self.of_system(self._prompt(), policy)
+
+    def of_system(self, prompt: str, policy: str) -> list[str]:
+        """The world's recipe, for a system or for one of its other prompts."""
+        system = prompt if prompt in (*SEARCHING, *GIVEN) else GIVEN[0]
+        paths = [text for text in world_paths(self.world, system) if not text.startswith("model.path=")]
+        named = (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
+        return [str(RECIPE), *sets_of(*named)]
+
+    def eval_words(self, asked: Sequence[str]) -> list[str]:
+        if asked[0] == "--best":
+            return ["eval", *asked]
+        sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.besides_sft)
+        baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
+        return ["eval", *self.of_system(self._prompt(), asked[1]), *sets, *baseline]
+
+    def extract_words(self, asked: Sequence[str]) -> list[str]:
+        if asked[0] == "--best":
+            return [*asked, *self.of_extract(asked)]
+        template = ["--template", str(prompt_file(self.world, self._prompt()))]
+        sets = [*sets_of(f'retrieval.passage_format="{GIVEN_FORMAT}"'), *self.of_extract(asked)]
+        baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
+        return [*asked, *template, *sets, *baseline]
+
+    def answer_words(self, answerer: str) -> list[str]:
+        assert self.method.generator is not None
+        prompt = self.manifest.tunings[self.method.generator].format or "qa"
+        return ["eval", *self.of_system(prompt, answerer), *sets_of(*self.scale.besides_sft)]
+
+    def question_file(self, column: str) -> str:
+        return self._data("test")
+
+    def questions(self, column: str) -> list[str]:
+        return []  # the recipe's dev split
+
+    def overrides(self, method: Method) -> list[str]:
+        """Without those that name a file of the paper's scale."""
+        return [text for text in method.overrides if text.partition("=")[2] not in self.manifest.files]
+
+    def _prompt(self) -> str:
+        name = self.method.system or self.method.baseline  # what it shares a training with has the same
+        assert name is not None
+        return name
+
+    def _data(self, split: str) -> str:
+        return str(self.world / "data" / f"given_{split}.jsonl")
+
+
+def write_prompts(world: Path) -> None:
+    """The invented world's prompt of each system that its base knows, and of each that a tuning teaches."""
+    world.mkdir(parents=True, exist_ok=True)
+    for name in dict.fromkeys((*SEARCHING, *GIVEN, *ASKED_IN.values())):
+        shown = "" if name in SEARCHING or name == "closed-book" else "{passages}\n"
+        text = template(name) if name in (*SEARCHING, *GIVEN) else f"{name}\n{shown}Question: {{question}}\n"
+        atomic_write_text(prompt_file(world, name), text)
+
+
+def prompt_file(world: Path, name: str) -> Path:
+    return world / f"{name}.txt"
+
+
+def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[Cell]:
+    """All cells of a table at this scale, in the order of its rows; rows and columns that it does not have there are
+    left out. The invented world has one base, so of the rows of one method the last."""
+    last = {row.method: row for row in table.rows}
+    kind = WorldScale if scale.invented else PaperScale
+    found = []
+    for row in table.rows:
+        method = manifest.methods[row.method]
+        if scale.invented and not (in_world(method) and last[row.method] is row):
+            continue
+        trained = manifest.methods[method.trained_as or row.method]
+        for seed in scale.seeds if trained.warmup or trained.recipe else scale.seeds[:1]:
+            making = kind(manifest, scale, out, row, seed)
+            found.append(making.cell(columns_of(manifest, table, scale.invented)))
+    return found
+
+
+def switches_of(method: Method) -> list[str]:
+    """The method's system and options, as overrides."""
+    named = [] if method.system is None else [f"system.name={method.system}"]
+    return [*named, *(f"system.options.{name}={_toml(value)}" for name, value in method.options.items())]
+
+
+@lru_cache(maxsize=64)
+def files_of(recipe: str) -> tuple[str, ...]:
+    """The questions and the index that a recipe names."""
+    found = load_recipe(recipe)
+    paths = [found.data and found.data.train, found.data and found.data.dev, found.sft and found.sft.data]
+    return tuple(path for path in (*paths, found.retrieval and found.retrieval.index) if path)
+
+
+def sets_of(*texts: str) -> list[str]:
+    return [word for text in texts for word in ("--set", text)]
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
