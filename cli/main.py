@@ -84,7 +84,7 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
         return 2, f"{path}: {error.strerror}; {remedy(error)}"
     except KeyboardInterrupt as error:
         stopped = error if isinstance(error, Interrupted) else Interrupted()
-        return stopped.status, interrupted(words, stopped.kept, stopped.flag)
+        return stopped.status, interrupted(words, stopped.kept, stopped.flag, stopped.spent)
     except SystemExit as left:  # --help and --version, and what checks our own work
         return (left.code or 0, None) if isinstance(left.code, int | None) else (1, str(left.code))
     except Exception as error:  # ours
@@ -95,14 +95,15 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     return 0, None
 
 
-def interrupted(words: Sequence[str], kept: str | None, flag: str) -> str:
-    """What is said of an interrupted command: what it keeps, and what to type. `--from STEP` is for going back once."""
+def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: str = "") -> str:
+    """What is said of an interrupted command: what it keeps, and what to type. The other arguments are `Interrupted`'s
+    fields."""
     from thresher.engine import interrupt
 
     again = list(words)
     for place, word in reversed(list(enumerate(again))):
-        if flag and (word == "--from" or word.startswith("--from=")):
-            del again[place : place + (2 if word == "--from" else 1)]
+        if spent and (word == spent or word.startswith(f"{spent}=")):
+            del again[place : place + (2 if word == spent else 1)]
     if kept is not None and flag and flag not in again:
         again.append(flag)
     how = "by torchrun, as before, of" if interrupt.under_torchrun() else "with"

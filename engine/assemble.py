@@ -147,7 +147,7 @@ def make_frame(recipe: Recipe, tokenizer: Tokenizer, system: System | None = Non
 
 def load_on_device(recipe: Recipe, folder: str | Path) -> Policy:
     if recipe.model.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("model.device is cuda, but torch sees no CUDA device; set model.device=cpu")
+        raise UserError("model.device is cuda, but torch sees no CUDA device; give --device cpu")
     return load_policy(folder, DTYPES[recipe.model.dtype], recipe.model.device, recipe.run.verify)
 
 

@@ -45,6 +45,8 @@ _lines_shown = True
 _lines: list["Line"] = []  # the one that is drawn, and what goes on within it
 # Between two drawings of a line: on a terminal, and where every one stays.
 REDRAW_SECONDS, PLAIN_SECONDS = 0.2, 30.0
+# Characters of a table where output is no terminal: a file or a pipe has room, and what is cut is lost.
+PLAIN_WIDTH = 200
 
 
 @contextmanager
@@ -296,12 +298,19 @@ def figures(title: str, values: Mapping[str, Any]) -> None:
 
 
 def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    drawn = Table(title=title, title_justify="left")
+    drawn = Table()
     for number, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if number == 0 else "right")
+        drawn.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*(shown(value) for value in row))
-    console.print(drawn)
+    console.print(title, style="table.title", markup=False, soft_wrap=True)
+    draw(drawn)
+
+
+def draw(drawn: Table) -> None:
+    """Print a table, as wide as it wants to be where output is no terminal."""
+    room = console if console.is_terminal else Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
+    room.print(drawn)
 
 
 def shown(value: Any) -> str:

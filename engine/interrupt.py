@@ -30,13 +30,14 @@ SHOW_CURSOR = b"\x1b[?25h"  # which a progress line hides
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by a signal. kept: what the command leaves, in words; None: nothing. flag: with it the command goes on."""
+    """Raised by a signal. kept: what the command leaves, in words; None: nothing. flag: with it the command goes on.
+    spent: a flag with a value that has done its work, and is not given again; "": none."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
         self.kept: str | None = None
-        self.flag = ""
+        self.flag = self.spent = ""
 
     @property
     def status(self) -> int:
@@ -125,14 +126,14 @@ def _raise_noted() -> None:
 
 
 @contextmanager
-def keeping(kept: Callable[[], str | None], flag: str = "") -> Iterator[None]:
-    """Have `Interrupted` say what the command leaves, and the flag with which it goes on. Of several around one another
-    the outermost speaks."""
+def keeping(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], str] = str) -> Iterator[None]:
+    """Have `Interrupted` say what the command leaves, the flag with which it goes on, and which is not given again. Of
+    several around one another the outermost speaks."""
     try:
         yield
     except KeyboardInterrupt as error:
         stopped = error if isinstance(error, Interrupted) else Interrupted()
-        stopped.kept, stopped.flag = kept(), flag
+        stopped.kept, stopped.flag, stopped.spent = kept(), flag, spent()
         raise stopped from None
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from thresher.policy.files import atomic_write_text, read_json_object, refuse_hub_id
+from thresher.policy.files import atomic_write_text, model_folder, read_json_object
 from thresher.policy.models.registry import FAMILIES, find_family, infer_model_type, load_layer_class
 from thresher.rewards.errors import UserError
 
@@ -160,8 +160,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     Raises UserError naming file and key for a file that is absent or malformed, a key that is missing or of
     the wrong type, sizes that do not fit together, and every architecture or feature that is not supported.
     """
-    refuse_hub_id(folder)
-    folder = Path(folder)
+    folder = model_folder(folder)
     path = folder / "config.json"
     config = config_from_dict(read_json_object(path), str(path))
     generation_path = folder / "generation_config.json"

@@ -37,6 +37,30 @@ def refuse_hub_id(path: str | Path) -> None:
         )
 
 
+def model_folder(path: str | Path) -> Path:
+    """`path`, which is to be the folder of a model. UserError, saying what it is instead, where it is none."""
+    refuse_other_folder(path)
+    path = Path(path)
+    if path.is_file():
+        raise UserError(f"{path}: is a file; give the folder that it lies in, with weights and tokenizer")
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; give that of a model, by --model or --set model.path=FOLDER")
+    return path
+
+
+def refuse_other_folder(path: str | Path) -> None:
+    """UserError where `path` looks like what is given in the place of a model's folder: a name on the Hub, or a run."""
+    refuse_hub_id(path)
+    if saved := sorted(Path(path).glob("checkpoints/step_*")):
+        raise UserError(f"{path}: is a run's folder and no model's; give one of its checkpoints, such as {saved[-1]}")
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """What is said of a file that is there and cannot be read."""
+    what = "name a file in it" if isinstance(error, IsADirectoryError) else "check the path and its rights"
+    return UserError(f"{path}: cannot be read ({error.strerror}); {what}")
+
+
 def read_bytes(path: Path) -> bytes:
     """The content of the file `path`. UserError when it is absent or unreadable."""
     try:
@@ -44,7 +68,7 @@ def read_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path, or complete the folder") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from None
+        raise unreadable(path, error) from None
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import tokenizers
 
 from thresher.policy.chat import TemplateError, fill_template
-from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes, refuse_hub_id
+from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes, refuse_other_folder
 from thresher.policy.hashes import check_hashes
 from thresher.rewards.errors import UserError
 
@@ -216,7 +216,7 @@ def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
     Raises UserError, naming the file, when it is absent, malformed or not byte-level BPE with every byte; unless
     `verify` is off, also when it is not what the hashes beside it say.
     """
-    refuse_hub_id(path)
+    refuse_other_folder(path)
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and not file.exists() and (path / "vocab.json").exists():

@@ -1,7 +1,7 @@
 """Full and read-only disks: every command that writes, where it may not, or not so much.
 
-    full        no file may grow beyond so many bytes (0, 40, 3,000, and sizes that are drawn); the system's word is
-                EFBIG, which the program treats as ENOSPC
+    full        no file may grow beyond so many bytes (0, 40, 3,000, a byte less than each file of the result, and sizes
+                that are drawn); the system's word is EFBIG, which the program treats as ENOSPC
     read-only   the folder of what it writes allows no writing, also to root, who gives up passing over modes
     a file      where the folder should be
 
@@ -20,7 +20,7 @@ from thresher.bench.torture.worker import ForkLimits
 from thresher.bench.torture.world import eval_words, extract_words, index_words, search_words, train_words
 
 SIZES = (0, 40, 3000)  # bytes that every command meets at full scale, beside drawn ones
-DRAWN = 9  # of each command
+DRAWN = 4  # of each command
 LEAST = 5  # commands; every one from a tenth of the scale on
 LARGEST = 80_000  # bytes; the world's largest file is a checkpoint's moments
 LIMITS = ForkLimits(seconds=60)
@@ -83,8 +83,8 @@ def attack(field: Field) -> Iterator[Tried]:
     draw = field.draw("disks")
     for name in draw.sample(list(WRITERS), min(len(WRITERS), field.count(10 * len(WRITERS), LEAST))):
         writer = WRITERS[name]
-        expected = _with_room(field, writer)
-        sizes = [*SIZES, *(draw.randrange(LARGEST) for _ in range(DRAWN))]
+        expected, written = _with_room(field, writer)
+        sizes = [*SIZES, *(size - 1 for size in written), *(draw.randrange(LARGEST) for _ in range(DRAWN))]
         for size in draw.sample(sizes, field.count(len(sizes), 1)):
             limits = replace(LIMITS, file_bytes=size)
             yield Tried(name, *try_disk(field, writer, limits, expected))
@@ -118,14 +118,17 @@ def try_disk(field: Field, writer: Writer, limits: ForkLimits, expected: dict[st
     return ("refused", "") if refused else ("right", "")
 
 
-def _with_room(field: Field, writer: Writer) -> dict[str, str]:
+def _with_room(field: Field, writer: Writer) -> tuple[dict[str, str], list[int]]:
+    """The result, and the sizes of its files."""
     out = field.scratch / writer.out
     ended = field.worker.play(writer.words(field.at, out), LIMITS)
     if ended.status != 0:
         raise RuntimeError(f"thresher {' '.join(writer.words(field.at, out))}: {ended.err}")
     found = content(out)
+    files = [path for path in [out, *out.rglob("*")] if path.is_file()]
+    sizes = sorted({path.stat().st_size for path in files} - {0})
     clear(out)
-    return found
+    return found, sizes
 
 
 def _read_only(field: Field, writer: Writer) -> tuple[Verdict, str]:

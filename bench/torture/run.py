@@ -42,7 +42,7 @@ ATTACKS: dict[str, Callable[[Field], Iterator[Tried]]] = {
     "endurance": endurance.attack,
 }
 WORLDLESS = {"holes"}  # attacks that read no file
-VERSIONS = ("torch", "triton", "faiss-cpu", "safetensors", "tokenizers", "uvicorn")
+VERSIONS = ("torch", "triton", "faiss-cpu", "safetensors", "tokenizers", "aiohttp")
 MARKS = ("<!-- torture -->", "<!-- end of torture -->")  # of a page, around the table
 SHOWN = 20  # faults of a kind that a row holds
 

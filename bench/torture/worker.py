@@ -182,6 +182,8 @@ def _be_the_child(call: Callable[[], int], folder: Path, limits: ForkLimits, pip
         sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")  # noqa: SIM115
         _limit(limits)
         status = call()
+    except KeyboardInterrupt as error:  # before the command handles it; as `main` has it
+        status = getattr(error, "status", 130)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -6,6 +6,7 @@ One sample is shown while it is drawn; several, or the JSON of any number, when 
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,7 @@ def _prompt(options: argparse.Namespace) -> tuple[str, str]:
 def _load(options: argparse.Namespace) -> "Generator":
     import torch
 
-    from thresher.engine.assemble import DTYPES, check_fit
+    from thresher.engine.assemble import DTYPES, check_fit, fit_doubts
     from thresher.engine.decoding.generator import Generator
     from thresher.policy.model import load_policy
     from thresher.policy.tokenizer import load_tokenizer
@@ -102,6 +103,8 @@ def _load(options: argparse.Namespace) -> "Generator":
     tokenizer = load_tokenizer(options.model)
     policy = load_policy(options.model, DTYPES[options.dtype], options.device)
     check_fit(policy, tokenizer, options.model)
+    if doubts := fit_doubts(policy, tokenizer, options.model):
+        print(doubts, file=sys.stderr)
     return Generator(policy, tokenizer, max_running=min(options.n, 256))
 
 

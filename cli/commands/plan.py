@@ -20,9 +20,6 @@ HELP = "the memory and the time of a training run, before anything is loaded"
 PLACE = 25
 EXAMPLE = "thresher plan --recipe recipes/eval_rar/qwen2.5-3b.toml --model models/Qwen2.5-3B-Instruct --chip H100"
 
-# Columns of the table, which a file or a pipe has room for.
-WIDTH = 120
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR|CONFIG", help="model folder or config.json; default: the recipe's")
@@ -123,7 +120,7 @@ def _print(found: "Plan") -> None:
     for name in (name for name in found.parts if any(parts[name] for parts in found.phases.values())):
         row(name, [parts[name] for parts in found.phases.values()])
     row("all", [sum(parts.values()) for parts in found.phases.values()])
-    console.console.print(drawn, width=None if console.console.is_terminal else WIDTH)
+    console.draw(drawn)
     for line in _lines(found):
         console.console.print(line, soft_wrap=True, markup=False)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from thresher.cli import flags
 from thresher.engine import console, interrupt
-from thresher.engine.store.run_folder import saved_so_far
+from thresher.engine.store.run_folder import count_starts, saved_so_far
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.parallel.ranks import joined
 
-    with interrupt.keeping(lambda: saved_so_far(options.out), "--resume"), joined() as ranks:
+    starts = count_starts(options.out)
+
+    def spent() -> str:
+        """Once the run has gone back, it goes on; asked to go back again, it would lose what it learned since."""
+        return "--from" if count_starts(options.out) > starts else ""
+
+    with interrupt.keeping(lambda: saved_so_far(options.out), "--resume", spent), joined() as ranks:
         _train(options, ranks)
 
 
@@ -49,6 +55,9 @@ def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
         f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples, "
         f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {options.out}"
         + (f", on {ranks.count} ranks" if ranks.several else "")
+        + f"; thresher watch {options.out} shows it as it goes",
+        markup=False,
+        soft_wrap=True,
     )
     greedy: list[float] = []
     with console.progress_line("train", recipe.run.steps) as line:

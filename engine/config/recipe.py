@@ -189,7 +189,11 @@ def read_tables(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML") from None
+        found = min(path.glob("*.toml"), default=None)  # in a run's folder, or one of recipes
+        inside = "" if found is None else f", such as {found}"
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML{inside}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected a recipe in TOML, but {error}; fix the file") from None
 

@@ -102,7 +102,10 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     for question in questions:
         rollout.prompt(question)  # refused before anything is written
     if not asked.answered_by and recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
-        console.console.print("eval: the prompt goes in as it is, though the model has a chat template (--prompt chat)")
+        console.console.print(
+            "eval: the prompt goes in as it is, though the model has a chat template, which --prompt chat takes",
+            soft_wrap=True,
+        )
     with EvalFolder.open(out, settings) as folder, parts.threads():
         judges = load_judges(recipe, parts.system, out / "replies.jsonl", asked.allow_keys)
         try:

@@ -64,7 +64,9 @@ def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     prompts = [rollout.prompt(question) for question in shown.questions]  # refused before anything is written
     if recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
         console.console.print(
-            "rollout: the prompt goes in as it is, though the model has a chat template (--set model.prompt=chat)"
+            "rollout: the prompt goes in as it is, though the model has a chat template, which "
+            "--set model.prompt=chat takes",
+            soft_wrap=True,
         )
     seed = recipe.run.seed
     jobs = [

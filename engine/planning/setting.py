@@ -131,7 +131,8 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
         checkpoint_activations=optim.checkpoint_activations,
         moments=optim.moments,
         offload=optim.offload,
-        share_rows=optim.share_prefix and (not cuda or (item == BF16 and optim.attention != "xformers")),
+        # On CUDA by torch's varlen attention; "flash" may be FlashAttention-3, which shares nothing.
+        share_rows=optim.share_prefix and (not cuda or (item == BF16 and optim.attention in ("auto", "torch"))),
         share_prefix=rollout.share_prefix,
         group=rollout.group_size,
         questions=rollout.questions_per_step,

@@ -10,15 +10,11 @@ import jinja2
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.console import shown as shown_number
 from thresher.engine.store.run_folder import RunFolder, step_of
-from thresher.rewards.errors import UserError
 
 
 def open_run(path: str | Path) -> tuple[RunFolder, Recipe]:
     """A run folder to read, and its recipe. UserError if it is none."""
-    run = RunFolder(Path(path))
-    if not run.recipe_file.is_file():
-        problem = "is not a run folder (it has no recipe.toml)" if run.path.exists() else "does not exist"
-        raise UserError(f"{path}: the run folder {problem}; name one that `thresher train` wrote")
+    run = RunFolder.existing(path)
     return run, load_recipe(run.recipe_file)
 
 

@@ -40,8 +40,7 @@ def best_checkpoint(path: str | Path) -> Best:
 
     UserError for a folder that is no run, for a run without an evaluation, and where no evaluated step is kept.
     """
-    run = RunFolder(Path(path))
-    RunFolder.check(path, resume=True)
+    run = RunFolder.existing(path)
     ranked = steps_by_dev(read_metrics(run.metrics_file))
     if not ranked:
         raise UserError(f"{path}: the run has no evaluation to choose by; give it data.dev, or name a --model")

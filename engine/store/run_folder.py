@@ -77,9 +77,20 @@ class RunFolder:
         path = Path(path)
         if not resume and os.path.lexists(path):
             raise UserError(f"{path}: the run folder exists already; resume it, or choose another")
-        if resume and not (path / "recipe.toml").is_file():
-            problem = "is not a run folder (it has no recipe.toml)" if os.path.lexists(path) else "does not exist"
-            raise UserError(f"{path}: the run folder {problem}; name one to resume, or start a new run")
+        if resume:
+            RunFolder.existing(path, "name one to resume, or start a new run")
+
+    @classmethod
+    def existing(cls, path: str | Path, advice: str = "name one that `thresher train` wrote") -> "RunFolder":
+        """A run folder to read. UserError where there is none, with `advice`, or the runs that lie in the path."""
+        run = cls(Path(path))
+        if run.recipe_file.is_file():
+            return run
+        if not os.path.lexists(path):
+            raise UserError(f"{path}: the run folder does not exist; {advice}")
+        if inside := [str(file.parent) for file in sorted(run.path.glob("*/recipe.toml"))[:3]]:
+            advice = f"name one in it: {', '.join(inside)}"
+        raise UserError(f"{path}: is not a run folder (it has no recipe.toml); {advice}")
 
     @classmethod
     def create(cls, path: str | Path, recipe: Recipe) -> "RunFolder":
@@ -251,6 +262,12 @@ def saved_so_far(path: str | Path) -> str | None:
     folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
     last = max((step for folder in folders if (step := step_of(folder.name)) is not None), default=0)
     return f"{path} is saved up to step {last}" if last else f"{path} has finished no step yet"
+
+
+def count_starts(path: str | Path) -> int:
+    """How often a run was started or gone on with, up to its first step or beyond; 0 where there is no folder yet."""
+    file = RunFolder(Path(path)).starts_file
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 
 def _belongs(records: list[dict[str, Any]], mark: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """A user's own system: a Python file at any path, imported anew, tried out, and its errors made into sentences.
 
-Whatever such a file raises, when it is imported or later in its reward, is the user's to fix, and so a UserError that
-names the file and the line.
+Whatever such a file raises, when it is imported or later in its functions, is the user's to fix, and so a UserError
+that names the file and the line.
 """
 
 import sys
@@ -11,16 +11,19 @@ from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from thresher.engine.config.tables import from_dict
-from thresher.engine.episode import System
+from thresher.engine.episode import Episode, Prompt, Request, System, Tools
+from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
 from thresher.rewards.transcript import Piece, Source
 
 MEASURES = ("em", "f1", "answered")  # among the parts of every reward
+FIRST: tuple[type, ...] = (Prompt,)
+AFTER_PROMPT: tuple[type, ...] = tuple(kind for kind in get_args(Request) if kind is not Prompt)
 LARGEST = 1e9  # of a reward and its parts: their squares are summed over a group, and written as JSON
 
 T = TypeVar("T")
@@ -51,7 +54,13 @@ def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
     made = _called(partial(make, chosen), "system(options)", path)
     if not isinstance(made, System):
         raise UserError(f"{path}: system(options) returned {type(made).__name__}; it should return a System")
-    made = replace(made, reward=partial(_own_reward, path=path, reward=made.reward))
+    made = replace(
+        made,
+        episode=partial(_own_episode, path=path, episode=made.episode),
+        reward=partial(_own_reward, path=path, reward=made.reward),
+        answer=_guarded(made.answer, "answer(attempt)", path),
+        claims=made.claims and _guarded(made.claims, "claims(attempt)", path),
+    )
     made.reward(_nothing_written(made))
     return made
 
@@ -63,7 +72,41 @@ def _called(call: Callable[[], T], what: str, path: Path) -> T:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path}: {what} raised {_described(error, path)}; fix the file") from error
+        raise _fault(what, path, error) from error
+
+
+def _fault(what: str, path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: {what} raised {_described(error, path)}; fix the file")
+
+
+def _guarded(call: Callable[[Attempt], T], what: str, path: Path) -> Callable[[Attempt], T]:
+    return lambda attempt: _called(partial(call, attempt), what, path)
+
+
+def _own_episode(
+    question: Question, tools: Tools, *, path: Path, episode: Callable[[Question, Tools], Episode]
+) -> Episode:
+    """The file's episode. UserError where it raises, or yields what the engine cannot answer."""
+    what = "episode(question, tools)"
+    running = _called(partial(episode, question, tools), what, path)
+    answer, wanted = None, FIRST
+    while True:
+        try:
+            request = running.send(answer)
+        except StopIteration as stop:
+            if wanted is AFTER_PROMPT and isinstance(stop.value, str):
+                return stop.value
+            expected = "the reason why it ended, behind a Prompt at least"
+            raise UserError(f"{path}: {what} returned {stop.value!r}; expected {expected}; fix the file") from None
+        except UserError:
+            raise
+        except Exception as error:
+            raise _fault(what, path, error) from error
+        if not isinstance(request, wanted):
+            place = "yielded first" if wanted is FIRST else "yielded behind its prompt"
+            expected = ", ".join(each.__name__ for each in wanted)
+            raise UserError(f"{path}: {what} {place} {request!r}; expected {expected}; fix the file")
+        answer, wanted = (yield request), AFTER_PROMPT
 
 
 def _own_reward(attempt: Attempt, *, path: Path, reward: Callable[[Attempt], RewardResult]) -> RewardResult:

@@ -11,6 +11,7 @@ The page is drawn anew only while somebody looks, for at most a quarter of the t
 Deliberately absent: anything that is changed by a request.
 """
 
+import html
 import json
 import os
 import re
@@ -47,7 +48,16 @@ body { padding-bottom: 44px; }
 </style>
 <script src="/watch.js"></script>
 </body>"""
-FIRST = "<!doctype html>\n<title>Thresher</title>\n<body>\n<main>The page is being drawn.</main>\n</body>"
+# Asked for again as a whole: what watch.js brings in has no style sheet here.
+FIRST = """<!doctype html>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="refresh" content="2">
+<title>Thresher</title>
+<p>The page is being drawn, which takes some seconds.</p>
+<p>{says}</p>
+"""
 SHARE = 3  # the page is drawn anew after so many times what drawing it took
 LOOKED = 15.0  # seconds after which nobody looks any more
 
@@ -58,7 +68,7 @@ class LivePage:
     def __init__(self, run: str | Path) -> None:
         open_run(run)  # or there is nothing to serve
         self._run = Path(run)
-        self._page, self._version = FIRST.replace("</body>", FOOT).encode(), 0
+        self._page, self._version = b"", 0
         self._drawn: Any = None  # what the folder's files were when the page was drawn
         self._looked = self._rest = -LOOKED  # on the clock of time.monotonic: last asked, and not to be drawn before
 
@@ -79,7 +89,7 @@ class LivePage:
         """What a browser is to have: its type and its bytes; None for a path that there is not."""
         self._looked = time.monotonic()
         if path == "/":
-            return HTML, self._page
+            return HTML, self._page or FIRST.format(says=html.escape(self._says())).encode()
         if path == "/state":
             return "application/json", json.dumps({"version": self._version, "says": self._says()}).encode()
         if path == "/watch.js":

@@ -5,7 +5,7 @@ Parsing of flags, progress bars and tables belong to the command line; nothing h
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from thresher.retrieval.data.corpus import (
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.data.ledger import CACHE_FILES
 from thresher.retrieval.encoders.encoder import Encoder
-from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
+from thresher.retrieval.encoders.lexical import COUNTING, DEFAULT_DIM, PROGRESS_STEP, LexicalEncoder
 from thresher.retrieval.indexes.kind import OnStage
 from thresher.retrieval.indexes.kinds import choose_kind, estimate, parse_kind, parse_memory, show_bytes
 from thresher.retrieval.indexes.load import load_retriever
@@ -88,7 +88,7 @@ def build(
         _build_words(encoder_name, corpus, out, embed, report)
         figures |= {"kind": WORDS, "encoder": encoder_name, "embed": embed}
     else:
-        encoder = _encoder(encoder_name, corpus, embed, dim, encoder_options or {})
+        encoder = _encoder(encoder_name, corpus, embed, dim, encoder_options or {}, report)
         settings = _settings(kind, memory, len(corpus), encoder.dim, embed, recall, keep)
         manifest = build_folder(corpus, encoder, out, settings, report)
         figures |= {"dim": encoder.dim, "encoder": encoder_name, "embed": embed, "kind": manifest.factory}
@@ -109,7 +109,7 @@ def _open(path: Path, out: Path, chunk_words: int, skip_empty: bool) -> Corpus:
     return open_corpus(path, work_folder(out), chunk_words=chunk_words, skip_empty=skip_empty)
 
 
-def _encoder(name: str, corpus: Corpus, embed: str, dim: int, options: dict[str, Any]) -> Encoder:
+def _encoder(name: str, corpus: Corpus, embed: str, dim: int, options: dict[str, Any], report: OnStage) -> Encoder:
     if name != LexicalEncoder.name:
         refuse_hub_id(name)
         if not Path(name).is_dir():
@@ -120,7 +120,14 @@ def _encoder(name: str, corpus: Corpus, embed: str, dim: int, options: dict[str,
         return load_encoder(name, **options)
     if options:
         raise UserError(f"{', '.join(options)}: for the folder of a model; the encoder {name} has no such setting")
-    return LexicalEncoder.fit((embedded_text(passage, embed) for passage in corpus), dim)
+
+    def texts() -> Iterator[str]:
+        for row, passage in enumerate(corpus, 1):
+            yield embedded_text(passage, embed)
+            if row % PROGRESS_STEP == 0 or row == len(corpus):
+                report(COUNTING, row, len(corpus))
+
+    return LexicalEncoder.fit(texts(), dim)
 
 
 def _settings(
@@ -154,9 +161,7 @@ def _build_words(encoder_name: str, corpus: Corpus, out: Path, embed: str, repor
     from thresher.retrieval.indexes.bm25 import build_bm25, parse_bm25
 
     settings = parse_bm25(encoder_name)
-    build_bm25(
-        corpus, out, embed, settings=settings, on_progress=lambda done: report("counting words", done, len(corpus))
-    )
+    build_bm25(corpus, out, embed, settings=settings, on_stage=report)
     work = work_folder(out)
     if work.is_dir():
         for name in CACHE_FILES:
@@ -211,8 +216,8 @@ def check(
 
     recall (share of a query's distinct gold titles among its first `k` passages), full_recall (1 if all of
     them are), mrr_at_10 (1 / rank of the first passage with a gold title, 0 beyond rank 10). Also queries, k
-    and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, and
-    for a query without gold titles.
+    and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, for a query
+    without gold titles, and where no passage has any of them.
     """
     retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)
@@ -220,6 +225,13 @@ def check(
     for query in queries:
         if not query.gold_titles:
             raise UserError(f'{queries_path}: the query {query.id!r} has no "gold_titles"; add them or remove it')
+    gold_titles = {title for query in queries for title in query.gold_titles}
+    absent = gold_titles - {passage.title for passage in retriever.corpus}
+    if absent == gold_titles:
+        raise UserError(
+            f"{queries_path}: no passage of {index_dir} has any of its {len(absent)} gold titles, such as "
+            f"{min(absent)!r}; name an index of the corpus that the questions are asked of"
+        )
     depth = min(len(retriever), max(k, MRR_DEPTH))
     recall = full = reciprocal = 0.0
     for query, hits in zip(queries, _search_all(retriever, queries, depth), strict=True):
@@ -229,14 +241,13 @@ def check(
         full += share == 1
         ranks = (rank for rank, hit in enumerate(hits[:MRR_DEPTH], 1) if hit.passage.title in golds)
         reciprocal += 1 / next(ranks, float("inf"))
-    titles = {passage.title for passage in retriever.corpus}
     return {
         "queries": len(queries),
         "k": k,
         "recall": recall / len(queries),
         "full_recall": full / len(queries),
         f"mrr_at_{MRR_DEPTH}": reciprocal / len(queries),
-        "absent_titles": len({title for query in queries for title in query.gold_titles} - titles),
+        "absent_titles": len(absent),
     }
 
 

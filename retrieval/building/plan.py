@@ -37,7 +37,7 @@ from thresher.retrieval.building.calibrate_words import WordRates
 from thresher.retrieval.building.tune import QUERIES
 from thresher.retrieval.indexes.flat import Flat
 from thresher.retrieval.indexes.graph import EF_CONSTRUCTION, Graph
-from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALARS, TRAIN_CODES, Kind
+from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALARS, TRAIN_CODES, Kind, OnStage
 from thresher.retrieval.indexes.kinds import CLASSES, choose_kind, estimate, parse_kind, show_bytes
 from thresher.retrieval.indexes.lists import KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS, Lists, default_lists, pq_sizes
 from thresher.retrieval.vectors.exact import faiss
@@ -103,21 +103,32 @@ def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
 
 
 def plan(
-    passages: int, dim: int, kinds: Sequence[str], memory: int, calibration: Calibration, disk_rate: float
+    passages: int,
+    dim: int,
+    kinds: Sequence[str],
+    memory: int,
+    calibration: Calibration,
+    disk_rate: float,
+    on_stage: OnStage = lambda stage, done, total: None,
 ) -> list[IndexPlan]:
     """One `IndexPlan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words;
-    `memory` in bytes, `disk_rate` in bytes a second. UserError for a kind that does not exist or fit the vectors, and
-    for fewer than 1 passage or dimension."""
+    `memory` in bytes, `disk_rate` in bytes a second. `on_stage` is called with what is being done, how many kinds
+    it is done for, and of how many. UserError for a kind that does not exist or fit the vectors, and for fewer than 1
+    passage or dimension."""
     if passages < 1 or dim < 1:
         raise UserError(f"{passages} passages of {dim} dimensions; expected at least 1 of each")
     named = [name for kind in kinds for name in (usual_kinds(passages, dim, memory) if kind == ALL else [kind])]
     read = dict.fromkeys(WORDS if name.lower() == WORDS else parse_kind(name, passages, dim) for name in named)
-    return [
-        _plan_words(passages, memory, calibration.words(), disk_rate)
-        if isinstance(kind, str)
-        else _plan_one(kind, passages, dim, memory, calibration, disk_rate)
-        for kind in read
-    ]
+    plans: list[IndexPlan] = []
+    for kind in read:
+        on_stage("measuring", len(plans), len(read))
+        plans.append(
+            _plan_words(passages, memory, calibration.words(), disk_rate)
+            if isinstance(kind, str)
+            else _plan_one(kind, passages, dim, memory, calibration, disk_rate)
+        )
+    on_stage("measuring", len(plans), len(read))
+    return plans
 
 
 def advice(passages: int, dim: int, memory: int) -> str:

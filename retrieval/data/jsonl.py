@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from thresher.policy.files import atomic_path
+from thresher.policy.files import atomic_path, unreadable
 from thresher.rewards.errors import UserError
 
 Record = dict[str, Any]
@@ -175,7 +175,7 @@ def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from None
+        raise unreadable(path, error) from None
 
 
 def parse_json(data: bytes, where: str, *, pairs: bool = False) -> object:

@@ -11,6 +11,8 @@ Deliberately absent: splitting into train and dev, for the sets are published in
 that two of them share, which `thresher data check` counts.
 """
 
+import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +22,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from thresher.policy.files import need_room
 from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.data.jsonl import Record, write_jsonl
-from thresher.retrieval.datasets.containers import iter_rows
+from thresher.retrieval.data.jsonl import Record, read_head, write_jsonl
+from thresher.retrieval.datasets.containers import iter_rows, plain
 from thresher.retrieval.datasets.flavours import Flavour, detect, find_flavour, require
 from thresher.retrieval.datasets.row import Row, Skipped, content_id
 from thresher.retrieval.questions import Question, passage_record, question_record
@@ -30,6 +33,8 @@ from thresher.rewards.errors import UserError
 
 AUTO = "auto"
 ID_AGAIN = "the id was used before"
+SAMPLE = 100  # records of a file by which the room for its questions is planned
+GZIPPED = 0.2  # of a text's size; rather too small, for what would fit must not be refused
 ALIAS_KEYS = ("aliases", "demonyms")
 OnRecord = Callable[[str, int], None]  # name of the source, records read
 
@@ -90,13 +95,15 @@ def convert(
     to `skipped`; returns figures.
 
     flavour: a name of `flavours`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a
-    file in another flavour, a malformed record, no question left, two sources of one name, and a path to write that is
-    also read or is named `.json`, since all three are JSON lines.
+    file in another flavour, a malformed record, no question left, two sources of one name, a disk without room for the
+    questions or the corpus, and a path to write that is also read or is named `.json`, since all three are JSON lines.
     """
     named = None if flavour == AUTO else find_flavour(flavour)
     outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
     _check_paths(sources, outputs, aliases)
     known = {} if aliases is None else read_aliases(aliases)
+    planned = sum(planned_bytes(source, flavour=named, aliases=known) for source in sources)
+    need_room(Path(out), _written(out, planned), "the questions")
     pool = Pool()
     tallies = [Tally(name=source.name or "questions", asked=source.count) for source in sources]
 
@@ -120,7 +127,7 @@ def convert(
             counts["passages"] += len(pooled.passages)
             yield question_record(pooled)
         # Checked before the file appears, which it does once this ends.
-        _check_outcome(tallies, corpus, len(pool.passages), aliases)
+        _check_outcome(tallies, corpus, pool, aliases)
 
     written = write_jsonl(out, records())
     if corpus is not None:
@@ -161,6 +168,37 @@ def read_source(
                 continue
             seen.add(question.id)
             yield question
+
+
+def planned_bytes(
+    source: Source, *, flavour: Flavour | None = None, aliases: Mapping[str, tuple[str, ...]] | None = None
+) -> float:
+    """Bytes that the questions of a source will have as JSON lines, by the first records of every file; too few where a
+    file is compressed. UserError as `read_source`."""
+    questions = written = 0.0
+    most = math.inf if source.count is None else source.count
+    for path in source.paths:
+        if questions >= most:
+            break
+        tally = Tally(name="")
+        first = read_source(Source(paths=(path,)), tally, flavour=flavour, aliases=aliases)
+        found = [_size(question_record(question)) for question in islice(first, int(min(SAMPLE, most)))]
+        head = read_head(path)
+        tight = len(b"".join(map(bytes.strip, head.splitlines()))) / max(len(head), 1)  # without what indents
+        read = sum(_size(record, head.isascii()) for _, record in islice(iter_rows(path), tally.records))
+        times = max(1.0, tight * path.stat().st_size / max(read, 1))
+        questions += times * len(found)
+        written += times * sum(found)
+    return written * min(1.0, most / max(questions, 1))
+
+
+def _size(record: Mapping[str, Any], escaped: bool = False) -> int:
+    """Bytes of a record as JSON; escaped: in ASCII."""
+    return len(json.dumps(plain(record), ensure_ascii=escaped).encode("utf-8", "backslashreplace"))
+
+
+def _written(path: str | Path, size: float) -> int:
+    return int(size * (GZIPPED if Path(path).suffix == ".gz" else 1))
 
 
 def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> Iterable[Question]:
@@ -220,19 +258,21 @@ def _named(question: Question, name: str | None) -> Question:
     return replace(question, id=f"{name}/{question.id}", metadata={**question.metadata, "dataset": name})
 
 
-def _check_outcome(
-    tallies: Sequence[Tally], corpus: str | Path | None, passages: int, aliases: str | Path | None
-) -> None:
+def _check_outcome(tallies: Sequence[Tally], corpus: str | Path | None, pool: Pool, aliases: str | Path | None) -> None:
+    """UserError where nothing is left to write, or what was asked for is not in it, or the corpus has no room."""
     if not any(tally.kept for tally in tallies):
         reasons = Counter(reason for tally in tallies for _, _, reason in tally.skipped)
         counted = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
         raise UserError(
             f"{', '.join(tally.name for tally in tallies)}: no question is left: {counted}; give other files"
         )
-    if corpus is not None and not passages:
+    if corpus is not None and not pool.passages:
         raise UserError(f"{corpus}: none of these questions comes with passages; leave --corpus out")
     if aliases is not None and not any("2wiki" in tally.flavours for tally in tallies):
         raise UserError(f"{aliases}: aliases are for 2WikiMultiHopQA, and no such file was read; leave --aliases out")
+    if corpus is not None:
+        texts = sum(len(passage.title) + len(passage.text) for passage in pool.passages.values())
+        need_room(Path(corpus), _written(corpus, texts), "the corpus")
 
 
 def _skipped_records(tallies: Sequence[Tally]) -> Iterator[Record]:

@@ -188,7 +188,10 @@ def _unlike(record: Record, flavour: Flavour | None = None) -> str:
     if not _asks(record) and any(key in record for key in TEXT_KEYS):
         return f"a passage of a corpus (keys: {keys}), and no question; give the file that holds the questions"
     expected = "no question set in a known format" if flavour is None else f"not {flavour.title}"
-    return f"{expected} (keys: {keys}); the formats are {', '.join(NAMES)}, so convert the file to one of them"
+    return (
+        f"{expected} (keys: {keys}); the formats are {', '.join(NAMES)}, so convert the file to one of them, the "
+        f'simplest being {{"id", "question", "golden_answers": [..]}}'
+    )
 
 
 def _has_answer(record: Record) -> bool:

@@ -40,6 +40,10 @@ SATURATION = 1.2
 # Rows encoded at a time: bounds the float64 scratch to 256 * dim * 8 bytes (4 MiB at 2048).
 CHUNK = 256
 
+# The stage of a build in which every passage's words are counted, and how many passages lie between two reports of it.
+COUNTING = "counting words"
+PROGRESS_STEP = 1024
+
 _WORD = re.compile(r"[^\W_]+")
 
 # A word's four places, and what one occurrence adds to each: sign times idf.

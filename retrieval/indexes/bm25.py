@@ -18,14 +18,16 @@ library's English stop words moved recall by under .01 either way on the sets me
 words of all passages are in memory while the matrix is made, as 4-byte numbers.
 """
 
+import errno
 import hashlib
 import json
 import math
+import os
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import bm25s
 import numpy as np
@@ -33,7 +35,7 @@ import numpy.typing as npt
 
 from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
 from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
-from thresher.retrieval.encoders.lexical import words
+from thresher.retrieval.encoders.lexical import COUNTING, PROGRESS_STEP, words
 from thresher.retrieval.indexes.manifest import (
     FORMAT,
     Manifest,
@@ -46,10 +48,13 @@ from thresher.retrieval.indexes.manifest import (
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 from thresher.rewards.errors import UserError
 
+if TYPE_CHECKING:
+    from thresher.retrieval.indexes.kind import OnStage  # which loads faiss, and words need none
+
 KIND = "bm25"
 FILE = "bm25.json"
 SCORES = "scores"
-PROGRESS_STEP = 1024
+SCORING = "scoring words"
 # Share of the mean idf that rank_bm25 gives a word whose own idf is negative.
 OKAPI_FLOOR = 0.25
 
@@ -147,25 +152,27 @@ def build_bm25(
     embed: str = "text",
     *,
     settings: Bm25Settings | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_stage: "OnStage" = lambda stage, done, total: None,
 ) -> Bm25Index:
     """Counts the words of every passage (its text, or title and text, see `embedded_text`), scores them and writes the
     index into `folder`, which appears when all is written, or not at all.
 
-    `on_progress` is called with the number of passages read so far. UserError for a `folder` that exists, and for a
-    corpus without a single word.
+    `on_stage` is called with what is being done, how far it is, and of how many. UserError for a `folder` that exists,
+    and for a corpus without a single word.
     """
     check_embed(embed)
     settings = settings or Bm25Settings()
     folder = Path(folder)
     with staged_folder(folder) as staged:
-        vocabulary, passages = _count(corpus, embed, TOKENS[settings.tokens], on_progress)
+        vocabulary, passages = _count(corpus, embed, TOKENS[settings.tokens], on_stage)
+        on_stage(SCORING, 0, 1)
         tf_method, idf_method = VARIANTS[settings.variant]
         scores = bm25s.BM25(k1=settings.k1, b=settings.b, method=tf_method, idf_method=idf_method)
         scores.index((passages, vocabulary), create_empty_token=False, show_progress=False)
         if settings.variant == "okapi":
             _rescale_to_okapi(scores.scores, len(corpus))
         scores.save(staged / SCORES, show_progress=False)
+        _check_written(staged / SCORES, folder)
         files = {path.name: path.stat().st_size for path in sorted((staged / SCORES).iterdir())}
         atomic_write_text(staged / FILE, json.dumps({**asdict(settings), "files": files}, indent=2) + "\n")
         Manifest(
@@ -186,7 +193,18 @@ def build_bm25(
             hashed=True,
         ).write(staged)
         write_index_hashes(staged)
+    on_stage(SCORING, 1, 1)
     return Bm25Index(corpus, scores, embed, settings)
+
+
+def _check_written(staged: Path, folder: Path) -> None:
+    """OSError where the disk had no room for the end of an array: NumPy does not look whether its file could be flushed
+    when it was closed."""
+    for path in sorted(staged.glob("*.npy")):
+        try:
+            np.load(path, mmap_mode="r")
+        except (ValueError, EOFError):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / SCORES / path.name)) from None
 
 
 def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = True) -> Bm25Index:
@@ -246,7 +264,7 @@ def _read_scores(folder: Path, passages: int) -> bm25s.BM25:
 
 
 def _count(
-    corpus: Corpus, embed: str, tokens: Callable[[str], list[str]], on_progress: Callable[[int], None] | None
+    corpus: Corpus, embed: str, tokens: Callable[[str], list[str]], on_stage: "OnStage"
 ) -> tuple[dict[str, int], list["array[int]"]]:
     """Every word's number, in order of first appearance (so that the same corpus makes the same files), and every
     passage as numbers."""
@@ -255,8 +273,8 @@ def _count(
     for row, passage in enumerate(corpus, 1):
         found = tokens(embedded_text(passage, embed))
         passages.append(array("i", [vocabulary.setdefault(word, len(vocabulary)) for word in found]))
-        if on_progress is not None and (row % PROGRESS_STEP == 0 or row == len(corpus)):
-            on_progress(row)
+        if row % PROGRESS_STEP == 0 or row == len(corpus):
+            on_stage(COUNTING, row, len(corpus))
     if not vocabulary:
         raise UserError(f"{corpus.path or 'the corpus'}: no passage holds a word; BM25 has nothing to search for")
     return vocabulary, passages

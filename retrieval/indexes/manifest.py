@@ -98,7 +98,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads `folder/manifest.json`. UserError when there is no such folder, no manifest in it, or one that
     lacks a key or holds the wrong kind of value."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; build the index first (thresher index build)")
+        if folder.exists():
+            raise UserError(f"{folder}: is a file; give the folder that thresher index build wrote")
+        raise UserError(
+            f"{folder}: no such folder; build the index first (thresher index build), or name another (--index; in a "
+            "recipe: retrieval.index)"
+        )
     path = folder / FILE
     if not path.is_file():
         raise UserError(

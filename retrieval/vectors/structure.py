@@ -9,7 +9,6 @@ Deliberately absent: what a kind of index makes of it (`retrieval/indexes`).
 Shape letters: S a sample, B a slice, D dimension, P directions.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,6 +137,8 @@ def write(index: Any, path: Path, flags: int = 0) -> None:
     """`index` in the file `path`, which appears whole or not at all."""
     with atomic_path(path) as temporary:
         try:
-            faiss.write_index(index, os.fspath(temporary), flags)
-        except RuntimeError as error:  # FAISS's word for whatever the system said
+            # Through a file of ours: FAISS does not look whether its own could be flushed when it was closed.
+            with temporary.open("wb") as file:
+                faiss.write_index(index, faiss.PyCallbackIOWriter(file.write), flags)
+        except (RuntimeError, OSError) as error:  # FAISS's word for whatever the system said, and the system's own
             raise UserError(f"{path}: cannot be written ({str(error).strip()[-120:]}); make room for it") from None

@@ -18,6 +18,7 @@ from thresher.engine import interrupt
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.synthetic import demo as demo_module
 from thresher.engine.synthetic.demo import demo
+from thresher.engine.training import train as train_module
 from thresher.engine.training.sft import SftTrainer
 from thresher.policy.files import append_bytes, atomic_write_text
 from thresher.retrieval.building import build as build_module
@@ -92,12 +93,37 @@ def test_a_command_says_what_it_keeps_and_goes_on(
 def test_the_command_that_goes_on_goes_back_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["train", "r.toml", "--out", "my run", "--resume", "--from", "2"]
     ended = "interrupted; kept; go on from there with: thresher train r.toml --out 'my run' --resume"
-    assert interrupted(words, "kept", "--resume") == ended
-    assert interrupted([*words[:5], "--from=2"], "kept", "--resume") == ended
+    assert interrupted(words, "kept", "--resume", "--from") == ended
+    assert interrupted([*words[:5], "--from=2"], "kept", "--resume", "--from") == ended
+    assert interrupted(words, "kept", "--resume") == f"{ended} --from 2"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert "go on from there by torchrun, as before, of: thresher train r.toml" in interrupted(
         words, "kept", "--resume"
     )
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "gone_back"), [(train_module, "load_parts", False), (Rollout, "run", True)]
+)
+def test_a_run_that_has_not_gone_back_yet_is_told_to_again(
+    world: Path,
+    tmp_path: Path,
+    owner: Any,
+    function: str,
+    gone_back: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(["train", f"{world}/recipe.toml", "--out", f"{tmp_path}/run"]) == 0
+    capsys.readouterr()
+    words = f"train {world}/recipe.toml --out {tmp_path}/run --resume --from 0".split()
+
+    def signalling(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(owner, function, signalling)
+    assert cli.run(words) == 130
+    assert capsys.readouterr().err.endswith(f"{shlex.join(words[: -2 if gone_back else None])}\n")
 
 
 SECOND = """

@@ -12,6 +12,8 @@ from thresher.policy.files import (
     atomic_path,
     atomic_write_bytes,
     atomic_write_text,
+    model_folder,
+    read_bytes,
     refuse_hub_id,
     staged_folder,
 )
@@ -135,6 +137,21 @@ def test_a_hub_id_is_answered_with_the_command_that_downloads_it(
     refuse_hub_id(name)  # a folder of that owner's name makes it a path with a mistake in it, which others answer
     (tmp_path / name).mkdir()
     refuse_hub_id(name)
+
+
+def test_what_is_no_models_folder_is_named_for_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.toml").touch()
+    for name, expected in (
+        ("absent", "absent: no such folder; give that of a model"),
+        ("run/recipe.toml", "recipe.toml: is a file; give the folder that it lies in"),
+        ("run", r"run: is a run's folder .* such as .*/run/checkpoints/step_000002$"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            model_folder(tmp_path / name)
+    assert model_folder(tmp_path / "run" / "checkpoints" / "step_000002").name == "step_000002"
+    with pytest.raises(UserError, match="name a file in it"):
+        read_bytes(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,7 @@ def stored(folder: str | Path, limit: int, device: str) -> Subject:
     path = Path(folder)
     if not (path / "recipe.toml").is_file() and (path / "grpo" / "recipe.toml").is_file():
         path /= "grpo"
-    RunFolder.check(path, resume=True)
-    run = RunFolder(path)
+    run = RunFolder.existing(path)
     recipe = load_recipe(run.recipe_file)
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:

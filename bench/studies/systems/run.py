@@ -15,7 +15,7 @@ differs between two curves is the protocol and its reward; a system's preset fil
 import json
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -65,9 +65,10 @@ def run_study(
     controls: Sequence[int],
     overrides: Sequence[str],
     run_command: Callable[[list[str]], None],
+    allow_keys: Collection[str] = (),
 ) -> None:
     """The whole study into the folder `out`. `controls` are the seeds that get a control, `overrides` of the recipe;
-    `run_command` runs a command from its arguments, for the shared world."""
+    `run_command` runs a command from its arguments, for the shared world; `allow_keys` as `train` has them."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: a file of that name is in the way; choose another folder with --out")
     if unknown := [name for name in systems if name not in SYSTEMS]:
@@ -80,7 +81,7 @@ def run_study(
         check_folder(case)
     console.console.print(f"study systems: {len(cases)} runs from {world / 'base'}, into {out}")
     started = time.perf_counter()
-    train_all(cases)
+    train_all(cases, allow_keys)
     from thresher.bench.studies.systems.plot import draw_curves  # matplotlib takes a second
 
     records = {case.name: read_metrics(case.folder) for case in cases}
@@ -136,25 +137,25 @@ def check_folder(case: SystemRun) -> None:
         )
 
 
-def train_all(cases: Sequence[SystemRun]) -> None:
+def train_all(cases: Sequence[SystemRun], allow_keys: Collection[str] = ()) -> None:
     """Train what is not trained yet."""
     total = sum(case.recipe.run.steps for case in cases)
     before = 0
     with console.progress_line("study systems", total) as line:
         for case in cases:
             if not (case.folder / "summary.json").exists():
-                _train(case, before, line)
+                _train(case, before, line, allow_keys)
             before += case.recipe.run.steps
             line.to(before, f"{case.name}  finished")
 
 
-def _train(case: SystemRun, before: int, line: console.Line) -> None:
+def _train(case: SystemRun, before: int, line: console.Line, allow_keys: Collection[str]) -> None:
     def watch(progress: Progress) -> None:
         if "eval" not in progress.record:
             record = progress.record
             line.to(before + progress.step, f"{case.name}  reward {record['reward']:.3f}  EM {record['em']:.3f}")
 
-    train(case.recipe, case.folder, case.folder.exists(), watch)
+    train(case.recipe, case.folder, case.folder.exists(), watch, allow_keys=allow_keys)
 
 
 def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

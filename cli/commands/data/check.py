@@ -1,7 +1,6 @@
 """`thresher data check`: what a file of questions holds. The counting is retrieval/datasets/summary.py's."""
 
 import argparse
-import json
 
 from thresher.engine import console
 
@@ -22,7 +21,7 @@ def run(options: argparse.Namespace) -> None:
     parts = ("kinds", "per question", "words")
     spreads = {f"{part}, {name}": figures[part][name] for part in parts for name in figures[part]}
     plain = {name: value for name, value in figures.items() if name not in parts}
+    if not figures["passages"]:  # then whatever is said of them is 0
+        plain = {name: value for name, value in plain.items() if "passage" not in name or name == "passages"}
     console.figures(options.file, {**plain, **spreads})
-    if not options.json:
-        print(json.dumps(figures))
     console.answer(figures)

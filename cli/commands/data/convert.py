@@ -4,7 +4,6 @@ The work is retrieval/datasets/convert.py's.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,6 @@ def run(options: argparse.Namespace) -> None:
             on_record=lambda name, records: counter.to(records, f"of {name}"),
         )
     _print_conversion(options.out, figures)
-    if not options.json:
-        print(json.dumps(figures, ensure_ascii=False))
     console.answer(figures)
 
 

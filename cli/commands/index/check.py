@@ -1,7 +1,6 @@
 """`thresher index check`: how well an index finds what questions name as their gold passages."""
 
 import argparse
-import json
 
 from thresher.cli import flags
 from thresher.engine import console
@@ -24,6 +23,4 @@ def run(options: argparse.Namespace) -> None:
         options.index, options.queries, options.k, parse_overrides(options.set), options.gpu, options.verify
     )
     console.figures(f"{options.index} against the gold titles of {options.queries}", figures)
-    if not options.json:
-        print(json.dumps(figures))
     console.answer(figures)

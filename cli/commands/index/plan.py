@@ -22,9 +22,6 @@ HELP = "what an index will need and take, before it is built"
 PLACE = 10
 EXAMPLE = "thresher index plan --passages 21015324 --dim 768 --memory 16GB"
 
-# Columns of the table, which a file or a pipe has room for.
-WIDTH = 120
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passages", type=flags.count, required=True, metavar="N", help="how many there will be")
@@ -57,7 +54,8 @@ def run(options: argparse.Namespace) -> None:
     calibration = Calibration(dim, options.sample or SAMPLE)
     _announce(calibration.sample, calibration.threads)
     written = disk_rate(options.disk)
-    plans = plan(options.passages, dim, options.kind or [ALL], memory, calibration, written)
+    with console.stages() as on_stage:
+        plans = plan(options.passages, dim, options.kind or [ALL], memory, calibration, written, on_stage)
     shape = f"{options.passages:,} passages" + ("" if words else f" x {dim}")
     _print_plans(f"{shape}, {show_bytes(memory)} of memory, disk {show_bytes(written)}/s", plans)
     console.console.print(_encoding_note(options, encoded, words, plans), soft_wrap=True)
@@ -121,8 +119,10 @@ def _print_plans(title: str, plans: "Sequence[IndexPlan]") -> None:
         drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in plans:
         drawn.add_row(*row.row())
-    console.console.print(drawn, width=None if console.console.is_terminal else max(WIDTH, console.console.width))
-    console.console.print("1 query and 64 together: seconds of the search, at an assumed nprobe or efSearch.")
+    console.draw(drawn)
+    console.console.print(
+        "1 query and 64 together: seconds of the search, at an assumed nprobe or efSearch.", soft_wrap=True
+    )
 
 
 def _encoding_note(

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--controls", type=flags.seed, nargs="*", default=[0], metavar="SEED", help="with shuffled rewards"
     )
     flags.add_set(parser)
+    flags.add_allow_key(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -29,5 +30,13 @@ def run(options: argparse.Namespace) -> None:
 
     names = options.system or SYSTEMS
     with interrupt.keeping(lambda: f"{options.out} keeps what is finished"):
-        run_study(Path(options.out), names, options.seeds, options.controls, options.set, options.run_command)
+        run_study(
+            Path(options.out),
+            names,
+            options.seeds,
+            options.controls,
+            options.set,
+            options.run_command,
+            options.allow_key,
+        )
     console.answer(read_json_object(Path(options.out) / "systems.json"))

@@ -269,7 +269,8 @@ def written(words: Sequence[str]) -> int:
 def test_a_command_that_does_not_know_of_full_disks_is_reported(tmp_path: Path, how: str, verdict: str) -> None:
     field = field_of(written, tmp_path)
     writer = disks.Writer(lambda at, out: [str(out), how])
-    expected = disks._with_room(field, writer)
+    expected, sizes = disks._with_room(field, writer)
+    assert sizes == [100]
     assert disks.try_disk(field, writer, ForkLimits(seconds=20, file_bytes=50), expected)[0] == verdict
     assert disks.try_disk(field, writer, ForkLimits(seconds=20, file_bytes=100), expected)[0] == "right"
     assert disks._read_only(field, writer)[0] == verdict

@@ -25,10 +25,10 @@ def test_an_approximate_index_from_build_to_check(corpus, tmp_path, capsys):
     build = ("build", "--corpus", corpus, "--dim", 64, "--kind", "hnsw", "--recall", 0.9, "--out", folder)
     assert run(*build) == 0
     out = capsys.readouterr().out
-    for stage in ("encoding 300/300", "linking 300/300", "exact answers 300/300", "tuning"):
+    for stage in ("counting words 300/300", "encoding 300/300", "linking 300/300", "exact answers 300/300", "tuning"):
         assert stage in out
     assert "HNSW32" in out and "recall_at_5" in out and "efSearch" in out
-    assert run("check", "--index", folder, "--queries", queries, "--k", 1, "--set", "efSearch=50") == 0
+    assert run("check", "--index", folder, "--queries", queries, "--k", 1, "--set", "efSearch=50", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["recall"] == 1
     assert run("search", "--index", folder, "--queries", queries, "--k", 2, "--out", tmp_path / "out.jsonl") == 0
     assert json.loads((tmp_path / "out.jsonl").read_text())["hits"][0]["title"] == "Town 17"

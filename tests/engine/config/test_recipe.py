@@ -285,7 +285,10 @@ def test_overrides_refused(write: Any, override: str, message: str) -> None:
 
 def test_unreadable_files(tmp_path: Path, write: Any) -> None:
     assert refusal(tmp_path / "absent.toml").startswith("absent.toml: cannot be read (No such file or directory)")
-    assert "cannot be read (Is a directory)" in refusal(tmp_path)
+    assert refusal(tmp_path).endswith("cannot be read (Is a directory); give the path of a recipe in TOML")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.toml").touch()
+    assert refusal(tmp_path / "run").endswith("run/recipe.toml")
     path = write(SMALLEST)
     path.write_bytes(b"\xff\xfe")
     assert "r.toml: expected a recipe in TOML, but 'utf-8' codec can't decode" in refusal(path)

@@ -113,6 +113,9 @@ def test_resume_refuses_what_is_no_run_folder(tmp_path: Path) -> None:
     assert "the run folder does not exist" in refusal(RunFolder.resume, tmp_path / "none", RECIPE)
     assert "is not a run folder (it has no recipe.toml)" in refusal(RunFolder.resume, tmp_path, RECIPE)
     assert tree(tmp_path) == []
+    (tmp_path / "demo" / "grpo").mkdir(parents=True)
+    (tmp_path / "demo" / "grpo" / "recipe.toml").touch()
+    assert refusal(RunFolder.existing, tmp_path / "demo").endswith(f"; name one in it: {tmp_path}/demo/grpo")
 
 
 def test_resume_names_the_key_of_a_recipe_it_cannot_read(tmp_path: Path) -> None:

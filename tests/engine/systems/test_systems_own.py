@@ -11,6 +11,7 @@ import pytest
 
 from thresher.cli import main as cli
 from thresher.engine.config.sections import SystemSection
+from thresher.engine.episode import Tools, Turn
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import score
 from thresher.engine.systems import NAMES, load_system
@@ -198,6 +199,35 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
     attempt = Attempt(pieces=[Piece(Source.POLICY, b"x")], golds=("x",))
     with pytest.raises(UserError, match=r"mine\.py: reward\(attempt\) r.*; fix the file"):
         load_system(str(path), {}).reward(attempt)
+
+
+@pytest.mark.parametrize(
+    ("right", "broken", "what"),
+    [
+        ("yield Prompt(", "yield Prompts(", "episode(question, tools) raised NameError (name 'Prompts' is not defined"),
+        ("yield Prompt(", "return Prompt(", "episode(question, tools) returned Prompt("),
+        ("yield Prompt(tools.template,", "yield (tools.template,", "episode(question, tools) yielded first ("),
+        (
+            "yield Generate(",
+            "yield Prompt('{question}', question.question) or dict(",
+            "episode(question, tools) yielded behind its prompt Prompt(",
+        ),
+        ("yield Generate(", "yield print(", "episode(question, tools) raised TypeError"),
+        ('return "answered"', "return 1", "episode(question, tools) returned 1"),
+    ],
+)
+def test_an_episode_that_fails_is_the_files(
+    right: str, broken: str, what: str, quote: Path, tiny_questions: list[Question]
+) -> None:
+    text = quote.read_text()
+    assert right in text
+    quote.write_text(text.replace(right, broken, 1))
+    question = replace(tiny_questions[0], passages=(Passage("p", "T", "It is so."),))
+    with pytest.raises(UserError, match=re.escape(f"{quote}: {what}")):
+        running = load_system(str(quote), {}).episode(question, Tools("{question}\n{passages}", 2))
+        next(running)
+        while True:
+            running.send(Turn(b"<answer>so</answer>", "</answer>"))
 
 
 def test_switches_of_an_own_system_are_checked_and_a_folder_is_no_file(quote: Path) -> None:

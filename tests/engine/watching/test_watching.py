@@ -134,11 +134,13 @@ def served(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Li
 
 def test_the_page_moves_on_with_the_run(run: RunFolder, served: tuple[LivePage, Get]) -> None:
     page, get = served
-    assert b"is being drawn" in get("/")[2] and json.loads(get("/state")[2])["version"] == 0
+    first = get("/")[2]
+    assert b"is being drawn" in first and b"running: nothing is" in first and b'http-equiv="refresh"' in first
+    assert json.loads(get("/state")[2])["version"] == 0
     page.draw()
     status, headers, body = get("/")
     assert status == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
-    assert b"<main>step 0" in body and b'<script src="/watch.js">' in body
+    assert b"<main>step 0" in body and b"refresh" not in body and b'<script src="/watch.js">' in body
     assert body.count(b"</body>") == 1 and body.rstrip().endswith(b"</html>")
     assert json.loads(get("/state")[2]) == {"version": 1, "says": "running: nothing is recorded yet"}
     page.draw()

@@ -78,7 +78,7 @@ def test_the_best_k_of_all_scores_ties_by_row(seed, count, k):
     # Few words and passages of few lengths: most scores are tied with others.
     rng = np.random.default_rng(seed)
     corpus = corpus_of(*(" ".join(rng.choice(list("abcd"), rng.integers(1, 4))) for _ in range(count)))
-    vocabulary, passages = module._count(corpus, "text", module.TOKENS["words"], None)
+    vocabulary, passages = module._count(corpus, "text", module.TOKENS["words"], lambda *_: None)
     scores = module.bm25s.BM25()
     scores.index((passages, vocabulary), create_empty_token=False, show_progress=False)
     index = Bm25Index(corpus, scores, "text", Bm25Settings())
@@ -130,8 +130,13 @@ def test_the_same_corpus_makes_the_same_files(tmp_path):
 
 def test_progress_reaches_the_end(tmp_path):
     seen = []
-    build_bm25(many(1500), tmp_path / "index", on_progress=seen.append)
-    assert seen == [1024, 1500]
+    build_bm25(many(1500), tmp_path / "index", on_stage=lambda *what: seen.append(what))
+    assert seen == [
+        ("counting words", 1024, 1500),
+        ("counting words", 1500, 1500),
+        ("scoring words", 0, 1),
+        ("scoring words", 1, 1),
+    ]
 
 
 @pytest.fixture

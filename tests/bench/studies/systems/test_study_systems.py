@@ -82,6 +82,19 @@ def test_an_unknown_system_and_a_file_in_the_way(tmp_path: Path, capsys: pytest.
     assert run(["study", "systems", "--out", str(tmp_path / "file")]) == 2
 
 
+def test_a_judges_key_is_allowed_by_the_person_who_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[Any] = []
+
+    def train(*_: Any, allow_keys: Any) -> None:
+        allowed.append(allow_keys)
+        raise UserError("no more")
+
+    monkeypatch.setattr("thresher.bench.studies.systems.run.make_world", lambda world, _: world.mkdir())
+    monkeypatch.setattr("thresher.bench.studies.systems.run.train", train)
+    assert run(["study", "systems", "--out", str(tmp_path / "s"), "--allow-key", "KEY@api.example.com"]) == 2
+    assert allowed == [["KEY@api.example.com"]]
+
+
 def records_of(case: SystemRun) -> list[dict[str, Any]]:
     """Made-up metrics: everything rises by the step, but not in a control."""
     key = CLAIMS[case.system][0]
