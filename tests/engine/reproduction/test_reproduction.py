@@ -18,7 +18,7 @@ from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
 from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.scales import cells_of, files_of
-from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.engine.reproduction.tables import markdown, read_column, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.engine.systems import load_system
 from thresher.rewards.errors import UserError
@@ -170,6 +170,17 @@ def test_of_a_teachers_right_answers_to_warmed_extractors(tmp_path: Path) -> Non
                 assert words[words.index("--model") + 1] == str(cell.before[-1].folder)
     lacking = cells[0].lacking()
     assert {"data/nq_teacher/trajectories.jsonl", "models/Qwen2.5-1.5B-Instruct", "indexes/wiki18"} <= lacking.keys()
+
+
+def test_evidence_counts_where_a_passage_holds_the_gold(tmp_path: Path) -> None:
+    file = tmp_path / "e.jsonl"
+    record = {"golden_answers": ["Ada"], "evidence": "Ada", "rationale": "", "compression_ratio": 2.0}
+    shown = [[{"text": "Ada"}], [{"text": "Eva"}]]
+    lines = [json.dumps({"id": str(n), "passages": passages} | record) for n, passages in enumerate(shown)]
+    file.write_text("\n".join(lines) + "\n")
+    assert list(read_column([file], None)) == ["0", "1"]
+    found = read_column([file], None, "recall_passages")
+    assert list(found) == ["0"] and (found["0"]["compression"], found["0"]["recall_rationale"]) == (2.0, 0.0)
 
 
 def test_a_figure_has_its_rows_trainings_over_each_other(
