@@ -32,7 +32,6 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.episode import pair_tags
 from thresher.engine.refiners.kinds import FILCO_TEMPLATE
-from thresher.engine.scoring.transcripts import read_attempt
 from thresher.engine.systems import load_system
 from thresher.retrieval.data.jsonl import iter_jsonl, write_jsonl
 from thresher.retrieval.questions import Question, passage_record
@@ -170,6 +169,8 @@ def taught_records(
 ) -> tuple[list[dict[str, Any]], list[Unused]]:
     """As `make_records`, of a teacher's transcripts: those whose answer is a gold one, each in the prompt of the system
     that is to write such spans. UserError names the line of a malformed one."""
+    from thresher.engine.scoring.transcripts import read_attempt  # brings tokenizers, which no --help waits for
+
     system = load_system("eviomni", {}) if kind == "reason-extract" else load_baseline("extract_only", {})
     records, unused = [], []
     for number, record in iter_jsonl(transcripts):
