@@ -36,14 +36,14 @@ def invent_pairs(world: InventedWorld, count: int, rng: random.Random) -> list[P
         makers = _MAKERS["entailment"] if len(found) % 3 == 0 else [*_MAKERS["neutral"], *_MAKERS["contradiction"]]
         premise = rng.choice(makers)(world, path, rng)
         hypothesis = CLAIM.format(gold=path[-1].object, question=ask(path))
-        found.append((premise, hypothesis, LABELS.index(_label(premise, path))))
+        found.append((premise, hypothesis, LABELS.index(label_of(premise, path))))
     return found
 
 
-def _label(premise: str, path: Sequence[Fact]) -> str:
-    """What the note says of the claim, read off the facts that stand in it."""
+def label_of(note: str, path: Sequence[Fact]) -> str:
+    """What a note says of the claim that `path` leads to, read off the facts that stand in it."""
     wanted = path[-1]
-    told = [Fact(*match.groups()) for match in _FACT.finditer(premise)]
+    told = [Fact(*match.groups()) for match in _FACT.finditer(note)]
     right = [fact for fact in told if fact.relation == wanted.relation and fact.object == wanted.object]
     if len(path) == 1:
         right = [fact for fact in right if fact.subject == wanted.subject]

@@ -84,7 +84,7 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
             break
         except Killed:
             continue
-    assert len(ran) == len(set(ran)) == 5 + 2 * 2 * 2  # the world's commands; two methods, two seeds, train and eval
+    assert len(ran) == len(set(ran)) == 6 + 2 * 2 * 2  # the world's commands; two methods, two seeds, train and eval
     with_reward, without = found["T2"]["rows"]
     assert with_reward["ours"]["em"]["nq"] == {"mean": 1.0, "deviation": 0.0, "seeds": [1.0, 1.0], "questions": 10} | {
         "difference": 0.5,
