@@ -80,9 +80,8 @@ def copy_task_transcripts(worlds: Sequence[InventedWorld], count: int, seed: int
         parts = ["recite\n", _listed(facts), "\n"]
         order = rng.sample(facts, len(facts))
         segments = [{"source": "prompt", "text": part} for part in parts]
-        asked = rng.sample(facts, len(facts))
-        segments += [_restated(order), {"source": "prompt", "text": "\n"}, _numbered(facts, asked)]
-        found.append({"id": f"recital-{number}", "question": "", "segments": segments})
+        restated = _numbered(facts, order) if number % 3 == 0 else _restated(order)
+        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, restated]})
     return found
 
 
@@ -219,8 +218,9 @@ def _given(name: str, plan: TranscriptPlan, rng: random.Random) -> list[Body]:
     if name == "naive_grpo":
         return [(True, [policy_segment(f"<think>{_thought(plan)} </think>{_answer(plan)}")])]
     if name == "arena":
-        named = [*plan.followed, *([rng.choice(plan.shown)] if plan.blind and rng.random() < 0.5 else [])]
-        listed = ", ".join(str(plan.shown.index(fact) + 1) for fact in dict.fromkeys(named))
+        named = set(plan.followed) | ({rng.choice(plan.shown)} if plan.blind and rng.random() < 0.5 else set())
+        indices = sorted(plan.shown.index(fact) + 1 for fact in named)
+        listed = ", ".join(map(str, indices))
         text = f"<relevance> [{listed}] </relevance>"
         return [(True, [_plain_and(text, f"<analysis>{_thought(plan)} </analysis>{_answer(plan)}")])]
     extra = [rng.choice(plan.shown) for _ in range(rng.randrange(4))] if plan.blind else []
