@@ -16,6 +16,7 @@ Everything is a function of the seed of `rng`.
 
 import random
 import re
+import string
 from collections.abc import Callable, Sequence
 
 from thresher.engine.synthetic.world import RELATIONS, Fact, InventedWorld, ask, walk
@@ -34,7 +35,7 @@ def invent_pairs(world: InventedWorld, count: int, rng: random.Random) -> list[P
         if path[-1].object == path[0].subject:  # no question has such a path
             continue
         makers = _MAKERS["entailment"] if len(found) % 3 == 0 else [*_MAKERS["neutral"], *_MAKERS["contradiction"]]
-        premise = rng.choice(makers)(world, path, rng)
+        premise = _littered(rng.choice(makers)(world, path, rng), rng)
         hypothesis = CLAIM.format(gold=path[-1].object, question=ask(path))
         found.append((premise, hypothesis, LABELS.index(label_of(premise, path))))
     return found
@@ -53,6 +54,19 @@ def label_of(note: str, path: Sequence[Fact]) -> str:
     return "contradiction" if other and len(path) == 1 else "neutral"
 
 
+def _littered(note: str, rng: random.Random) -> str:
+    """Half of the notes with litter before or behind them, which changes no label: a policy tries whatever fools its
+    judge, and broken tags fooled one that had never read any."""
+    if rng.random() < 0.5:
+        return note
+    tags = [f"{mark}{name}"[: rng.randrange(1, 12)] for mark in ("<", "</") for name in _TAGS]
+    letters = ["".join(rng.choices(string.ascii_letters + string.punctuation, k=rng.randrange(1, 8))) for _ in range(4)]
+    piece = rng.choice((*tags, *letters, "the re", "the"))
+    litter = " ".join(rng.choices((piece, rng.choice(letters)), (3, 1), k=rng.randrange(1, 6)))
+    return f"{note} {litter}" if rng.random() < 0.7 else f"{litter} {note}"
+
+
+_TAGS = ("summary>", "search>", "think>", "answer>", "information>")
 _NAME = r"[A-Z]\w+ [A-Z]\w+"
 _RELATIONS = sorted({relation for relations in RELATIONS.values() for relation in relations})
 _FACT = re.compile(rf"({_NAME}) has ({'|'.join(_RELATIONS)}) ({_NAME})\.")
