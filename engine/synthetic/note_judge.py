@@ -36,7 +36,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "n
 STDS = {"word_embeddings": 1.0, "token_type_embeddings": 0.7}  # of first values; all else 1 / sqrt(width)
 WAVES = 0.5  # of the first positions, sines and cosines
 HELD_OUT = 1000  # pairs
-STEPS, BATCH, LR, WARMUP, CLIP = 600, 64, 2e-3, 100, 1.0
+STEPS, BATCH, LR, WARMUP, CLIP = 1300, 64, 2e-3, 100, 1.0
 
 
 def make_judge(out: str | Path, seed: int, steps: int, size: Size | None = None) -> dict[str, Any]:
