@@ -4,8 +4,8 @@
     out/T1.md, T1.json                 a table each, written anew after every cell
     out/F4.html                        a figure: its rows' trainings over each other
 
-Killed at any moment, the same command goes on. A cell whose data or weights are absent says what to put where, and the
-others run.
+Killed at any moment, the same command goes on. A cell whose data or weights are absent says what to put where, one
+whose command is refused says why, and the others run.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.reproduction.commands import Cell, Scale
+from thresher.engine.reproduction.commands import Cell, Command, Scale
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, results_of
@@ -27,7 +27,7 @@ def reproduce(
     paper: str, tables: Sequence[str], scale: Scale, out: Path, run_command: Callable[[list[str]], None]
 ) -> dict[str, Any]:
     """Run the tables (all of them where none is named) at a scale; returns what their JSON files hold, by
-    name. `run_command` runs a command of `thresher` from its words."""
+    name. `run_command` runs a command of `thresher` from its words. UserError at the end where it refused any."""
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables)
     out.mkdir(parents=True, exist_ok=True)
@@ -35,19 +35,25 @@ def reproduce(
         write_prompts(out / "world")
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     _say_lacking([cell for cells in cells_by_table.values() for cell in cells])
-    found = {}
+    found: dict[str, Any] = {}
+    refused: dict[Command, str] = {}
     for name, table in chosen.items():
         cells = cells_by_table[name]
         for number, cell in enumerate(cells, 1):
-            _run_cell(
-                f"{name}, {number} of {len(cells)}: {manifest.label(cell.row)}, seed {cell.seed}", cell, run_command
-            )
+            title = f"{name}, {number} of {len(cells)}: {manifest.label(cell.row)}, seed {cell.seed}"
+            _run_cell(title, cell, run_command, refused)
             found[name] = results_of(manifest, table, scale, cells)
             atomic_write_text(out / f"{name}.md", markdown(found[name]))
             atomic_write_text(out / f"{name}.json", json.dumps(found[name], indent=2) + "\n")
         if table.curves:
             _write_figure(manifest, table, cells, out / f"{name}.html")
         console.console.print(markdown(found[name]), markup=False)
+    if refused:
+        (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
+        more = f", and {len(others)} more commands" if others else ""
+        raise UserError(
+            f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
+        )
     return found
 
 
@@ -80,12 +86,23 @@ def _say_lacking(cells: Sequence[Cell]) -> None:
         console.console.print(f"  {path}: {get}", markup=False, soft_wrap=True)
 
 
-def _run_cell(title: str, cell: Cell, run_command: Callable[[list[str]], None]) -> None:
+def _run_cell(title: str, cell: Cell, run_command: Callable[[list[str]], None], refused: dict[Command, str]) -> None:
+    """The commands of a cell. One that is refused is noted, and where others begin at what it makes it is the last."""
     console.console.print(title, soft_wrap=True)
     for command in cell.possible():
         if command.finished:
             continue
+        if command in refused:
+            if command in cell.before:
+                return
+            continue
         words = command.to_run()
         console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
         command.folder.parent.mkdir(parents=True, exist_ok=True)
-        run_command(words)
+        try:
+            run_command(words)
+        except UserError as error:
+            refused[command] = str(error)
+            console.console.print(f"reproduce: left out, for {error}", markup=False, soft_wrap=True)
+            if command in cell.before:
+                return

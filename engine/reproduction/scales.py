@@ -2,7 +2,7 @@
 
 MethodRun     the chain: what is shared by a row's columns, then of every column extraction and evaluation
 PaperScale    the recipes, models and files that the manifest names
-WorldScale    one base, one recipe, and the questions of the invented world; prompts of a line
+WorldScale    a base a seed, one recipe, and the questions of the invented world; prompts of a line
 """
 
 from abc import ABC, abstractmethod
@@ -15,12 +15,13 @@ from thresher.engine.config.recipe import load_recipe
 from thresher.engine.extraction.run import SECTIONS
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
-from thresher.engine.synthetic.shared_base import RECIPE, RECIPES, world_paths, world_stages
+from thresher.engine.synthetic.shared_base import JUDGED, RECIPE, RECIPES, world_paths, world_stages
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, template
 from thresher.policy.files import atomic_write_text
 
 ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only", "qa": "qa", "closed-book": "closed-book"}
 TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
+SHARED = 0  # seed of what all seeds share: the generator that answers from evidence, and the teacher
 
 
 class MethodRun(ABC):
@@ -33,7 +34,7 @@ class MethodRun(ABC):
         self.tuned: list[Command] = []
 
     def cell(self, columns: Sequence[str]) -> Cell:
-        method, before, policy = self.method, self.base(), self.start()
+        method, before, policy = self.method, self.base(), self.start(self.seed)
         if self.trained.warmup is not None:
             policy = self.tuning(self.trained.warmup, policy, self.seed)
         before += self.tuned
@@ -43,7 +44,7 @@ class MethodRun(ABC):
             before.append(training)
             asked = ["--best", str(training.folder)]
         self.tuned = []
-        answerer = None if method.generator is None else self.tuning(method.generator, self.start(), 0)
+        answerer = None if method.generator is None else self.tuning(method.generator, self.start(SHARED), SHARED)
         before += self.tuned
         chains = {}
         for column in columns:
@@ -139,8 +140,8 @@ class MethodRun(ABC):
     def base(self) -> list[Command]: ...
 
     @abstractmethod
-    def start(self) -> str:
-        """The model folder that everything begins at."""
+    def start(self, seed: int) -> str:
+        """The model folder that everything of this seed begins at."""
 
     @abstractmethod
     def of_model(self) -> str: ...
@@ -192,7 +193,7 @@ class PaperScale(MethodRun):
     def base(self) -> list[Command]:
         return []
 
-    def start(self) -> str:
+    def start(self, seed: int) -> str:
         return self.manifest.models[self.row.model].paper
 
     def of_model(self) -> str:
@@ -251,17 +252,23 @@ class PaperScale(MethodRun):
 
 
 class WorldScale(MethodRun):
-    """The invented world, in out/world."""
+    """The invented world, in out/world, with a base of its own for each seed."""
 
     @property
     def world(self) -> Path:
         return self.out / "world"
 
     def base(self) -> list[Command]:
-        return [Command(tuple(words), Path(words[words.index("--out") + 1])) for words in world_stages(self.world)]
+        shares = self.method.generator is not None or self.trained.warmup is not None
+        stages = [
+            (tuple(words), Path(words[words.index("--out") + 1]))
+            for seed in dict.fromkeys((self.seed, SHARED) if shares else (self.seed,))
+            for words in world_stages(self.world, seed, judged=self.method.system in JUDGED)
+        ]
+        return [Command(*stage) for stage in dict.fromkeys(stages)]
 
-    def start(self) -> str:
-        return str(self.world / "base")
+    def start(self, seed: int) -> str:
+        return str(self.world / f"base{seed}")
 
     def of_model(self) -> str:
         return ""
@@ -275,7 +282,7 @@ class WorldScale(MethodRun):
 
     def teacher(self, name: str) -> tuple[str, list[str]]:
         folder = self.out / "tunings" / "teacher"
-        words = ("eval", *self.of_system("eviomni", self.start()), "--set", "system.name=eviomni")
+        words = ("eval", *self.of_system("eviomni", self.start(SHARED)), "--set", "system.name=eviomni")
         asked = ("--questions", self._data("train"), "--limit", str(TEACHER_QUESTIONS))
         self.add((*words, *asked, "--out", str(folder)), folder, [])
         return str(folder / "trajectories.jsonl"), []
@@ -354,7 +361,8 @@ def prompt_file(world: Path, name: str) -> Path:
 
 def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[Cell]:
     """All cells of a table at this scale, in the order of its rows; rows and columns that it does not have there are
-    left out. The invented world has one base, so of the rows of one method the last."""
+    left out. The invented world has bases of one size, so of the rows of one method the last. A row that no seed
+    changes, greedy answers of what is not trained, has one."""
     last = {row.method: row for row in table.rows}
     kind = WorldScale if scale.invented else PaperScale
     found = []
@@ -363,7 +371,8 @@ def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path
         if scale.invented and not (in_world(method) and last[row.method] is row):
             continue
         trained = manifest.methods[method.trained_as or row.method]
-        for seed in scale.seeds if trained.warmup or trained.recipe else scale.seeds[:1]:
+        own_base = scale.invented and method.generator is None
+        for seed in scale.seeds if own_base or trained.warmup or trained.recipe else scale.seeds[:1]:
             making = kind(manifest, scale, out, row, seed)
             found.append(making.cell(columns_of(manifest, table, scale.invented)))
     return found
@@ -377,10 +386,16 @@ def switches_of(method: Method) -> list[str]:
 
 @lru_cache(maxsize=64)
 def files_of(recipe: str) -> tuple[str, ...]:
-    """The questions and the index that a recipe names."""
+    """The questions, the index and the classifier of entailment that a recipe names."""
     found = load_recipe(recipe)
-    paths = [found.data and found.data.train, found.data and found.data.dev, found.sft and found.sft.data]
-    return tuple(path for path in (*paths, found.retrieval and found.retrieval.index) if path)
+    paths = (
+        found.data and found.data.train,
+        found.data and found.data.dev,
+        found.sft and found.sft.data,
+        found.retrieval and found.retrieval.index,
+        found.judge and found.judge.entailment,
+    )
+    return tuple(str(path) for path in paths if path)
 
 
 def sets_of(*texts: str) -> list[str]:

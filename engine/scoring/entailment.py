@@ -2,8 +2,8 @@
 
 A reward that needs one (EviNote-RAG's) is handed the number, so judges live in the engine and rewards stay pure. A
 judge is a trained classifier, from a folder of weights, or, where none is given, the overlap of words: a stand-in that
-lets a run and its tests work without weights. It is no measure of entailment, can be beaten by copying question and
-answer into any sentence, and says what it is by its name, which belongs in every output that holds its numbers.
+lets a run and its tests work without weights. It is no measure of entailment, can be beaten by a list of names that
+holds the answer, and says what it is by its name, which belongs in every output that holds its numbers.
 
 What was judged is remembered by the two texts' digest: samples of one question write the same note often enough, and a
 probability does not depend on the pairs beside it (on CUDA but for rounding, see retrieval/encoders/classifier.py).
@@ -24,9 +24,11 @@ import torch
 from thresher.engine import console
 from thresher.engine.config.sections import JudgeSection
 from thresher.retrieval.encoders.classifier import load_classifier
+from thresher.rewards.papers.evinote import CLAIM
 
 Pair = tuple[str, str]
 
+_OF_A_QUESTION = CLAIM.partition("{gold}")[2].partition("{question}")[0]  # between answer and question
 _WORD = re.compile(r"\w+")
 _NEGATIONS = frozenset(["no", "not", "never", "none", "nobody", "nothing", "neither", "nor", "without", "cannot"])
 # Words that say nothing of what a claim is about. "answer" is one, for every claim of the form "X is the answer to 'Q'"
@@ -57,6 +59,10 @@ class LexicalJudge:
     """The stand-in: the share of the hypothesis's words that the premise holds, squared, and halved where one of the
     two denies and the other does not.
 
+    Of a claim "X is the answer to 'Q'" that is times the share of X's own words, those that are not in Q: a note that
+    repeats the question has said nothing, and gets 0. So does every note where X has no word of its own, as in "Which
+    is larger, X or Y?".
+
     Words of grammar and negations do not count, unless the hypothesis has no others. The square tells "nearly all" from
     "most", which the share alone puts side by side. An empty premise or hypothesis gives 0.
     """
@@ -69,11 +75,19 @@ class LexicalJudge:
 
 def _overlap(premise: str, hypothesis: str) -> float:
     has, claimed = _words(premise), _words(hypothesis)
-    wanted = claimed - _FUNCTION_WORDS - _NEGATIONS or claimed
+    wanted = _counted(claimed)
     if not wanted:
         return 0.0
-    share = len(wanted & has) / len(wanted)
-    return share**2 * (1.0 if has.isdisjoint(_NEGATIONS) == claimed.isdisjoint(_NEGATIONS) else 0.5)
+    share = (len(wanted & has) / len(wanted)) ** 2
+    answer, of_a_question, question = hypothesis.partition(_OF_A_QUESTION)
+    if of_a_question:
+        own = _counted(_words(answer)) - _words(question)
+        share *= len(own & has) / max(1, len(own))
+    return share * (1.0 if has.isdisjoint(_NEGATIONS) == claimed.isdisjoint(_NEGATIONS) else 0.5)
+
+
+def _counted(words: set[str]) -> set[str]:
+    return words - _FUNCTION_WORDS - _NEGATIONS or words
 
 
 def _words(text: str) -> set[str]:

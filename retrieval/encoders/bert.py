@@ -307,7 +307,7 @@ def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: to
     found = tensor_shapes(folder)
     prefix = next((prefix for prefix in _PREFIXES if prefix + _FIRST in found), "")
     bert = bert.to(dtype).to_empty(device=device).requires_grad_(False)
-    views = {_name_in(found, prefix + name): view for name, view in _views(bert).items()}
+    views = {_name_in(found, prefix + name): view for name, view in tensors_of(bert).items()}
     beside = {name for name in found if name.removeprefix(prefix).startswith(_PASSED_OVER) or name.startswith(_HEADS)}
     for name, tensor in read_weights(folder, {name: view.shape for name, view in views.items()}, optional=beside):
         views[name].copy_(tensor)
@@ -319,7 +319,7 @@ def _name_in(found: Mapping[str, torch.Size], name: str) -> str:
     return old if name not in found and old in found else name
 
 
-def _views(bert: Bert) -> dict[str, Tensor]:
+def tensors_of(bert: Bert) -> dict[str, Tensor]:
     """Hugging Face's names, without a prefix -> tensors that share the model's memory."""
     views = {
         _FIRST: bert.words_VH.data,

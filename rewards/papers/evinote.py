@@ -55,6 +55,7 @@ NOTE_TAGS: dict[str, str | None] = {
     "SEN": "summary",
     "SEN+EQR": "summary",
 }
+CLAIM = "{gold} is the answer to '{question}'"
 CONSOLATION = 0.1
 CHANCE_OF_CONSOLATION = 1 / 3
 
@@ -109,7 +110,7 @@ def evinote_claims(attempt: Attempt, tag: str = "summary") -> list[tuple[str, st
     if not noted:
         return []
     golds = [gold for gold in attempt.golds if normalize_answer(gold)]
-    return [(noted[-1], f"{gold} is the answer to '{attempt.question}'") for gold in golds]
+    return [(noted[-1], CLAIM.format(gold=gold, question=attempt.question)) for gold in golds]
 
 
 def notes(pieces: Sequence[Piece], tag: str = "summary") -> list[str]:

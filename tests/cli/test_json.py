@@ -40,6 +40,7 @@ SHOWN = {
     "data show": ("{at}/questions.jsonl --n 1", "questions skipped"),
     "data sft": ("--kind closed-book --questions {at}/questions.jsonl --out {at}/w.jsonl", "records out"),
     "data invent": ("--out {at}/world", "out"),
+    "data judge": ("--out {at}/judge --steps 1", "out"),
     "watch": ("{at}/run --tty", "step steps ended"),
     "report": ("{at}/run", "report"),
     "bench roofline": ("--chip H100 --model 0.5B", "rows"),

@@ -1,6 +1,6 @@
-"""`thresher study systems`: does every system learn? Each from one shared base, over several seeds, beside a control.
+"""`thresher study systems`: does every system learn? All from one shared base a seed, beside a control.
 
-    world/   data invent --forms -> init -> index build -> sft -> sft     once; all runs begin from world/base
+    world/   data invent --forms -> index build -> data judge, once; init -> sft -> sft, once a seed: base0, base1 ..
     runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
     curves.png, table.md, systems.json
 
@@ -75,11 +75,13 @@ def run_study(
         raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(SYSTEMS)}")
     out.mkdir(parents=True, exist_ok=True)
     world = out / "world"
-    make_world(world, run_command)
-    cases = make_cases(out, systems, sorted(set(seeds)), set(controls), overrides)
+    seeds = sorted(set(seeds))
+    for seed in seeds:
+        make_world(world, seed, run_command)
+    cases = make_cases(out, systems, seeds, set(controls), overrides)
     for case in cases:
         check_folder(case)
-    console.console.print(f"study systems: {len(cases)} runs from {world / 'base'}, into {out}")
+    console.console.print(f"study systems: {len(cases)} runs from the bases in {world}, into {out}")
     started = time.perf_counter()
     train_all(cases, allow_keys)
     from thresher.bench.studies.systems.plot import draw_curves  # matplotlib takes a second
@@ -94,8 +96,8 @@ def run_study(
     console.console.print(text, markup=False)
 
 
-def make_world(world: Path, run_command: Callable[[list[str]], None]) -> None:
-    for typed in world_stages(world):
+def make_world(world: Path, seed: int, run_command: Callable[[list[str]], None]) -> None:
+    for typed in world_stages(world, seed):
         if Path(typed[typed.index("--out") + 1]).exists():
             continue
         console.console.print(f"$ thresher {shlex.join(typed)}", style="bold", markup=False, soft_wrap=True)
@@ -114,7 +116,7 @@ def make_cases(
                 recipe = read_run_recipe(
                     RECIPE,
                     [
-                        *world_paths(out / "world", system),
+                        *world_paths(out / "world", system, seed),
                         f"system.name={system}",
                         f"system.template={prompt}",
                         f"run.seed={seed}",

@@ -110,7 +110,9 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
             break
         except Killed:
             continue
-    assert len(ran) == len(set(ran)) == 5 + 2 * 2 * 2  # the world's commands; two methods, two seeds, train and eval
+    assert (
+        len(ran) == len(set(ran)) == 2 + 2 * 3 + 2 * 2 * 2
+    )  # world; two bases; two methods, two seeds, train and eval
     with_reward, without = found["T2"]["rows"]
     assert with_reward["ours"]["em"]["nq"] == {"mean": 1.0, "deviation": 0.0, "seeds": [1.0, 1.0], "questions": 10} | {
         "difference": 0.5,
@@ -120,6 +122,23 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
     page = (tmp_path / "T2.md").read_text()
     assert "| Eval-RAR (base) | .471 | 1.000 ± .000 | 0.062 | .412 | .000 ± .000 | 1 |" in page
     assert json.loads((tmp_path / "T2.json").read_text()) == found["T2"]
+
+
+def test_what_is_refused_is_said_and_the_rest_runs(
+    tmp_path: Path, run_command: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusing(words: list[str]) -> None:
+        if words[0] == "train" and any("without_evaluation" in word for word in words):
+            raise UserError("no model asks: name one")
+        run_command(words)
+
+    with pytest.raises(
+        UserError, match=r"thresher train .*recipe\.toml .. was refused \(no model asks: name one\); mend"
+    ):
+        reproduce("eval_rar", ["T2"], Scale("world"), tmp_path, refusing)
+    assert "left out, for no model asks" in capsys.readouterr().out
+    with_reward, without = json.loads((tmp_path / "T2.json").read_text())["rows"]
+    assert with_reward["ours"]["em"]["nq"]["mean"] == 1.0 and "em" not in without["ours"]
 
 
 def test_a_chain_shares_its_stages_survives_kills_and_is_measured_as_one(

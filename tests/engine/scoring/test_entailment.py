@@ -66,6 +66,25 @@ def test_overlap(premise: str, hypothesis: str, expected: float) -> None:
     assert score(premise, hypothesis) == expected
 
 
+ALPS = "Monte Rosa is the answer to 'What is the highest mountain of Switzerland?'"
+
+
+@pytest.mark.parametrize(
+    ("note", "claim", "expected"),
+    [
+        ("* What is the highest mountain of Switzerland?", ALPS, 0.0),  # the question, which says nothing
+        ("The highest mountain of Switzerland is the Eiger", ALPS, 0.0),
+        ("The highest mountain of Switzerland is Monte Rosa", ALPS, 1.0),
+        ("The highest mountain of Switzerland is Monte Leone", ALPS, (4 / 5) ** 2 / 2),
+        ("Monte Rosa", ALPS, (2 / 5) ** 2),
+        ("The Nile is longer than the Rhine", "Nile is the answer to 'Which is longer, Nile or Rhine?'", 0.0),
+        ("yes", "yes is the answer to 'Is it?'", 1.0),
+    ],
+)
+def test_what_the_question_holds_already_earns_nothing(note: str, claim: str, expected: float) -> None:
+    assert score(note, claim) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(("name", "least"), [("snli_1.0_dev.jsonl", 0.70), ("textfooler_mnli_matched.tsv", 0.68)])
 def test_the_stand_in_on_real_pairs(shared_data: Path, name: str, least: float) -> None:
     """Entailment against the rest: better than always saying no (.660 and .627), far from a classifier's .9."""

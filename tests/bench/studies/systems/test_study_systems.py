@@ -49,19 +49,23 @@ def test_every_system_gets_its_runs_and_its_own_world(cases: list[SystemRun]) ->
         assert recipe.need(RetrievalSection).passage_format == (GIVEN_FORMAT if given else " {text}")
         template = Path(section.template or "").read_text()
         assert template.startswith(f"{case.system}\n") and ("{passages}" in template) == given
-    # Two runs of a system differ in seed or shuffling, and in nothing else.
+        assert (recipe.judge.entailment is None) == (case.system != "evinote")
+    # Two runs of a system differ in seed, and so in their base, or in shuffling, and in nothing else.
     first, control, other = cases[:3]
     assert first.recipe.differences(control.recipe) == ["grpo.shuffle_rewards is false, not true"]
-    assert first.recipe.differences(other.recipe) == ["run.seed is 0, not 1"]
+    differ = first.recipe.differences(other.recipe)
+    assert [line.split()[0] for line in differ] == ["model.path", "run.seed"] and "base1" in differ[0]
 
 
 def test_the_worlds_commands_are_commands(tmp_path: Path) -> None:
-    stages = world_stages(tmp_path)
-    assert [stage[0] for stage in stages] == ["data", "init", "index", "sft", "sft"]
-    for stage in stages:
+    first, second = world_stages(tmp_path), world_stages(tmp_path, 1)
+    assert [stage[0] for stage in first] == ["data", "index", "data", "init", "sft", "sft"]
+    for stage in first:
         assert build_parser().parse_args(stage).out == stage[stage.index("--out") + 1]
+    # Bases share the world and the judge, and nothing else.
+    assert first[:3] == second[:3] and {stage[-1] for stage in first[3:]}.isdisjoint(stage[-1] for stage in second[3:])
     # What one writes, the next reads.
-    assert f"model.path={stages[3][-1]}" in stages[4] and f"model.path={stages[1][-1]}" in stages[3]
+    assert f"model.path={first[4][-1]}" in first[5] and f"model.path={first[3][-1]}" in first[4]
 
 
 def test_another_setting_in_the_folder_is_refused(cases: list[SystemRun]) -> None:
@@ -89,7 +93,7 @@ def test_a_judges_key_is_allowed_by_the_person_who_runs_it(tmp_path: Path, monke
         allowed.append(allow_keys)
         raise UserError("no more")
 
-    monkeypatch.setattr("thresher.bench.studies.systems.run.make_world", lambda world, _: world.mkdir())
+    monkeypatch.setattr("thresher.bench.studies.systems.run.make_world", lambda world, *_: world.mkdir(exist_ok=True))
     monkeypatch.setattr("thresher.bench.studies.systems.run.train", train)
     assert run(["study", "systems", "--out", str(tmp_path / "s"), "--allow-key", "KEY@api.example.com"]) == 2
     assert allowed == [["KEY@api.example.com"]]
