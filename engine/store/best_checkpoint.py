@@ -29,10 +29,13 @@ class Best:
 
 def steps_by_dev(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """(step, exact match) of every evaluation among a run's metrics, the best first."""
-    evals = [(record["step"], record["eval"]) for record in records if record.get("eval")]
-    known = [(step, measures) for step, measures in evals if measures.get("em") is not None]
-    known.sort(key=lambda entry: (-entry[1]["em"], -(entry[1].get("f1") or 0.0), entry[0]))
-    return [(step, measures["em"]) for step, measures in known]
+    return [(record["step"], record["eval"]["em"]) for record in evaluations_by_dev(records)]
+
+
+def evaluations_by_dev(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records of evaluations that have an exact match, the best first."""
+    known = [record for record in records if record.get("eval") and record["eval"].get("em") is not None]
+    return sorted(known, key=lambda r: (-r["eval"]["em"], -(r["eval"].get("f1") or 0.0), r["step"]))
 
 
 def best_checkpoint(path: str | Path) -> Best:

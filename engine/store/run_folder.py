@@ -31,14 +31,18 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.policy.files import append_bytes, atomic_write_bytes, atomic_write_text, staged_folder
 from thresher.rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as HASH
 
 
 def step_name(step: int) -> str:
@@ -52,6 +56,19 @@ def step_of(name: str) -> int | None:
     return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
 
 
+@dataclass(slots=True)
+class _Recorded:
+    """The mark of what metrics.jsonl holds. Every checkpoint asks for it, and to read the file each time would make
+    each step of a long run slower than the last."""
+
+    records: int = 0
+    digest: "HASH" = field(default_factory=sha256)
+
+    def add(self, line: bytes) -> None:
+        self.records += 1
+        self.digest.update(line)
+
+
 class RunFolder:
     """A run's folder. `create` and `resume` lock it for writing: close it, or use it in a `with`.
 
@@ -61,6 +78,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: int | None = None) -> None:
         self.path = path
         self._lock = lock
+        self._known: _Recorded | None = None
         self.recipe_file = path / "recipe.toml"
         self.starts_file = path / "starts.jsonl"
         self.metrics_file = path / "metrics.jsonl"
@@ -170,7 +188,9 @@ class RunFolder:
         """
         if not isinstance(record.get("step"), int):
             raise ValueError(f'a metrics record needs an integer "step", got {record.get("step")!r}')
-        append_bytes(self.metrics_file, _json_line(record))
+        known, line = self._recorded(), _json_line(record)
+        append_bytes(self.metrics_file, line)
+        known.add(line)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Mapping[str, Any]]) -> Path:
         """Write trajectories/step_XXXXXX.jsonl, one a line, whole or not at all; returns its path."""
@@ -209,8 +229,15 @@ class RunFolder:
 
     def metrics_mark(self) -> dict[str, Any]:
         """How many records metrics.jsonl holds, and their digest, for a checkpoint to remember."""
-        records = read_metrics(self.metrics_file)
-        return {"records": len(records), "sha256": _digest(records)}
+        known = self._recorded()
+        return {"records": known.records, "sha256": known.digest.hexdigest()}
+
+    def _recorded(self) -> _Recorded:
+        if self._known is None:
+            self._known = _Recorded()
+            for record in read_metrics(self.metrics_file):
+                self._known.add(_json_line(record))
+        return self._known
 
     def check_metrics(self, step: int, mark: Mapping[str, Any] | None) -> None:
         """UserError unless the records up to a checkpoint's step are those that it was saved with, by its
@@ -249,6 +276,7 @@ class RunFolder:
 
     def _keep_metrics(self, records: list[dict[str, Any]]) -> None:
         """Rewrite metrics.jsonl to these records, if it holds anything else."""
+        self._known = None
         data = b"".join(map(_json_line, records))
         if (self.metrics_file.read_bytes() if self.metrics_file.exists() else b"") != data:
             atomic_write_bytes(self.metrics_file, data)

@@ -9,7 +9,7 @@ finished first. Either way the last step that was learned is saved, on all ranks
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges
 from thresher.engine.sinks.sinks import check_sinks, sending
-from thresher.engine.store.best_checkpoint import steps_by_dev
+from thresher.engine.store.best_checkpoint import evaluations_by_dev
 from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
 from thresher.engine.store.resume import checkpoint_to_resume
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
@@ -136,6 +136,7 @@ class Trainer:
         self.parts, self.recipe, self.rollout, self.run_folder = parts, parts.recipe, rollout, run
         self.updater, self.judges = updater, judges
         self.warned_truncation = False
+        self.best: list[Mapping[str, Any]] = []  # on rank 0, the record of the best evaluation so far
         self.dev_questions = dev_questions
         self.grpo_step = GrpoStep(
             parts=parts,
@@ -154,7 +155,8 @@ class Trainer:
         learned = saved = done  # the step whose weights these are, and that of the last checkpoint
         begun = self.updater.begun
         try:
-            if self.ranks.from_first(lambda: done == 0 or self._evaluation_missing(done)):
+            # A run may have been cut off in the evaluation that belongs to its checkpoint.
+            if self.ranks.from_first(lambda: self._recorded() != done and (done == 0 or self._evaluation_due(done))):
                 self._evaluate(done, watch)
             if self.ranks.from_first(lambda: checkpoint is not None and checkpoint.interim and self._save_due(done)):
                 self._save(done, offset)  # as the one that it would have been
@@ -191,13 +193,13 @@ class Trainer:
 
     def _best(self) -> int | None:
         """The step whose evaluation was best so far: its checkpoint is saved at once and outlives newer ones."""
-        ranked = steps_by_dev(read_metrics(self.run_folder.metrics_file))
-        return ranked[0][0] if ranked else None
+        return self.best[0]["step"] if self.best else None
 
-    def _evaluation_missing(self, step: int) -> bool:
-        """Whether the run was cut off in the evaluation that belongs to the checkpoint of this step."""
-        records = read_metrics(self.run_folder.metrics_file)
-        return self._evaluation_due(step) and not any("eval" in r and r["step"] == step for r in records)
+    def _recorded(self) -> int | None:
+        """Looks up, in what the folder holds, which evaluation was best; the step of the last one."""
+        evaluations = [record for record in read_metrics(self.run_folder.metrics_file) if "eval" in record]
+        self.best = evaluations_by_dev(evaluations)[:1]
+        return max((record["step"] for record in evaluations), default=None)
 
     def _save(self, step: int, offset: float, interim: bool = False) -> None:
         savable = self.updater.savable()
@@ -290,6 +292,7 @@ class Trainer:
         self.run_folder.write_evaluation(step, lines)
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)
+        self.best = evaluations_by_dev([*self.best, record])[:1]
         watch(Progress(step, self.recipe.run.steps, record))
 
 

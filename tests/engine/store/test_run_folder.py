@@ -278,7 +278,9 @@ def test_metrics_of_a_checkpoint_are_those_that_it_was_saved_with(tmp_path: Path
             assert "metrics.jsonl: its records up to step 2 are not the 3 " in refusal(run.check_metrics, 2, mark)
         run.metrics_file.write_bytes(lines[1] + lines[2])
         assert "by --resume --from 2" in refusal(run.check_metrics, 2, mark)
-        run.append_start({"step": 2, "metrics": run.metrics_mark()})  # as `--from 2` goes on with what is left
+        run.append_start(
+            {"step": 2, "metrics": RunFolder(run.path).metrics_mark()}
+        )  # as `--from 2` goes on with what is left
         run.check_metrics(2, mark)
         kept = run.starts_file.read_bytes()
         run.starts_file.write_bytes(kept[:-9])
@@ -289,6 +291,18 @@ def test_metrics_of_a_checkpoint_are_those_that_it_was_saved_with(tmp_path: Path
         run.check_metrics(2, mark)
         run.metrics_file.write_bytes(lines[2])
         assert "are not the 3 " in refusal(run.check_metrics, 2, mark)
+
+
+def test_what_a_run_knows_of_its_metrics_is_what_the_file_holds(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RECIPE) as run:
+        for step in range(4):
+            run.append_metrics(
+                {"step": step, "eval": {"em": math.nan if step else 0.5}} if step % 2 else {"step": step}
+            )
+            again = RunFolder(run.path)
+            assert again.metrics_mark() == run.metrics_mark() and run.metrics_mark()["records"] == step + 1
+        run.truncate_after(1)
+        assert run.metrics_mark() == RunFolder(run.path).metrics_mark() != again.metrics_mark()
 
 
 def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
