@@ -8,6 +8,8 @@
 A measure that a question has no value for is left out of its mean, never a 0 that nobody measured.
 """
 
+import json
+import math
 from collections.abc import Iterable
 from statistics import stdev
 from typing import Any
@@ -17,6 +19,26 @@ from thresher.rewards.measures import answer_recalled
 
 LENGTHS = ("evidence_tokens", "rationale_tokens", "passage_tokens", "compression_ratio")
 STORED = ("em", "f1", "answered", "searches", *LENGTHS, "extract_seconds")
+
+
+def fault_of(record: Record) -> str | None:
+    """What of a record that was read from a file could not be measured, in words; None where nothing is."""
+    if not isinstance(record.get("evidence"), str):
+        return 'has no text as its "evidence"'
+    for name in (*STORED, "cut_passages"):
+        value = record.get(name)
+        if value is not None and not (isinstance(value, int | float) and abs(value) < math.inf):
+            return f"has {name} {json.dumps(value)}, which is no number"
+    if not isinstance(record.get("rationale", ""), str):
+        return 'has no text as its "rationale"'
+    golds, passages = record.get("golden_answers", []), record.get("passages", [])
+    if not (isinstance(golds, list) and all(isinstance(gold, str) for gold in golds)):
+        return 'has no list of texts as its "golden_answers"'
+    if not (
+        isinstance(passages, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in passages)
+    ):
+        return 'has no list of passages with a "text" as its "passages"'
+    return None
 
 
 def record_measures(record: Record) -> dict[str, float]:

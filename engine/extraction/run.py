@@ -30,7 +30,7 @@ from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
 from thresher.engine.extraction.converse import Converser
 from thresher.engine.extraction.extractor import Extraction, Extractor
-from thresher.engine.extraction.figures import summarise
+from thresher.engine.extraction.figures import fault_of, summarise
 from thresher.engine.extraction.refined import RefinedExtractor
 from thresher.engine.extraction.responder import ChatResponder, LocalResponder, Responder, Response
 from thresher.engine.protocol.passages import noise_pool, with_noise, with_passages
@@ -133,7 +133,7 @@ def extract(
     """Do what of the plan is not done yet; returns the figures over all of it, which F.json beside `plan.out` keeps."""
     everything = read_questions(plan.questions, golds_needed=False)
     needed = ("answer",) if plan.generator or plan.agent else ("evidence",)
-    journal = Journal(plan.out, plan.settings(everything), needed)
+    journal = Journal(plan.out, plan.settings(everything), needed, fault_of)
     todo = [question for question in everything[: plan.limit] if question.id not in journal.done]
     if plan.limit is not None and len(journal.done) > plan.limit:
         say(

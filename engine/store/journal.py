@@ -11,7 +11,7 @@ Deliberately absent: locks. Two processes on one file would both do the work and
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,20 @@ from thresher.rewards.errors import UserError
 
 
 class Journal:
-    """done: ids with a whole record; partial: records that lack one of `needed`, by id.
+    """done: ids with a whole record; partial: records that lack one of `needed`, by id. fault_of: what is wrong with a
+    record that is there already, in words; None where nothing is.
 
-    UserError where the folder is absent, or the file was made with other settings or by something else.
+    UserError where the folder is absent, the file was made with other settings or by something else, or a line of it
+    could not be gone on with.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any], needed: Iterable[str]) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        settings: Mapping[str, Any],
+        needed: Iterable[str],
+        fault_of: Callable[[Record], str | None] = lambda record: None,
+    ) -> None:
         self.path = Path(path)
         if self.path.suffix != ".jsonl":
             raise UserError(f"{path}: expected a name that ends in .jsonl, since it grows line by line")
@@ -37,7 +45,7 @@ class Journal:
         self.done: set[str] = set()
         self.partial: dict[str, Record] = {}
         self._superseded = False
-        self._needed = tuple(needed)
+        self._needed, self._fault_of = tuple(needed), fault_of
         if self.path.exists():
             self._check_settings()
             self._read()
@@ -81,8 +89,9 @@ class Journal:
         if not data.endswith(b"\n"):
             os.truncate(self.path, data.rfind(b"\n") + 1)
         for number, record in iter_jsonl(self.path):
-            if not isinstance(record.get("id"), str):
-                raise UserError(f'{self.path}:{number}: has no "id"; remove the line, or choose another file to write')
+            fault = self._fault_of(record) if isinstance(record.get("id"), str) else 'has no "id"'
+            if fault is not None:
+                raise UserError(f"{self.path}:{number}: {fault}; remove the line, or choose another file to write")
             self._note(record)
 
     def _note(self, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,27 @@ def test_other_settings_do_not_mix(plan: ExtractionPlan, script: Any) -> None:
         extract(plan)
     Path(plan.out).with_suffix(".json").unlink()
     with pytest.raises(UserError, match=r"e\.jsonl: exists, without the e\.json of a run"):
+        extract(plan)
+
+
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [
+        ({"evidence": None}, 'has no text as its "evidence"'),
+        ({"rationale": 3}, 'has no text as its "rationale"'),
+        ({"evidence_tokens": "5"}, 'has evidence_tokens "5", which is no number'),
+        ({"compression_ratio": math.inf}, "has compression_ratio Infinity, which is no number"),
+        ({"cut_passages": []}, r"has cut_passages \[\], which is no number"),
+        ({"golden_answers": "x"}, 'has no list of texts as its "golden_answers"'),
+        ({"passages": ["x"]}, 'has no list of passages with a "text" as its "passages"'),
+    ],
+)
+def test_a_line_that_was_broken_is_named(plan: ExtractionPlan, script: Any, broken: Any, fault: str) -> None:
+    script({n: [extracted("r", f"note {n}")] for n in range(3)})
+    extract(plan)
+    first, second, *_ = lines(plan)
+    Path(plan.out).write_text(json.dumps(first) + "\n" + json.dumps(second | broken) + "\n")
+    with pytest.raises(UserError, match=rf"e\.jsonl:2: {fault}; remove the line, or choose another file to write"):
         extract(plan)
 
 
