@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=flags.count, default=1, metavar="N", help="train every method with seeds 0 to N - 1")
     add("--limit", type=flags.count, metavar="N", help="only the first N questions of every evaluation")
     flags.add_set(parser, text="override the recipe of every training and evaluation; may be repeated")
+    flags.add_allow_key(parser)
     add("--out", help="folder; what is finished there is not done again; default: runs/PAPER-TABLE")
 
 
@@ -60,6 +61,6 @@ def run(options: argparse.Namespace) -> None:
     if options.paper is None:
         raise UserError(f"reproduce: name a paper, one of {', '.join(paper_names())}, or give --list")
     out = Path(options.out or f"runs/{'-'.join([options.paper, *options.tables])}")
-    scale = Scale(options.scale, range(options.seeds), tuple(options.set), options.limit)
+    scale = Scale(options.scale, range(options.seeds), tuple(options.set), options.limit, tuple(options.allow_key))
     found = reproduce(options.paper, options.tables, scale, out, options.run_command)
     console.answer(found)

@@ -23,12 +23,13 @@ from thresher.policy.files import read_json_object
 @dataclass(frozen=True, slots=True)
 class Scale:
     """At which scale a table is run, "paper" or "world", with which seeds; overrides of every recipe (of keys of [sft]:
-    of tunings alone), and how many questions an evaluation has at most."""
+    of tunings alone), how many questions an evaluation has at most, and which keys may go to which hosts."""
 
     name: str
     seeds: Sequence[int] = (0,)
     overrides: tuple[str, ...] = ()
     limit: int | None = None
+    allow_keys: tuple[str, ...] = ()
 
     @property
     def invented(self) -> bool:
@@ -60,10 +61,11 @@ class Command:
         last = {"train": "summary.json", "eval": "metrics.json"}.get(self.words[0])
         return self.folder.exists() if last is None else (self.folder / last).is_file()
 
-    def to_run(self) -> list[str]:
-        """The words to run now: a training that was begun goes on."""
+    def to_run(self, allow_keys: Sequence[str] = ()) -> list[str]:
+        """The words to run now: a training that was begun goes on, and what may ask a judge may send these keys."""
         begun = self.words[0] == "train" and self.folder.exists()
-        return [*self.words, *(["--resume"] if begun else [])]
+        keys = allow_keys if self.words[0] in ("train", "eval") else ()
+        return [*self.words, *(word for key in keys for word in ("--allow-key", key)), *(["--resume"] if begun else [])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def reproduce(
         cells = cells_by_table[name]
         for number, cell in enumerate(cells, 1):
             title = f"{name}, {number} of {len(cells)}: {manifest.label(cell.row)}, seed {cell.seed}"
-            _run_cell(title, cell, run_command, refused)
+            _run_cell(title, cell, scale, run_command, refused)
             found[name] = results_of(manifest, table, scale, cells)
             atomic_write_text(out / f"{name}.md", markdown(found[name]))
             atomic_write_text(out / f"{name}.json", json.dumps(found[name], indent=2) + "\n")
@@ -86,7 +86,9 @@ def _say_lacking(cells: Sequence[Cell]) -> None:
         console.console.print(f"  {path}: {get}", markup=False, soft_wrap=True)
 
 
-def _run_cell(title: str, cell: Cell, run_command: Callable[[list[str]], None], refused: dict[Command, str]) -> None:
+def _run_cell(
+    title: str, cell: Cell, scale: Scale, run_command: Callable[[list[str]], None], refused: dict[Command, str]
+) -> None:
     """The commands of a cell. One that is refused is noted, and where others begin at what it makes it is the last."""
     console.console.print(title, soft_wrap=True)
     for command in cell.possible():
@@ -96,7 +98,7 @@ def _run_cell(title: str, cell: Cell, run_command: Callable[[list[str]], None], 
             if command in cell.before:
                 return
             continue
-        words = command.to_run()
+        words = command.to_run(scale.allow_keys)
         console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
         command.folder.parent.mkdir(parents=True, exist_ok=True)
         try:

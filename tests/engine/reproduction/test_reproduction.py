@@ -254,7 +254,8 @@ def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
     train = cell.before[-1]
     assert "--resume" not in train.to_run() and not train.finished
     train.folder.mkdir(parents=True)
-    assert train.to_run()[-1] == "--resume"
+    assert train.to_run(["KEY@api.example.com"])[-3:] == ["--allow-key", "KEY@api.example.com", "--resume"]
+    assert "--allow-key" not in cell.before[0].to_run(["KEY@api.example.com"])
 
 
 def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Path) -> None:
