@@ -93,7 +93,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     for name in ("wiki18", "hotpotqa"):
         assert run(["index", "build", "--corpus", "corpus.jsonl", "--dim", "64", "--out", f"indexes/{name}"]) == 0
     _invented(folder / "runs" / "demo", model, 0, "init", "warmup")
-    _invented(folder / "runs" / "study-systems" / "world", model, 4, "init", "recite", "base")
+    _invented(folder / "runs" / "study-systems" / "world", model, 4, "init0", "recite0", "base0")
 
 
 def _model(folder: Path, tokenizer: Tokenizer) -> None:

@@ -25,7 +25,7 @@ from thresher.engine import console
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
-from thresher.engine.synthetic.shared_base import RECIPE, world_paths, world_stages
+from thresher.engine.synthetic.shared_base import JUDGED, RECIPE, world_paths, world_stages
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, template
 from thresher.engine.training.train import Progress, train
 from thresher.policy.files import atomic_write_text
@@ -77,7 +77,7 @@ def run_study(
     world = out / "world"
     seeds = sorted(set(seeds))
     for seed in seeds:
-        make_world(world, seed, run_command)
+        make_world(world, seed, bool(set(systems) & set(JUDGED)), run_command)
     cases = make_cases(out, systems, seeds, set(controls), overrides)
     for case in cases:
         check_folder(case)
@@ -96,8 +96,8 @@ def run_study(
     console.console.print(text, markup=False)
 
 
-def make_world(world: Path, seed: int, run_command: Callable[[list[str]], None]) -> None:
-    for typed in world_stages(world, seed):
+def make_world(world: Path, seed: int, judged: bool, run_command: Callable[[list[str]], None]) -> None:
+    for typed in world_stages(world, seed, judged):
         if Path(typed[typed.index("--out") + 1]).exists():
             continue
         console.console.print(f"$ thresher {shlex.join(typed)}", style="bold", markup=False, soft_wrap=True)
