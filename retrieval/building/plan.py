@@ -206,7 +206,7 @@ def _list_times(kind: Lists, passages: int, dim: int, calibration: Calibration) 
     product = 2.0 * kind.lists * dim / calibration.multiply()
     build += (KMEANS_ROUNDS * trained + passages) * product
     if kind.codes == "pq":
-        codes = calibration.product(kind.pq, kind.opq)
+        codes = calibration.product(kind.pq, kind.opq, trained)
         scan = codes.scan
         build += passages * codes.code + _code_training(kind, dim, trained, codes.train, codes.rotation)
     else:

@@ -272,7 +272,7 @@ def small() -> Calibration:
         lambda c: c.flat(True),
         lambda c: c.lists("Flat"),
         lambda c: c.lists("SQfp16"),
-        lambda c: c.product(8, True).scan,
+        lambda c: c.product(8, True, 4096).scan,
         lambda c: c.graph("HNSW8", 20, 16).search,
         lambda c: c.graph("HNSW8_SQ8", 20, 16).search,
         lambda c: c.lists("SQ8"),
@@ -289,7 +289,7 @@ def test_a_plan_of_this_machine(small: Calibration):
     for row in rows:
         assert math.isfinite(row.build_seconds) and row.build_seconds > 0
         assert 0 < row.one_seconds < math.inf and 0 < row.batch_seconds < math.inf
-    assert small.multiply() > 0 and small.product(8, False).rotation == 0
+    assert small.multiply() > 0 and small.product(8, False, 4096).rotation == 0
 
 
 def test_a_kind_without_a_law_is_measured_small_and_grows_with_the_passages(small: Calibration, monkeypatch):
