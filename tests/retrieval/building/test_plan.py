@@ -57,7 +57,7 @@ class Given(Calibration):
         self.asked.add(codes)
         return Speed(one=250 * NS, batch=125 * NS)
 
-    def product(self, pq: int, opq: bool) -> CodeRates:
+    def product(self, pq: int, opq: bool, trained: int) -> CodeRates:
         self.asked.add(f"pq{pq}")
         return CodeRates(train=1e-4, code=1e-5, scan=Speed(one=40 * NS, batch=20 * NS), rotation=2.0 if opq else 0.0)
 
