@@ -293,7 +293,7 @@ def test_the_command_reads_a_config_and_a_recipe_alone(
         (["--chip", "H900"], "--chip H900: expected one of A100-40"),
         (["--chip", "H100", "--measure"], "expected either --chip or --measure"),
         (["--chip", "H100", "--device", "cpu"], "expected a recipe with model.device = cuda"),
-        (["--gpu-memory", "80GB", "--model", "nowhere"], "nowhere/config.json"),
+        (["--gpu-memory", "80GB", "--model", "nowhere"], "nowhere: no such folder"),
     ],
 )
 def test_a_wrong_flag_ends_in_one_sentence(
