@@ -4,13 +4,17 @@
     out/T1.md, T1.json                 a table each, written anew after every cell
     out/F4.html                        a figure: its rows' trainings over each other
 
-Killed at any moment, the same command goes on. A cell whose data or weights are absent says what to put where, one
-whose command is refused says why, and the others run.
+Killed at any moment, the same command goes on. Given again while it runs, the two share what there is to do: a cell for
+which another process makes something is put off until that is there. A cell whose data or weights are absent says what
+to put where, one whose command is refused says why, and the others run.
 """
 
 import json
+import os
 import shlex
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,11 @@ from thresher.engine.reproduction.commands import Cell, Command, Scale
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.engine.store.run_folder import lock_folder
 from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
+
+WAIT = 5.0  # seconds until it is asked again whether another process has finished
 
 
 def reproduce(
@@ -35,18 +42,26 @@ def reproduce(
         write_prompts(out / "world")
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     _say_lacking([cell for cells in cells_by_table.values() for cell in cells])
-    found: dict[str, Any] = {}
     refused: dict[Command, str] = {}
-    for name, table in chosen.items():
-        cells = cells_by_table[name]
-        for number, cell in enumerate(cells, 1):
+    left = [(name, number, cell) for name, cells in cells_by_table.items() for number, cell in enumerate(cells, 1)]
+    while left:
+        put_off = []
+        for name, number, cell in left:
+            cells = cells_by_table[name]
             title = f"{name}, {number} of {len(cells)}: {manifest.label(cell.row)}, seed {cell.seed}"
-            _run_cell(title, cell, scale, run_command, refused)
-            found[name] = results_of(manifest, table, scale, cells)
-            atomic_write_text(out / f"{name}.md", markdown(found[name]))
-            atomic_write_text(out / f"{name}.json", json.dumps(found[name], indent=2) + "\n")
+            if not _run_cell(title, cell, scale, out, run_command, refused):
+                put_off.append((name, number, cell))
+                continue
+            _write_table(manifest, chosen[name], scale, cells, out / name)
+        if len(put_off) == len(left):
+            time.sleep(WAIT)
+        left = put_off
+    found = {
+        name: _write_table(manifest, table, scale, cells_by_table[name], out / name) for name, table in chosen.items()
+    }
+    for name, table in chosen.items():
         if table.curves:
-            _write_figure(manifest, table, cells, out / f"{name}.html")
+            _write_figure(manifest, table, cells_by_table[name], out / f"{name}.html")
         console.console.print(markdown(found[name]), markup=False)
     if refused:
         (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
@@ -54,6 +69,16 @@ def reproduce(
         raise UserError(
             f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
         )
+    return found
+
+
+def _write_table(
+    manifest: PaperManifest, table: PaperTable, scale: Scale, cells: Sequence[Cell], out: Path
+) -> dict[str, Any]:
+    """As `out` with .md and with .json, with all that is finished; returns what the latter holds."""
+    found = results_of(manifest, table, scale, cells)
+    atomic_write_text(out.with_suffix(".md"), markdown(found))
+    atomic_write_text(out.with_suffix(".json"), json.dumps(found, indent=2) + "\n")
     return found
 
 
@@ -87,24 +112,56 @@ def _say_lacking(cells: Sequence[Cell]) -> None:
 
 
 def _run_cell(
-    title: str, cell: Cell, scale: Scale, run_command: Callable[[list[str]], None], refused: dict[Command, str]
-) -> None:
-    """The commands of a cell. One that is refused is noted, and where others begin at what it makes it is the last."""
-    console.console.print(title, soft_wrap=True)
+    title: str,
+    cell: Cell,
+    scale: Scale,
+    out: Path,
+    run_command: Callable[[list[str]], None],
+    refused: dict[Command, str],
+) -> bool:
+    """Run the commands of a cell; false where another process makes what one of them would. One that is refused is
+    noted, and where others begin at what it makes it is the last."""
     for command in cell.possible():
-        if command.finished:
-            continue
-        if command in refused:
-            if command in cell.before:
-                return
-            continue
-        words = command.to_run(scale.allow_keys)
-        console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
-        command.folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            run_command(words)
-        except UserError as error:
-            refused[command] = str(error)
-            console.console.print(f"reproduce: left out, for {error}", markup=False, soft_wrap=True)
-            if command in cell.before:
-                return
+        if not command.finished and command not in refused:
+            with _alone(command, out) as alone:
+                if not alone:
+                    return False
+                if not command.finished:
+                    _run(title, command, scale, run_command, refused)
+        if command in refused and command in cell.before:
+            break
+    return True
+
+
+def _run(
+    title: str,
+    command: Command,
+    scale: Scale,
+    run_command: Callable[[list[str]], None],
+    refused: dict[Command, str],
+) -> None:
+    words = command.to_run(scale.allow_keys)
+    console.console.print(title, soft_wrap=True)
+    console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+    command.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        run_command(words)
+    except UserError as error:
+        refused[command] = str(error)
+        console.console.print(f"reproduce: left out, for {error}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _alone(command: Command, out: Path) -> Iterator[bool]:
+    """Whether no other process runs this command, and until the end none will. The lock goes with its process."""
+    lock = out / "locks" / "-".join(command.folder.relative_to(out).parts)
+    lock.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = lock_folder(lock)
+    except UserError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(descriptor)

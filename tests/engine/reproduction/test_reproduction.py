@@ -3,6 +3,7 @@ tested elsewhere; here a command writes what the real one writes last."""
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.planning.chips import CHIPS
 from thresher.engine.reporting import comparison
+from thresher.engine.reproduction import run
 from thresher.engine.reproduction.commands import Cell, Command, Scale, in_world
 from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
@@ -123,6 +125,28 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
     page = (tmp_path / "T2.md").read_text()
     assert "| Eval-RAR (base) | .471 | 1.000 ± .000 | 0.062 | .412 | .000 ± .000 | 1 |" in page
     assert json.loads((tmp_path / "T2.json").read_text()) == found["T2"]
+
+
+def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
+    tmp_path: Path, run_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "WAIT", 0.0)
+    first, *_ = cells_of(read_manifest("eval_rar"), read_manifest("eval_rar").tables["T2"], Scale("world"), tmp_path)
+    training = first.before[-1]
+    ran: list[str] = []
+    other = ExitStack()
+    assert other.enter_context(run._alone(training, tmp_path))
+
+    def noting(words: list[str]) -> None:
+        ran.append(words[words.index("--out") + 1])
+        run_command(words)
+        if len(ran) == 5 + 2:  # all but what waits for the other process: the base, the other row
+            run_command(list(training.words))
+            other.close()
+
+    found = reproduce("eval_rar", ["T2"], Scale("world"), tmp_path, noting)
+    assert str(training.folder) not in ran and len(ran) == 5 + 2 + 1  # the base; a training; two evaluations
+    assert [row["ours"]["em"]["nq"]["mean"] for row in found["T2"]["rows"]] == [1.0, 0.5]
 
 
 def test_what_is_refused_is_said_and_the_rest_runs(
