@@ -92,13 +92,12 @@ def convert(
     passages: bool = True,
     on_record: OnRecord = lambda name, records: None,
 ) -> dict[str, Any]:
-    """Writes the questions of `sources` to `out`, and if asked their pooled passages to `corpus` and what was left out
-    to `skipped`; returns figures.
+    """Writes questions to `out`, if asked pooled passages to `corpus` and what was left out to `skipped`; gives figures.
 
-    passages: whether the questions keep theirs, and which of them are gold; the corpus has them anyway. flavour: a name
-    of `flavours`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a file in another
-    flavour, a malformed record, no question left, two sources of one name, a disk without room for the questions or the
-    corpus, and a path to write that is also read or is named `.json`, since all three are JSON lines.
+    passages: whether questions keep theirs. flavour: a name of `flavours`, or auto, which looks at every file. aliases:
+    2Wiki's second file. UserError for a file in another flavour, a malformed record, no question left, two sources of
+    one name, a disk without room for the questions or the corpus, and a path to write that is also read or is named
+    `.json`, since all three are JSON lines.
     """
     named = None if flavour == AUTO else find_flavour(flavour)
     outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
@@ -124,8 +123,7 @@ def convert(
     def records() -> Iterator[Record]:
         for question in found:
             pooled = question if corpus is None else pool.enter(question)
-            if not passages:
-                pooled = bare(pooled)
+            pooled = pooled if passages else bare(pooled)
             counts["with passages"] += bool(pooled.passages)
             counts["with gold indices"] += pooled.gold_indices is not None
             counts["passages"] += len(pooled.passages)
