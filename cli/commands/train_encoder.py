@@ -7,7 +7,7 @@ from thresher.cli import flags
 from thresher.engine import console
 
 HELP = "train an encoder to find the sentences that help, RECOMP's extractive compressor"
-PLACE = 22
+PLACE = 31
 EXAMPLE = "thresher train-encoder --records contrasts.jsonl --model models/contriever --out models/recomp"
 
 

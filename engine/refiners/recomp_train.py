@@ -6,9 +6,10 @@
 of the sentence that helps most, and of those that help less (recomp_data.py). N is at most 5 of these, the nearest to q
 under the encoder before it is trained. No other question's sentences are contrasted.
 
-The paper starts from Contriever (mean pooling, no norm, tau = 1) and has Adam, a learning rate of 2e-5 and batches of
-64. [assumed]: three epochs; the rate goes up over the first tenth of the steps and down to 0 over the rest; gradients
-are clipped to a norm of 1; tau is .05 for an encoder whose vectors have norm 1, where a product cannot exceed 1.
+The paper starts from Contriever: mean pooling, no norm, tau = 1. [assumed] to be the paper's: Adam, a learning rate of
+2e-5, batches of 64. [assumed]: three epochs; the rate goes up over the first tenth of the steps and down to 0 over the
+rest; gradients are clipped to a norm of 1; tau is .05 for an encoder whose vectors have norm 1, where a product cannot
+exceed 1.
 
 Weights, activations and optimiser are float32 everywhere. On a CPU the result is a function of the records, the start,
 the seed and the number of threads. Nothing is written before the end, so a run that was killed starts over.

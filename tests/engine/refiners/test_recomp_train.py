@@ -31,7 +31,7 @@ RAGGED = [
     Contrast("b", "city", "the river city, the city", ("born 1994",)),
     Contrast("c", "born", "x", ("the passage", "the mayor", "born born")),
 ]
-WORDS = "city river mayor born query passage".split()
+WORDS = ["city", "river", "mayor", "born", "query", "passage"]
 SMALL = {"num_hidden_layers": 1, "initializer_range": 0.1}
 
 
