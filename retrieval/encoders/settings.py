@@ -125,8 +125,7 @@ def write_settings(folder: Path, settings: EncoderSettings, width: int) -> None:
     }
     prefixes = {"query": settings.query_prefix, "passage": settings.passage_prefix}
     similarity = "cosine" if settings.normalize else "dot"
-    for path in kinds.values():
-        (folder / path).mkdir(exist_ok=True)
+    (folder / kinds["Pooling"]).mkdir()
     for name, record in (
         ("modules.json", modules),
         ("1_Pooling/config.json", pooling),
