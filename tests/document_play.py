@@ -86,6 +86,8 @@ REDUCED = {
     "data check": Row(),
     "data sft": Row(),
     "data sft --model": Row(("--max-tokens", "48")),
+    "data sft recomp": Row(("--margin", "0")),
+    "train-encoder": Row(("--steps", "1"), ("model.safetensors", "modules.json")),
     "plan": Row(anywhere=True),
     "plan --chip": Row(anywhere=True),
     "plan --measure": Row(ON_CPU),
@@ -135,7 +137,7 @@ REDUCED = {
     "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
-FLAGS_OF_THEIR_OWN = ("--refiner", "--resume", "--model", "--chip", "--measure", "--tokens", "--out")
+FLAGS_OF_THEIR_OWN = ("--refiner", "recomp", "--resume", "--model", "--chip", "--measure", "--tokens", "--out")
 
 
 @dataclass

@@ -120,7 +120,8 @@ def _encoders(folder: Path) -> None:
     from encoder_folders import bert_config, random_model, save_model
     from transformers import BertForTokenClassification
 
-    save_model(folder / "e5-base-v2")
+    for name in ("e5-base-v2", "contriever"):
+        save_model(folder / name)
     save_model(folder / "llmlingua-2", random_model(BertForTokenClassification, bert_config(num_labels=2)))
 
 
