@@ -93,7 +93,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
         (folder / "models" / name).rename(folder / name)
     _encoders(folder / "models")
     _data(folder)
-    _downloads(folder / "downloads")
+    _downloads(folder)
     for name in ("wiki18", "hotpotqa"):
         assert run(["index", "build", "--corpus", "corpus.jsonl", "--dim", "64", "--out", f"indexes/{name}"]) == 0
     _invented(folder / "runs" / "demo", model, 0, "init", "warmup")
@@ -194,56 +194,37 @@ def _data(folder: Path) -> None:
     write_lines(folder / "musique_train.jsonl", musique)
 
 
-def _downloads(folder: Path) -> None:
-    """The question sets that docs/reproduce.md has one download, as their makers publish them, and the corpus."""
-    paragraphs = [(f"Town {n}", f"{name} is the mayor of town {n}.") for n, name in enumerate(NAMES)]
-    asked = [{"question": f"Who is the mayor of town {n}?", "answer": name} for n, name in enumerate(NAMES)]
-    given = [[paragraphs[n], paragraphs[n - 1]] for n in range(len(NAMES))]
-    for path in ("nq/train", "nq/dev", "nq/test", "triviaqa/test", "popqa/test", "bamboogle/test", "musique/dev"):
-        _flashrag(folder / "flashrag" / f"{path}.jsonl", asked, [])
-    for path in ("hotpotqa/train", "hotpotqa/dev", "2wikimultihopqa/dev"):
-        _flashrag(folder / "flashrag" / f"{path}.jsonl", asked, given)
-    hotpot = [
-        {"_id": str(n), **one, "supporting_facts": [[f"Town {n}", 0]], "context": [[title, [text]] for title, text in two]}
-        for n, (one, two) in enumerate(zip(asked, given, strict=True))
-    ]
-    musique = [
-        {
-            **{"id": str(n), "answerable": True, "answer_aliases": []} | one,
-            "paragraphs": [
-                {"idx": at, "title": title, "paragraph_text": text, "is_supporting": at == 0}
-                for at, (title, text) in enumerate(two)
-            ],
-        }
-        for n, (one, two) in enumerate(zip(asked, given, strict=True))
-    ]
-    for name in ("hotpotqa", "2wiki", "musique", "dpr"):
-        (folder / name).mkdir()
+def _downloads(world: Path) -> None:
+    """The question sets that docs/reproduce.md has one download, in their makers' formats, and the corpus."""
+    folder = world / "downloads"
+    for name in ("flashrag", "hotpotqa", "2wiki", "musique", "dpr"):
+        (folder / name).mkdir(parents=True)
+    hotpot = json.loads((world / "hotpot_train.json").read_text("utf-8"))
     for name in ("train_v1.1", "dev_distractor_v1"):
         (folder / "hotpotqa" / f"hotpot_{name}.json").write_text(json.dumps(hotpot))
     for name in ("train", "dev"):
         (folder / "2wiki" / f"{name}.json").write_text(json.dumps([{**one, "evidences": []} for one in hotpot]))
-        write_lines(folder / "musique" / f"musique_ans_v1.0_{name}.jsonl", musique)
+        shutil.copy(world / "musique_train.jsonl", folder / "musique" / f"musique_ans_v1.0_{name}.jsonl")
     write_lines(folder / "2wiki" / "id_aliases.json", [{"Q_id": "Q1", "aliases": ["Somebody"], "demonyms": []}])
-    found = [{"title": title, "text": text, "id": str(n)} for n, (title, text) in enumerate(paragraphs)]
-    answered = [{"question": one["question"], "answers": [one["answer"]], "ctxs": found} for one in asked]
+    asked = [{"id": one["_id"], "question": one["question"], "golden_answers": [one["answer"]]} for one in hotpot]
+    given = [
+        {"title": [title for title, _ in one["context"]], "content": [text for _, text in one["context"]]}
+        for one in hotpot
+    ]
+    bare = ("nq/train", "nq/dev", "nq/test", "triviaqa/test", "popqa/test", "bamboogle/test", "musique/dev")
+    for path in (*bare, "hotpotqa/train", "hotpotqa/dev", "2wikimultihopqa/dev"):
+        records = [
+            one | {"metadata": {} if path in bare else {"context": two}} for one, two in zip(asked, given, strict=True)
+        ]
+        (folder / "flashrag" / path).parent.mkdir(exist_ok=True)
+        write_lines(folder / "flashrag" / f"{path}.jsonl", records)
+    passages = [json.loads(line) for line in (world / "corpus.jsonl").read_text("utf-8").splitlines()]
+    found = [{"question": one["question"], "answers": one["golden_answers"], "ctxs": passages} for one in asked]
     for name in ("train", "dev", "test"):
         with gzip.open(folder / "dpr" / f"nq-{name}.json.gz", "wt", encoding="utf-8") as file:
-            json.dump(answered, file)
-    contents = [{"id": str(n), "contents": f'"{title}"\n{text}'} for n, (title, text) in enumerate(paragraphs)]
+            json.dump(found, file)
+    contents = [{"id": one["id"], "contents": f'"{one["title"]}"\n{one["text"]}'} for one in passages]
     write_lines(folder / "wiki-18.jsonl", contents)
-
-
-def _flashrag(path: Path, asked: list[dict[str, str]], given: list[list[tuple[str, str]]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    records: list[dict[str, Any]] = []
-    for n, one in enumerate(asked):
-        context = [{"title": [title for title, _ in two], "content": [[text] for _, text in two]} for two in given[n : n + 1]]
-        facts = {"title": [f"Town {n}"], "sent_id": [0]}
-        metadata = {"context": context[0], "supporting_facts": facts} if context else {}
-        record = {"id": f"{path.stem}_{n}", "question": one["question"], "golden_answers": [one["answer"]]}
-        records.append(record | {"metadata": metadata})
-    write_lines(path, records)
 
 
 def _invented(folder: Path, model: Path, forms: int, *stages: str) -> None:
