@@ -2,16 +2,20 @@
 plan's."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
-from documents import ROOT, links, read, table_rows
+from documents import ROOT, blocks, links, read, table_rows
 
 from thresher.bench.roofline.models import MODELS
+from thresher.cli.main import build_parser
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.planning.chips import CHIPS, GB
 from thresher.engine.planning.plan import plan
+from thresher.engine.reproduction.commands import Scale
 from thresher.engine.reproduction.manifest import paper_names, read_manifest
+from thresher.engine.reproduction.scales import cells_of
 
 PAGES = {name: f"docs/reproduce/{name}.md" for name in paper_names()} | {"lear": "docs/reproduce/eviomni.md"}
 HOUR = 3600.0
@@ -50,3 +54,21 @@ def test_a_plan_on_a_page_is_the_plan(page: str, row: list[str]) -> None:
     assert found.fits and step is not None
     stated = [f"{found.total_bytes / GB:.1f}", f"{step:.0f}", f"{step * loaded.run.steps / HOUR:.1f}"]
     assert [memory, seconds, hours] == stated, f"{page}: {row}"
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES.values())))
+def test_a_training_of_several_gpus_is_one_of_the_paper_s(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder in which `reproduce` looks for it, and by the words that it would type, but for a server."""
+    monkeypatch.chdir(ROOT)
+    text = "\n".join(block.text for block in blocks(page)).replace("\\\n", " ")
+    words = next(shlex.split(line) for line in text.splitlines() if line.startswith("torchrun"))
+    typed = build_parser().parse_args(words[words.index("train") :])
+    read_run_recipe(typed.recipe, typed.set)
+    manifest, out = read_manifest(Path(page).stem), Path(typed.out)
+    cells = [
+        cell for table in manifest.tables.values() for cell in cells_of(manifest, table, Scale("paper"), out.parents[1])
+    ]
+    [shown, *_] = [command.words for cell in cells for command in cell.before if command.folder == out]
+    wanted = build_parser().parse_args(shown)
+    assert Path(wanted.recipe).samefile(typed.recipe)
+    assert set(wanted.set) == {one for one in typed.set if not one.startswith("retrieval.")}
