@@ -18,11 +18,12 @@ from typing import Literal
 import torch
 
 from thresher.policy.config import ModelConfig
+from thresher.retrieval.encoders.bert import BertConfig
 
 SMALL = 2**16  # elements of a layer's widest matrix
 
 
-def threads_for(setting: Literal["auto"] | int, config: ModelConfig) -> int:
+def threads_for(setting: Literal["auto"] | int, config: ModelConfig | BertConfig) -> int:
     """The number that a run of this model computes with, at least 1."""
     if setting != "auto":
         return setting

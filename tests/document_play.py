@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from documents import Block, Command, blocks, commands, documents, mentions, to_be_added
@@ -41,11 +42,13 @@ def sets(**keys: object) -> tuple[str, ...]:
 
 ON_CPU = sets(model__device="cpu", model__dtype="float32")
 BRIEF = sets(rollout__max_turn_tokens=12)
-TRAIN = (
+SHORT = (
     *ON_CPU,
-    *sets(run__steps=1, run__eval_every=1, run__eval_questions=1, run__save_every=1, data__limit=4),
+    *sets(run__steps=1, run__eval_every=1, run__eval_questions=1, run__save_every=1),
     *sets(rollout__questions_per_step=2, rollout__group_size=2, rollout__max_turns=2, rollout__max_turn_tokens=12),
 )
+TRAIN = (*SHORT, *sets(data__limit=4))
+REHEARSED = sets(optim__offload="none", sft__steps=1, sft__batch_size=2)
 STUDIED = sets(run__steps=1, rollout__questions_per_step=2, rollout__group_size=2, rollout__max_turn_tokens=4)
 GRPO_OF_DEMO = sets(run__steps=1, run__eval_questions=2, rollout__questions_per_step=1, rollout__max_turn_tokens=8)
 
@@ -78,6 +81,7 @@ REDUCED = {
     "generate": Row(("--max-new-tokens", "8")),
     "index plan": Row(("--sample", "2000", "--dim", "32"), once=True),
     "index build": Row(writes=("manifest.json",)),
+    "index build --device": Row(("--device", "cpu"), ("manifest.json",)),
     "index hybrid": Row(writes=("manifest.json",)),
     "index search": Row(),
     "index check": Row(),
@@ -86,6 +90,8 @@ REDUCED = {
     "data check": Row(),
     "data sft": Row(),
     "data sft --model": Row(("--max-tokens", "48")),
+    "data sft recomp": Row(("--margin", "0")),
+    "train-encoder": Row(("--steps", "1"), ("model.safetensors", "modules.json")),
     "plan": Row(anywhere=True),
     "plan --chip": Row(anywhere=True),
     "plan --measure": Row(ON_CPU),
@@ -100,7 +106,8 @@ REDUCED = {
         ),
         ("report.html", "summary.json", "grpo/summary.json", "warmup/sft.json"),
     ),
-    "reproduce": Row(("--scale", "paper", "--seeds", "1", "--limit", "1", *TRAIN), ("T2.md", "T2.json"), once=True),
+    "reproduce": Row(("--list",), once=True),  # what it runs is run where a rehearsal is shown
+    "reproduce --limit": Row(("--limit", "1", *SHORT, *REHEARSED), ("runs", "evaluations")),
     "study kl": Row(("--start", "runs/demo", "--steps", "1", "--seeds", "0"), ("kl.json", "training.png"), once=True),
     "study mask": Row(("--limit", "2", "--repeats", "1"), ("mask.json", "mask.png"), once=True),
     "study systems": Row(
@@ -135,7 +142,9 @@ REDUCED = {
     "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
-FLAGS_OF_THEIR_OWN = ("--refiner", "--resume", "--model", "--chip", "--measure", "--tokens", "--out")
+FLAGS_OF_THEIR_OWN = (
+    *("--refiner", "recomp", "--resume", "--model", "--chip", "--measure", "--tokens", "--limit", "--device", "--out"),
+)
 
 
 @dataclass
@@ -239,7 +248,10 @@ def wants_cuda(words: tuple[str, ...]) -> bool:
 
 
 def prepare(words: tuple[str, ...]) -> None:
-    """A run of one step has no checkpoint of step 200: it gets one under that name."""
+    """A run of one step has no checkpoint of step 200: it gets one under that name. The index that stands in for one
+    that is built now gives way."""
+    if words[:2] == ("index", "build"):
+        shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
     for word in words:
         if found := re.search(r"=(\S+/checkpoints)/(step_\d+)$", word):
             checkpoints = Path(found[1])
@@ -276,12 +288,15 @@ def refused(step: Command, words: list[str]) -> None:
         assert not Path(parsed["out"]).exists()
 
 
-def expected(parsed: dict[str, object], row: Row) -> list[Path]:
-    """What the command has to leave behind."""
+def expected(parsed: dict[str, Any], row: Row) -> list[Path]:
+    """What the command has to leave behind: a listing nothing."""
+    if parsed.get("list"):
+        return []
+    tables = [f"{table}.{kind}" for table in parsed.get("tables") or [] for kind in ("md", "json")]
     named = [Path(str(parsed[key])) for key in ("out", "corpus", "plot") if parsed.get(key)]
     runs = parsed.get("runs")
     out = parsed.get("out") or (runs[0] if isinstance(runs, list) else None)
-    return [*named, *(Path(os.path.normpath(Path(str(out)) / name)) for name in row.writes if out)]
+    return [*named, *(Path(os.path.normpath(Path(str(out)) / name)) for name in (*row.writes, *tables) if out)]
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from documents import ROOT
+from safetensors.torch import load_file
 
 from thresher.cli.main import run
 from thresher.engine.synthetic.invent import invent_files
@@ -23,7 +25,8 @@ CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-MODELS = ("Qwen2.5-0.5B", "Qwen2.5-0.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "eviomni", "M", "G")
+SIZES = ("0.5B", "1.5B", "3B", "7B")
+MODELS = ("Qwen2.5-0.5B", *(f"Qwen2.5-{size}-Instruct" for size in SIZES), "eviomni", "M", "G")
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
 CONFIG = {
     "hidden_size": 32,
@@ -90,6 +93,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
         (folder / "models" / name).rename(folder / name)
     _encoders(folder / "models")
     _data(folder)
+    _downloads(folder)
     for name in ("wiki18", "hotpotqa"):
         assert run(["index", "build", "--corpus", "corpus.jsonl", "--dim", "64", "--out", f"indexes/{name}"]) == 0
     _invented(folder / "runs" / "demo", model, 0, "init", "warmup")
@@ -120,8 +124,12 @@ def _encoders(folder: Path) -> None:
     from encoder_folders import bert_config, random_model, save_model
     from transformers import BertForTokenClassification
 
-    save_model(folder / "e5-base-v2")
+    for name in ("e5-base-v2", "contriever"):
+        save_model(folder / name)
     save_model(folder / "llmlingua-2", random_model(BertForTokenClassification, bert_config(num_labels=2)))
+    pickled = shutil.copytree(folder / "e5-base-v2", folder / "nq_extractive_compressor")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
 
 
 def _data(folder: Path) -> None:
@@ -185,6 +193,39 @@ def _data(folder: Path) -> None:
         for question in asked
     ]
     write_lines(folder / "musique_train.jsonl", musique)
+
+
+def _downloads(world: Path) -> None:
+    """The question sets that docs/reproduce.md has one download, in their makers' formats, and the corpus."""
+    folder = world / "downloads"
+    for name in ("flashrag", "hotpotqa", "2wiki", "musique", "dpr"):
+        (folder / name).mkdir(parents=True)
+    hotpot = json.loads((world / "hotpot_train.json").read_text("utf-8"))
+    for name in ("train_v1.1", "dev_distractor_v1"):
+        (folder / "hotpotqa" / f"hotpot_{name}.json").write_text(json.dumps(hotpot))
+    for name in ("train", "dev"):
+        (folder / "2wiki" / f"{name}.json").write_text(json.dumps([{**one, "evidences": []} for one in hotpot]))
+        shutil.copy(world / "musique_train.jsonl", folder / "musique" / f"musique_ans_v1.0_{name}.jsonl")
+    write_lines(folder / "2wiki" / "id_aliases.json", [{"Q_id": "Q1", "aliases": ["Somebody"], "demonyms": []}])
+    asked = [{"id": one["_id"], "question": one["question"], "golden_answers": [one["answer"]]} for one in hotpot]
+    given = [
+        {"title": [title for title, _ in one["context"]], "content": [text for _, text in one["context"]]}
+        for one in hotpot
+    ]
+    bare = ("nq/train", "nq/dev", "nq/test", "triviaqa/test", "popqa/test", "bamboogle/test", "musique/dev")
+    for path in (*bare, "hotpotqa/train", "hotpotqa/dev", "2wikimultihopqa/dev"):
+        records = [
+            one | {"metadata": {} if path in bare else {"context": two}} for one, two in zip(asked, given, strict=True)
+        ]
+        (folder / "flashrag" / path).parent.mkdir(exist_ok=True)
+        write_lines(folder / "flashrag" / f"{path}.jsonl", records)
+    passages = [json.loads(line) for line in (world / "corpus.jsonl").read_text("utf-8").splitlines()]
+    found = [{"question": one["question"], "answers": one["golden_answers"], "ctxs": passages} for one in asked]
+    for name in ("train", "dev", "test"):
+        with gzip.open(folder / "dpr" / f"nq-{name}.json.gz", "wt", encoding="utf-8") as file:
+            json.dump(found, file)
+    contents = [{"id": one["id"], "contents": f'"{one["title"]}"\n{one["text"]}'} for one in passages]
+    write_lines(folder / "wiki-18.jsonl", contents)
 
 
 def _invented(folder: Path, model: Path, forms: int, *stages: str) -> None:

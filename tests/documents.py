@@ -159,7 +159,7 @@ def table_rows(document: str, heading: str) -> list[list[str]]:
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for _, line in prose(document) if line[:1] == "|"]
     start = next(number for number, row in enumerate(rows) if row[0] == heading)
     body = rows[start + 2 :]
-    end = next((number for number, row in enumerate(body) if set(row[0]) <= set("|-")), len(body) + 1)
+    end = next((number for number, row in enumerate(body) if set(row[0]) <= set("|-:")), len(body) + 1)
     return body[: end - 1]
 
 

@@ -4,14 +4,15 @@
 
 (Xu, Shi and Choi 2024, "RECOMP", arXiv:2310.04408, section 3.1; N is 1 for NQ and TriviaQA there, 2 for HotpotQA.) Any
 encoder of `retrieval.encoders` serves: RECOMP's own are Contrievers that were trained on which sentence makes the
-answer likely, and one that was not trained so is its baseline. [assumed]: titles are no part of a sentence.
+answer likely (here: recomp_train.py), and one that was not trained so is its baseline. [assumed]: titles are no part
+of a sentence.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from thresher.engine.refiners.spans import lines, sentences
+from thresher.engine.refiners.spans import lines, sentence_texts
 from thresher.retrieval.encoders.learned import LearnedEncoder
 from thresher.retrieval.questions import Question
 
@@ -26,10 +27,7 @@ class Recomp:
         return self._encoder.count_tokens(list(texts))
 
     def refine(self, questions: Sequence[Question]) -> list[str]:
-        parts = [
-            [[p.text[start:end].strip() for start, end in sentences(p.text)] for p in question.passages]
-            for question in questions
-        ]
+        parts = [[sentence_texts(passage.text) for passage in question.passages] for question in questions]
         flat = [sentence for passages in parts for part in passages for sentence in part]
         queries_QH = self._encoder.encode_queries([question.question for question in questions])
         vectors_NH = self._encoder.encode_passages(flat)

@@ -7,8 +7,8 @@
 (Wang et al. 2023, "Learning to Filter Context for Retrieval-Augmented Generation", arXiv:2311.08377, section 2.2, which
 takes inclusion for NQ and TriviaQA and cxmi for HotpotQA.) Of all passages together [assumed: its code asks for one
 passage at a time, the papers that compare with it show five]. Where no sentence helps, nothing is what the filter is to
-write. o is the first gold answer; the thresholds are those of its code. RECOMP chooses its one sentence so too, by
-log p(o | t, q), whose largest is cxmi's.
+write. o is the first gold answer; the thresholds are those of its code. RECOMP's records (recomp_data.py) ask the same
+generator.
 
 The generator is asked in the prompt of `data sft --kind qa`, with t as the one passage or with none, as the baseline
 `evidence` asks it.
@@ -27,7 +27,7 @@ from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.episode import Prompt, pair_tags
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.refiners.likelihood import Likelihood
-from thresher.engine.refiners.spans import lines, sentences
+from thresher.engine.refiners.spans import lines, sentence_texts
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import load_tokenizer
 from thresher.retrieval.data.formats import Passage
@@ -98,7 +98,7 @@ def silver_evidence(
     found = {}
     with console.progress_line("sentences", len(questions)) as line:
         for done, question in enumerate(questions, 1):
-            parts = [[p.text[start:end].strip() for start, end in sentences(p.text)] for p in question.passages]
+            parts = [sentence_texts(passage.text) for passage in question.passages]
             helps = iter(_helpful(question, [text for part in parts for text in part], measure, likelihood))
             found[question.id] = lines([[text for text in part if next(helps)] for part in parts])
             line.to(done, "")

@@ -39,6 +39,11 @@ def sentences(text: str) -> list[tuple[int, int]]:
     return spans
 
 
+def sentence_texts(text: str) -> list[str]:
+    """The sentences of `text`, in order, without white space around them."""
+    return [text[start:end].strip() for start, end in sentences(text)]
+
+
 def most(scores: Sequence[float], keep: float) -> list[bool]:
     """Which units have a score of the (1 - keep) quantile or more, interpolated between units: about a share of `keep`
     of them, the highest, and one at least where there is any."""

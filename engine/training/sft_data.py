@@ -6,6 +6,7 @@
     qa            question, passages              the answer                                       EviOmni's generator
     closed-book   question                        the answer
     filco         question, passages              <extract>the sentences that help</extract>       FilCo's filter
+    recomp        sentences to train an encoder on, no transcript: engine/refiners/recomp_data.py  RECOMP's compressor
     reason-extract, extract                       evidence behind its rationale, or alone, of a teacher's transcript
                   question, passages              that answers right           EviOmni's empirical study, Section 2.2
 
@@ -43,6 +44,7 @@ from thresher.rewards.text import exact_match
 TAUGHT = {"reason-extract": ("reason", "extract"), "extract": ("extract",)}  # kind -> spans of a teacher's transcript
 KINDS = ("direct", "reasoning", "qa", "closed-book")
 FILCO = "filco"  # its records take a measure, which sft.format has not
+RECOMP = "recomp"  # its records are of an encoder: engine/refiners/recomp_data.py
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")

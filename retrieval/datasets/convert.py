@@ -92,7 +92,7 @@ def convert(
     passages: bool = True,
     on_record: OnRecord = lambda name, records: None,
 ) -> dict[str, Any]:
-    """Writes questions to `out`, if asked pooled passages to `corpus` what was left out to `skipped`; gives figures.
+    """Writes questions to `out`, if asked pooled passages to `corpus`, what was left out to `skipped`; gives figures.
 
     passages: whether questions keep theirs. flavour: a name of `flavours`, or auto, which looks at every file. aliases:
     2Wiki's second file. UserError for a file in another flavour, a malformed record, no question left, two sources of

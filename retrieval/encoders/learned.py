@@ -14,7 +14,8 @@ The model itself is not copied into an index: encoder.json keeps where it lies, 
 weights, tokenizer and settings, which must still be the same when the index is opened. Device and dtype are not part
 of it: an index made on a GPU can be searched from a CPU.
 
-Deliberately absent: training, and encoders outside the BERT family.
+Deliberately absent: a loss (`query_vectors` and `passage_vectors` have gradients, for whoever has one), and encoders
+outside the BERT family.
 
 Axes: B texts of a batch, T padded length, H hidden width and length of a vector.
 """
@@ -50,8 +51,9 @@ TEXTS_AT_ONCE = 8192
 
 @dataclass(frozen=True)
 class Tower:
-    """A transformer and the tokenizer that feeds it."""
+    """A transformer, the tokenizer that feeds it, and the folder of both."""
 
+    folder: Path
     bert: Bert
     tokenizer: WordPiece
 
@@ -112,6 +114,13 @@ class LearnedEncoder:
         }
         atomic_write_text(folder / FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
+    @property
+    def tower(self) -> Tower:
+        """The transformer for queries and passages alike. UserError for a pair, which has two."""
+        if self._query is not self._passage:
+            raise UserError(f"{self.folder}: is a pair of transformers; give an encoder of one, such as Contriever")
+        return self._query
+
     def encode_queries(self, queries: list[str]) -> Vectors:
         """float32 [len(queries), dim]. UserError when the weights make numbers that are not finite."""
         vectors, cut = self._encode(self._query, self.settings.query_prefix, queries)
@@ -123,6 +132,19 @@ class LearnedEncoder:
         vectors, cut = self._encode(self._passage, self.settings.passage_prefix, passages)
         self.passages_cut += cut
         return vectors
+
+    def query_vectors(self, queries: Sequence[str]) -> Tensor:
+        """`encode_queries` as one batch, a float32 tensor on the transformer's device, with gradients where its
+        parameters have them."""
+        return self._vectors(self._query, self.settings.query_prefix, queries)
+
+    def passage_vectors(self, passages: Sequence[str]) -> Tensor:
+        """As `query_vectors`, of passages."""
+        return self._vectors(self._passage, self.settings.passage_prefix, passages)
+
+    def _vectors(self, tower: Tower, prefix: str, texts: Sequence[str]) -> Tensor:
+        ids, _ = tower.tokenizer.encode([prefix + text for text in texts])
+        return self._pool(tower.bert, ids, max(map(len, ids)))
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """How many tokens each passage has, whole, without prefix and what the tokenizer puts around it."""
@@ -214,7 +236,7 @@ def _load(
     towers = {}
     for place in dict.fromkeys((folders.query, folders.passage)):
         bert = load_bert(place, dtype, device)
-        towers[place] = Tower(bert, load_wordpiece(place, bert.config.vocab_size, settings.max_length))
+        towers[place] = Tower(place, bert, load_wordpiece(place, bert.config.vocab_size, settings.max_length))
     query, passage = towers[folders.query], towers[folders.passage]
     if query.bert.config.hidden_size != passage.bert.config.hidden_size:
         raise UserError(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import read_json_object, refuse_hub_id
+from thresher.policy.files import atomic_write_text, read_json_object, refuse_hub_id
 from thresher.retrieval.encoders.bert import BertConfig, read_bert_config
 from thresher.rewards.errors import UserError
 
@@ -110,6 +110,29 @@ def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -
     _check(folder, found, limit)
     why = {name: found[name][1] for name in NAMES}
     return EncoderSettings(**{name: found[name][0] for name in NAMES}, why=why), folders
+
+
+def write_settings(folder: Path, settings: EncoderSettings, width: int) -> None:
+    """Writes sentence-transformers' layout around a transformer in `folder` whose vectors have `width` numbers, for
+    `read_settings` to find the same settings again."""
+    kinds = {"Transformer": "", "Pooling": "1_Pooling"} | ({"Normalize": "2_Normalize"} if settings.normalize else {})
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (kind, path) in enumerate(kinds.items())
+    ]
+    pooling = {"word_embedding_dimension": width} | {
+        f"pooling_mode_{mode}": _POOLING_OF_MODE[mode] == settings.pooling for mode in ("cls_token", "mean_tokens")
+    }
+    prefixes = {"query": settings.query_prefix, "passage": settings.passage_prefix}
+    similarity = "cosine" if settings.normalize else "dot"
+    (folder / kinds["Pooling"]).mkdir()
+    for name, record in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", pooling),
+        ("sentence_bert_config.json", {"max_seq_length": settings.max_length, "do_lower_case": False}),
+        ("config_sentence_transformers.json", {"prompts": prefixes, "similarity_fn_name": similarity}),
+    ):
+        atomic_write_text(folder / name, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def _fill(found: _Found, defaults: _Found) -> None:

@@ -40,7 +40,11 @@ SHOWN = {
     "data show": ("{at}/questions.jsonl --n 1", "questions skipped"),
     "data sft": ("--kind closed-book --questions {at}/questions.jsonl --out {at}/w.jsonl", "records out"),
     "data invent": ("--out {at}/world", "out"),
-    "data judge": ("--out {at}/judge --steps 1", "out"),
+    "data judge": ("--out {at}/contriever --steps 1", "out"),  # a name that says how vectors are made
+    "train-encoder": (
+        "--records {at}/contrasts.jsonl --model {at}/contriever --out {at}/recomp --steps 1",
+        "records steps out",
+    ),
     "watch": ("{at}/run --tty", "step steps ended"),
     "report": ("{at}/run", "report"),
     "bench roofline": ("--chip H100 --model 0.5B", "rows"),
@@ -87,6 +91,8 @@ def test_a_command_prints_one_object(run: Run, tmp_path: Path) -> None:
     at = finished_folder(tmp_path)
     asked = {"id": "a", "question": "Who is Anna Bell?", "gold_titles": ["Anna Bell"]}
     write(at / "golds.jsonl", asked)
+    contrast = {"question": "Who?", "positive": "Anna", "negatives": ["Carl"]}
+    write(at / "contrasts.jsonl", contrast, contrast)
     (at / "template.txt").write_text("{question} {passages}")
     for command, (words, keys) in SHOWN.items():
         status, found, said = run(*command.split(), *words.format(at=at).split())

@@ -31,7 +31,8 @@ from thresher.cli import main as cli
         ("compare a b c", "compare: expected nothing more, got c"),
         (
             "data sft --kind qaa --questions q --out o",
-            "--kind: expected direct or reasoning or qa or closed-book or filco or reason-extract or extract, got qaa",
+            "--kind: expected direct or reasoning or qa or closed-book or filco or recomp or reason-extract or extract"
+            ", got qaa",
         ),
     ],
 )

@@ -1,0 +1,214 @@
+"""RECOMP's extractive compressor, trained: `thresher train-encoder`.
+
+    loss(q) = -log  exp(<q, p> / tau) / (exp(<q, p> / tau) + sum over n in N of exp(<q, n> / tau))
+
+(Xu, Shi and Choi 2024, "RECOMP", arXiv:2310.04408, section 3.1.) q, p and n are vectors of one encoder, of a question,
+of the sentence that helps most, and of those that help less (recomp_data.py). N is at most 5 of these, the nearest to q
+under the encoder before it is trained. No other question's sentences are contrasted.
+
+The paper starts from Contriever: mean pooling, no norm, tau = 1. [assumed] to be the paper's: Adam, a learning rate of
+2e-5, batches of 64. [assumed]: three epochs; the rate goes up over the first tenth of the steps and down to 0 over the
+rest; gradients are clipped to a norm of 1; tau is .05 for an encoder whose vectors have norm 1, where a product cannot
+exceed 1.
+
+Weights, activations and optimiser are float32 everywhere. On a CPU the result is a function of the records, the start,
+the seed and the number of threads. Nothing is written before the end, so a run that was killed starts over.
+
+Deliberately absent: dropout, which no encoder here has, and a choice among epochs.
+
+Axes: B questions, S sentences of all of them one behind the other, C sentences of a question, padded; H as everywhere.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from thresher.engine import console
+from thresher.engine.refiners.recomp_data import Contrast, read_contrasts
+from thresher.engine.threads import threads_for, use_threads
+from thresher.policy.files import need_room, staged_folder
+from thresher.policy.hashes import write_hashes
+from thresher.retrieval.encoders.learned import (
+    CPU_BATCH_TOKENS,
+    CUDA_BATCH_TOKENS,
+    LearnedEncoder,
+    load_encoder,
+    pick_device,
+)
+from thresher.retrieval.encoders.saving import save_encoder
+from thresher.rewards.errors import UserError
+
+HARD = 5  # negatives of a question
+LR, BATCH, EPOCHS, CLIP = 2e-5, 64, 3, 1.0
+NORMED_TAU = 0.05
+HELD_OUT = 500  # records, or a tenth of them if that is less
+MICRO = 8  # questions of one forward and backward
+AT_ONCE = 512  # records whose vectors are held at once
+
+
+def train_recomp(
+    records: str | Path,
+    model: str | Path,
+    out: str | Path,
+    *,
+    steps: int = 0,
+    lr: float = LR,
+    batch: int = BATCH,
+    seed: int = 0,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Trains the encoder in the folder `model` on the records, and writes it into the new folder `out`; returns its
+    figures.
+
+    steps: of the optimiser, 0 for three epochs. batch: questions a step, or as many as there are. UserError for records
+    or a model that cannot be used, for an `out` that exists, and where the loss is not finite.
+    """
+    started = time.perf_counter()
+    out = Path(out)
+    if out.exists():
+        raise UserError(f"{out}: exists already; choose another folder for the encoder")
+    found = read_contrasts(records)
+    encoder = _load(model, device)
+    parameters = list(encoder.tower.bert.parameters())
+    need_room(out, sum(parameter.nbytes for parameter in parameters), "the encoder")
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(found), generator=draw).tolist()
+    count = min(HELD_OUT, max(1, len(found) // 10))
+    held_out, training = [found[n] for n in order[:count]], [found[n] for n in order[count:]]
+    batch = min(batch, len(training))
+    steps = steps or math.ceil(EPOCHS * len(training) / batch)
+    with use_threads(threads_for("auto", encoder.tower.bert.config)):
+        before = evaluate(encoder, held_out)
+        losses = _train(encoder, _hardest(encoder, training), steps, lr, batch, draw)
+        after = evaluate(encoder, held_out)
+    with staged_folder(out) as staged:
+        save_encoder(encoder, staged)
+        write_hashes(staged)
+    last = losses[-max(1, steps // 10) :]
+    return {
+        "records": len(training),
+        "held out": count,
+        "steps": steps,
+        "loss of the first step": losses[0],
+        "loss of the last tenth": sum(last) / len(last),
+        **{f"held-out {name} before": value for name, value in before.items()},
+        **{f"held-out {name}": value for name, value in after.items()},
+        "seed": seed,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def contrastive_loss(query_BH: Tensor, sentence_SH: Tensor, counts: Sequence[int], tau: float) -> Tensor:
+    """The mean over questions of the loss at the top of this file, a scalar.
+
+    query_BH, sentence_SH: floating. counts: how many of the sentences are each question's; its positive is the first.
+    """
+    owner_S = torch.repeat_interleave(torch.tensor(counts)).to(query_BH.device)
+    scores_S = (query_BH[owner_S] * sentence_SH).sum(-1) / tau
+    scores_BC = nn.utils.rnn.pad_sequence(list(scores_S.split(list(counts))), True, padding_value=-math.inf)
+    return F.cross_entropy(scores_BC, torch.zeros(len(counts), dtype=torch.int64, device=scores_BC.device))
+
+
+def evaluate(encoder: LearnedEncoder, records: Sequence[Contrast]) -> dict[str, float]:
+    """Mean loss against all negatives, not the hardest alone, and how often the positive is ranked before each."""
+    loss = right = 0.0
+    for _, scores_C in _scored(encoder, records):
+        scaled_C = scores_C / _tau(encoder)
+        loss += float(np.logaddexp.reduce(scaled_C) - scaled_C[0])
+        right += float(scores_C[0] > scores_C[1:].max())
+    return {"loss": loss / len(records), "accuracy": right / len(records)}
+
+
+def _load(model: str | Path, device: str) -> LearnedEncoder:
+    """In float32 on any device, where `load_encoder` has bfloat16 on CUDA, and with gradients."""
+    place = pick_device(device)
+    tokens = CUDA_BATCH_TOKENS if place.type == "cuda" else CPU_BATCH_TOKENS
+    encoder = load_encoder(model, batch_tokens=tokens)
+    encoder.tower.bert.to(place).requires_grad_(True)
+    return encoder
+
+
+def _tau(encoder: LearnedEncoder) -> float:
+    return NORMED_TAU if encoder.settings.normalize else 1.0
+
+
+def _scored(encoder: LearnedEncoder, records: Sequence[Contrast]) -> Iterator[tuple[Contrast, NDArray[np.float64]]]:
+    """Each record with the float64 products of its question and sentences, its positive's first."""
+    for start in range(0, len(records), AT_ONCE):
+        part = records[start : start + AT_ONCE]
+        queries_BH = encoder.encode_queries([record.question for record in part]).astype(np.float64)
+        vectors_SH = encoder.encode_passages([text for record in part for text in (record.positive, *record.negatives)])
+        at = 0
+        for record, query_H in zip(part, queries_BH, strict=True):
+            end = at + 1 + len(record.negatives)
+            yield record, vectors_SH[at:end].astype(np.float64) @ query_H
+            at = end
+
+
+def _hardest(encoder: LearnedEncoder, records: Sequence[Contrast]) -> list[Contrast]:
+    """The records with their `HARD` negatives of highest score."""
+    found: list[Contrast] = []
+    with console.progress_line("hard negatives", len(records)) as line:
+        for record, scores_C in _scored(encoder, records):
+            nearest = np.argsort(-scores_C[1:], kind="stable")[:HARD]
+            found.append(replace(record, negatives=tuple(record.negatives[n] for n in nearest)))
+            if len(found) % AT_ONCE == 0 or len(found) == len(records):
+                line.to(len(found), "")
+    return found
+
+
+def _train(
+    encoder: LearnedEncoder, records: Sequence[Contrast], steps: int, lr: float, batch: int, draw: torch.Generator
+) -> list[float]:
+    """Changes the encoder; returns the loss of every step."""
+    parameters = list(encoder.tower.bert.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    warmup = max(1, steps // 10)
+    order = _order(len(records), draw)
+    losses = []
+    with console.progress_line("train-encoder", steps) as line:
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+            optimizer.zero_grad()
+            losses.append(_backward(encoder, [records[next(order)] for _ in range(batch)]))
+            norm = nn.utils.clip_grad_norm_(parameters, CLIP).item()
+            if not (math.isfinite(losses[-1]) and math.isfinite(norm)):
+                raise UserError(
+                    f"step {step + 1}: the loss is {losses[-1]} and its gradient's norm {norm}; give a lower --lr"
+                )
+            optimizer.step()
+            line.to(step + 1, f"loss {losses[-1]:.3f}")
+    return losses
+
+
+def _order(count: int, draw: torch.Generator) -> Iterator[int]:
+    """Numbers of records without end, epoch after epoch, each in an order of its own."""
+    while True:
+        yield from torch.randperm(count, generator=draw).tolist()
+
+
+def _backward(encoder: LearnedEncoder, records: Sequence[Contrast]) -> float:
+    """Adds the gradient of the mean loss of a step's records, a few at a time; returns the loss."""
+    total = 0.0
+    for start in range(0, len(records), MICRO):
+        part = records[start : start + MICRO]
+        texts = [text for record in part for text in (record.positive, *record.negatives)]
+        loss = contrastive_loss(
+            encoder.query_vectors([record.question for record in part]),
+            encoder.passage_vectors(texts),
+            [1 + len(record.negatives) for record in part],
+            _tau(encoder),
+        ) * (len(part) / len(records))
+        loss.backward()
+        total += loss.item()
+    return total

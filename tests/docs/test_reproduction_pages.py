@@ -1,0 +1,74 @@
+"""The pages that take a paper's tables from nothing: they name all that its manifest asks for, and their plans are the
+plan's."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from documents import ROOT, blocks, links, read, table_rows
+
+from thresher.bench.roofline.models import MODELS
+from thresher.cli.main import build_parser
+from thresher.engine.assemble import read_run_recipe
+from thresher.engine.planning.chips import CHIPS, GB
+from thresher.engine.planning.plan import plan
+from thresher.engine.reproduction.commands import Scale
+from thresher.engine.reproduction.manifest import paper_names, read_manifest
+from thresher.engine.reproduction.scales import cells_of
+
+PAGES = {name: f"docs/reproduce/{name}.md" for name in paper_names()} | {"lear": "docs/reproduce/eviomni.md"}
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize("name", paper_names())
+def test_a_page_names_what_its_manifest_asks_for(name: str) -> None:
+    manifest, text = read_manifest(name), "\n".join([*read(PAGES[name]), *read("docs/reproduce.md")])
+    asked = [model.paper for model in manifest.models.values()] + [column.paper for column in manifest.sets.values()]
+    missing = [path for path in (*asked, *manifest.files) if path not in text and f'"{Path(path).stem}"' not in text]
+    assert not missing, f"{PAGES[name]}: not a word of {', '.join(missing)}"
+    tables = "\n".join(line for line in read(PAGES[name]) if line.startswith(("|", f"    thresher reproduce {name} ")))
+    assert [table for table in manifest.tables if not re.search(rf"\b{table}\b", tables)] == []
+
+
+def test_every_page_is_linked() -> None:
+    linked = {target.partition("#")[0] for _, target in links("docs/reproduce.md")}
+    assert {page.removeprefix("docs/") for page in PAGES.values()} <= linked
+
+
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [
+        pytest.param(page, row, id=f"{Path(page).stem}-{number}")
+        for page in sorted(set(PAGES.values()))
+        for number, row in enumerate(table_rows(page, "recipe"))
+    ],
+)
+def test_a_plan_on_a_page_is_the_plan(page: str, row: list[str]) -> None:
+    recipe, size, override, machine, memory, seconds, hours = (cell.strip("`") for cell in row)
+    gpus, chip = machine.split()
+    loaded = read_run_recipe(ROOT / "recipes" / recipe, [] if override == "-" else [override])
+    rates = CHIPS[chip]
+    found = plan(MODELS[size], loaded, gpus=int(gpus), memory_bytes=int(rates.memory), rates=rates)
+    step = found.seconds_per_step
+    assert found.fits and step is not None
+    stated = [f"{found.total_bytes / GB:.1f}", f"{step:.0f}", f"{step * loaded.run.steps / HOUR:.1f}"]
+    assert [memory, seconds, hours] == stated, f"{page}: {row}"
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES.values())))
+def test_a_training_of_several_gpus_is_one_of_the_paper_s(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder in which `reproduce` looks for it, and by the words that it would type, but for a server."""
+    monkeypatch.chdir(ROOT)
+    text = "\n".join(block.text for block in blocks(page)).replace("\\\n", " ")
+    words = next(shlex.split(line) for line in text.splitlines() if line.startswith("torchrun"))
+    typed = build_parser().parse_args(words[words.index("train") :])
+    read_run_recipe(typed.recipe, typed.set)
+    manifest, out = read_manifest(Path(page).stem), Path(typed.out)
+    cells = [
+        cell for table in manifest.tables.values() for cell in cells_of(manifest, table, Scale("paper"), out.parents[1])
+    ]
+    [shown, *_] = [command.words for cell in cells for command in cell.before if command.folder == out]
+    wanted = build_parser().parse_args(shown)
+    assert Path(wanted.recipe).samefile(typed.recipe)
+    assert set(wanted.set) == {one for one in typed.set if not one.startswith("retrieval.")}
