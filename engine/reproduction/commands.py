@@ -101,8 +101,10 @@ class Cell:
 
     def lacking(self) -> dict[str, str]:
         """What is absent of all that the cell's commands read, and how to get it."""
-        commands = (*self.before, *(command for chain in self.columns.values() for command in chain))
-        return dict(pair for command in commands if not command.finished for pair in command.lacking)
+        return dict(pair for command in self.every() if not command.finished for pair in command.lacking)
+
+    def every(self) -> tuple[Command, ...]:
+        return *self.before, *(command for chain in self.columns.values() for command in chain)
 
 
 def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> list[str]:
