@@ -140,7 +140,7 @@ def _run(
     run_command: Callable[[list[str]], None],
     refused: dict[Command, str],
 ) -> None:
-    words = command.to_run(scale.allow_keys)
+    words = command.to_run(scale)
     console.console.print(title, soft_wrap=True)
     console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
     command.folder.parent.mkdir(parents=True, exist_ok=True)

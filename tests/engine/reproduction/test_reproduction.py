@@ -286,10 +286,11 @@ def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     cell = cells_of(manifest, manifest.tables["T2"], Scale("world"), tmp_path)[0]
     train = cell.before[-1]
-    assert "--resume" not in train.to_run() and not train.finished
+    scale = Scale("world", allow_keys=("KEY@api.example.com",))
+    assert "--resume" not in train.to_run(scale) and not train.finished
     train.folder.mkdir(parents=True)
-    assert train.to_run(["KEY@api.example.com"])[-3:] == ["--allow-key", "KEY@api.example.com", "--resume"]
-    assert "--allow-key" not in cell.before[0].to_run(["KEY@api.example.com"])
+    assert train.to_run(scale)[-3:] == ["--allow-key", "KEY@api.example.com", "--resume"]
+    assert "--allow-key" not in cell.before[0].to_run(scale)
 
 
 def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Path) -> None:
