@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
 
 Number = TypeVar("Number", int, float)
+ALLOW_KEY = "let the recipe's judge.key_env send this environment variable's key to this host, and to no other"
 OVERRIDE = "override the recipe; nothing behind = takes the key out of it, so that its default holds; may be repeated"
 
 
@@ -76,9 +77,8 @@ def read_recipe(options: Namespace) -> "Recipe":
     return read_run_recipe(options.recipe, overrides(options))
 
 
-def add_allow_key(parser: ArgumentParser) -> None:
+def add_allow_key(parser: ArgumentParser, text: str = ALLOW_KEY) -> None:
     """`--allow-key`, which may be repeated: a list of "VARIABLE@HOST"."""
-    text = "let the recipe's judge.key_env send this environment variable's key to this host, and to no other"
     parser.add_argument(
         "--allow-key", type=_key_at, action="append", default=[], metavar="VARIABLE@HOST[:PORT]", help=text
     )

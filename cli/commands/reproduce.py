@@ -21,14 +21,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=flags.count, default=1, metavar="N", help="train every method with seeds 0 to N - 1")
     add("--limit", type=flags.count, metavar="N", help="only the first N questions of every evaluation")
     flags.add_set(parser, text="override the recipe of every training and evaluation; may be repeated")
-    flags.add_allow_key(parser)
+    add(
+        "--answer-url",
+        type=_model_is,
+        action="append",
+        default=[],
+        metavar="MODEL=URL",
+        help="an OpenAI-compatible server of a model that is no folder, as the run names it; may be repeated",
+    )
+    add(
+        "--answer-model",
+        type=_model_is,
+        action="append",
+        default=[],
+        metavar="MODEL=NAME",
+        help="what that server calls it; default: the same",
+    )
+    flags.add_allow_key(parser, "send this environment variable's key to this host, a judge's or a model's server")
     add("--out", help="folder; what is finished there is not done again; default: runs/PAPER-TABLE")
+
+
+def _model_is(text: str) -> tuple[str, str]:
+    model, _, value = text.partition("=")
+    if not (model and value):
+        raise argparse.ArgumentTypeError(f"expected MODEL=.., such as gpt-4o=https://api.openai.com/v1, got {text}")
+    return model, value
 
 
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.reproduction.commands import Scale
     from thresher.engine.reproduction.manifest import paper_names, read_manifest
     from thresher.engine.reproduction.run import reproduce
+    from thresher.engine.reproduction.servers import servers_of
     from thresher.rewards.errors import UserError
 
     if options.list:
@@ -61,6 +85,8 @@ def run(options: argparse.Namespace) -> None:
     if options.paper is None:
         raise UserError(f"reproduce: name a paper, one of {', '.join(paper_names())}, or give --list")
     out = Path(options.out or f"runs/{'-'.join([options.paper, *options.tables])}")
-    scale = Scale(options.scale, range(options.seeds), tuple(options.set), options.limit, tuple(options.allow_key))
+    keys = tuple(options.allow_key)
+    servers = servers_of(read_manifest(options.paper), options.answer_url, options.answer_model, keys)
+    scale = Scale(options.scale, range(options.seeds), tuple(options.set), options.limit, keys, servers)
     found = reproduce(options.paper, options.tables, scale, out, options.run_command)
     console.answer(found)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,7 +37,7 @@ from thresher.engine.episode import (
     first_prompt,
 )
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
-from thresher.engine.rollout.branches import branch_episode, context_ids
+from thresher.engine.rollout.branches import branch_episode, context_ids, with_fitted_passages
 from thresher.engine.rollout.samples import Job, RolloutClock
 from thresher.engine.scoring.continuing import Continued, ContinuingEndpoint, speaks_chat
 from thresher.engine.scoring.endpoint import read_key
@@ -133,8 +134,8 @@ def load_elsewhere(recipe: Recipe, system: System | None, by: AnsweredBy, answer
 
 @dataclass(slots=True)
 class Play:
-    """A trajectory, or a branch of one, under way. context: as messages. limit: what ends it where the turn that is due
-    is full (None: the episode goes on)."""
+    """A trajectory, or a branch or a call of one, under way. context: as messages. limit: what ends it where the turn
+    that is due is full (None: the episode goes on). caller: who waits for this call; calls: how many it made."""
 
     job: Job
     episode: Episode
@@ -145,6 +146,8 @@ class Play:
     room: int = 0  # for that turn
     limit: str | None = None
     reported: bool = True  # to whoever watches; a branch is not
+    caller: "Play | None" = None
+    calls: int = 0
 
     def say(self, role: str, text: str) -> None:
         if self.context[-1]["role"] != role:
@@ -217,13 +220,17 @@ class ElsewhereRollout:
             searching: list[tuple[Play, str]] = []
             begun: list[tuple[Play, object]] = []
             for play, answer in ready:
-                query = self._advance(play, answer)
-                if query is not None:
-                    searching.append((play, query))
+                waits_for = self._advance(play, answer)
+                if isinstance(waits_for, str):
+                    searching.append((play, waits_for))
+                elif waits_for is not None:
+                    begun.append((waits_for, None))
                 elif not play.trajectory.reason:
                     due.append(play)
                 else:
                     begun += [(branch, None) for branch in self._branches(play)]
+                    if play.caller is not None:
+                        begun.append((play.caller, self._called(play)))
                     if self._on_progress is not None and play.reported:
                         self._on_progress(1)
             ready = [*begun, *self._search(searching)]
@@ -241,9 +248,9 @@ class ElsewhereRollout:
             searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
         return [(play, hits) for (play, _), hits in zip(searching, found, strict=True)]
 
-    def _advance(self, play: Play, answer: object) -> str | None:
-        """Send `answer` to the episode and serve what it asks for; the query that it waits for. None where a turn is
-        due or the trajectory has ended, as it may have before."""
+    def _advance(self, play: Play, answer: object) -> "str | Play | None":
+        """Send `answer` to the episode and serve what it asks for; the query or the call that it waits for. None where
+        a turn is due or the trajectory has ended, as it may have before."""
         trajectory = play.trajectory
         while not trajectory.reason:
             try:
@@ -260,17 +267,13 @@ class ElsewhereRollout:
                 trajectory.searches.append({"query": request.query, "passages": found})
                 continue
             if isinstance(request, Call):
-                raise UserError(
-                    f"{self.system.name} asks for turns in contexts of their own, which --answer-url does not serve; "
-                    "give a model folder, or the form of it that makes no calls"
-                )
+                return self._call(play, request.context)
             if isinstance(request, Generate):
                 self._open_turn(play, request)
                 break
             if isinstance(request, Fork):
-                written = [token for turn in turns(trajectory) for token in turn.ids]
                 for name, branch in request.branches.items():
-                    play.forks[name] = (branch, context_ids(branch, written, self.renderer))
+                    play.forks[name] = (branch, context_ids(branch, _written(play), self.renderer))
             elif isinstance(request, Retrieved):
                 self._append(play, Source.RETRIEVED, self.renderer.retrieved(request))
             elif isinstance(request, Feedback):
@@ -324,9 +327,35 @@ class ElsewhereRollout:
                 self.clock.branches_without_room += 1
                 continue
             self.clock.branches += 1
-            job = Job(play.job.question, number, 0, play.job.seed)
-            kept = len(ids) - len(self.renderer.prompt(branch.prompt))
-            begun.append(self._begin(job, branch_episode(branch, job), ids, kept))
-            begun[-1].reported = False
-            play.trajectory.branches[name] = begun[-1].trajectory
+            begun.append(self._begin_branch(play, name, Job(play.job.question, number, 0, play.job.seed), branch, ids))
         return begun
+
+    def _begin_branch(self, play: Play, name: str, job: Job, branch: Reprefill, ids: list[int]) -> Play:
+        shown = takewhile(lambda part: isinstance(part, Retrieved), branch.parts)  # the user's, as the prompt is
+        kept = len(ids) - len(context_ids(replace(branch, parts=tuple(shown)), (), self.renderer))
+        begun = self._begin(job, branch_episode(branch, job), ids, kept)
+        begun.reported = False
+        play.trajectory.branches[name] = begun.trajectory
+        return begun
+
+    def _call(self, play: Play, context: Reprefill) -> Play | None:
+        """Begin a call, as Rollout does; None where its context leaves it no room, which ends the trajectory."""
+        context, cut = with_fitted_passages(context, self.renderer, play.job.question.id)
+        self.clock.cut_search_tokens += cut
+        ids = context_ids(context, _written(play), self.renderer)
+        if len(ids) + 1 > self.limits.max_context:
+            play.end("context")
+            return None
+        play.calls += 1
+        begun = self._begin_branch(play, f"call {play.calls}", play.job, context, ids)
+        begun.caller = play
+        return begun
+
+    def _called(self, play: Play) -> Turn:
+        """What a call that has ended wrote."""
+        turn = next(turns(play.trajectory), Segment(Source.POLICY, []))
+        return Turn(self.tokenizer.decode_bytes(turn.ids), turn.stop)
+
+
+def _written(play: Play) -> list[int]:
+    return [token for turn in turns(play.trajectory) for token in turn.ids]

@@ -171,6 +171,7 @@ class Loop:
         options = self.recipe.need(SystemSection).options
         baseline = None if plan.of_baseline is None else load_baseline(plan.of_baseline, options)
         refining = plan.refining
+        self.k = self.recipe.need(RetrievalSection).k
         self.parts = None if plan.of_encoder else load_parts(self.recipe, system=baseline)
         self.retriever = load_retrieval(
             self.recipe, load_system("eviomni", {}) if self.parts is None else self.parts.system
@@ -202,7 +203,7 @@ class Loop:
 
     def shown(self, questions: Sequence[Question]) -> list[Question]:
         """The questions with the passages that the extractor is shown: given or found, and noise."""
-        found = with_passages(questions, self.retriever, self.plan.k)
+        found = with_passages(questions, self.retriever, self.k)
         return with_noise(found, self.pool, self.plan.noise, self.plan.seed)
 
     def threads(self) -> AbstractContextManager[None]:
@@ -278,7 +279,7 @@ class Loop:
                 tools=tools,
                 chat=chat,
                 retriever=retriever,
-                k=self.plan.k,
+                k=self.k,
                 passage_format=passage_format,
                 max_tokens=self.recipe.rollout.max_turn_tokens,
             )

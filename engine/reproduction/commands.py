@@ -11,11 +11,12 @@ Every command writes one folder or file, which is finished when its last file is
 on with an unfinished one. Which words a stage has at which scale: scales.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
+from thresher.engine.reproduction.servers import Server
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING
 from thresher.policy.files import read_json_object
 
@@ -23,13 +24,15 @@ from thresher.policy.files import read_json_object
 @dataclass(frozen=True, slots=True)
 class Scale:
     """At which scale a table is run, "paper" or "world", with which seeds; overrides of every recipe (of keys of [sft]:
-    of tunings alone), how many questions an evaluation has at most, and which keys may go to which hosts."""
+    of tunings alone), how many questions an evaluation has at most, which keys may go to which hosts, and the servers
+    of models by their names."""
 
     name: str
     seeds: Sequence[int] = (0,)
     overrides: tuple[str, ...] = ()
     limit: int | None = None
     allow_keys: tuple[str, ...] = ()
+    servers: Mapping[str, Server] = field(default_factory=dict)
 
     @property
     def invented(self) -> bool:
@@ -39,6 +42,10 @@ class Scale:
     def besides_sft(self) -> list[str]:
         """The overrides of all recipes but those of `sft`."""
         return [text for text in self.overrides if not text.startswith("sft.")]
+
+    def server(self, name: str) -> Server:
+        """Where that model is asked; one whose address nobody gave is among what a command lacks."""
+        return self.servers.get(name, Server("URL", name))
 
     def limiting(self) -> list[str]:
         return [] if self.limit is None else ["--limit", str(self.limit)]
@@ -106,4 +113,4 @@ def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> li
 def in_world(method: Method) -> bool:
     """Whether the invented world's base knows the form of this method, or is taught it."""
     taught = method.warmup is not None or method.generator is not None
-    return method.world and (method.system in (*SEARCHING, *GIVEN) or (method.baseline is not None and taught))
+    return method.world and (method.system in (*SEARCHING, *GIVEN) or (method.system is None and taught))

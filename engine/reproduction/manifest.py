@@ -3,15 +3,18 @@
     title = "..."
     like            the name of a manifest whose models, files, sets, tunings and methods are this one's too, but for
                     what is said of them here
-    [models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template
+    [models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template;
+                    served: `paper` is what a server calls it, whose address is given by --answer-url; overrides: of
+                    its evaluations
     [files]         PATH = "how to make it": what the recipes at paper scale read besides
     [sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; world: how many
                     relations its questions have in the invented world (absent: no such column there); noise: how many
                     irrelevant passages are added to each
     [tunings.NAME]  a supervised fine-tuning that rows share: recipe (at paper scale), overrides (at both scales), and
-                    either format (sft.format: of questions with their answers) or kind (of thresher data sft: of a
-                    teacher's transcripts that answer right; teacher: their file at paper scale, in the invented world
-                    what its base answers to the training questions)
+                    either format (sft.format: of questions with their answers) or kind (of thresher data sft), which is
+                    of a teacher's transcripts that answer right (teacher: their file at paper scale, in the invented
+                    world what its base answers to the training questions) or of questions (questions: their file at
+                    paper scale, in the invented world the training questions; options: further flags of data sft)
     [methods.NAME]  a row's chain: label; system or baseline, options, or flags of thresher extract that name a refiner,
                     with encoder, the model that it is of where that is not the row's; and of these stages those that
                     it has, in order
@@ -25,8 +28,9 @@
                     invented world has no such thing
     [tables.NAME]   caption, measures (keys of thresher eval's metrics.json, or of thresher extract's records), columns
                     (names of sets), average (whether a last column has their mean), against (the label of the row that
-                    others are tested against), only (a measure that is 1 of the questions that count), curves (names
-                    of charts of a run's report, of all rows' trainings over each other), and
+                    others are tested against), only (a measure that is 1 of the questions that count), alone (of two
+                    rows: a question counts for a row by what it has more than in the other), curves (names of charts
+                    of a run's report, of all rows' trainings over each other), and
                     rows: {method, model, label, printed = {measure = [a number a column, then the average]}}
                     same_as: a table of the manifest of `like`, of which what is not said here is taken
     [left_out]      WHAT = "why": rows and tables of the paper that have no cell here
@@ -50,11 +54,13 @@ PAPERS = Path(str(files("thresher.engine.reproduction"))) / "papers"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """A model folder at paper scale, and how it is got."""
+    """A model at paper scale, a folder or a server's, and how it is got."""
 
     paper: str
     get: str
     chat: bool = False
+    served: bool = False
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +81,10 @@ class Tuning:
     recipe: str
     overrides: tuple[str, ...] = ()
     format: Literal["qa", "closed-book"] | None = None
-    kind: Literal["reason-extract", "extract"] | None = None
+    kind: Literal["reason-extract", "extract", "filco", "reasoning"] | None = None
     teacher: str | None = None
+    questions: str | None = None
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +110,8 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One row; printed: measure -> the paper's numbers, a column each, then the average where the table has one."""
+    """One row; printed: measure -> the paper's numbers, a column each, then the average where the table has one; "-"
+    where it has none."""
 
     method: str
     model: str
@@ -121,6 +130,7 @@ class PaperTable:
     average: bool = False
     against: str | None = None
     only: str | None = None
+    alone: bool = False
     curves: tuple[str, ...] = ()
 
 
@@ -214,6 +224,8 @@ def _check_method(manifest: PaperManifest, key: str, method: Method) -> None:
 
 def _check(manifest: PaperManifest, key: str, table: PaperTable) -> None:
     wanted = len(table.columns) + table.average
+    if table.alone and len(table.rows) != 2:
+        raise UserError(f"[tables.{key}]: alone: expected two rows, got {len(table.rows)}")
     for column in table.columns:
         if column not in manifest.sets:
             raise UserError(f"[tables.{key}]: column {column!r} is no set")

@@ -19,7 +19,8 @@ from thresher.engine.synthetic.shared_base import JUDGED, RECIPE, RECIPES, world
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, template
 from thresher.policy.files import atomic_write_text
 
-ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only", "qa": "qa", "closed-book": "closed-book"}
+ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
+ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
 TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
 SHARED = 0  # seed of what all seeds share: the generator that answers from evidence, and the teacher
 
@@ -67,9 +68,9 @@ class MethodRun(ABC):
             data = [f"sft.format={tuning.format}", *self.answered_questions(name)]
         else:
             made = self.out / "tunings" / f"{name}.jsonl"
-            teacher, read = self.teacher(name)
-            words = ("data", "sft", "--kind", tuning.kind, "--transcripts", teacher, *self.template_of(tuning.kind))
-            self.add((*words, "--out", str(made)), made, read)
+            source = self.source(name)
+            words = ("data", "sft", "--kind", tuning.kind, *source, *self.template_of(tuning.kind))
+            self.add((*words, "--out", str(made)), made, source)
             data = ["sft.data=", f"sft.transcripts={made}"]
         recipe = self.tuning_recipe(name)
         sets = sets_of(f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.overrides)
@@ -100,7 +101,9 @@ class MethodRun(ABC):
         if self.method.evidence_tokens is not None:
             words += ["--evidence-tokens", str(self.method.evidence_tokens)]
         if self.method.agent is not None:
-            words += ["--loop", "agentic", "--agent-model", self.manifest.models[self.method.agent].paper]
+            model = self.manifest.models[self.method.agent]
+            who = self.scale.server(model.paper).searching() if model.served else ["--agent-model", model.paper]
+            words += ["--loop", "agentic", *who]
         words += ["--questions", self.question_file(column)]
         return Command((*words, "--out", str(file)), file, self.absent(words))
 
@@ -123,9 +126,10 @@ class MethodRun(ABC):
         return list(method.overrides)
 
     def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """Of these words those that name, or set to, a file that is not there, with the manifest's way to get it."""
+        """Of these words those that name, or set to, a file that is not there, or a model that no given server has,
+        with the manifest's way to get it."""
         known: dict[str, str] = dict(self.manifest.files)
-        known |= {model.paper: model.get for model in self.manifest.models.values()}
+        known |= {one.paper: one.get for one in self.manifest.models.values() if one.paper not in self.scale.servers}
         known |= {column.paper: column.get for column in self.manifest.sets.values()}
         paths = dict.fromkeys(word.rpartition("=")[2] for word in read)
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
@@ -154,8 +158,8 @@ class MethodRun(ABC):
     def column_name(self, column: str) -> str: ...
 
     @abstractmethod
-    def teacher(self, name: str) -> tuple[str, list[str]]:
-        """The file of a teacher's transcripts, and what has to be there for it."""
+    def source(self, name: str) -> list[str]:
+        """Flags of `data sft` that name what a tuning's transcripts are made of."""
 
     @abstractmethod
     def answered_questions(self, name: str) -> list[str]:
@@ -200,6 +204,8 @@ class PaperScale(MethodRun):
         return f"-{self.row.model}"
 
     def asked(self, policy: str) -> list[str]:
+        if self.manifest.models[self.row.model].served:
+            return self.scale.server(policy).answering()
         return ["--model", policy, *self.chat()]
 
     def chat(self) -> list[str]:
@@ -208,10 +214,12 @@ class PaperScale(MethodRun):
     def column_name(self, column: str) -> str:
         return f"{self.row.method}-{self.row.model}-{column}-seed{self.seed}"
 
-    def teacher(self, name: str) -> tuple[str, list[str]]:
-        file = self.manifest.tunings[name].teacher
-        assert file is not None, f"[tunings.{name}]: a kind needs a teacher"
-        return file, [file]
+    def source(self, name: str) -> list[str]:
+        tuning = self.manifest.tunings[name]
+        if tuning.questions is not None:
+            return ["--questions", tuning.questions, *tuning.options]
+        assert tuning.teacher is not None, f"[tunings.{name}]: a kind needs questions or a teacher"
+        return ["--transcripts", tuning.teacher]
 
     def answered_questions(self, name: str) -> list[str]:
         return []
@@ -230,12 +238,9 @@ class PaperScale(MethodRun):
         if asked[0] == "--best":
             return ["eval", *asked]
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
-        return [
-            "eval",
-            *asked,
-            *sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.besides_sft),
-            *baseline,
-        ]
+        own = self.manifest.models[self.row.model].overrides
+        sets = sets_of(*switches_of(self.method), *own, *self.overrides(self.method), *self.scale.besides_sft)
+        return ["eval", *asked, *sets, *baseline]
 
     def extract_words(self, asked: Sequence[str]) -> list[str]:
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
@@ -280,12 +285,15 @@ class WorldScale(MethodRun):
         noise = self.manifest.sets[column].noise
         return f"{self.row.method}-seed{self.seed}" + (f"-noise{noise}" if noise else "")
 
-    def teacher(self, name: str) -> tuple[str, list[str]]:
+    def source(self, name: str) -> list[str]:
+        tuning = self.manifest.tunings[name]
+        if tuning.questions is not None:
+            return ["--questions", self._data("train"), *tuning.options]
         folder = self.out / "tunings" / "teacher"
         words = ("eval", *self.of_system("eviomni", self.start(SHARED)), "--set", "system.name=eviomni")
         asked = ("--questions", self._data("train"), "--limit", str(TEACHER_QUESTIONS))
         self.add((*words, *asked, "--out", str(folder)), folder, [])
-        return str(folder / "trajectories.jsonl"), []
+        return ["--transcripts", str(folder / "trajectories.jsonl")]
 
     def answered_questions(self, name: str) -> list[str]:
         prompt = prompt_file(self.world, self.manifest.tunings[name].format or "qa")
@@ -320,7 +328,7 @@ class WorldScale(MethodRun):
         template = ["--template", str(prompt_file(self.world, self._prompt()))]
         sets = [*sets_of(f'retrieval.passage_format="{GIVEN_FORMAT}"'), *self.of_extract(asked)]
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
-        return [*asked, *template, *sets, *baseline]
+        return [*asked, *self.method.refiner, *template, *sets, *baseline]
 
     def answer_words(self, answerer: str) -> list[str]:
         assert self.method.generator is not None
@@ -338,9 +346,8 @@ class WorldScale(MethodRun):
         return [text for text in method.overrides if text.partition("=")[2] not in self.manifest.files]
 
     def _prompt(self) -> str:
-        name = self.method.system or self.method.baseline  # what it shares a training with has the same
-        assert name is not None
-        return name
+        # What it shares a training with has the same.
+        return self.method.system or self.method.baseline or self.method.refiner[1]
 
     def _data(self, split: str) -> str:
         return str(self.world / "data" / f"given_{split}.jsonl")

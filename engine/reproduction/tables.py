@@ -20,13 +20,14 @@ from thresher.retrieval.questions import read_questions
 from thresher.rewards.statistics import compare_paired
 
 Values = dict[str, float]  # question's id -> value
+Place = tuple[str, str, str]  # a row's label, a measure, a column
 
 
 def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: Sequence[Cell]) -> dict[str, Any]:
     """The table as data: its rows, each with "printed" and "ours" by measure and column; what is not run is absent."""
     columns = columns_of(manifest, table, scale.invented)
     rows: dict[str, dict[str, Any]] = {}
-    values: dict[tuple[str, str, str], list[Values]] = {}
+    values: dict[Place, dict[int, Values]] = {}  # of each seed
     for cell in cells:
         label = manifest.label(cell.row)
         rows.setdefault(label, {"label": label, "printed": cell.row.printed, "ours": {}})
@@ -37,11 +38,12 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: 
             found = read_column([command.folder for command in chain], relations, table.only)
             for measure in table.measures:
                 known = {id_: value for id_, row in found.items() if (value := row.get(measure)) is not None}
-                values.setdefault((label, measure, column), []).append(known)
-    for (label, measure, column), seeds in values.items():
-        if all(seeds):
+                values.setdefault((label, measure, column), {})[cell.seed] = known
+    for (label, measure, column), seeds in (alone(values) if table.alone else values).items():
+        if seeds and all(seeds.values()):
+            against = values.get((table.against or "", measure, column), {})
             rows[label]["ours"].setdefault(measure, {})[column] = _figures(
-                seeds, values.get((table.against or "", measure, column))
+                list(seeds.values()), [] if against is seeds else list(against.values())
             )
     return {
         "paper": manifest.title,
@@ -54,6 +56,21 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: 
         "against": table.against,
         "rows": list(rows.values()),
     }
+
+
+def alone(values: Mapping[Place, Mapping[int, Values]]) -> dict[Place, dict[int, Values]]:
+    """Of two rows what each question has more in one than in the other, seed by seed: 1 where a gold is recalled by the
+    one alone. A row without the other has nothing."""
+    found: dict[Place, dict[int, Values]] = {}
+    for (label, measure, column), seeds in values.items():
+        others = [known for (row, *place), known in values.items() if row != label and place == [measure, column]]
+        for other in others:
+            found[label, measure, column] = {
+                seed: {id_: max(own[id_] - other[seed][id_], 0.0) for id_ in own if id_ in other[seed]}
+                for seed, own in seeds.items()
+                if seed in other
+            }
+    return found
 
 
 def read_column(
@@ -90,7 +107,7 @@ def _questions_of(place: Path) -> str:
     return str(read_json_object(place / "settings.json")["questions"])
 
 
-def _figures(seeds: Sequence[Values], against: Sequence[Values] | None) -> dict[str, Any]:
+def _figures(seeds: Sequence[Values], against: Sequence[Values]) -> dict[str, Any]:
     means = [mean(values.values()) for values in seeds]
     figures: dict[str, Any] = {
         "mean": mean(means),
@@ -98,7 +115,7 @@ def _figures(seeds: Sequence[Values], against: Sequence[Values] | None) -> dict[
         "seeds": means,
         "questions": len(seeds[0]),
     }
-    if against and all(against) and against is not seeds:
+    if against and all(against):
         ids = [id_ for id_ in seeds[0] if all(id_ in values for values in (*seeds, *against))]
         first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (against, seeds))
         if (found := compare_paired(first, second)) is not None:
@@ -138,7 +155,7 @@ def _cells(row: Mapping[str, Any], measure: str, column: str, place: int) -> tup
     ours = known.get(column)
     if column == "average" and len(known) == len(printed or ()) - 1:
         ours = {"mean": mean(figures["mean"] for figures in known.values()), "deviation": None}
-    shown = "-" if printed is None else _number(printed[place])
+    shown = "-" if printed is None or printed[place] == "-" else _number(printed[place])
     if ours is None:
         return shown, "-", ""
     deviation = "" if ours["deviation"] is None else f" ± {_number(ours['deviation'])}"

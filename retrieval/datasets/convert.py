@@ -89,20 +89,22 @@ def convert(
     aliases: str | Path | None = None,
     corpus: str | Path | None = None,
     skipped: str | Path | None = None,
+    passages: bool = True,
     on_record: OnRecord = lambda name, records: None,
 ) -> dict[str, Any]:
     """Writes the questions of `sources` to `out`, and if asked their pooled passages to `corpus` and what was left out
     to `skipped`; returns figures.
 
-    flavour: a name of `flavours`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a
-    file in another flavour, a malformed record, no question left, two sources of one name, a disk without room for the
-    questions or the corpus, and a path to write that is also read or is named `.json`, since all three are JSON lines.
+    passages: whether the questions keep theirs, and which of them are gold; the corpus has them anyway. flavour: a name
+    of `flavours`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a file in another
+    flavour, a malformed record, no question left, two sources of one name, a disk without room for the questions or the
+    corpus, and a path to write that is also read or is named `.json`, since all three are JSON lines.
     """
     named = None if flavour == AUTO else find_flavour(flavour)
     outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
     _check_paths(sources, outputs, aliases)
     known = {} if aliases is None else read_aliases(aliases)
-    planned = sum(planned_bytes(source, flavour=named, aliases=known) for source in sources)
+    planned = sum(planned_bytes(source, flavour=named, aliases=known, passages=passages) for source in sources)
     need_room(Path(out), _written(out, planned), "the questions")
     pool = Pool()
     tallies = [Tally(name=source.name or "questions", asked=source.count) for source in sources]
@@ -122,6 +124,8 @@ def convert(
     def records() -> Iterator[Record]:
         for question in found:
             pooled = question if corpus is None else pool.enter(question)
+            if not passages:
+                pooled = bare(pooled)
             counts["with passages"] += bool(pooled.passages)
             counts["with gold indices"] += pooled.gold_indices is not None
             counts["passages"] += len(pooled.passages)
@@ -171,7 +175,11 @@ def read_source(
 
 
 def planned_bytes(
-    source: Source, *, flavour: Flavour | None = None, aliases: Mapping[str, tuple[str, ...]] | None = None
+    source: Source,
+    *,
+    flavour: Flavour | None = None,
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+    passages: bool = True,
 ) -> float:
     """Bytes that the questions of a source will have as JSON lines, by the first records of every file; too few where a
     file is compressed. UserError as `read_source`."""
@@ -182,7 +190,8 @@ def planned_bytes(
             break
         tally = Tally(name="")
         first = read_source(Source(paths=(path,)), tally, flavour=flavour, aliases=aliases)
-        found = [_size(question_record(question)) for question in islice(first, int(min(SAMPLE, most)))]
+        sample = islice(first, int(min(SAMPLE, most)))
+        found = [_size(question_record(question if passages else bare(question))) for question in sample]
         head = read_head(path)
         tight = len(b"".join(map(bytes.strip, head.splitlines()))) / max(len(head), 1)  # without what indents
         read = sum(_size(record, head.isascii()) for _, record in islice(iter_rows(path), tally.records))
@@ -215,6 +224,11 @@ def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> 
             kept[place] = question
     random.shuffle(kept)
     return kept
+
+
+def bare(question: Question) -> Question:
+    """A question for whoever looks up passages: without those that it brought."""
+    return replace(question, passages=(), gold_indices=None)
 
 
 class Pool:

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", metavar="FILE", help="write their passages too, each once, for thresher index build"
     )
+    parser.add_argument(
+        "--no-passages", dest="passages", action="store_false", help="questions that passages are looked up for"
+    )
     parser.add_argument("--skipped", metavar="FILE", help="write which records were left out, and why")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write, gzipped if named .gz")
 
@@ -58,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
             aliases=options.aliases,
             corpus=options.corpus,
             skipped=options.skipped,
+            passages=options.passages,
             on_record=lambda name, records: counter.to(records, f"of {name}"),
         )
     _print_conversion(options.out, figures)

@@ -138,6 +138,50 @@ def test_branches_are_asked_for_in_contexts_of_their_own(
     assert sorted("a passage" in messages[0]["content"] for messages in hidden) == [False, True]
 
 
+def test_calls_are_asked_for_in_contexts_of_their_own_and_waited_for(
+    server: ChatServer, asked: Path, tmp_path: Path, tiny_questions: list[Question]
+) -> None:
+    """SuRe: two candidates, a summary and a verdict of each, two comparisons."""
+    passage = {"id": "p", "title": "t", "text": "a passage"}
+    record = {"id": "q", "question": "Who?", "golden_answers": ["Anna"], "passages": [passage]}
+    asked.write_text(json.dumps(record) + "\n")
+    summaries = {"Eva": "for Eva", "Anna": "for Anna"}
+
+    def reply(content: str) -> Any:
+        if "Summary 1:" in content:
+            return chat(f"<verdict> {1 + content.index('for Anna') // content.index('for Eva')}")
+        if "Summary:" in content:
+            return chat(f"<verdict> {'yes' if 'for Anna' in content else 'no'}")
+        about = [name for name in summaries if f"Candidate answer: {name}" in content]
+        return chat(f"<support> {summaries[about[0]]}" if about else "<candidates> Eva\nAnna")
+
+    server.reply = reply
+    words = ["eval", "--answer-url", server.url, "--answer-model", "big", "--questions", str(asked), *FAST]
+    assert cli.run([*words, "--baseline", "sure", "--out", str(tmp_path / "a")]) == 0
+    (found,) = records(tmp_path / "a")
+    assert list(found["branches"]) == [f"call {number}" for number in range(1, 7)]
+    assert [branch[-1]["text"] for branch in found["branches"].values()][4:] == [
+        "<verdict> 2</verdict>",
+        "<verdict> 1</verdict>",
+    ]
+    assert (found["answer"], found["reason"], found["measures"]["em"]) == ("Anna", "answered", 1.0)
+    assert sum("a passage" in body["messages"][0]["content"] for body in server.asked) == 3 and len(server.asked) == 7
+
+
+def test_what_a_call_is_shown_is_the_users(
+    server: ChatServer, asked: Path, tmp_path: Path, tiny_index_folder: Path
+) -> None:
+    server.reply = lambda content: chat("<answer> Anna </answer>")
+    words = ["eval", "--answer-url", server.url, "--answer-model", "big", "--questions", str(asked), "--limit", "1"]
+    searched = ["--baseline", "iter_retgen", "--index", str(tiny_index_folder), "--k", "1"]
+    assert cli.run([*words, *searched, "--set", "judge.concurrency=1", *FAST, "--out", str(tmp_path / "a")]) == 0
+    (found,) = records(tmp_path / "a")
+    assert found["measures"]["searches"] == 3.0 and list(found["branches"]) == ["call 1", "call 2"]
+    (body,) = server.asked  # calls and last turn ask the same, and one reply serves them
+    assert [message["role"] for message in body["messages"]] == ["user"]
+    assert "<information>" in body["messages"][0]["content"]
+
+
 def test_a_key_is_sent_and_never_kept(
     flags: list[str], server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

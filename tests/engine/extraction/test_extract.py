@@ -218,7 +218,8 @@ def test_a_chat_agent_and_its_last_turn(agentic: ExtractionPlan, script: Any, se
     # The extractor's first search of each call has seed 0.
     script({0: [extracted("r", f"note {n} </answer>") for n in range(4)]})
     server.reply = lambda content: "<think>t</think><search>mayor</search> <information>made up</information>"
-    figures = extract(replace(agentic, agent=replace(chat(server), template=agentic.agent.template), actions=2))
+    plan = replace(agentic, overrides=(*SMALL, "retrieval.k=1"))  # wins over k
+    figures = extract(replace(plan, agent=replace(chat(server), template=agentic.agent.template), actions=2))
     messages = server.asked[-1]["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant", "user"]
     assert messages[1]["content"] == "<think>t</think><search>mayor</search>"
@@ -226,6 +227,7 @@ def test_a_chat_agent_and_its_last_turn(agentic: ExtractionPlan, script: Any, se
     assert messages[2]["content"] == messages[4]["content"] == "\n\n<information>note 0 < /answer></information>\n\n"
     (record,) = lines(agentic)
     assert (record["searches"], record["answer"], record["answer_ended"]) == (2, None, "turns")
+    assert [len(read["passages"]) for read in record["reads"]] == [1, 1]
     assert (figures["em"], figures["answered"], figures["searches"]) == (0, 0, 2) and len(server.asked) == 3
 
 

@@ -82,7 +82,8 @@ def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name
         if method.recipe is not None:
             assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys()
     for tuning in manifest.tunings.values():
-        assert (tuning.format is None) == (tuning.kind is not None) == (tuning.teacher in manifest.files)
+        made_of = tuning.teacher or tuning.questions
+        assert (tuning.format is None) == (tuning.kind is not None) == (made_of in manifest.files)
         assert load_recipe(RECIPES / tuning.recipe).sft is not None
     for table in manifest.tables.values():
         assert table.columns or table.curves
@@ -284,12 +285,12 @@ def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
 
 def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Path) -> None:
     manifest = read_manifest("eviomni")
-    (cell, full) = cells_of(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
+    (cell, _, full) = cells_of(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
     asked = {column: " ".join(chain[0].words) for column, chain in cell.columns.items()}
     assert asked["nq"] == asked["hotpotqa"] and "--noise" not in asked["nq"]
     assert asked["nq_noise8"] == asked["hotpotqa_noise8"] and "--noise 8" in asked["nq_noise8"]
     assert len({chain[-1].folder for chain in cell.columns.values()}) == 5 and len(asked) == 10
-    (trained, _) = cells_of(manifest, manifest.tables["F5"], PAPER, tmp_path)
+    (trained, *_) = cells_of(manifest, manifest.tables["F5"], PAPER, tmp_path)
     extraction, answering = (" ".join(command.words) for command in trained.columns["tqa_noise4"])
     assert "--noise 4" in extraction and "--noise" not in answering  # which is given evidence
     assert "--noise 4" in " ".join(full.columns["nq_noise4"][-1].words)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from thresher.cli import main as cli
 from thresher.retrieval.data.corpus import read_corpus
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.datasets.convert import Source, convert, draw, parse_mix, read_aliases
@@ -139,6 +140,17 @@ def test_passages_are_pooled_once_each(tmp_path: Path) -> None:
     assert (figures["with passages"], figures["with gold indices"]) == (3, 3)
     known = {passage.id: passage for passage in corpus}
     assert all(known[passage.id] == passage for question in read_questions(out) for passage in question.passages)
+
+
+def test_questions_without_their_passages(tmp_path: Path) -> None:
+    path = hotpot(tmp_path / "h.jsonl", [("One", "1."), ("Two", "2.")], [("Three", "3.")])
+    out, corpus = tmp_path / "out.jsonl", tmp_path / "c.jsonl"
+    words = ["--in", str(path), "--no-passages", "--corpus", str(corpus), "--out", str(out)]
+    assert cli.run(["data", "convert", *words]) == 0
+    found = read_questions(out)
+    assert [question.id for question in found] == ["h0", "h1"]
+    assert not any(question.passages or question.gold_indices for question in found)
+    assert '"passages"' not in out.read_text() and len(list(read_corpus(corpus))) == 3
 
 
 def test_an_id_that_stands_for_two_passages_is_given_anew(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Rows of `thresher reproduce` beyond trained policies: models of a server, filters, supervised baselines, and what the
+evidence of one row recalls alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from thresher.engine.reproduction.commands import Cell, Scale
+from thresher.engine.reproduction.manifest import PaperManifest, read_manifest
+from thresher.engine.reproduction.run import reproduce
+from thresher.engine.reproduction.scales import cells_of
+from thresher.engine.reproduction.servers import Server, servers_of
+from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.rewards.errors import UserError
+
+PAPER = Scale("paper")
+
+
+def cell_of(manifest: PaperManifest, table: str, method: str, scale: Scale, out: Path) -> Cell:
+    return next(cell for cell in cells_of(manifest, manifest.tables[table], scale, out) if cell.row.method == method)
+
+
+def test_models_of_a_server_are_asked_at_the_address_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/hotpotqa_dev500.jsonl").write_text("{}")
+    manifest = read_manifest("arena")
+    ran: list[list[str]] = []
+    reproduce("arena", ["T5"], PAPER, Path("out"), ran.append)
+    said = capsys.readouterr().out
+    assert ran == [] and "gpt-4o: GPT-4o" in said and "--answer-url deepseek-r1=URL" in said
+    urls = [("gpt-4o", "https://API.openai.com/v1"), ("deepseek-r1", "http://h:1/v1")]
+    keys = ["OTHER@api.example.com", "OPENAI@api.openai.com"]
+    servers = servers_of(manifest, urls, [("deepseek-r1", "r1")], keys)
+    reproduce("arena", ["T5"], Scale("paper", servers=servers), Path("out"), ran.append)
+    assert [words[1:5] for words in ran] == [
+        ["--answer-url", "https://API.openai.com/v1", "--answer-model", "gpt-4o"],
+        ["--answer-url", "http://h:1/v1", "--answer-model", "r1"],
+    ]
+    assert ran[0][5:7] == ["--answer-key-env", "OPENAI"] and "--answer-key-env" not in ran[1]
+    assert "o1: OpenAI-o1" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--answer-url gpt-5=u: arena has no such model here; choose of gpt-4o, o1"):
+        servers_of(manifest, [("gpt-5", "u")], [], [])
+    with pytest.raises(UserError, match=r"--answer-model o1=\.\.: give --answer-url o1=URL with it"):
+        servers_of(manifest, [], [("o1", "x")], [])
+
+
+def test_an_agent_of_a_server_reads_what_an_extractor_of_ours_leaves(tmp_path: Path) -> None:
+    manifest = read_manifest("eviomni")
+    scale = Scale("paper", servers={"search-r1-32b": Server("http://h:1", "big", "KEY")})
+    *_, alone, with_eviomni = cells_of(manifest, manifest.tables["T5"], scale, tmp_path)
+    (answering,), (extraction,) = alone.columns["nq"], with_eviomni.columns["nq"]
+    asked = "eval --answer-url http://h:1 --answer-model big --answer-key-env KEY --set"
+    assert " ".join(answering.words).startswith(asked)
+    asked = "--loop agentic --agent-url http://h:1 --agent-name big --key-env KEY --questions data/nq_test.jsonl"
+    assert asked in " ".join(extraction.words) and "retrieval.k=3" in extraction.words
+    assert "search-r1-32b" not in alone.lacking() | with_eviomni.lacking()
+    *_, with_eviomni = cells_of(manifest, manifest.tables["T5"], PAPER, tmp_path)
+    assert "search-r1-32b" in with_eviomni.lacking()
+
+
+def test_a_filter_is_tuned_on_questions_and_its_evidence_answered_from(tmp_path: Path) -> None:
+    manifest = read_manifest("eviomni")
+    invented = f"{tmp_path}/world/data/given_train.jsonl"
+    for scale, questions in ((PAPER, "data/nq_train.jsonl"), (Scale("world"), invented)):
+        cell = cell_of(manifest, "T2", "filco", scale, tmp_path)
+        data, tuned, _ = (" ".join(command.words) for command in cell.before[-3:])
+        assert data.startswith(f"data sft --kind filco --questions {questions} --measure inclusion")
+        assert f"sft.transcripts={tmp_path}/tunings/filco.jsonl" in tuned
+        extraction, answering = cell.columns["nq"]
+        assert extraction.words[1:3] == ("--model", str(cell.before[-2].folder)) and "filco" in extraction.words
+        assert f"system.options.file={extraction.folder}" in answering.words
+        latency = cell_of(manifest, "T4", "filco_latency", scale, tmp_path)
+        assert latency.before == cell.before[:-1] and len(latency.columns["nq"]) == 1
+
+
+def test_supervised_baselines_answer_as_they_were_tuned(tmp_path: Path) -> None:
+    manifest = read_manifest("arena")
+    for method, asked in (("sft_direct", "--baseline full_passages"), ("sft_reasoning", "--set system.name=arena")):
+        cell = cell_of(manifest, "T3", method, PAPER, tmp_path)
+        (answering,) = cell.columns["musique"]
+        words = " ".join(answering.words)
+        assert asked in words and "--prompt chat" in words
+        assert answering.words[2] == str(cell.before[-1].folder) and cell.before[-1].words[0] == "sft"
+    made = cell.before[0].words
+    assert made[:4] == ("data", "sft", "--kind", "reasoning") and made[made.index("--model") + 1] in cell.lacking()
+
+
+def test_of_two_rows_what_each_recalls_alone(tmp_path: Path) -> None:
+    """Of four questions with a gold passage both recall one; a seed that only one row has does not count."""
+    manifest = read_manifest("eviomni")
+    table, scale = manifest.tables["F2"], Scale("paper", (0, 1))
+    cells = cells_of(manifest, table, scale, tmp_path)
+    recalled = {("vanilla_evidence", 0): "ab", ("rational_evidence", 0): "bcd", ("rational_evidence", 1): "abcd"}
+    for cell in cells:
+        if (held := recalled.get((cell.row.method, cell.seed))) is None:
+            continue
+        file = cell.columns["hotpotqa"][0].folder
+        file.parent.mkdir(exist_ok=True)
+        lines = [
+            {"id": id_, "evidence": "Ada" * (id_ in held), "passages": [{"text": "Eva" if id_ == "e" else "Ada"}]}
+            | {"golden_answers": ["Ada"]}
+            for id_ in "abcde"
+        ]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file.with_suffix(".json").write_text(json.dumps({"figures": {}}))
+    results = results_of(manifest, table, scale, cells)
+    vanilla, rational = (row["ours"]["recall_evidence"]["hotpotqa"] for row in results["rows"])
+    assert (vanilla["mean"], rational["mean"]) == (1 / 4, 2 / 4) and vanilla["questions"] == 4
+    assert rational["seeds"] == [2 / 4] and "nq" not in results["rows"][0]["ours"]["recall_evidence"]
+    assert "| Rational evidence alone | - | - |  | .145 | .500 |  |" in markdown(results)
