@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
-from thresher.engine.reproduction.servers import Server
+from thresher.engine.reproduction.servers import ServedModel
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING
 from thresher.policy.files import read_json_object
 
@@ -32,7 +32,7 @@ class Scale:
     overrides: tuple[str, ...] = ()
     limit: int | None = None
     allow_keys: tuple[str, ...] = ()
-    servers: Mapping[str, Server] = field(default_factory=dict)
+    servers: Mapping[str, ServedModel] = field(default_factory=dict)
 
     @property
     def invented(self) -> bool:
@@ -55,9 +55,9 @@ class Scale:
     def _without(self, *sections: str) -> list[str]:
         return [text for text in self.overrides if text.partition(".")[0].strip() not in sections]
 
-    def server(self, name: str) -> Server:
+    def server(self, name: str) -> ServedModel:
         """Where that model is asked; one whose address nobody gave is among what a command lacks."""
-        return self.servers.get(name, Server("URL", name))
+        return self.servers.get(name, ServedModel("URL", name))
 
     def limiting(self) -> list[str]:
         return [] if self.limit is None else ["--limit", str(self.limit)]

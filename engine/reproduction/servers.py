@@ -17,7 +17,7 @@ Pair = tuple[str, str]  # a model's name in the manifest, and what is said of it
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServedModel:
     """Where a model is asked: the address, its name there, and the environment variable of the key."""
 
     url: str
@@ -37,7 +37,7 @@ class Server:
 
 def servers_of(
     manifest: PaperManifest, urls: Sequence[Pair], names: Sequence[Pair], allow_keys: Sequence[str]
-) -> Mapping[str, Server]:
+) -> Mapping[str, ServedModel]:
     """The servers by the manifest's names of their models. UserError for a name that it does not have, or that has no
     address."""
     served = [model.paper for model in manifest.models.values() if model.served]
@@ -52,5 +52,5 @@ def servers_of(
     for name, url in urls:
         variables = (allowed.rpartition("@")[0] for allowed in allow_keys)
         key = next((variable for variable in variables if key_at(variable, url) in allow_keys), None)
-        found[name] = Server(url, dict(names).get(name, name), key)
+        found[name] = ServedModel(url, dict(names).get(name, name), key)
     return found

@@ -92,7 +92,7 @@ def convert(
     passages: int | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> dict[str, Any]:
-    """Writes questions to `out`, their pooled passages to `corpus` and what was left out to `skipped`; gives figures.
+    """Writes questions to `out`, if asked pooled passages to `corpus`, what was left out to `skipped`; gives figures.
 
     passages: how many of its passages a question keeps, the first ones; None for all, which the corpus has anyway.
     flavour: a name of `flavours`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a

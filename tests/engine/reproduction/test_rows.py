@@ -10,7 +10,7 @@ from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import PaperManifest, read_manifest
 from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.scales import cells_of
-from thresher.engine.reproduction.servers import Server, servers_of
+from thresher.engine.reproduction.servers import ServedModel, servers_of
 from thresher.engine.reproduction.tables import markdown, results_of
 from thresher.rewards.errors import UserError
 
@@ -50,7 +50,7 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(
 
 def test_an_agent_of_a_server_reads_what_an_extractor_of_ours_leaves(tmp_path: Path) -> None:
     manifest = read_manifest("eviomni")
-    scale = Scale("paper", servers={"search-r1-32b": Server("http://h:1", "big", "KEY")})
+    scale = Scale("paper", servers={"search-r1-32b": ServedModel("http://h:1", "big", "KEY")})
     *_, alone, with_eviomni = cells_of(manifest, manifest.tables["T5"], scale, tmp_path)
     (answering,), (extraction,) = alone.columns["nq"], with_eviomni.columns["nq"]
     asked = "eval --answer-url http://h:1 --answer-model big --answer-key-env KEY --set"
