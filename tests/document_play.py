@@ -292,7 +292,7 @@ def expected(parsed: dict[str, Any], row: Row) -> list[Path]:
     """What the command has to leave behind: a listing nothing."""
     if parsed.get("list"):
         return []
-    tables = [f"{table}.{kind}" for table in parsed.get("tables") or [] for kind in ("md", "json")]
+    tables = [f"{parsed['paper']}-{table}.{kind}" for table in parsed.get("tables") or [] for kind in ("md", "json")]
     named = [Path(str(parsed[key])) for key in ("out", "corpus", "plot") if parsed.get(key)]
     runs = parsed.get("runs")
     out = parsed.get("out") or (runs[0] if isinstance(runs, list) else None)

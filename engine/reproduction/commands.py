@@ -55,10 +55,6 @@ class Scale:
     def _without(self, *sections: str) -> list[str]:
         return [text for text in self.overrides if text.partition(".")[0].strip() not in sections]
 
-    def server(self, name: str) -> ServedModel:
-        """Where that model is asked; one whose address nobody gave is among what a command lacks."""
-        return self.servers.get(name, ServedModel("URL", name))
-
     def limiting(self) -> list[str]:
         return [] if self.limit is None else ["--limit", str(self.limit)]
 
@@ -80,11 +76,15 @@ class Command:
         last = {"train": "summary.json", "eval": "metrics.json"}.get(self.words[0])
         return self.folder.exists() if last is None else (self.folder / last).is_file()
 
-    def to_run(self, allow_keys: Sequence[str] = ()) -> list[str]:
-        """The words to run now: a training that was begun goes on, and what may ask a judge may send these keys."""
+    def to_run(self, scale: Scale) -> list[str]:
+        """The words to run now: a training that was begun goes on, what may ask a judge may send the keys, and a
+        server's model has its address. None of these decides what is made."""
         begun = self.words[0] == "train" and self.folder.exists()
-        keys = allow_keys if self.words[0] in ("train", "eval") else ()
-        return [*self.words, *(word for key in keys for word in ("--allow-key", key)), *(["--resume"] if begun else [])]
+        keys = scale.allow_keys if self.words[0] in ("train", "eval") else ()
+        asked = [server for name, server in scale.servers.items() if name in self.words]
+        served = [word for server in asked for word in server.flags(self.words)]
+        allowed = [word for key in keys for word in ("--allow-key", key)]
+        return [*self.words, *served, *allowed, *(["--resume"] if begun else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,10 @@ class Cell:
 
     def lacking(self) -> dict[str, str]:
         """What is absent of all that the cell's commands read, and how to get it."""
-        commands = (*self.before, *(command for chain in self.columns.values() for command in chain))
-        return dict(pair for command in commands if not command.finished for pair in command.lacking)
+        return dict(pair for command in self.every() if not command.finished for pair in command.lacking)
+
+    def every(self) -> tuple[Command, ...]:
+        return *self.before, *(command for chain in self.columns.values() for command in chain)
 
 
 def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> list[str]:

@@ -1,8 +1,9 @@
 """`thresher reproduce`: run what a paper's tables need, in order, and write them beside the printed ones.
 
     out/world/ runs/ evaluations/      of the commands, each shown and run; what is finished is not done again
-    out/T1.md, T1.json                 a table each, written anew after every cell
-    out/F4.html                        a figure: its rows' trainings over each other
+    out/commands/                      which command made what
+    out/eviomni-T1.md, eviomni-T1.json a table each, written anew after every cell
+    out/eviomni-F4.html                a figure: its rows' trainings over each other
 
 Killed at any moment, the same command goes on. Given again while it runs, the two share what there is to do: a cell for
 which another process makes something is put off until that is there. A cell whose data or weights are absent says what
@@ -24,9 +25,10 @@ from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, rea
 from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, results_of
 from thresher.engine.store.run_folder import lock_folder
-from thresher.policy.files import atomic_write_text
+from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.rewards.errors import UserError
 
+WORDS = "command.json"
 WAIT = 5.0  # seconds until it is asked again whether another process has finished
 
 
@@ -41,7 +43,9 @@ def reproduce(
     if scale.invented:
         write_prompts(out / "world")
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
-    _say_lacking([cell for cells in cells_by_table.values() for cell in cells])
+    every = [cell for cells in cells_by_table.values() for cell in cells]
+    _check_folder(every, out)
+    _say_lacking(every)
     refused: dict[Command, str] = {}
     left = [(name, number, cell) for name, cells in cells_by_table.items() for number, cell in enumerate(cells, 1)]
     while left:
@@ -52,16 +56,14 @@ def reproduce(
             if not _run_cell(title, cell, scale, out, run_command, refused):
                 put_off.append((name, number, cell))
                 continue
-            _write_table(manifest, chosen[name], scale, cells, out / name)
+            _write_table(manifest, name, scale, cells, out)
         if len(put_off) == len(left):
             time.sleep(WAIT)
         left = put_off
-    found = {
-        name: _write_table(manifest, table, scale, cells_by_table[name], out / name) for name, table in chosen.items()
-    }
+    found = {name: _write_table(manifest, name, scale, cells_by_table[name], out) for name in chosen}
     for name, table in chosen.items():
         if table.curves:
-            _write_figure(manifest, table, cells_by_table[name], out / f"{name}.html")
+            _write_figure(manifest, table, cells_by_table[name], out / f"{paper}-{name}.html")
         console.console.print(markdown(found[name]), markup=False)
     if refused:
         (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
@@ -72,13 +74,11 @@ def reproduce(
     return found
 
 
-def _write_table(
-    manifest: PaperManifest, table: PaperTable, scale: Scale, cells: Sequence[Cell], out: Path
-) -> dict[str, Any]:
-    """As `out` with .md and with .json, with all that is finished; returns what the latter holds."""
-    found = results_of(manifest, table, scale, cells)
-    atomic_write_text(out.with_suffix(".md"), markdown(found))
-    atomic_write_text(out.with_suffix(".json"), json.dumps(found, indent=2) + "\n")
+def _write_table(manifest: PaperManifest, name: str, scale: Scale, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
+    """Into the folder `out`, with all that is finished; returns what its JSON file holds."""
+    found = results_of(manifest, manifest.tables[name], scale, cells)
+    atomic_write_text(out / f"{manifest.name}-{name}.md", markdown(found))
+    atomic_write_text(out / f"{manifest.name}-{name}.json", json.dumps(found, indent=2) + "\n")
     return found
 
 
@@ -140,7 +140,7 @@ def _run(
     run_command: Callable[[list[str]], None],
     refused: dict[Command, str],
 ) -> None:
-    words = command.to_run(scale.allow_keys)
+    words = command.to_run(scale)
     console.console.print(title, soft_wrap=True)
     console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
     command.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -154,14 +154,34 @@ def _run(
 @contextmanager
 def _alone(command: Command, out: Path) -> Iterator[bool]:
     """Whether no other process runs this command, and until the end none will. The lock goes with its process."""
-    lock = out / "locks" / "-".join(command.folder.relative_to(out).parts)
-    lock.mkdir(parents=True, exist_ok=True)
+    place = _place(command, out)
+    place.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = lock_folder(lock)
+        descriptor = lock_folder(place)
     except UserError:
         yield False
         return
     try:
+        atomic_write_text(place / WORDS, json.dumps({"words": command.words}, indent=1) + "\n")
         yield True
     finally:
         os.close(descriptor)
+
+
+def _check_folder(cells: Sequence[Cell], out: Path) -> None:
+    """UserError where another command than now, of other overrides or of another paper, made something here."""
+    for command in dict.fromkeys(command for cell in cells for command in cell.every()):
+        words = _place(command, out) / WORDS
+        if words.is_file() and (made := read_json_object(words)["words"]) != list(command.words):
+            then, now = (
+                shlex.join([word for word in some if word not in others]) or "less"
+                for some, others in ((made, command.words), (command.words, made))
+            )
+            raise UserError(
+                f"{command.folder}: was made with {then}, where now there is {now}; choose another --out, or the flags "
+                "of then"
+            )
+
+
+def _place(command: Command, out: Path) -> Path:
+    return out / "commands" / "-".join(command.folder.relative_to(out).parts)

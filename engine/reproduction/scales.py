@@ -103,8 +103,7 @@ class MethodRun(ABC):
             words += ["--evidence-tokens", str(self.method.evidence_tokens)]
         if self.method.agent is not None:
             model = self.manifest.models[self.method.agent]
-            who = self.scale.server(model.paper).searching() if model.served else ["--agent-model", model.paper]
-            words += ["--loop", "agentic", *who]
+            words += ["--loop", "agentic", "--agent-name" if model.served else "--agent-model", model.paper]
         words += ["--questions", self.question_file(column)]
         return Command((*words, "--out", str(file)), file, self.absent(words))
 
@@ -206,7 +205,7 @@ class PaperScale(MethodRun):
 
     def asked(self, policy: str) -> list[str]:
         if self.manifest.models[self.row.model].served:
-            return self.scale.server(policy).answering()
+            return ["--answer-model", policy]
         return ["--model", policy, *self.chat(), *sets_of(*ON_GPU)]
 
     def chat(self) -> list[str]:

@@ -13,6 +13,10 @@ from thresher.engine.reproduction.manifest import PaperManifest
 from thresher.engine.scoring.endpoint import key_at
 from thresher.rewards.errors import UserError
 
+FLAGS = {  # of a command: address, model's name, key
+    "eval": ("--answer-url", "--answer-model", "--answer-key-env"),
+    "extract": ("--agent-url", "--agent-name", "--key-env"),
+}
 Pair = tuple[str, str]  # a model's name in the manifest, and what is said of it
 
 
@@ -24,15 +28,11 @@ class ServedModel:
     model: str
     key_env: str | None = None
 
-    def answering(self) -> list[str]:
-        """Flags of `eval`."""
-        key = [] if self.key_env is None else ["--answer-key-env", self.key_env]
-        return ["--answer-url", self.url, "--answer-model", self.model, *key]
-
-    def searching(self) -> list[str]:
-        """Flags of `extract --loop agentic`."""
-        key = [] if self.key_env is None else ["--key-env", self.key_env]
-        return ["--agent-url", self.url, "--agent-name", self.model, *key]
+    def flags(self, words: Sequence[str]) -> list[str]:
+        """What a command that names its model must be given besides."""
+        url, name, key = FLAGS[words[0]]
+        model = [] if self.model in words else [name, self.model]  # the later one counts
+        return [url, self.url, *model, *([] if self.key_env is None else [key, self.key_env])]
 
 
 def servers_of(

@@ -15,7 +15,7 @@ from thresher.engine.config.recipe import load_recipe
 from thresher.engine.planning.chips import CHIPS
 from thresher.engine.reporting import comparison
 from thresher.engine.reproduction import run
-from thresher.engine.reproduction.commands import Cell, Command, Scale, in_world
+from thresher.engine.reproduction.commands import Scale, in_world
 from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
 from thresher.engine.reproduction.run import reproduce
@@ -31,10 +31,6 @@ QUESTIONS = [{"id": str(n), "question": "?", "answer": "a", "hops": 1 + n % 2} f
 
 class Killed(Exception):
     pass
-
-
-def all_of(cell: Cell) -> list[Command]:
-    return [*cell.before, *(command for chain in cell.columns.values() for command in chain)]
 
 
 @pytest.fixture
@@ -91,7 +87,7 @@ def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name
         assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
         for scale in (PAPER, Scale("world")):
             for command in (
-                command for cell in cells_of(manifest, table, scale, Path("x")) for command in all_of(cell)
+                command for cell in cells_of(manifest, table, scale, Path("x")) for command in cell.every()
             ):
                 assert parser.parse_args(list(command.words)).handler
     assert len(listing(manifest, CHIPS["H100"])) == sum(len(table.rows) for table in manifest.tables.values())
@@ -122,9 +118,9 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
         "p": pytest.approx(2 / 2**5),
     }
     assert without["ours"]["em"]["hotpotqa"]["mean"] == 0.0 and "p" not in without["ours"]["em"]["hotpotqa"]
-    page = (tmp_path / "T2.md").read_text()
+    page = (tmp_path / "eval_rar-T2.md").read_text()
     assert "| Eval-RAR (base) | .471 | 1.000 ± .000 | 0.062 | .412 | .000 ± .000 | 1 |" in page
-    assert json.loads((tmp_path / "T2.json").read_text()) == found["T2"]
+    assert json.loads((tmp_path / "eval_rar-T2.json").read_text()) == found["T2"]
 
 
 def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
@@ -149,6 +145,19 @@ def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
     assert [row["ours"]["em"]["nq"]["mean"] for row in found["T2"]["rows"]] == [1.0, 0.5]
 
 
+def test_what_another_command_made_is_not_taken_for_its_own(
+    tmp_path: Path, run_command: Callable[[list[str]], None]
+) -> None:
+    reproduce("eval_rar", ["T2"], Scale("world"), tmp_path, run_command)
+    ran: list[list[str]] = []
+    reproduce("eval_rar", ["T2"], Scale("world", (0, 1)), tmp_path, ran.append)
+    assert ran and not any("seed0" in word for words in ran for word in words)
+    changed = Scale("world", overrides=("grpo.beta=0.1",))
+    expected = r"runs/eval_rar-seed0: was made with less, where now there is grpo\.beta=0\.1; choose another --out"
+    with pytest.raises(UserError, match=expected):
+        reproduce("eval_rar", ["T2"], changed, tmp_path, run_command)
+
+
 def test_what_is_refused_is_said_and_the_rest_runs(
     tmp_path: Path, run_command: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +171,7 @@ def test_what_is_refused_is_said_and_the_rest_runs(
     ):
         reproduce("eval_rar", ["T2"], Scale("world"), tmp_path, refusing)
     assert "left out, for no model asks" in capsys.readouterr().out
-    with_reward, without = json.loads((tmp_path / "T2.json").read_text())["rows"]
+    with_reward, without = json.loads((tmp_path / "eval_rar-T2.json").read_text())["rows"]
     assert with_reward["ours"]["em"]["nq"]["mean"] == 1.0 and "em" not in without["ours"]
 
 
@@ -241,7 +250,7 @@ def test_a_figure_has_its_rows_trainings_over_each_other(
     reproduce("eval_rar", ["F3"], Scale("world", (0, 1)), tmp_path, trained)
     ((title, groups, out, chosen),) = drawn
     assert title == "Eval-RAR: Training beside Search-R1 (the figure prints no numbers)"
-    assert [len(folders) for folders in groups.values()] == [2, 2] and out == tmp_path / "F3.html"
+    assert [len(folders) for folders in groups.values()] == [2, 2] and out == tmp_path / "eval_rar-F3.html"
     assert chosen == ("reward", "length", "searches")
 
 
@@ -287,7 +296,7 @@ def test_a_command_gets_the_overrides_of_its_sections_and_at_paper_scale_a_gpu(n
     cells = [
         cell for table in ("T1", "T2", "own") for cell in cells_of(manifest, manifest.tables[table], scale, tmp_path)
     ]
-    every = {command.words: command for cell in cells for command in all_of(cell)}
+    every = {command.words: command for cell in cells for command in cell.every()}
     fixed = ("world", "teacher")  # of the world: its base, and what that answers to the training questions
     ours = [
         words for words, command in every.items() if not set(fixed) & set(command.folder.relative_to(tmp_path).parts)
@@ -306,10 +315,11 @@ def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     cell = cells_of(manifest, manifest.tables["T2"], Scale("world"), tmp_path)[0]
     train = cell.before[-1]
-    assert "--resume" not in train.to_run() and not train.finished
+    scale = Scale("world", allow_keys=("KEY@api.example.com",))
+    assert "--resume" not in train.to_run(scale) and not train.finished
     train.folder.mkdir(parents=True)
-    assert train.to_run(["KEY@api.example.com"])[-3:] == ["--allow-key", "KEY@api.example.com", "--resume"]
-    assert "--allow-key" not in cell.before[0].to_run(["KEY@api.example.com"])
+    assert train.to_run(scale)[-3:] == ["--allow-key", "KEY@api.example.com", "--resume"]
+    assert "--allow-key" not in cell.before[0].to_run(scale)
 
 
 def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Path) -> None:
