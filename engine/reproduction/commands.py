@@ -23,9 +23,9 @@ from thresher.policy.files import read_json_object
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """At which scale a table is run, "paper" or "world", with which seeds; overrides of every recipe (of keys of [sft]:
-    of tunings alone), how many questions an evaluation has at most, which keys may go to which hosts, and the servers
-    of models by their names."""
+    """At which scale a table is run, "paper" or "world", with which seeds; overrides of every recipe that has their
+    section, how many questions an evaluation has at most, which keys may go to which hosts, and the servers of models
+    by their names."""
 
     name: str
     seeds: Sequence[int] = (0,)
@@ -39,9 +39,21 @@ class Scale:
         return self.name == "world"
 
     @property
-    def besides_sft(self) -> list[str]:
-        """The overrides of all recipes but those of `sft`."""
-        return [text for text in self.overrides if not text.startswith("sft.")]
+    def of_trainings(self) -> list[str]:
+        return self._without("sft")
+
+    @property
+    def of_tunings(self) -> list[str]:
+        """The questions of `sft` are keys of [sft], and its adapters have no masters to keep in CPU memory."""
+        return [text for text in self._without("data") if not text.startswith("optim.offload")]
+
+    @property
+    def of_answers(self) -> list[str]:
+        """Of `eval` and `extract`, whose questions are none of [data]."""
+        return self._without("sft", "data", "optim")
+
+    def _without(self, *sections: str) -> list[str]:
+        return [text for text in self.overrides if text.partition(".")[0].strip() not in sections]
 
     def limiting(self) -> list[str]:
         return [] if self.limit is None else ["--limit", str(self.limit)]

@@ -22,6 +22,7 @@ from thresher.policy.files import atomic_write_text
 ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
 ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
 TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
+ON_GPU = ("model.device=cuda", "model.dtype=bfloat16")  # of what no recipe says it for
 SHARED = 0  # seed of what all seeds share: the generator that answers from evidence, and the teacher
 
 
@@ -73,7 +74,7 @@ class MethodRun(ABC):
             self.add((*words, "--out", str(made)), made, source)
             data = ["sft.data=", f"sft.transcripts={made}"]
         recipe = self.tuning_recipe(name)
-        sets = sets_of(f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.overrides)
+        sets = sets_of(f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.of_tunings)
         self.add(("sft", recipe, *sets, "--out", str(folder)), folder, [start, *files_of(recipe)])
         return str(folder)
 
@@ -84,7 +85,7 @@ class MethodRun(ABC):
         name = self.method.trained_as or self.row.method
         folder = self.out / "runs" / f"{name}{self.of_model()}-seed{self.seed}"
         switches = switches_of(self.trained)
-        sets = sets_of(f"run.seed={self.seed}", *switches, *self.overrides(self.trained), *self.scale.besides_sft)
+        sets = sets_of(f"run.seed={self.seed}", *switches, *self.overrides(self.trained), *self.scale.of_trainings)
         recipe = self.recipe(policy)
         words = ("train", *recipe, *sets, "--out", str(folder))
         return Command(words, folder, self.absent([policy, *files_of(recipe[0])]))
@@ -136,7 +137,7 @@ class MethodRun(ABC):
     def of_extract(self, asked: Sequence[str]) -> list[str]:
         """Of the overrides those that `extract` knows; of a run it knows the system."""
         switches = [] if asked[0] == "--best" else switches_of(self.method)
-        every = [*switches, *self.overrides(self.method), *self.scale.besides_sft]
+        every = [*switches, *self.overrides(self.method), *self.scale.of_answers]
         return sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
 
     @abstractmethod
@@ -205,7 +206,7 @@ class PaperScale(MethodRun):
     def asked(self, policy: str) -> list[str]:
         if self.manifest.models[self.row.model].served:
             return ["--answer-model", policy]
-        return ["--model", policy, *self.chat()]
+        return ["--model", policy, *self.chat(), *sets_of(*ON_GPU)]
 
     def chat(self) -> list[str]:
         return ["--prompt", "chat"] if self.manifest.models[self.row.model].chat else []
@@ -238,17 +239,17 @@ class PaperScale(MethodRun):
             return ["eval", *asked]
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         own = self.manifest.models[self.row.model].overrides
-        sets = sets_of(*switches_of(self.method), *own, *self.overrides(self.method), *self.scale.besides_sft)
+        sets = sets_of(*switches_of(self.method), *own, *self.overrides(self.method), *self.scale.of_answers)
         return ["eval", *asked, *sets, *baseline]
 
     def extract_words(self, asked: Sequence[str]) -> list[str]:
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         if self.method.encoder is not None:
-            asked = ["--model", self.manifest.models[self.method.encoder].paper]
+            asked = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
         return [*asked, *self.method.refiner, *self.of_extract(asked), *baseline]
 
     def answer_words(self, answerer: str) -> list[str]:
-        sets = sets_of(*self.overrides(self.method), *self.scale.besides_sft)
+        sets = sets_of(*ON_GPU, *self.overrides(self.method), *self.scale.of_answers)
         return ["eval", "--model", answerer, *self.chat(), *sets]
 
     def question_file(self, column: str) -> str:
@@ -317,7 +318,7 @@ class WorldScale(MethodRun):
     def eval_words(self, asked: Sequence[str]) -> list[str]:
         if asked[0] == "--best":
             return ["eval", *asked]
-        sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.besides_sft)
+        sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.of_answers)
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         return ["eval", *self.of_system(self._prompt(), asked[1]), *sets, *baseline]
 
@@ -332,7 +333,7 @@ class WorldScale(MethodRun):
     def answer_words(self, answerer: str) -> list[str]:
         assert self.method.generator is not None
         prompt = self.manifest.tunings[self.method.generator].format or "qa"
-        return ["eval", *self.of_system(prompt, answerer), *sets_of(*self.scale.besides_sft)]
+        return ["eval", *self.of_system(prompt, answerer), *sets_of(*self.scale.of_answers)]
 
     def question_file(self, column: str) -> str:
         return self._data("test")

@@ -26,6 +26,8 @@ BOM = b"\xef\xbb\xbf"
 HEAD_BYTES = 1 << 16
 WHOLE_LIMIT = 4 << 30
 LINE_LIMIT = "THRESHER_LINE_LIMIT"
+TAR_MAGIC = (b"ustar\x0000", b"ustar  \x00")  # POSIX and GNU; with the NUL, for "mustard" is a word
+TAR_AT = slice(257, 265)
 
 
 def iter_jsonl(path: str | Path) -> Iterator[tuple[int, Record]]:
@@ -166,9 +168,11 @@ def read_head(path: Path) -> bytes:
 @contextmanager
 def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
     """`path` as a stream of bytes, decompressed where the name ends in `.gz`. `place` says, in an error, how far the
-    reading had come. UserError as `iter_lines`."""
+    reading had come. UserError as `iter_lines`, and for a tar archive, whatever its name is."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            if file.peek(TAR_AT.stop)[TAR_AT] in TAR_MAGIC:
+                raise UserError(f"{path}: is a tar archive; unpack it first: tar -xOf {path} > FILE.jsonl")
             yield cast(IO[bytes], file)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: truncated or damaged gzip data {place()} ({error}); fetch the file again") from None

@@ -89,15 +89,15 @@ def convert(
     aliases: str | Path | None = None,
     corpus: str | Path | None = None,
     skipped: str | Path | None = None,
-    passages: bool = True,
+    passages: int | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> dict[str, Any]:
     """Writes questions to `out`, if asked pooled passages to `corpus`, what was left out to `skipped`; gives figures.
 
-    passages: whether questions keep theirs. flavour: a name of `flavours`, or auto, which looks at every file. aliases:
-    2Wiki's second file. UserError for a file in another flavour, a malformed record, no question left, two sources of
-    one name, a disk without room for the questions or the corpus, and a path to write that is also read or is named
-    `.json`, since all three are JSON lines.
+    passages: how many of its passages a question keeps, the first ones; None for all, which the corpus has anyway.
+    flavour: a name of `flavours`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a
+    file in another flavour, a malformed record, no question left, two sources of one name, a disk without room for the
+    questions or the corpus, and a path to write that is also read or is named `.json`, since all three are JSON lines.
     """
     named = None if flavour == AUTO else find_flavour(flavour)
     outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
@@ -123,7 +123,7 @@ def convert(
     def records() -> Iterator[Record]:
         for question in found:
             pooled = question if corpus is None else pool.enter(question)
-            pooled = pooled if passages else bare(pooled)
+            pooled = pooled if passages is None else first_passages(pooled, passages)
             counts["with passages"] += bool(pooled.passages)
             counts["with gold indices"] += pooled.gold_indices is not None
             counts["passages"] += len(pooled.passages)
@@ -177,7 +177,7 @@ def planned_bytes(
     *,
     flavour: Flavour | None = None,
     aliases: Mapping[str, tuple[str, ...]] | None = None,
-    passages: bool = True,
+    passages: int | None = None,
 ) -> float:
     """Bytes that the questions of a source will have as JSON lines, by the first records of every file; too few where a
     file is compressed. UserError as `read_source`."""
@@ -189,7 +189,8 @@ def planned_bytes(
         tally = Tally(name="")
         first = read_source(Source(paths=(path,)), tally, flavour=flavour, aliases=aliases)
         sample = islice(first, int(min(SAMPLE, most)))
-        found = [_size(question_record(question if passages else bare(question))) for question in sample]
+        cut = sample if passages is None else (first_passages(question, passages) for question in sample)
+        found = [_size(question_record(question)) for question in cut]
         head = read_head(path)
         tight = len(b"".join(map(bytes.strip, head.splitlines()))) / max(len(head), 1)  # without what indents
         read = sum(_size(record, head.isascii()) for _, record in islice(iter_rows(path), tally.records))
@@ -224,9 +225,12 @@ def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> 
     return kept
 
 
-def bare(question: Question) -> Question:
-    """A question for whoever looks up passages: without those that it brought."""
-    return replace(question, passages=(), gold_indices=None)
+def first_passages(question: Question, count: int) -> Question:
+    """The question with its first `count` passages, and which of these are gold where it was known; with 0 a question
+    for whoever looks passages up."""
+    gold = question.gold_indices
+    kept = None if gold is None or count == 0 else tuple(number for number in gold if number <= count)
+    return replace(question, passages=question.passages[:count], gold_indices=kept)
 
 
 class Pool:

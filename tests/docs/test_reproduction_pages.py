@@ -1,12 +1,13 @@
-"""The pages that take a paper's tables from nothing: they name all that its manifest asks for, and their plans are the
-plan's."""
+"""The pages that take a paper's tables from nothing: they name all that its manifest asks for and make it as that says,
+and their plans are the plan's."""
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from documents import ROOT, blocks, links, read, table_rows
+from documents import ROOT, blocks, commands, links, read, table_rows
 
 from thresher.bench.roofline.models import MODELS
 from thresher.cli.main import build_parser
@@ -16,6 +17,7 @@ from thresher.engine.planning.plan import plan
 from thresher.engine.reproduction.commands import Scale
 from thresher.engine.reproduction.manifest import paper_names, read_manifest
 from thresher.engine.reproduction.scales import cells_of
+from thresher.retrieval.datasets.convert import parse_mix
 
 PAGES = {name: f"docs/reproduce/{name}.md" for name in paper_names()} | {"lear": "docs/reproduce/eviomni.md"}
 HOUR = 3600.0
@@ -29,6 +31,27 @@ def test_a_page_names_what_its_manifest_asks_for(name: str) -> None:
     assert not missing, f"{PAGES[name]}: not a word of {', '.join(missing)}"
     tables = "\n".join(line for line in read(PAGES[name]) if line.startswith(("|", f"    thresher reproduce {name} ")))
     assert [table for table in manifest.tables if not re.search(rf"\b{table}\b", tables)] == []
+
+
+@pytest.mark.parametrize("name", paper_names())
+def test_a_page_makes_its_files_as_the_manifest_says(name: str) -> None:
+    """By the same flags, but for the names of what is read."""
+    manifest = read_manifest(name)
+    shown = [command.words for page in (PAGES[name], "docs/reproduce.md") for command in commands(page)]
+    typed = dict(map(made_by, filter(lambda words: " ".join(words[:2]) in ("data convert", "index build"), shown)))
+    ways = [*manifest.files.values(), *(column.get for column in manifest.sets.values())]
+    said = [words for way in ways for words in re.findall(r"thresher ((?:data convert|index build) .*?--out \S+)", way)]
+    assert said
+    for out, flags in (made_by(words.split()) for words in said):
+        assert typed[out] == flags, f"{PAGES[name]}: {out}"
+
+
+def made_by(words: Sequence[str]) -> tuple[str, dict[str, object]]:
+    """What a command writes, and its flags."""
+    flags = vars(build_parser().parse_args(words))
+    read = {key: flags.pop(key, None) is not None for key in ("files", "aliases", "corpus", "encoder")}
+    mixed = [(source.name, source.count) for source in map(parse_mix, flags.pop("mix", None) or ())]
+    return flags["out"], flags | read | {"mix": mixed}
 
 
 def test_every_page_is_linked() -> None:

@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--corpus", metavar="FILE", help="write their passages too, each once, for thresher index build"
     )
     parser.add_argument(
-        "--no-passages", dest="passages", action="store_false", help="questions that passages are looked up for"
+        "--passages",
+        type=flags.natural,
+        metavar="N",
+        help="keep the first N of a question's passages; 0 for questions that passages are looked up for; default: all",
     )
     parser.add_argument("--skipped", metavar="FILE", help="write which records were left out, and why")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write, gzipped if named .gz")

@@ -282,6 +282,35 @@ def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
                 assert ("run.steps=2" in command.words) != ("--best" in command.words)
 
 
+@pytest.mark.parametrize("name", ["paper", "world"])
+def test_a_command_gets_the_overrides_of_its_sections_and_at_paper_scale_a_gpu(name: str, tmp_path: Path) -> None:
+    manifest, here = read_manifest("eviomni"), {"model.device=cpu", "model.dtype=float32"}
+    scale = Scale(name, overrides=(*sorted(here), "data.limit=3", "optim.offload=masters", "sft.steps=2"))
+    wanted = {
+        "train": here | {"data.limit=3", "optim.offload=masters"},
+        "sft": here | {"sft.steps=2"},
+        "eval": here,
+        "extract": here,
+        "data": set[str](),
+    }
+    cells = [
+        cell for table in ("T1", "T2", "own") for cell in cells_of(manifest, manifest.tables[table], scale, tmp_path)
+    ]
+    every = {command.words: command for cell in cells for command in cell.every()}
+    fixed = ("world", "teacher")  # of the world: its base, and what that answers to the training questions
+    ours = [
+        words for words, command in every.items() if not set(fixed) & set(command.folder.relative_to(tmp_path).parts)
+    ]
+    assert {words[0] for words in ours} == wanted.keys()
+    for words in ours:
+        if words[0] == "eval" and "--best" in words:  # by the run's recipe
+            continue
+        assert set(scale.overrides) & set(words) == wanted[words[0]], words
+        told = [words.index(key) for key in ("model.device=cuda", "model.dtype=bfloat16") if key in words]
+        assert len(told) == 2 * (name == "paper" and words[0] in ("eval", "extract") and "--best" not in words)
+        assert all(at < words.index("model.device=cpu") for at in told)
+
+
 def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     cell = cells_of(manifest, manifest.tables["T2"], Scale("world"), tmp_path)[0]

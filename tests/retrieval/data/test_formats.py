@@ -2,7 +2,9 @@
 
 import csv
 import gzip
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,22 @@ def test_damaged_gzip_is_reported(tmp_path: Path) -> None:
         open_corpus(tmp_path / "cut.jsonl.gz", tmp_path / "cache")
     with pytest.raises(UserError, match=r"plain\.json\.gz: truncated or damaged gzip data at its beginning "):
         open_corpus(tmp_path / "plain.json.gz", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_an_archive_under_another_name_is_reported(tmp_path: Path, kind: int) -> None:
+    data = lines(RECORDS).encode()
+    for name in ("c.jsonl", "c.jsonl.gz"):
+        with tarfile.open(tmp_path / name, "w:gz" if name.endswith("gz") else "w", format=kind) as archive:
+            member = tarfile.TarInfo("wiki_dump.jsonl")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        with pytest.raises(UserError, match=r"c\.jsonl(\.gz)?: is a tar archive; unpack it first: tar -xOf "):
+            open_corpus(tmp_path / name, tmp_path / "cache")
+    spoken = {"title": "T", "text": " " * 232 + "mustard is no archive"}
+    assert json.dumps(spoken).index("ustar") == 257
+    (tmp_path / "c.jsonl").write_text(lines([spoken]))
+    assert len(read_corpus(tmp_path / "c.jsonl")) == 1
 
 
 def test_only_plain_lines_and_tables_can_be_reached_by_offset(tmp_path: Path) -> None:

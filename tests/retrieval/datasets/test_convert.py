@@ -142,15 +142,21 @@ def test_passages_are_pooled_once_each(tmp_path: Path) -> None:
     assert all(known[passage.id] == passage for question in read_questions(out) for passage in question.passages)
 
 
-def test_questions_without_their_passages(tmp_path: Path) -> None:
-    path = hotpot(tmp_path / "h.jsonl", [("One", "1."), ("Two", "2.")], [("Three", "3.")])
+@pytest.mark.parametrize(("count", "kept", "gold"), [(0, [0, 0], None), (1, [1, 1], ()), (2, [2, 1], (2,))])
+def test_a_question_keeps_its_first_passages(
+    tmp_path: Path, count: int, kept: list[int], gold: tuple[int, ...] | None
+) -> None:
+    path = hotpot(tmp_path / "h.jsonl", [("One", "1."), ("Two", "2."), ("Four", "4.")], [("Three", "3.")])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records[0]["supporting_facts"] = [["Two", 0], ["Four", 0]]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     out, corpus = tmp_path / "out.jsonl", tmp_path / "c.jsonl"
-    words = ["--in", str(path), "--no-passages", "--corpus", str(corpus), "--out", str(out)]
+    words = ["--in", str(path), "--passages", str(count), "--corpus", str(corpus), "--out", str(out)]
     assert cli.run(["data", "convert", *words]) == 0
     found = read_questions(out)
-    assert [question.id for question in found] == ["h0", "h1"]
-    assert not any(question.passages or question.gold_indices for question in found)
-    assert '"passages"' not in out.read_text() and len(list(read_corpus(corpus))) == 3
+    assert [len(question.passages) for question in found] == kept and found[0].gold_indices == gold
+    assert [one.title for one in found[0].passages] == ["One", "Two", "Four"][:count]
+    assert ('"passages"' in out.read_text()) == (count > 0) and len(list(read_corpus(corpus))) == 4
 
 
 def test_an_id_that_stands_for_two_passages_is_given_anew(tmp_path: Path) -> None:
