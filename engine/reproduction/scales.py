@@ -368,14 +368,15 @@ def prompt_file(world: Path, name: str) -> Path:
 
 def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[Cell]:
     """All cells of a table at this scale, in the order of its rows; rows and columns that it does not have there are
-    left out. The invented world has bases of one size, so of the rows of one method the last. A row that no seed
-    changes, greedy answers of what is not trained, has one."""
-    last = {row.method: row for row in table.rows}
+    left out. The invented world has bases of one size, so of the rows of one method that of the model that `against`
+    names, or else the last. A row that no seed changes, greedy answers of what is not trained, has one."""
+    against = [row.model for row in table.rows if manifest.label(row) == table.against]
+    chosen = {row.method: row for row in sorted(table.rows, key=lambda row: row.model in against)}
     kind = WorldScale if scale.invented else PaperScale
     found = []
     for row in table.rows:
         method = manifest.methods[row.method]
-        if scale.invented and not (in_world(method) and last[row.method] is row):
+        if scale.invented and not (in_world(method) and chosen[row.method] is row):
             continue
         trained = manifest.methods[method.trained_as or row.method]
         own_base = scale.invented and method.generator is None

@@ -376,6 +376,12 @@ def test_methods_of_the_world_are_those_that_its_base_knows() -> None:
     ]
 
 
+def test_of_a_methods_models_the_world_has_the_one_that_others_are_tested_against(tmp_path: Path) -> None:
+    manifest = read_manifest("eval_rar")
+    cells = cells_of(manifest, manifest.tables["T1"], Scale("world"), tmp_path)
+    assert [manifest.label(cell.row) for cell in cells] == ["Search-R1 (base)", "Eval-RAR (base)"]
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(UserError, match=r"no paper 'evalrar'; choose one of .*eval_rar"):
         read_manifest("evalrar")
