@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.reproduction.commands import Cell, Command, Scale
+from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, results_of
@@ -38,7 +38,7 @@ def reproduce(
     """Run the tables (all of them where none is named) at a scale; returns what their JSON files hold, by
     name. `run_command` runs a command of `thresher` from its words. UserError at the end where it refused any."""
     manifest = read_manifest(paper)
-    chosen = choose_tables(manifest, tables)
+    chosen = choose_tables(manifest, tables, scale.invented)
     out.mkdir(parents=True, exist_ok=True)
     if scale.invented:
         write_prompts(out / "world")
@@ -95,12 +95,19 @@ def _write_figure(manifest: PaperManifest, table: PaperTable, cells: Sequence[Ce
     console.console.print(f"reproduce: curves in {out}", markup=False, soft_wrap=True)
 
 
-def choose_tables(manifest: PaperManifest, names: Sequence[str]) -> dict[str, PaperTable]:
-    """UserError for a table that the manifest has not."""
+def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:
+    """All that the scale has where none is named. UserError for a name that the manifest has not, or not there."""
     if unknown := [name for name in names if name not in manifest.tables]:
         there = ", ".join(manifest.tables)
         raise UserError(f"reproduce: {manifest.name} has no table {unknown[0]!r} here; choose of {there}")
-    return {name: manifest.tables[name] for name in names or manifest.tables}
+    empty = [
+        name for name, table in manifest.tables.items() if table.columns and not columns_of(manifest, table, invented)
+    ]
+    if absent := [name for name in names if name in empty]:
+        raise UserError(
+            f"reproduce: {absent[0]} has none of its question sets in the invented world; --scale paper has"
+        )
+    return {name: manifest.tables[name] for name in names or manifest.tables if name not in empty}
 
 
 def _say_lacking(cells: Sequence[Cell]) -> None:
