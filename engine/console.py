@@ -20,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 console = Console(highlight=False)
 
@@ -302,7 +303,7 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     for number, column in enumerate(columns):
         drawn.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        drawn.add_row(*(shown(value) for value in row))
+        drawn.add_row(*(Text(shown(value)) for value in row))
     console.print(title, style="table.title", markup=False, soft_wrap=True)
     draw(drawn)
 

@@ -1,7 +1,7 @@
 """What has to be run for a table: commands, in an order in which each finds what it reads.
 
-    cell = (row, column, seed)  ->  (base) -> warm-up -> training -> extraction of the column -> its evaluation
-                                             generator, once -------------------------------->
+    cell = (row, seed)  ->  (base) -> warm-up -> training -> of each column its extraction -> its evaluation
+                                     generator, once ----------------------------------->
 
 Of these a method has some (manifest.py). Cells share whatever is the same: the base, a warm-up, a training, a
 generator, and in the world one evaluation for all columns of the same noise, which are parts of its questions. A method
@@ -51,6 +51,11 @@ class Scale:
     def of_answers(self) -> list[str]:
         """Of `eval` and `extract`, whose questions are none of [data]."""
         return self._without("sft", "data", "optim")
+
+    @property
+    def of_judges(self) -> list[str]:
+        """Of the evaluation of a run, whose recipe has all else."""
+        return [text for text in self.overrides if text.partition(".")[0].strip() == "judge"]
 
     def _without(self, *sections: str) -> list[str]:
         return [text for text in self.overrides if text.partition(".")[0].strip() not in sections]
@@ -110,6 +115,12 @@ class Cell:
         for chain in dict.fromkeys(self.columns.values()):
             if not any(command.lacking and not command.finished for command in chain):
                 yield from chain
+
+    def leading_to(self, command: Command) -> tuple[Command, ...]:
+        """What has to be there before it."""
+        chains = [self.before, *((*self.before, *chain) for chain in self.columns.values())]
+        chain = next(chain for chain in chains if command in chain)
+        return chain[: chain.index(command)]
 
     def lacking(self) -> dict[str, str]:
         """What is absent of all that the cell's commands read, and how to get it."""

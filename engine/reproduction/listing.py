@@ -42,7 +42,7 @@ def listing(manifest: PaperManifest, chip: Chip) -> list[dict[str, Any]]:
                     "model": manifest.models[row.model].paper,
                     "stages": list(_stages(manifest, row)),
                     "trained_by": trained.recipe,
-                    "needs": _stated(trained.recipe),
+                    "needs": _stated(trained.recipe, manifest.models[row.model].paper),
                     "planned": plans[key],
                 }
             )
@@ -76,6 +76,11 @@ def plan_in_words(found: dict[str, Any] | None, stated: str | None) -> str:
     return f"{found['bytes'] / GB:.1f} GB{fits}, {found['seconds'] / HOUR:.0f} h at most"
 
 
+def _size(model: str) -> str:
+    """Qwen2.5-3B of a base and of its instruct form."""
+    return Path(model).name.removesuffix("-Instruct")
+
+
 def _stages(manifest: PaperManifest, row: TableRow) -> Iterator[str]:
     """The chain of a row, in words."""
     method = manifest.methods[row.method]
@@ -92,9 +97,9 @@ def _stages(manifest: PaperManifest, row: TableRow) -> Iterator[str]:
         yield "eval"
 
 
-def _stated(recipe: str | None) -> str | None:
-    """What a recipe's head says of its memory."""
-    if recipe is None:
+def _stated(recipe: str | None, model: str) -> str | None:
+    """What a recipe's head says of its memory, where it is of a model of this size."""
+    if recipe is None or _size(read_run_recipe(RECIPES / recipe, []).model.path) != _size(model):
         return None
     head = (RECIPES / recipe).read_text(encoding="utf-8").partition("\n\n")[0]
     lines = [line.removeprefix("# ") for line in head.splitlines()]

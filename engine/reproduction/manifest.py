@@ -224,6 +224,8 @@ def _check_method(manifest: PaperManifest, key: str, method: Method) -> None:
 
 def _check(manifest: PaperManifest, key: str, table: PaperTable) -> None:
     wanted = len(table.columns) + table.average
+    if table.against is not None and table.against not in [manifest.label(row) for row in table.rows]:
+        raise UserError(f"[tables.{key}]: against: no row is labelled {table.against!r}")
     if table.alone and len(table.rows) != 2:
         raise UserError(f"[tables.{key}]: alone: expected two rows, got {len(table.rows)}")
     for column in table.columns:

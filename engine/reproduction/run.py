@@ -64,7 +64,7 @@ def reproduce(
     for name, table in chosen.items():
         if table.curves:
             _write_figure(manifest, table, cells_by_table[name], out / f"{paper}-{name}.html")
-        console.console.print(markdown(found[name]), markup=False)
+        console.console.print(markdown(found[name]), markup=False, soft_wrap=True)
     if refused:
         (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
         more = f", and {len(others)} more commands" if others else ""
@@ -127,16 +127,15 @@ def _run_cell(
     refused: dict[Command, str],
 ) -> bool:
     """Run the commands of a cell; false where another process makes what one of them would. One that is refused is
-    noted, and where others begin at what it makes it is the last."""
+    noted, and what begins at what it makes is not run."""
     for command in cell.possible():
-        if not command.finished and command not in refused:
-            with _alone(command, out) as alone:
-                if not alone:
-                    return False
-                if not command.finished:
-                    _run(title, command, scale, run_command, refused)
-        if command in refused and command in cell.before:
-            break
+        if command.finished or any(one in refused for one in (command, *cell.leading_to(command))):
+            continue
+        with _alone(command, out) as alone:
+            if not alone:
+                return False
+            if not command.finished:
+                _run(title, command, scale, run_command, refused)
     return True
 
 
@@ -179,7 +178,12 @@ def _check_folder(cells: Sequence[Cell], out: Path) -> None:
     """UserError where another command than now, of other overrides or of another paper, made something here."""
     for command in dict.fromkeys(command for cell in cells for command in cell.every()):
         words = _place(command, out) / WORDS
-        if words.is_file() and (made := read_json_object(words)["words"]) != list(command.words):
+        if not words.is_file():
+            continue
+        made = read_json_object(words).get("words")
+        if not isinstance(made, list) or not all(isinstance(word, str) for word in made):
+            raise UserError(f"{words}: expected the words of a command; delete it if {command.folder} is to be kept")
+        if sorted(made) != sorted(command.words):  # overrides may be given in any order
             then, now = (
                 shlex.join([word for word in some if word not in others]) or "less"
                 for some, others in ((made, command.words), (command.words, made))

@@ -46,7 +46,11 @@ class MethodRun(ABC):
             before.append(training)
             asked = ["--best", str(training.folder)]
         self.tuned = []
-        answerer = None if method.generator is None else self.tuning(method.generator, self.start(SHARED), SHARED)
+        answerer = (
+            None
+            if method.generator is None or not columns
+            else self.tuning(method.generator, self.start(SHARED), SHARED)
+        )
         before += self.tuned
         chains = {}
         for column in columns:
@@ -130,7 +134,7 @@ class MethodRun(ABC):
         with the manifest's way to get it."""
         known: dict[str, str] = dict(self.manifest.files)
         known |= {one.paper: one.get for one in self.manifest.models.values() if one.paper not in self.scale.servers}
-        known |= {column.paper: column.get for column in self.manifest.sets.values()}
+        known |= {column.paper: column.get for column in self.manifest.sets.values() if not column.noise}
         paths = dict.fromkeys(word.rpartition("=")[2] for word in read)
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
 
@@ -236,7 +240,7 @@ class PaperScale(MethodRun):
 
     def eval_words(self, asked: Sequence[str]) -> list[str]:
         if asked[0] == "--best":
-            return ["eval", *asked]
+            return ["eval", *asked, *sets_of(*self.scale.of_judges)]
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         own = self.manifest.models[self.row.model].overrides
         sets = sets_of(*switches_of(self.method), *own, *self.overrides(self.method), *self.scale.of_answers)
@@ -317,7 +321,7 @@ class WorldScale(MethodRun):
 
     def eval_words(self, asked: Sequence[str]) -> list[str]:
         if asked[0] == "--best":
-            return ["eval", *asked]
+            return ["eval", *asked, *sets_of(*self.scale.of_judges)]
         sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.of_answers)
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         return ["eval", *self.of_system(self._prompt(), asked[1]), *sets, *baseline]

@@ -144,16 +144,20 @@ def markdown(results: Mapping[str, Any]) -> str:
         ]
         lines.append("|---" * (1 + 3 * len(names)) + "|")
         for row in results["rows"]:
-            cells = [part for name in names for part in _cells(row, measure, name, results["places"].get(name, -1))]
+            cells = [
+                part
+                for name in names
+                for part in _cells(row, measure, name, results["places"].get(name, -1), len(results["columns"]))
+            ]
             lines.append(f"| {row['label']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Mapping[str, Any], measure: str, column: str, place: int) -> tuple[str, str, str]:
+def _cells(row: Mapping[str, Any], measure: str, column: str, place: int, columns: int) -> tuple[str, str, str]:
     printed = row["printed"].get(measure)
     known = row["ours"].get(measure, {})
     ours = known.get(column)
-    if column == "average" and len(known) == len(printed or ()) - 1:
+    if column == "average" and len(known) == columns:
         ours = {"mean": mean(figures["mean"] for figures in known.values()), "deviation": None}
     shown = "-" if printed is None or printed[place] == "-" else _number(printed[place])
     if ours is None:

@@ -158,6 +158,36 @@ def test_what_another_command_made_is_not_taken_for_its_own(
         reproduce("eval_rar", ["T2"], changed, tmp_path, run_command)
 
 
+def test_a_record_that_is_none_is_reported_and_overrides_have_no_order(
+    tmp_path: Path, run_command: Callable[[list[str]], None]
+) -> None:
+    first, again = (
+        Scale("world", overrides=texts) for texts in (("run.steps=2", "optim.lr=1"), ("optim.lr=1", "run.steps=2"))
+    )
+    reproduce("eval_rar", ["T2"], first, tmp_path, run_command)
+    reproduce("eval_rar", ["T2"], again, tmp_path, run_command)
+    record = tmp_path / "commands" / "runs-eval_rar-seed0" / "command.json"
+    record.write_text('{"words": null}')
+    with pytest.raises(UserError, match=r"command\.json: expected the words of a command; delete it"):
+        reproduce("eval_rar", ["T2"], again, tmp_path, run_command)
+
+
+def test_behind_an_extraction_that_was_refused_nothing_of_its_column_runs(
+    tmp_path: Path, run_command: Callable[[list[str]], None]
+) -> None:
+    ran: list[str] = []
+
+    def refusing(words: list[str]) -> None:
+        ran.append(words[0])
+        if words[0] == "extract":
+            raise UserError("no")
+        run_command(words)
+
+    with pytest.raises(UserError, match="thresher extract"):
+        reproduce("eviomni", ["own"], Scale("world"), tmp_path, refusing)
+    assert ran.count("extract") == 1 and ran.count("eval") == 1  # own answers alone
+
+
 def test_what_is_refused_is_said_and_the_rest_runs(
     tmp_path: Path, run_command: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,13 +303,14 @@ def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: 
 def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     for name in ("paper", "world"):
-        scale = Scale(name, overrides=("run.steps=2",), limit=3)
+        scale = Scale(name, overrides=("run.steps=2", "judge.url=http://x"), limit=3)
         for cell in cells_of(manifest, manifest.tables["T1"], scale, tmp_path):
             trains = [command for command in cell.before if command.words[0] == "train"]
             assert all("run.steps=2" in command.words for command in trains)
             for (command,) in cell.columns.values():
                 assert command.words[command.words.index("--limit") + 1] == "3"
                 assert ("run.steps=2" in command.words) != ("--best" in command.words)
+                assert "judge.url=http://x" in command.words
 
 
 @pytest.mark.parametrize("name", ["paper", "world"])
