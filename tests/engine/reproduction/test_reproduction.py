@@ -1,9 +1,8 @@
-"""`thresher reproduce`: what a manifest says, which commands it becomes, and the table. Training and evaluation are
-tested elsewhere; here a command writes what the real one writes last."""
+"""`thresher reproduce`: what a manifest says, which commands it becomes, and the table. How they run:
+test_reproduce_running.py."""
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.planning.chips import CHIPS
 from thresher.engine.reporting import comparison
-from thresher.engine.reproduction import run
 from thresher.engine.reproduction.commands import Scale, in_world
 from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
@@ -26,44 +24,6 @@ from thresher.engine.systems import load_system
 from thresher.rewards.errors import UserError
 
 PAPER = Scale("paper")
-QUESTIONS = [{"id": str(n), "question": "?", "answer": "a", "hops": 1 + n % 2} for n in range(20)]
-
-
-class Killed(Exception):
-    pass
-
-
-@pytest.fixture
-def run_command() -> Callable[[list[str]], None]:
-    """Writes what the command writes last; an evaluation is right on even questions, and more often with the reward."""
-
-    def run(words: list[str]) -> None:
-        out = Path(words[words.index("--out") + 1])
-        out.mkdir(parents=True, exist_ok="--resume" in words)
-        if words[0] == "train":
-            (out / "summary.json").write_text("{}")
-        if words[0] == "data":
-            for name in ("test", "given_test"):
-                (out / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in QUESTIONS))
-        if words[0] == "extract":
-            assert "--best" in words and out.parent.is_dir()
-            record = {"golden_answers": ["a"], "evidence": "a b", "rationale": "c", "compression_ratio": 4.0}
-            lines = [json.dumps({"id": str(n), **record}) + "\n" for n in range(20)]
-            out.rmdir()
-            out.write_text("".join(lines))
-            questions = str(out.parents[1] / "world/data/given_test.jsonl")
-            out.with_suffix(".json").write_text(json.dumps({"settings": {"questions": questions}, "figures": {}}))
-        if words[0] == "eval":
-            (out / "settings.json").write_text(json.dumps({"questions": str(out.parents[1] / "world/data/test.jsonl")}))
-            step = 4 if "without" in str(out) else 2
-            records = [
-                {"id": str(n), "question": "?", "parts": {}, "measures": {"em": float(n % step == 0)}}
-                for n in range(20)
-            ]
-            (out / "trajectories.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-            (out / "metrics.json").write_text("{}")
-
-    return run
 
 
 @pytest.mark.parametrize("name", paper_names())
@@ -91,151 +51,6 @@ def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name
             ):
                 assert parser.parse_args(list(command.words)).handler
     assert len(listing(manifest, CHIPS["H100"])) == sum(len(table.rows) for table in manifest.tables.values())
-
-
-def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
-    tmp_path: Path, run_command: Callable[[list[str]], None]
-) -> None:
-    ran: list[str] = []
-
-    def killed(words: list[str]) -> None:
-        ran.append(f"{words[0]} {words[words.index('--out') + 1]}")
-        run_command(words)
-        raise Killed
-
-    for _ in range(30):
-        try:
-            found = reproduce("eval_rar", ["T2"], Scale("world", (0, 1)), tmp_path, killed)
-            break
-        except Killed:
-            continue
-    assert (
-        len(ran) == len(set(ran)) == 2 + 2 * 3 + 2 * 2 * 2
-    )  # world; two bases; two methods, two seeds, train and eval
-    with_reward, without = found["T2"]["rows"]
-    assert with_reward["ours"]["em"]["nq"] == {"mean": 1.0, "deviation": 0.0, "seeds": [1.0, 1.0], "questions": 10} | {
-        "difference": 0.5,
-        "p": pytest.approx(2 / 2**5),
-    }
-    assert without["ours"]["em"]["hotpotqa"]["mean"] == 0.0 and "p" not in without["ours"]["em"]["hotpotqa"]
-    page = (tmp_path / "eval_rar-T2.md").read_text()
-    assert "| Eval-RAR (base) | .471 | 1.000 ± .000 | 0.062 | .412 | .000 ± .000 | 1 |" in page
-    assert json.loads((tmp_path / "eval_rar-T2.json").read_text()) == found["T2"]
-
-
-def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
-    tmp_path: Path, run_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "WAIT", 0.0)
-    first, *_ = cells_of(read_manifest("eval_rar"), read_manifest("eval_rar").tables["T2"], Scale("world"), tmp_path)
-    training = first.before[-1]
-    ran: list[str] = []
-    other = ExitStack()
-    assert other.enter_context(run._alone(training, tmp_path))
-
-    def noting(words: list[str]) -> None:
-        ran.append(words[words.index("--out") + 1])
-        run_command(words)
-        if len(ran) == 5 + 2:  # all but what waits for the other process: the base, the other row
-            run_command(list(training.words))
-            other.close()
-
-    found = reproduce("eval_rar", ["T2"], Scale("world"), tmp_path, noting)
-    assert str(training.folder) not in ran and len(ran) == 5 + 2 + 1  # the base; a training; two evaluations
-    assert [row["ours"]["em"]["nq"]["mean"] for row in found["T2"]["rows"]] == [1.0, 0.5]
-
-
-def test_what_another_command_made_is_not_taken_for_its_own(
-    tmp_path: Path, run_command: Callable[[list[str]], None]
-) -> None:
-    reproduce("eval_rar", ["T2"], Scale("world"), tmp_path, run_command)
-    ran: list[list[str]] = []
-    reproduce("eval_rar", ["T2"], Scale("world", (0, 1)), tmp_path, ran.append)
-    assert ran and not any("seed0" in word for words in ran for word in words)
-    changed = Scale("world", overrides=("grpo.beta=0.1",))
-    expected = r"runs/eval_rar-seed0: was made with less, where now there is grpo\.beta=0\.1; choose another --out"
-    with pytest.raises(UserError, match=expected):
-        reproduce("eval_rar", ["T2"], changed, tmp_path, run_command)
-
-
-def test_a_record_that_is_none_is_reported_and_overrides_have_no_order(
-    tmp_path: Path, run_command: Callable[[list[str]], None]
-) -> None:
-    first, again = (
-        Scale("world", overrides=texts) for texts in (("run.steps=2", "optim.lr=1"), ("optim.lr=1", "run.steps=2"))
-    )
-    reproduce("eval_rar", ["T2"], first, tmp_path, run_command)
-    reproduce("eval_rar", ["T2"], again, tmp_path, run_command)
-    record = tmp_path / "commands" / "runs-eval_rar-seed0" / "command.json"
-    record.write_text('{"words": null}')
-    with pytest.raises(UserError, match=r"command\.json: expected the words of a command; delete it"):
-        reproduce("eval_rar", ["T2"], again, tmp_path, run_command)
-
-
-def test_behind_an_extraction_that_was_refused_nothing_of_its_column_runs(
-    tmp_path: Path, run_command: Callable[[list[str]], None]
-) -> None:
-    ran: list[str] = []
-
-    def refusing(words: list[str]) -> None:
-        ran.append(words[0])
-        if words[0] == "extract":
-            raise UserError("no")
-        run_command(words)
-
-    with pytest.raises(UserError, match="thresher extract"):
-        reproduce("eviomni", ["own"], Scale("world"), tmp_path, refusing)
-    assert ran.count("extract") == 1 and ran.count("eval") == 1  # own answers alone
-
-
-def test_what_is_refused_is_said_and_the_rest_runs(
-    tmp_path: Path, run_command: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refusing(words: list[str]) -> None:
-        if words[0] == "train" and any("without_evaluation" in word for word in words):
-            raise UserError("no model asks: name one")
-        run_command(words)
-
-    with pytest.raises(
-        UserError, match=r"thresher train .*recipe\.toml .. was refused \(no model asks: name one\); mend"
-    ):
-        reproduce("eval_rar", ["T2"], Scale("world"), tmp_path, refusing)
-    assert "left out, for no model asks" in capsys.readouterr().out
-    with_reward, without = json.loads((tmp_path / "eval_rar-T2.json").read_text())["rows"]
-    assert with_reward["ours"]["em"]["nq"]["mean"] == 1.0 and "em" not in without["ours"]
-
-
-def test_a_chain_shares_its_stages_survives_kills_and_is_measured_as_one(
-    tmp_path: Path, run_command: Callable[[list[str]], None]
-) -> None:
-    """A training whose evidence a generator reads, and its own answers; and of T3 six trainings with one generator."""
-    ran: list[tuple[str, str]] = []
-
-    def killed(words: list[str]) -> None:
-        ran.append((words[0], " ".join(words)))
-        run_command(words)
-        raise Killed
-
-    for _ in range(20):
-        try:
-            found = reproduce("eviomni", ["own"], Scale("world"), tmp_path, killed)
-            break
-        except Killed:
-            continue
-    names = [name for name, _ in ran]
-    assert names[5:] == ["train", "sft", "extract", "eval", "eval"] and len(names) == 10  # behind the base's five
-    manifest = read_manifest("eviomni")
-    cells = cells_of(manifest, manifest.tables["T3"], Scale("world"), tmp_path)
-    shared = dict.fromkeys(" ".join(command.words) for cell in cells for command in cell.before)
-    assert len(shared) == 5 + 6 + 1 and set(shared) >= {line for name, line in ran if name in ("train", "sft")}
-    generator = next(line for name, line in ran if "tunings/generator" in line and name == "sft")
-    reading = next(line for name, line in ran if name == "eval" and "--baseline evidence" in line)
-    prompt = f"{tmp_path / 'world' / 'qa.txt'}"
-    assert f"sft.template={prompt}" in generator and f"system.template={prompt}" in reading
-    evidence = tmp_path / "evidence" / "eviomni-seed0.jsonl"
-    assert f"system.options.file={evidence}" in reading and f"--out {evidence}" in " ".join(line for _, line in ran)
-    ours = found["own"]["rows"][0]["ours"]  # answers of the generator, compression of the extraction
-    assert ours["em"]["nq"]["mean"] == 1.0 and ours["compression"]["hotpotqa"]["mean"] == 4.0
 
 
 def test_of_a_teachers_right_answers_to_warmed_extractors(tmp_path: Path) -> None:
