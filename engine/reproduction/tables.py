@@ -49,6 +49,9 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: 
         "paper": manifest.title,
         "caption": table.caption,
         "scale": scale.name,
+        "seeds": len(scale.seeds),
+        "limit": scale.limit,
+        "overrides": list(scale.overrides),
         "measures": list(table.measures),
         "columns": {name: manifest.sets[name].label for name in columns},
         "places": {name: table.columns.index(name) for name in columns},
@@ -132,6 +135,9 @@ def markdown(results: Mapping[str, Any]) -> str:
         if results["scale"] == "world"
         else "Ours at the paper's scale."
     )
+    asked = "" if results["limit"] is None else f", of every set the first {results['limit']} questions"
+    changed = "".join(f", {text}" for text in results["overrides"])
+    lines.append(f"Seeds: {results['seeds']}{asked}{changed}.")
     if results["against"]:
         lines.append(f"p: two-sided, paired over questions, against {results['against']}.")
     for measure in results["measures"] if results["columns"] else ():

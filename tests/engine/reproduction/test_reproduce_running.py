@@ -46,6 +46,7 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
     }
     assert without["ours"]["em"]["hotpotqa"]["mean"] == 0.0 and "p" not in without["ours"]["em"]["hotpotqa"]
     page = (tmp_path / "eval_rar-T2.md").read_text()
+    assert "\nSeeds: 2.\n" in page
     assert "| Eval-RAR (base) | .471 | 1.000 ± .000 | 0.062 | .412 | .000 ± .000 | 1 |" in page
     assert json.loads((tmp_path / "eval_rar-T2.json").read_text()) == found["T2"]
 

@@ -209,7 +209,8 @@ def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_
         record = {"id": "q", "question": "?", "parts": {}, "measures": {"em": float(number % 2)}}
         (command.folder / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
         (command.folder / "metrics.json").write_text("{}")
-    page = markdown(results_of(manifest, table, PAPER, cells))
+    page = markdown(results_of(manifest, table, Scale("paper", overrides=("run.steps=2",), limit=3), cells))
+    assert "Seeds: 1, of every set the first 3 questions, run.steps=2." in page
     assert "Average, printed | ours | p |" in page and "| .404 | .429 |  |" in page and "| .353 | - |  |" in page
 
 
