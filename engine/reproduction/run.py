@@ -175,23 +175,31 @@ def _alone(command: Command, out: Path) -> Iterator[bool]:
 
 
 def _check_folder(cells: Sequence[Cell], out: Path) -> None:
-    """UserError where another command than now, of other overrides or of another paper, made something here."""
+    """UserError where another command than now, of other overrides or of another paper, made something here. What was
+    refused made nothing."""
     for command in dict.fromkeys(command for cell in cells for command in cell.every()):
         words = _place(command, out) / WORDS
-        if not words.is_file():
+        if not (words.is_file() and command.folder.exists()):
             continue
         made = read_json_object(words).get("words")
         if not isinstance(made, list) or not all(isinstance(word, str) for word in made):
             raise UserError(f"{words}: expected the words of a command; delete it if {command.folder} is to be kept")
-        if sorted(made) != sorted(command.words):  # overrides may be given in any order
+        before, after = _said(made), _said(command.words)
+        if before != after:
             then, now = (
-                shlex.join([word for word in some if word not in others]) or "less"
-                for some, others in ((made, command.words), (command.words, made))
+                shlex.join([f"{key}={value}" if value else key for key, value in sorted(some.items() - others.items())])
+                or "less"
+                for some, others in ((before, after), (after, before))
             )
             raise UserError(
                 f"{command.folder}: was made with {then}, where now there is {now}; choose another --out, or the flags "
                 "of then"
             )
+
+
+def _said(words: Sequence[str]) -> dict[str, str]:
+    """A command's words in whatever order: of overrides of one key the last counts."""
+    return dict(word.partition("=")[::2] for word in words)
 
 
 def _place(command: Command, out: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from thresher.engine.reproduction import run
-from thresher.engine.reproduction.commands import Scale
+from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import read_manifest
 from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.scales import cells_of
@@ -94,6 +94,9 @@ def test_a_record_that_is_none_is_reported_and_overrides_have_no_order(
     )
     reproduce("eval_rar", ["T2"], first, tmp_path, run_command)
     reproduce("eval_rar", ["T2"], again, tmp_path, run_command)
+    later = Scale("world", overrides=("run.steps=2", "optim.lr=1", "optim.lr=2"))
+    with pytest.raises(UserError, match=r"made with optim\.lr=1, where now there is optim\.lr=2;"):
+        reproduce("eval_rar", ["T2"], later, tmp_path, run_command)
     record = tmp_path / "commands" / "runs-eval_rar-seed0" / "command.json"
     record.write_text('{"words": null}')
     with pytest.raises(UserError, match=r"command\.json: expected the words of a command; delete it"):
@@ -129,6 +132,12 @@ def test_what_is_refused_is_said_and_the_rest_runs(
     ):
         reproduce("eval_rar", ["T2"], Scale("world"), tmp_path, refusing)
     assert "left out, for no model asks" in capsys.readouterr().out
+    with pytest.raises(UserError, match="runs/eval_rar-seed0: was made with less"):  # and not what was refused
+        reproduce("eval_rar", ["T2"], Scale("world", overrides=("judge.url=http://x",)), tmp_path, refusing)
+    manifest = read_manifest("eval_rar")
+    (_, cell) = cells_of(manifest, manifest.tables["T2"], Scale("world", overrides=("judge.url=x",)), tmp_path)
+    assert (tmp_path / "commands" / "runs-without_evaluation-seed0").is_dir()
+    run._check_folder([Cell(cell.row, cell.seed, cell.before)], tmp_path)
     with_reward, without = json.loads((tmp_path / "eval_rar-T2.json").read_text())["rows"]
     assert with_reward["ours"]["em"]["nq"]["mean"] == 1.0 and "em" not in without["ours"]
 
