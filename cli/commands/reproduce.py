@@ -15,7 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("paper", nargs="?", help="its name; --list has all")
     add("tables", nargs="*", metavar="TABLE", help="such as T1; default: all of the paper's")
-    add("--list", action="store_true", help="only show every row, what it needs, and what has no row")
+    add(
+        "--list",
+        action="store_true",
+        help="only show the rows, what each needs at the paper's scale, and what has none",
+    )
     add("--chip", default="H100", metavar="NAME", help="the GPU that --list plans trainings for; default: H100")
     add("--scale", choices=("paper", "world"), default="world", help="paper: its models and data, which must be there")
     add("--seeds", type=flags.count, default=1, metavar="N", help="train every method with seeds 0 to N - 1")
@@ -62,7 +66,8 @@ def run(options: argparse.Namespace) -> None:
         if options.chip not in CHIPS:
             raise UserError(f"--chip {options.chip}: expected one of {', '.join(CHIPS)}")
         manifests = [read_manifest(name) for name in ([options.paper] if options.paper else paper_names())]
-        records = [record for manifest in manifests for record in listing(manifest, CHIPS[options.chip])]
+        chip, training = CHIPS[options.chip], Scale("paper", overrides=tuple(options.set)).of_trainings
+        records = [one for manifest in manifests for one in listing(manifest, chip, options.tables, training)]
         left_out = {
             f"{manifest.name}: {what}": why for manifest in manifests for what, why in manifest.left_out.items()
         }

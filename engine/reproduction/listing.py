@@ -5,7 +5,7 @@ record says which file it wants. Time is that of the longest steps, every trajec
 (engine/planning/seconds.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,20 @@ from thresher.policy.config import read_config
 HOUR = 3600.0
 
 
-def listing(manifest: PaperManifest, chip: Chip) -> list[dict[str, Any]]:
-    """A record for every row of every table: its columns, whether the invented world has it, its stages, the recipe
-    that trains it, what that recipe says it needs, and its plan on this chip (None without a training)."""
+def listing(
+    manifest: PaperManifest, chip: Chip, tables: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """A record for every row of the tables (of every one, where none is named): its columns, whether the invented world
+    has it, its stages, the recipe that trains it, what that recipe says it needs, and its plan on this chip, with these
+    overrides of every training (None without a training). UserError for a table that the manifest has not."""
     records: list[dict[str, Any]] = []
     plans: dict[tuple[str, str], dict[str, Any] | None] = {}
-    for name, table in manifest.tables.items():
+    for name, table in manifest.named(tables).items():
         for row in table.rows:
             trained = manifest.methods[manifest.methods[row.method].trained_as or row.method]
             key = manifest.methods[row.method].trained_as or row.method, row.model
             if key not in plans:
-                plans[key] = planned(manifest, trained, row, chip)
+                plans[key] = planned(manifest, trained, row, chip, overrides)
             records.append(
                 {
                     "paper": manifest.name,
@@ -49,7 +52,9 @@ def listing(manifest: PaperManifest, chip: Chip) -> list[dict[str, Any]]:
     return records
 
 
-def planned(manifest: PaperManifest, method: Method, row: TableRow, chip: Chip) -> dict[str, Any] | None:
+def planned(
+    manifest: PaperManifest, method: Method, row: TableRow, chip: Chip, overrides: Sequence[str]
+) -> dict[str, Any] | None:
     """Of a training on one GPU: bytes, whether they fit, seconds of a step and of all. {"absent": path, "get": how}
     where the model's config.json is not there; None for a method that is not trained."""
     if method.recipe is None:
@@ -57,7 +62,7 @@ def planned(manifest: PaperManifest, method: Method, row: TableRow, chip: Chip) 
     model = manifest.models[row.model]
     if not (config := Path(model.paper) / "config.json").is_file():
         return {"absent": str(config), "get": model.get}
-    switches = [f"model.path={model.paper}", *switches_of(method), *method.overrides]
+    switches = [f"model.path={model.paper}", *switches_of(method), *method.overrides, *overrides]
     recipe = read_run_recipe(RECIPES / method.recipe, switches)
     found = plan(read_config(model.paper), recipe, memory_bytes=int(chip.memory), rates=chip)
     assert found.seconds_per_step is not None

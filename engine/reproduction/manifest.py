@@ -39,7 +39,7 @@ Deliberately absent: commands. commands.py makes them.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -150,6 +150,14 @@ class PaperManifest:
 
     def label(self, row: TableRow) -> str:
         return row.label or self.methods[row.method].label
+
+    def named(self, tables: Sequence[str]) -> dict[str, PaperTable]:
+        """These tables, or all of them where none is named. UserError for a name that is none."""
+        if unknown := [name for name in tables if name not in self.tables]:
+            raise UserError(
+                f"reproduce: {self.name} has no table {unknown[0]!r} here; choose of {', '.join(self.tables)}"
+            )
+        return {name: self.tables[name] for name in tables or self.tables}
 
 
 def paper_names() -> list[str]:

@@ -97,9 +97,7 @@ def _write_figure(manifest: PaperManifest, table: PaperTable, cells: Sequence[Ce
 
 def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:
     """All that the scale has where none is named. UserError for a name that the manifest has not, or not there."""
-    if unknown := [name for name in names if name not in manifest.tables]:
-        there = ", ".join(manifest.tables)
-        raise UserError(f"reproduce: {manifest.name} has no table {unknown[0]!r} here; choose of {there}")
+    named = manifest.named(names)
     empty = [
         name for name, table in manifest.tables.items() if table.columns and not columns_of(manifest, table, invented)
     ]
@@ -107,7 +105,7 @@ def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool)
         raise UserError(
             f"reproduce: {absent[0]} has none of its question sets in the invented world; --scale paper has"
         )
-    return {name: manifest.tables[name] for name in names or manifest.tables if name not in empty}
+    return {name: table for name, table in named.items() if name not in empty}
 
 
 def _say_lacking(cells: Sequence[Cell]) -> None:
@@ -152,9 +150,9 @@ def _run(
     command.folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         run_command(words)
-    except UserError as error:
-        refused[command] = str(error)
-        console.console.print(f"reproduce: left out, for {error}", markup=False, soft_wrap=True)
+    except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: a GPU's memory or CUDA
+        refused[command] = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        console.console.print(f"reproduce: left out, for {refused[command]}", markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -112,18 +112,17 @@ def _questions_of(place: Path) -> str:
 
 def _figures(seeds: Sequence[Values], against: Sequence[Values]) -> dict[str, Any]:
     means = [mean(values.values()) for values in seeds]
-    figures: dict[str, Any] = {
-        "mean": mean(means),
-        "deviation": stdev(means) if len(means) > 1 else None,
-        "seeds": means,
-        "questions": len(seeds[0]),
-    }
+    figures = _over_seeds(means) | {"seeds": means, "questions": len(seeds[0])}
     if against and all(against):
         ids = [id_ for id_ in seeds[0] if all(id_ in values for values in (*seeds, *against))]
         first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (against, seeds))
         if (found := compare_paired(first, second)) is not None:
             figures |= {"difference": found.difference, "p": found.p}
     return figures
+
+
+def _over_seeds(means: Sequence[float]) -> dict[str, Any]:
+    return {"mean": mean(means), "deviation": stdev(means) if len(means) > 1 else None}
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -163,8 +162,9 @@ def _cells(row: Mapping[str, Any], measure: str, column: str, place: int, column
     printed = row["printed"].get(measure)
     known = row["ours"].get(measure, {})
     ours = known.get(column)
-    if column == "average" and len(known) == columns:
-        ours = {"mean": mean(figures["mean"] for figures in known.values()), "deviation": None}
+    seeds = [figures["seeds"] for figures in known.values()]
+    if column == "average" and len(known) == columns and len(set(map(len, seeds))) == 1:
+        ours = _over_seeds([mean(of_seed) for of_seed in zip(*seeds, strict=True)])
     shown = "-" if printed is None or printed[place] == "-" else _number(printed[place])
     if ours is None:
         return shown, "-", ""

@@ -3,6 +3,7 @@ test_reproduce_running.py."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,13 @@ def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     manifest = read_manifest("eviomni")
     model = Path("models/Qwen2.5-1.5B-Instruct")
-    (_, rational, *_, eviomni, _) = (
-        one for one in listing(manifest, CHIPS["H100"]) if one["table"] in ("T1", "T2", "own")
-    )
+    (_, rational, *_, eviomni, _) = listing(manifest, CHIPS["H100"], ["T1", "T2", "own"])
     assert rational["stages"] == ["sft eviomni/warmup.toml", "extract"] and rational["planned"] is None
     assert eviomni["planned"]["absent"] == str(model / "config.json") and "hf download" in eviomni["planned"]["get"]
     model.mkdir(parents=True)
     (model / "config.json").write_bytes((RECIPES / "world" / "config.json").read_bytes().replace(b"1024", b"4096"))
-    (*_, own) = (one for one in listing(manifest, CHIPS["H100"]) if one["table"] == "own")
-    assert own["planned"]["fits"] and own["planned"]["seconds"] == own["planned"]["seconds_per_step"] * 1237
+    (*_, own) = listing(manifest, CHIPS["H100"], ["own"], ["run.steps=7"])
+    assert own["planned"]["fits"] and own["planned"]["seconds"] == own["planned"]["seconds_per_step"] * 7
     assert "GB, " in plan_in_words(own["planned"], own["needs"])
 
 
@@ -212,6 +211,8 @@ def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_
     page = markdown(results_of(manifest, table, Scale("paper", overrides=("run.steps=2",), limit=3), cells))
     assert "Seeds: 1, of every set the first 3 questions, run.steps=2." in page
     assert "Average, printed | ours | p |" in page and "| .404 | .429 |  |" in page and "| .353 | - |  |" in page
+    again = [cells[0], replace(cells[0], seed=1)]
+    assert "| .404 | .429 ± .000 |" in markdown(results_of(manifest, table, Scale("paper", (0, 1)), again))
 
 
 def test_methods_of_the_world_are_those_that_its_base_knows() -> None:
