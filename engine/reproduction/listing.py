@@ -31,8 +31,8 @@ def listing(
     plans: dict[tuple[str, str], dict[str, Any] | None] = {}
     for name, table in manifest.named(tables).items():
         for row in table.rows:
-            trained = manifest.methods[manifest.methods[row.method].trained_as or row.method]
-            key = manifest.methods[row.method].trained_as or row.method, row.model
+            key = manifest.trains(row), row.model
+            trained = manifest.methods[manifest.trains(row)]
             if key not in plans:
                 plans[key] = planned(manifest, trained, row, chip, overrides)
             records.append(
@@ -89,7 +89,7 @@ def _size(model: str) -> str:
 def _stages(manifest: PaperManifest, row: TableRow) -> Iterator[str]:
     """The chain of a row, in words."""
     method = manifest.methods[row.method]
-    trained = manifest.methods[method.trained_as or row.method]
+    trained = manifest.methods[manifest.trains(row)]
     if trained.warmup is not None:
         yield f"sft {manifest.tunings[trained.warmup].recipe}"
     if trained.recipe is not None:

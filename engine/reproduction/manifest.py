@@ -48,7 +48,7 @@ from typing import Any, Literal
 from thresher.engine.config.tables import from_dict
 from thresher.rewards.errors import UserError
 
-SHARED = ("models", "files", "sets", "tunings", "methods")  # of a manifest with those that are like it
+INHERITED = ("models", "files", "sets", "tunings", "methods")  # of a manifest with those that are like it
 PAPERS = Path(str(files("thresher.engine.reproduction"))) / "papers"
 
 
@@ -151,6 +151,10 @@ class PaperManifest:
     def label(self, row: TableRow) -> str:
         return row.label or self.methods[row.method].label
 
+    def trains(self, row: TableRow) -> str:
+        """The method whose warm-up and training the row's method has, its own or another's."""
+        return self.methods[row.method].trained_as or row.method
+
     def named(self, tables: Sequence[str]) -> dict[str, PaperTable]:
         """These tables, or all of them where none is named. UserError for a name that is none."""
         if unknown := [name for name in tables if name not in self.tables]:
@@ -177,7 +181,7 @@ def _read(name: str) -> dict[str, Any]:
     if "like" not in found:
         return found
     other = _read(found["like"])
-    for key in SHARED:
+    for key in INHERITED:
         own = found.get(key, {})
         changed = {
             name: other[key][name] | value for name, value in own.items() if isinstance(other[key].get(name), dict)

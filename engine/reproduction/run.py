@@ -16,6 +16,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,14 @@ def reproduce(
     every = [cell for cells in cells_by_table.values() for cell in cells]
     _check_folder(every, out)
     _say_lacking(every)
-    refused: dict[Command, str] = {}
+    runner = _Runner(scale, out, run_command)
     left = [(name, number, cell) for name, cells in cells_by_table.items() for number, cell in enumerate(cells, 1)]
     while left:
         put_off = []
         for name, number, cell in left:
             cells = cells_by_table[name]
             title = f"{name}, {number} of {len(cells)}: {manifest.label(cell.row)}, seed {cell.seed}"
-            if not _run_cell(title, cell, scale, out, run_command, refused):
+            if not runner.run_cell(title, cell):
                 put_off.append((name, number, cell))
                 continue
             _write_table(manifest, name, scale, cells, out)
@@ -65,12 +66,7 @@ def reproduce(
         if table.curves:
             _write_figure(manifest, table, cells_by_table[name], out / f"{paper}-{name}.html")
         console.console.print(markdown(found[name]), markup=False, soft_wrap=True)
-    if refused:
-        (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
-        more = f", and {len(others)} more commands" if others else ""
-        raise UserError(
-            f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
-        )
+    runner.check()
     return found
 
 
@@ -116,43 +112,49 @@ def _say_lacking(cells: Sequence[Cell]) -> None:
         console.console.print(f"  {path}: {get}", markup=False, soft_wrap=True)
 
 
-def _run_cell(
-    title: str,
-    cell: Cell,
-    scale: Scale,
-    out: Path,
-    run_command: Callable[[list[str]], None],
-    refused: dict[Command, str],
-) -> bool:
-    """Run the commands of a cell; false where another process makes what one of them would. One that is refused is
-    noted, and what begins at what it makes is not run."""
-    for command in cell.possible():
-        if command.finished or any(one in refused for one in (command, *cell.leading_to(command))):
-            continue
-        with _alone(command, out) as alone:
-            if not alone:
-                return False
-            if not command.finished:
-                _run(title, command, scale, run_command, refused)
-    return True
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """Runs the commands of cells, and notes which were refused, and why."""
 
+    scale: Scale
+    out: Path
+    run_command: Callable[[list[str]], None]
+    refused: dict[Command, str] = field(default_factory=dict)
 
-def _run(
-    title: str,
-    command: Command,
-    scale: Scale,
-    run_command: Callable[[list[str]], None],
-    refused: dict[Command, str],
-) -> None:
-    words = command.to_run(scale)
-    console.console.print(title, soft_wrap=True)
-    console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
-    command.folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        run_command(words)
-    except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: a GPU's memory or CUDA
-        refused[command] = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        console.console.print(f"reproduce: left out, for {refused[command]}", markup=False, soft_wrap=True)
+    def run_cell(self, title: str, cell: Cell) -> bool:
+        """Run the commands of a cell; false where another process makes what one of them would. One that is refused is
+        noted, and what begins at what it makes is not run."""
+        for command in cell.possible():
+            if command.finished or any(one in self.refused for one in (command, *cell.leading_to(command))):
+                continue
+            with _alone(command, self.out) as alone:
+                if not alone:
+                    return False
+                if not command.finished:
+                    self._run(title, command)
+        return True
+
+    def _run(self, title: str, command: Command) -> None:
+        words = command.to_run(self.scale)
+        console.console.print(title, soft_wrap=True)
+        console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+        command.folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run_command(words)
+        except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: a GPU's memory or CUDA
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self.refused[command] = why
+            console.console.print(f"reproduce: left out, for {why}", markup=False, soft_wrap=True)
+
+    def check(self) -> None:
+        """UserError where a command was refused."""
+        if not self.refused:
+            return
+        (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in self.refused.items()]
+        more = f", and {len(others)} more commands" if others else ""
+        raise UserError(
+            f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
+        )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning'
 ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
 TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
 ON_GPU = ("model.device=cuda", "model.dtype=bfloat16")  # of what no recipe says it for
-SHARED = 0  # seed of what all seeds share: the generator that answers from evidence, and the teacher
+SHARED_SEED = 0  # of what all seeds share: the generator that answers from evidence, and the teacher
 
 
 class MethodRun(ABC):
@@ -32,7 +32,7 @@ class MethodRun(ABC):
     def __init__(self, manifest: PaperManifest, scale: Scale, out: Path, row: TableRow, seed: int) -> None:
         self.manifest, self.scale, self.out, self.row, self.seed = manifest, scale, out, row, seed
         self.method = manifest.methods[row.method]
-        self.trained = manifest.methods[self.method.trained_as or row.method]
+        self.trained = manifest.methods[manifest.trains(row)]
         self.tuned: list[Command] = []
 
     def cell(self, columns: Sequence[str]) -> Cell:
@@ -49,7 +49,7 @@ class MethodRun(ABC):
         answerer = (
             None
             if method.generator is None or not columns
-            else self.tuning(method.generator, self.start(SHARED), SHARED)
+            else self.tuning(method.generator, self.start(SHARED_SEED), SHARED_SEED)
         )
         before += self.tuned
         chains = {}
@@ -82,12 +82,11 @@ class MethodRun(ABC):
         self.add(("sft", recipe, *sets, "--out", str(folder)), folder, [start, *files_of(recipe)])
         return str(folder)
 
-    def add(self, words: Iterable[str], place: Path, read: Iterable[str]) -> None:
-        self.tuned.append(Command(tuple(words), place, self.absent(read)))
+    def add(self, words: Iterable[str], folder: Path, read: Iterable[str]) -> None:
+        self.tuned.append(Command(tuple(words), folder, self.absent(read)))
 
     def training(self, policy: str) -> Command:
-        name = self.method.trained_as or self.row.method
-        folder = self.out / "runs" / f"{name}{self.of_model()}-seed{self.seed}"
+        folder = self.out / "runs" / f"{self.manifest.trains(self.row)}{self.of_model()}-seed{self.seed}"
         switches = switches_of(self.trained)
         sets = sets_of(f"run.seed={self.seed}", *switches, *self.overrides(self.trained), *self.scale.of_trainings)
         recipe = self.recipe(policy)
@@ -271,7 +270,7 @@ class WorldScale(MethodRun):
         shares = self.method.generator is not None or self.trained.warmup is not None
         stages = [
             (tuple(words), Path(words[words.index("--out") + 1]))
-            for seed in dict.fromkeys((self.seed, SHARED) if shares else (self.seed,))
+            for seed in dict.fromkeys((self.seed, SHARED_SEED) if shares else (self.seed,))
             for words in world_stages(self.world, seed, judged=self.method.system in JUDGED)
         ]
         return [Command(*stage) for stage in dict.fromkeys(stages)]
@@ -294,7 +293,7 @@ class WorldScale(MethodRun):
         if tuning.questions is not None:
             return ["--questions", self._data("train"), *tuning.options]
         folder = self.out / "tunings" / "teacher"
-        words = ("eval", *self.of_system("eviomni", self.start(SHARED)), "--set", "system.name=eviomni")
+        words = ("eval", *self.of_system("eviomni", self.start(SHARED_SEED)), "--set", "system.name=eviomni")
         asked = ("--questions", self._data("train"), "--limit", str(TEACHER_QUESTIONS))
         self.add((*words, *asked, "--out", str(folder)), folder, [])
         return ["--transcripts", str(folder / "trajectories.jsonl")]
@@ -382,7 +381,7 @@ def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path
         method = manifest.methods[row.method]
         if scale.invented and not (in_world(method) and chosen[row.method] is row):
             continue
-        trained = manifest.methods[method.trained_as or row.method]
+        trained = manifest.methods[manifest.trains(row)]
         own_base = scale.invented and method.generator is None
         for seed in scale.seeds if own_base or trained.warmup or trained.recipe else scale.seeds[:1]:
             making = kind(manifest, scale, out, row, seed)

@@ -20,14 +20,14 @@ from thresher.retrieval.questions import read_questions
 from thresher.rewards.statistics import compare_paired
 
 Values = dict[str, float]  # question's id -> value
-Place = tuple[str, str, str]  # a row's label, a measure, a column
+Entry = tuple[str, str, str]  # a row's label, a measure, a column
 
 
 def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: Sequence[Cell]) -> dict[str, Any]:
     """The table as data: its rows, each with "printed" and "ours" by measure and column; what is not run is absent."""
     columns = columns_of(manifest, table, scale.invented)
     rows: dict[str, dict[str, Any]] = {}
-    values: dict[Place, dict[int, Values]] = {}  # of each seed
+    values: dict[Entry, dict[int, Values]] = {}  # of each seed
     for cell in cells:
         label = manifest.label(cell.row)
         rows.setdefault(label, {"label": label, "printed": cell.row.printed, "ours": {}})
@@ -54,19 +54,19 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: 
         "overrides": list(scale.overrides),
         "measures": list(table.measures),
         "columns": {name: manifest.sets[name].label for name in columns},
-        "places": {name: table.columns.index(name) for name in columns},
+        "positions": {name: table.columns.index(name) for name in columns},
         "average": table.average and len(columns) == len(table.columns),
         "against": table.against,
         "rows": list(rows.values()),
     }
 
 
-def alone(values: Mapping[Place, Mapping[int, Values]]) -> dict[Place, dict[int, Values]]:
+def alone(values: Mapping[Entry, Mapping[int, Values]]) -> dict[Entry, dict[int, Values]]:
     """Of two rows what each question has more in one than in the other, seed by seed: 1 where a gold is recalled by the
     one alone. A row without the other has nothing."""
-    found: dict[Place, dict[int, Values]] = {}
+    found: dict[Entry, dict[int, Values]] = {}
     for (label, measure, column), seeds in values.items():
-        others = [known for (row, *place), known in values.items() if row != label and place == [measure, column]]
+        others = [known for (row, *rest), known in values.items() if row != label and rest == [measure, column]]
         for other in others:
             found[label, measure, column] = {
                 seed: {id_: max(own[id_] - other[seed][id_], 0.0) for id_ in own if id_ in other[seed]}
@@ -77,18 +77,18 @@ def alone(values: Mapping[Place, Mapping[int, Values]]) -> dict[Place, dict[int,
 
 
 def read_column(
-    places: Sequence[Path], relations: int | None, only: str | None = None
+    outputs: Sequence[Path], relations: int | None, only: str | None = None
 ) -> dict[str, Mapping[str, float | None]]:
     """The measures by question of an extraction, an evaluation or both, the later before the earlier. relations: of
     the questions of the invented world with so many; only: of those of which this measure is 1; None: of all."""
     measures: dict[str, dict[str, float | None]] = {}
-    for place in places:
-        found = read_evidence(place) if place.suffix == ".jsonl" else read_evaluation(place).measures
+    for output in outputs:
+        found = read_evidence(output) if output.suffix == ".jsonl" else read_evaluation(output).measures
         for id_, row in found.items():
             measures.setdefault(id_, {}).update(row)
     chosen = set(measures)
     if relations is not None:
-        asked = read_questions(_questions_of(places[-1]))
+        asked = read_questions(_questions_of(outputs[-1]))
         chosen = {question.id for question in asked if question.metadata.get("hops") == relations}
     return {id_: row for id_, row in measures.items() if id_ in chosen and (only is None or row.get(only) == 1)}
 
@@ -103,11 +103,11 @@ def read_evidence(file: Path) -> dict[str, dict[str, float | None]]:
     return found
 
 
-def _questions_of(place: Path) -> str:
+def _questions_of(output: Path) -> str:
     """The file of questions that made it."""
-    if place.suffix == ".jsonl":
-        return str(read_json_object(place.with_suffix(".json"))["settings"]["questions"])
-    return str(read_json_object(place / "settings.json")["questions"])
+    if output.suffix == ".jsonl":
+        return str(read_json_object(output.with_suffix(".json"))["settings"]["questions"])
+    return str(read_json_object(output / "settings.json")["questions"])
 
 
 def _figures(seeds: Sequence[Values], against: Sequence[Values]) -> dict[str, Any]:
@@ -152,20 +152,20 @@ def markdown(results: Mapping[str, Any]) -> str:
             cells = [
                 part
                 for name in names
-                for part in _cells(row, measure, name, results["places"].get(name, -1), len(results["columns"]))
+                for part in _cells(row, measure, name, results["positions"].get(name, -1), len(results["columns"]))
             ]
             lines.append(f"| {row['label']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Mapping[str, Any], measure: str, column: str, place: int, columns: int) -> tuple[str, str, str]:
+def _cells(row: Mapping[str, Any], measure: str, column: str, position: int, columns: int) -> tuple[str, str, str]:
     printed = row["printed"].get(measure)
     known = row["ours"].get(measure, {})
     ours = known.get(column)
     seeds = [figures["seeds"] for figures in known.values()]
     if column == "average" and len(known) == columns and len(set(map(len, seeds))) == 1:
         ours = _over_seeds([mean(of_seed) for of_seed in zip(*seeds, strict=True)])
-    shown = "-" if printed is None or printed[place] == "-" else _number(printed[place])
+    shown = "-" if printed is None or printed[position] == "-" else _number(printed[position])
     if ours is None:
         return shown, "-", ""
     deviation = "" if ours["deviation"] is None else f" ± {_number(ours['deviation'])}"
