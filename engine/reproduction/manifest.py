@@ -25,7 +25,7 @@
                                 it, at most; agent: a model that searches, and sees evidence alone
                     generator   a tuning, one for all seeds: who answers, from the evidence, or as `baseline` asks
                     What is left of the chain answers itself. overrides: of every recipe; world: false where the
-                    invented world has no such thing
+                    invented world has no such thing; world_prompt: of a system that it asks in another's form
     [tables.NAME]   caption, measures (keys of thresher eval's metrics.json, or of thresher extract's records), columns
                     (names of sets), average (whether a last column has their mean), against (the label of the row that
                     others are tested against), only (a measure that is 1 of the questions that count), alone (of two
@@ -106,6 +106,7 @@ class Method:
     generator: str | None = None
     overrides: tuple[str, ...] = ()
     world: bool = True
+    world_prompt: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

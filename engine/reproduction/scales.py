@@ -350,7 +350,8 @@ class WorldScale(MethodRun):
 
     def _prompt(self) -> str:
         # What it shares a training with has the same.
-        return self.method.system or self.method.baseline or self.method.refiner[1]
+        method = self.method
+        return method.world_prompt or method.system or method.baseline or method.refiner[1]
 
     def _data(self, split: str) -> str:
         return str(self.world / "data" / f"given_{split}.jsonl")

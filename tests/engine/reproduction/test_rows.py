@@ -91,6 +91,13 @@ def test_supervised_baselines_answer_as_they_were_tuned(tmp_path: Path) -> None:
     assert made[:4] == ("data", "sft", "--kind", "reasoning") and made[made.index("--model") + 1] in cell.lacking()
 
 
+def test_in_the_world_what_asks_for_no_notes_has_a_prompt_without(tmp_path: Path) -> None:
+    manifest = read_manifest("evinote")
+    for method, prompt in (("base", "search_r1"), ("ns", "evinote"), ("sen_eqr", "evinote")):
+        words = cell_of(manifest, "T5", method, Scale("world"), tmp_path).before[-1].words
+        assert f"system.template={tmp_path}/world/{prompt}.txt" in words and "system.name=evinote" in words
+
+
 def test_of_two_rows_what_each_recalls_alone(tmp_path: Path) -> None:
     """Of four questions with a gold passage both recall one; a seed that only one row has does not count."""
     manifest = read_manifest("eviomni")
