@@ -6,6 +6,7 @@ knows nothing of seeds that were not run.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -139,23 +140,23 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines.append(f"Seeds: {results['seeds']}{asked}{changed}.")
     if results["against"]:
         lines.append(f"p: two-sided, paired over questions, against {results['against']}.")
-    for measure in results["measures"] if results["columns"] else ():
-        names = results["columns"] | ({"average": "Average"} if results["average"] else {})
-        lines += [
-            "",
-            f"## `{measure}`",
-            "",
-            "| | " + " | ".join(f"{label}, printed | ours | p" for label in names.values()) + " |",
-        ]
-        lines.append("|---" * (1 + 3 * len(names)) + "|")
-        for row in results["rows"]:
-            cells = [
-                part
-                for name in names
-                for part in _cells(row, measure, name, results["positions"].get(name, -1), len(results["columns"]))
-            ]
-            lines.append(f"| {row['label']} | " + " | ".join(cells) + " |")
+    for measure in results["measures"] if results["columns"] and results["rows"] else ():
+        lines += ["", f"## `{measure}`", "", *_measure_table(results, measure)]
     return "\n".join(lines) + "\n"
+
+
+def _measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
+    """Of every column what is printed, ours and p; the first and the last where any row has them."""
+    names = results["columns"] | ({"average": "Average"} if results["average"] else {})
+    head, rows = [""], [[row["label"]] for row in results["rows"]]
+    for name, label in names.items():
+        position = results["positions"].get(name, -1)
+        cells = [_cells(row, measure, name, position, len(results["columns"])) for row in results["rows"]]
+        printed, _, tested = ({text for text in texts if text not in ("-", "")} for texts in zip(*cells, strict=True))
+        head += [*([f"{label}, printed", "ours"] if printed else [label]), *(["p"] if tested else [])]
+        for row, texts in zip(rows, cells, strict=True):
+            row += compress(texts, (printed, True, tested))
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
 def _cells(row: Mapping[str, Any], measure: str, column: str, position: int, columns: int) -> tuple[str, str, str]:
