@@ -47,7 +47,8 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
 }
 SIZE, OVERVIEW_SIZE, DPI = (5.4, 3.2), (9.8, 3.3), 150  # inches, inches, pixels an inch
-COLORS = 64  # of a picture: a few curves with their edges, in a third of the bytes
+COLORS, MANY = 64, 4  # of a picture: a few curves with their edges, in a third of the bytes; of more curves all 256
+ENTRY, LETTER = 29.0, 4.9  # of a legend, in points: an entry's line and gaps, and a letter, about
 SMOOTH_FROM = 20  # a curve of fewer steps is drawn as it is
 
 
@@ -69,7 +70,8 @@ def _save(charts: Sequence[Chart], size: tuple[float, float], path: Path) -> Non
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png")
         with atomic_path(path) as temporary, Image.open(drawn) as picture:
-            picture.convert("RGB").quantize(COLORS).save(temporary, "PNG", optimize=True)
+            colors = COLORS if all(len(chart.series) <= MANY for chart in charts) else 256
+            picture.convert("RGB").quantize(colors).save(temporary, "PNG", optimize=True)
 
 
 def _draw_axes(axes: Axes, chart: Chart) -> None:
@@ -93,7 +95,18 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
         _label_ends(axes, chart.series[-1])
     many = len(axes.get_legend_handles_labels()[1]) > 1
     if many or chart.stacked or chart.series[0].label in (SAMPLED, HELD_OUT):
-        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.01), ncols=6, borderaxespad=0.0)
+        _draw_legend(axes)
+
+
+def _draw_legend(axes: Axes) -> None:
+    """Between the title and the curves, in as many lines as it takes."""
+    assert isinstance(axes.figure, Figure)
+    labels = axes.get_legend_handles_labels()[1]
+    widths = [ENTRY + LETTER * len(label) for label in labels]
+    room = 72 * 0.9 * axes.figure.get_figwidth() / len(axes.figure.axes)
+    columns = len(labels) if sum(widths) <= room else max(1, int(room / max(widths)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.01), ncols=columns, borderaxespad=0.0)
+    axes.set_title(axes.get_title(loc="left"), pad=STYLE["axes.titlepad"] + 12 * (-(-len(labels) // columns) - 1))
 
 
 def _set_range(axes: Axes, chart: Chart) -> None:

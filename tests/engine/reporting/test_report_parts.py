@@ -2,15 +2,17 @@
 
 import math
 
+import matplotlib
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from report_cases import CHARTS, eval_record, step_record, trajectory
 
-from thresher.engine.reporting.charts import charts_of
+from thresher.engine.reporting.charts import PALETTE, Chart, Series, charts_of
 from thresher.engine.reporting.excerpts import choose, parts_of, visible
-from thresher.engine.reporting.plots import smooth, smoothing
+from thresher.engine.reporting.plots import DPI, SIZE, STYLE, _draw_axes, smooth, smoothing
 from thresher.rewards.transcript import Source
 
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
@@ -118,3 +120,19 @@ def test_smoothing() -> None:
 def test_a_reward_of_a_single_part_is_not_drawn_twice() -> None:
     records = [step_record(step, parts={"answer": 0.5}) for step in (1, 2)]
     assert not [chart for chart in charts_of(records, **CHARTS) if chart.name.startswith("parts")]
+
+
+@pytest.mark.parametrize("labels", [["A", "B"], ["+ SEN + EQR"] * 7, ["a name of a run that is as long as a line"] * 3])
+def test_a_legend_stays_within_its_picture_and_off_the_title(labels: list[str]) -> None:
+    steps = np.arange(3.0)
+    series = tuple(Series(label, color, steps, steps) for label, color in zip(labels, PALETTE, strict=False))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+        axes = figure.add_subplot()
+        _draw_axes(axes, Chart(name="x", title="Reward", caption="", series=series))
+        figure.draw_without_rendering()
+        legend = axes.get_legend()
+        assert legend is not None
+        box, above = legend.get_window_extent(), axes._left_title.get_window_extent()  # type: ignore[attr-defined]
+    assert box.x1 <= SIZE[0] * DPI and box.y1 <= above.y0
+    assert axes.get_window_extent().width > 0.75 * SIZE[0] * DPI
