@@ -221,7 +221,8 @@ class PaperScale(MethodRun):
     def source(self, name: str) -> list[str]:
         tuning = self.manifest.tunings[name]
         if tuning.questions is not None:
-            return ["--questions", tuning.questions, *tuning.options]
+            device = ["--device", self.scale.device] if "--model" in tuning.options else []
+            return ["--questions", tuning.questions, *tuning.options, *device]
         assert tuning.teacher is not None, f"[tunings.{name}]: a kind needs questions or a teacher"
         return ["--transcripts", tuning.teacher]
 
@@ -250,7 +251,8 @@ class PaperScale(MethodRun):
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         if self.method.encoder is not None:
             asked = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
-        return [*asked, *self.method.refiner, *self.of_extract(asked), *baseline]
+        wider = sets_of(*self.method.extract_overrides)
+        return [*asked, *self.method.refiner, *wider, *self.of_extract(asked), *baseline]
 
     def answer_words(self, answerer: str) -> list[str]:
         sets = sets_of(*ON_GPU, *self.overrides(self.method), *self.scale.of_answers)
