@@ -131,11 +131,11 @@ class MethodRun(ABC):
 
     def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """Of these words those that name, or set to, a file that is not there, or a model that no given server has,
-        with the manifest's way to get it."""
+        with the manifest's way to get it. Not of overrides: a judge may be called as such a model is."""
         known: dict[str, str] = dict(self.manifest.files)
         known |= {one.paper: one.get for one in self.manifest.models.values() if one.paper not in self.scale.servers}
         known |= {column.paper: column.get for column in self.manifest.sets.values() if not column.noise}
-        paths = dict.fromkeys(word.rpartition("=")[2] for word in read)
+        paths = dict.fromkeys(word.rpartition("=")[2] for word in read if word not in self.scale.overrides)
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
 
     def of_extract(self, asked: Sequence[str]) -> list[str]:

@@ -35,6 +35,8 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(
     said = capsys.readouterr().out
     assert ran == [] and "gpt-4o: GPT-4o" in said and "--answer-url deepseek-r1=URL" in said
     assert "\n- GPT-4o: gpt-4o is absent\n" in Path("out/arena-T5.md").read_text()
+    judged = cells_of(manifest, manifest.tables["T5"], Scale("paper", overrides=("judge.model=gpt-4o",)), Path("out"))
+    assert ["gpt-4o" in cell.lacking() for cell in judged] == [True, False, False, False]  # the row, not all judged
     urls = [("gpt-4o", "https://API.openai.com/v1"), ("deepseek-r1", "http://h:1/v1")]
     keys = ["OTHER@api.example.com", "OPENAI@api.openai.com"]
     servers = servers_of(manifest, urls, [("deepseek-r1", "r1")], keys)
@@ -101,10 +103,11 @@ def test_whoever_reads_many_passages_has_room_for_them(tmp_path: Path) -> None:
     the same, and LLMLingua-2 leaves 540 of them, which the generator is shown whole."""
     manifest, room = read_manifest("eviomni"), "rollout.max_passage_tokens=3072"
     scale = Scale("paper", overrides=("rollout.max_passage_tokens=5000",))
-    cell = cell_of(manifest, "T10", "eviomni", scale, tmp_path)
-    words = cell.columns["musique"][0].words
-    assert words[0] == "extract" and words.index(room) < words.index(scale.overrides[0])  # of two the last counts
-    assert not any(room in command.words for command in cell.before)
+    for method in ("filco", "cot", "eviomni"):
+        cell = cell_of(manifest, "T10", method, scale, tmp_path)
+        words = cell.columns["musique"][0].words
+        assert words[0] == "extract" and words.index(room) < words.index(scale.overrides[0])  # of two the last counts
+        assert not any(room in command.words for command in cell.before)
     invented = cell_of(manifest, "F5", "eviomni", Scale("world"), tmp_path)
     assert not any(room in command.words for command in invented.every())
     whole, evidence = load_baseline("full_passages", {}), answers_from({}, "a file")
