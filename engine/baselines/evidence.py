@@ -3,7 +3,8 @@
 The evidence comes from a file of `thresher extract`, by the question's id, and is the one passage of the prompt that
 `full_passages` shows whole passages in, and that a generator is tuned on (`sft.format = "qa"`): who answers cannot tell
 evidence from a passage by the prompt. A question whose evidence is empty is asked all the same, with none; one that the
-file does not know ends the run.
+file does not know ends the run. Evidence is never cut: one that is longer than rollout.max_passage_tokens, 3,072 as of
+whole passages, ends the run too.
 """
 
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ def answers_from(evidence: Mapping[str, str], source: str, options: common.Optio
         episode=episode,
         reward=answer_reward,
         template=built_in("passages", options or common.Options(), passages=True),
-        preset={"rollout": {"max_turns": 1}},
+        preset={"rollout": {"max_turns": 1, "max_passage_tokens": 3072}},
     )
 
 

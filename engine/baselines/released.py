@@ -15,11 +15,11 @@ search no more. `over` = "given" answers searches from the passages that the que
     reward = EM(answer, golds)    answer: the first closed <answer>, of ReSearch the last \\boxed in it; of
                                   SimpleDeepSearcher the last \\boxed of all that was written
 
-Preset: 5 passages (R1-Searcher's and ReSearch's code; else [assumed]), turns of 512 tokens (R1-Searcher's code) or
-1,024 (else [assumed]), 10 turns (R1-Searcher's code, SimpleDeepSearcher's 10 searches; ReSearch [assumed]), a context
-of 8,192 [assumed]. SimpleDeepSearcher has another model sum up web pages first; here the passages themselves are
-shown. The prompts are in our words: a checkpoint is at its best under its own, by system.template. R1-Searcher (base)
-and ReSearch (base) take theirs without a chat template (model.prompt = "raw").
+Preset: 5 passages (R1-Searcher's and ReSearch's code; else [assumed]), for which 1,024 tokens are room [assumed], turns
+of 512 tokens (R1-Searcher's code) or 1,024 (else [assumed]), 10 turns (R1-Searcher's code, SimpleDeepSearcher's 10
+searches; ReSearch [assumed]), a context of 8,192 [assumed]. SimpleDeepSearcher has another model sum up web pages
+first; here the passages themselves are shown. The prompts are in our words: a checkpoint is at its best under its own,
+by system.template. R1-Searcher (base) and ReSearch (base) take theirs without a chat template (model.prompt = "raw").
 """
 
 from collections.abc import Sequence
@@ -149,7 +149,12 @@ def system(options: Options) -> System:
         template=built_in(options.protocol, options),
         preset={
             "retrieval": {"k": 5},
-            "rollout": {"max_turns": 10, "max_turn_tokens": known.turn_tokens, "max_context": 8192},
+            "rollout": {
+                "max_turns": 10,
+                "max_turn_tokens": known.turn_tokens,
+                "max_context": 8192,
+                "max_passage_tokens": 1024,
+            },
         },
         answer=partial(answer_of, protocol=options.protocol),
         searches=True,

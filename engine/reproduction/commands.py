@@ -57,6 +57,12 @@ class Scale:
         """Of the evaluation of a run, whose recipe has all else."""
         return [text for text in self.overrides if text.partition(".")[0].strip() == "judge"]
 
+    @property
+    def device(self) -> str:
+        """Of a command that takes no overrides, at paper scale: a GPU where they do not say otherwise."""
+        named = [text.partition("=")[2] for text in self.overrides if text.startswith("model.device=")]
+        return ["cuda", *named][-1].partition(":")[0]
+
     def _without(self, *sections: str) -> list[str]:
         return [text for text in self.overrides if text.partition(".")[0].strip() not in sections]
 

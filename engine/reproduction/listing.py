@@ -43,7 +43,7 @@ def listing(
                     "columns": list(table.columns),
                     "world": columns_of(manifest, table, True) if in_world(manifest.methods[row.method]) else [],
                     "model": manifest.models[row.model].paper,
-                    "stages": list(_stages(manifest, row)),
+                    "stages": list(_stages(manifest, row, asked=table.columns != ())),
                     "trained_by": trained.recipe,
                     "needs": _stated(trained.recipe, manifest.models[row.model].paper),
                     "planned": plans[key],
@@ -86,14 +86,16 @@ def _size(model: str) -> str:
     return Path(model).name.removesuffix("-Instruct")
 
 
-def _stages(manifest: PaperManifest, row: TableRow) -> Iterator[str]:
-    """The chain of a row, in words."""
+def _stages(manifest: PaperManifest, row: TableRow, asked: bool) -> Iterator[str]:
+    """The chain of a row, in words; of one that is asked nothing up to its training."""
     method = manifest.methods[row.method]
     trained = manifest.methods[manifest.trains(row)]
     if trained.warmup is not None:
         yield f"sft {manifest.tunings[trained.warmup].recipe}"
     if trained.recipe is not None:
         yield f"train {trained.recipe}"
+    if not asked:
+        return
     if method.extract:
         yield "extract" if method.agent is None else "extract for an agent"
     if method.generator is not None:

@@ -22,7 +22,8 @@
                     recipe      of a training at paper scale; trained_as: a method whose warm-up and training it
                                 shares instead
                     extract     true: thresher extract leaves evidence of every column's passages; evidence_tokens: of
-                                it, at most; agent: a model that searches, and sees evidence alone
+                                it, at most; extract_overrides: of this command alone, at paper scale; agent: a model
+                                that searches, and sees evidence alone
                     generator   a tuning, one for all seeds: who answers, from the evidence, or as `baseline` asks
                     What is left of the chain answers itself. overrides: of every recipe; world: false where the
                     invented world has no such thing; world_prompt: of a system that it asks in another's form
@@ -102,6 +103,7 @@ class Method:
     trained_as: str | None = None
     extract: bool = False
     evidence_tokens: int | None = None
+    extract_overrides: tuple[str, ...] = ()
     agent: str | None = None
     generator: str | None = None
     overrides: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,11 +57,11 @@ def reproduce(
             if not runner.run_cell(title, cell):
                 put_off.append((name, number, cell))
                 continue
-            _write_table(manifest, name, scale, cells, out)
+            _write_table(manifest, name, scale, cells, out, runner.refused)
         if len(put_off) == len(left):
             time.sleep(WAIT)
         left = put_off
-    found = {name: _write_table(manifest, name, scale, cells_by_table[name], out) for name in chosen}
+    found = {name: _write_table(manifest, name, scale, cells_by_table[name], out, runner.refused) for name in chosen}
     for name, table in chosen.items():
         if table.curves:
             _write_figure(manifest, table, cells_by_table[name], out / f"{paper}-{name}.html")
@@ -70,9 +70,16 @@ def reproduce(
     return found
 
 
-def _write_table(manifest: PaperManifest, name: str, scale: Scale, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
+def _write_table(
+    manifest: PaperManifest,
+    name: str,
+    scale: Scale,
+    cells: Sequence[Cell],
+    out: Path,
+    refused: Mapping[Command, str],
+) -> dict[str, Any]:
     """Into the folder `out`, with all that is finished; returns what its JSON file holds."""
-    found = results_of(manifest, manifest.tables[name], scale, cells)
+    found = results_of(manifest, manifest.tables[name], scale, cells, refused)
     atomic_write_text(out / f"{manifest.name}-{name}.md", markdown(found))
     atomic_write_text(out / f"{manifest.name}-{name}.json", json.dumps(found, indent=2) + "\n")
     return found

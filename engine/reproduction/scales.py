@@ -130,11 +130,11 @@ class MethodRun(ABC):
 
     def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """Of these words those that name, or set to, a file that is not there, or a model that no given server has,
-        with the manifest's way to get it."""
+        with the manifest's way to get it. Not of overrides: a judge may be called as such a model is."""
         known: dict[str, str] = dict(self.manifest.files)
         known |= {one.paper: one.get for one in self.manifest.models.values() if one.paper not in self.scale.servers}
         known |= {column.paper: column.get for column in self.manifest.sets.values() if not column.noise}
-        paths = dict.fromkeys(word.rpartition("=")[2] for word in read)
+        paths = dict.fromkeys(word.rpartition("=")[2] for word in read if word not in self.scale.overrides)
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
 
     def of_extract(self, asked: Sequence[str]) -> list[str]:
@@ -220,7 +220,8 @@ class PaperScale(MethodRun):
     def source(self, name: str) -> list[str]:
         tuning = self.manifest.tunings[name]
         if tuning.questions is not None:
-            return ["--questions", tuning.questions, *tuning.options]
+            device = ["--device", self.scale.device] if "--model" in tuning.options else []
+            return ["--questions", tuning.questions, *tuning.options, *device]
         assert tuning.teacher is not None, f"[tunings.{name}]: a kind needs questions or a teacher"
         return ["--transcripts", tuning.teacher]
 
@@ -249,7 +250,8 @@ class PaperScale(MethodRun):
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         if self.method.encoder is not None:
             asked = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
-        return [*asked, *self.method.refiner, *self.of_extract(asked), *baseline]
+        wider = sets_of(*self.method.extract_overrides)
+        return [*asked, *self.method.refiner, *wider, *self.of_extract(asked), *baseline]
 
     def answer_words(self, answerer: str) -> list[str]:
         sets = sets_of(*ON_GPU, *self.overrides(self.method), *self.scale.of_answers)

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from statistics import mean, stdev
+from types import MappingProxyType
 from typing import Any
 
 from thresher.engine.evaluation.compare import read_evaluation
 from thresher.engine.extraction.figures import record_measures
-from thresher.engine.reproduction.commands import Cell, Scale, columns_of
+from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable
 from thresher.policy.files import read_json_object
 from thresher.retrieval.data.jsonl import iter_jsonl
@@ -24,8 +25,15 @@ Values = dict[str, float]  # question's id -> value
 Entry = tuple[str, str, str]  # a row's label, a measure, a column
 
 
-def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The table as data: its rows, each with "printed" and "ours" by measure and column; what is not run is absent."""
+def results_of(
+    manifest: PaperManifest,
+    table: PaperTable,
+    scale: Scale,
+    cells: Sequence[Cell],
+    refused: Mapping[Command, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The table as data: its rows, each with "printed" and "ours" by measure and column; what is not run is absent, and
+    "not_run" has the rows by the reason."""
     columns = columns_of(manifest, table, scale.invented)
     rows: dict[str, dict[str, Any]] = {}
     values: dict[Entry, dict[int, Values]] = {}  # of each seed
@@ -58,8 +66,20 @@ def results_of(manifest: PaperManifest, table: PaperTable, scale: Scale, cells: 
         "positions": {name: table.columns.index(name) for name in columns},
         "average": table.average and len(columns) == len(table.columns),
         "against": table.against,
+        "not_run": _not_run(manifest, cells, refused),
         "rows": list(rows.values()),
     }
+
+
+def _not_run(manifest: PaperManifest, cells: Sequence[Cell], refused: Mapping[Command, str]) -> dict[str, list[str]]:
+    """Why -> labels of the rows of which something is not run, for want of a file or a server, or refused."""
+    found: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        reasons = [f"{path} is absent" for path in cell.lacking()]
+        reasons += [f"refused, {' '.join(refused[command].split())}" for command in cell.every() if command in refused]
+        for why in reasons:
+            found.setdefault(why, {})[manifest.label(cell.row)] = None
+    return {why: list(labels) for why, labels in found.items()}
 
 
 def alone(values: Mapping[Entry, Mapping[int, Values]]) -> dict[Entry, dict[int, Values]]:
@@ -142,6 +162,11 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines.append(f"p: two-sided, paired over questions, against {results['against']}.")
     for measure in results["measures"] if results["columns"] and results["rows"] else ():
         lines += ["", f"## `{measure}`", "", *_measure_table(results, measure)]
+    if results["not_run"]:
+        lines += ["", "## Not run, wholly or in part", ""]
+    for why, labels in results["not_run"].items():
+        rows = "every row" if len(labels) == len(results["rows"]) > 1 else ", ".join(labels)
+        lines.append(f"- {rows}: {why}")
     return "\n".join(lines) + "\n"
 
 

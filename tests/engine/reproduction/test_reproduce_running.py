@@ -140,6 +140,8 @@ def test_what_is_refused_is_said_and_the_rest_runs(
     run._check_folder([Cell(cell.row, cell.seed, cell.before)], tmp_path)
     with_reward, without = json.loads((tmp_path / "eval_rar-T2.json").read_text())["rows"]
     assert with_reward["ours"]["em"]["nq"]["mean"] == 1.0 and "em" not in without["ours"]
+    said = (tmp_path / "eval_rar-T2.md").read_text()
+    assert said.endswith("\n- w/o evaluation reward (base): refused, no model asks: name one\n")
 
 
 def test_a_chain_shares_its_stages_survives_kills_and_is_measured_as_one(

@@ -106,6 +106,7 @@ def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: 
     model = Path("models/Qwen2.5-1.5B-Instruct")
     (_, rational, *_, eviomni, _) = listing(manifest, CHIPS["H100"], ["T1", "T2", "own"])
     assert rational["stages"] == ["sft eviomni/warmup.toml", "extract"] and rational["planned"] is None
+    assert listing(manifest, CHIPS["H100"], ["F4"])[0]["stages"] == eviomni["stages"][:1]  # a figure asks nothing
     assert eviomni["planned"]["absent"] == str(model / "config.json") and "hf download" in eviomni["planned"]["get"]
     model.mkdir(parents=True)
     (model / "config.json").write_bytes((RECIPES / "world" / "config.json").read_bytes().replace(b"1024", b"4096"))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from thresher.engine.baselines import load_baseline
+from thresher.engine.baselines.evidence import answers_from
 from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import PaperManifest, read_manifest
 from thresher.engine.reproduction.run import reproduce
@@ -32,6 +34,9 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(
     reproduce("arena", ["T5"], PAPER, Path("out"), ran.append)
     said = capsys.readouterr().out
     assert ran == [] and "gpt-4o: GPT-4o" in said and "--answer-url deepseek-r1=URL" in said
+    assert "\n- GPT-4o: gpt-4o is absent\n" in Path("out/arena-T5.md").read_text()
+    judged = cells_of(manifest, manifest.tables["T5"], Scale("paper", overrides=("judge.model=gpt-4o",)), Path("out"))
+    assert ["gpt-4o" in cell.lacking() for cell in judged] == [True, False, False, False]  # the row, not all judged
     urls = [("gpt-4o", "https://API.openai.com/v1"), ("deepseek-r1", "http://h:1/v1")]
     keys = ["OTHER@api.example.com", "OPENAI@api.openai.com"]
     servers = servers_of(manifest, urls, [("deepseek-r1", "r1")], keys)
@@ -89,6 +94,24 @@ def test_supervised_baselines_answer_as_they_were_tuned(tmp_path: Path) -> None:
         assert answering.words[2] == str(cell.before[-1].folder) and cell.before[-1].words[0] == "sft"
     made = cell.before[0].words
     assert made[:4] == ("data", "sft", "--kind", "reasoning") and made[made.index("--model") + 1] in cell.lacking()
+    on_cpu = cell_of(manifest, "T3", method, Scale("paper", overrides=("model.device=cpu",)), tmp_path).before[0].words
+    assert [words[words.index("--device") + 1] for words in (made, on_cpu)] == ["cuda", "cpu"]
+
+
+def test_whoever_reads_many_passages_has_room_for_them(tmp_path: Path) -> None:
+    """MuSiQue's 20 paragraphs are 2,454 tokens on average: an extractor that is trained on 5 passages reads them all
+    the same, and LLMLingua-2 leaves 540 of them, which the generator is shown whole."""
+    manifest, room = read_manifest("eviomni"), "rollout.max_passage_tokens=3072"
+    scale = Scale("paper", overrides=("rollout.max_passage_tokens=5000",))
+    for method in ("filco", "cot", "eviomni"):
+        cell = cell_of(manifest, "T10", method, scale, tmp_path)
+        words = cell.columns["musique"][0].words
+        assert words[0] == "extract" and words.index(room) < words.index(scale.overrides[0])  # of two the last counts
+        assert not any(room in command.words for command in cell.before)
+    invented = cell_of(manifest, "F5", "eviomni", Scale("world"), tmp_path)
+    assert not any(room in command.words for command in invented.every())
+    whole, evidence = load_baseline("full_passages", {}), answers_from({}, "a file")
+    assert evidence.preset["rollout"]["max_passage_tokens"] == whole.preset["rollout"]["max_passage_tokens"] == 3072
 
 
 def test_in_the_world_what_asks_for_no_notes_has_a_prompt_without(tmp_path: Path) -> None:
