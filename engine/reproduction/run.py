@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of
+from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, results_of
@@ -101,14 +101,18 @@ def _write_figure(manifest: PaperManifest, table: PaperTable, cells: Sequence[Ce
 def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:
     """All that the scale has where none is named. UserError for a name that the manifest has not, or not there."""
     named = manifest.named(names)
-    empty = [
-        name for name, table in manifest.tables.items() if table.columns and not columns_of(manifest, table, invented)
-    ]
-    if absent := [name for name in names if name in empty]:
+    there = {
+        name: table
+        for name, table in named.items()
+        if (columns_of(manifest, table, invented) or not table.columns)
+        and (not invented or any(in_world(manifest.methods[row.method]) for row in table.rows))
+    }
+    if absent := [name for name in names if name not in there]:
         raise UserError(
-            f"reproduce: {absent[0]} has none of its question sets in the invented world; --scale paper has"
+            f"reproduce: {absent[0]} has none of its question sets or of its rows in the invented world; "
+            "--scale paper has"
         )
-    return {name: table for name, table in named.items() if name not in empty}
+    return there
 
 
 def _say_lacking(cells: Sequence[Cell]) -> None:

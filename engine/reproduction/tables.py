@@ -160,7 +160,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines.append(f"Seeds: {results['seeds']}{asked}{changed}.")
     if results["against"]:
         lines.append(f"p: two-sided, paired over questions, against {results['against']}.")
-    for measure in results["measures"] if results["columns"] and results["rows"] else ():
+    for measure in results["measures"] if results["columns"] else ():
         lines += ["", f"## `{measure}`", "", *_measure_table(results, measure)]
     if results["not_run"]:
         lines += ["", "## Not run, wholly or in part", ""]

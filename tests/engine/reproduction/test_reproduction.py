@@ -236,8 +236,9 @@ def test_what_is_refused() -> None:
         read_manifest("evalrar")
     with pytest.raises(UserError, match="eval_rar has no table 'T9' here; choose of T1, T2"):
         reproduce("eval_rar", ["T9"], PAPER, Path("x"), print)
-    with pytest.raises(UserError, match="T11 has none of its question sets in the invented world"):
-        reproduce("arena", ["T11"], Scale("world"), Path("x"), print)
+    for paper, table in (("arena", "T11"), ("eviomni", "T6")):
+        with pytest.raises(UserError, match=f"{table} has none of its question sets or of its rows in the invented"):
+            reproduce(paper, [table], Scale("world"), Path("x"), print)
     row: dict[str, Any] = {"method": "m", "model": "a", "printed": {"em": [1.0]}}
     found: dict[str, Any] = {
         "title": "x",
