@@ -1,4 +1,5 @@
-"""`thresher init`: a model folder with random weights, from a config and a tokenizer that is given or trained."""
+"""`thresher init`: a model folder with random weights, from a config and a tokenizer that is given or trained; or a
+trained model with more layers on top."""
 
 import argparse
 
@@ -11,7 +12,10 @@ EXAMPLE = "thresher init --config config.json --tokenizer models/Qwen2.5-0.5B --
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, help="config.json of a supported family")
+    begun = parser.add_mutually_exclusive_group(required=True)
+    begun.add_argument("--config", help="config.json of a supported family")
+    begun.add_argument("--model", help="model folder to put --add-layers on, in place of a config and a tokenizer")
+    parser.add_argument("--add-layers", type=flags.count, metavar="N", help="layers on top that begin as the identity")
     parser.add_argument("--tokenizer", help="folder with a tokenizer.json, or the file")
     parser.add_argument(
         "--train-tokenizer", nargs="+", default=[], metavar="FILE", help="train one on the strings of JSONL files"
@@ -25,8 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.synthetic.random_model import initialise
+    from thresher.engine.synthetic.random_model import add_layers, initialise
 
+    if options.model is not None or options.add_layers is not None:
+        _check_alone(options)
+        figures = add_layers(options.model, options.add_layers, options.out, seed=options.seed)
+        console.figures(f"model with more layers in {options.out}", figures)
+        return
     figures = initialise(
         options.config,
         options.out,
@@ -39,3 +48,14 @@ def run(options: argparse.Namespace) -> None:
         zero_outputs=options.zero_outputs,
     )
     console.figures(f"model with random weights in {options.out}", figures)
+
+
+def _check_alone(options: argparse.Namespace) -> None:
+    """UserError for one of --model and --add-layers without the other, or with a flag that changes nothing there."""
+    from thresher.rewards.errors import UserError
+
+    if options.model is None or options.add_layers is None:
+        raise UserError("init: --model FOLDER and --add-layers N belong together; give both")
+    given = ("tokenizer", "train_tokenizer", "set", "embedding_std", "zero_outputs")
+    if others := [f"--{name.replace('_', '-')}" for name in given if getattr(options, name)]:
+        raise UserError(f"init: {others[0]} is for a new model; leave it out, for --model FOLDER brings its own")

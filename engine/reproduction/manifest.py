@@ -3,6 +3,7 @@
     title = "..."
     like            the name of a manifest whose models, files, sets, tunings and methods are this one's too, but for
                     what is said of them here
+    world_base      the base of all rows in the invented world (engine/synthetic/shared_base.py); absent: "shared"
     [models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template;
                     served: `paper` is what a server calls it, whose address is given by --answer-url; overrides: of
                     its evaluations
@@ -150,6 +151,7 @@ class PaperManifest:
     tables: Mapping[str, PaperTable]
     files: Mapping[str, str]
     left_out: Mapping[str, str]
+    world_base: str = "shared"
 
     def label(self, row: TableRow) -> str:
         return row.label or self.methods[row.method].label
@@ -209,6 +211,7 @@ def make_manifest(name: str, found: Mapping[str, Any]) -> PaperManifest:
         tables=tables,
         files=found.get("files", {}),
         left_out=found.get("left_out", {}),
+        world_base=found.get("world_base", "shared"),
     )
     for key, method in manifest.methods.items():
         _check_method(manifest, key, method)

@@ -23,8 +23,9 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
-from thresher.engine.reproduction.scales import cells_of, write_prompts
+from thresher.engine.reproduction.scales import cells_of
 from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.engine.reproduction.world_prompts import write_prompts
 from thresher.engine.store.run_folder import lock_folder
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.rewards.errors import UserError

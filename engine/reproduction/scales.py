@@ -15,12 +15,10 @@ from thresher.engine.config.recipe import load_recipe
 from thresher.engine.extraction.run import SECTIONS
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
-from thresher.engine.synthetic.shared_base import JUDGED, RECIPE, RECIPES, world_paths, world_stages
-from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, template
-from thresher.policy.files import atomic_write_text
+from thresher.engine.reproduction.world_prompts import ASKED_IN, prompt_file
+from thresher.engine.synthetic.shared_base import BASES, JUDGED, RECIPE, RECIPES, WorldBase, world_paths, world_stages
+from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING
 
-ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
-ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
 TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
 ON_GPU = ("model.device=cuda", "model.dtype=bfloat16")  # of what no recipe says it for
 SHARED_SEED = 0  # of what all seeds share: the generator that answers from evidence, and the teacher
@@ -268,17 +266,21 @@ class WorldScale(MethodRun):
     def world(self) -> Path:
         return self.out / "world"
 
+    @property
+    def _base(self) -> WorldBase:
+        return BASES[self.manifest.world_base]
+
     def base(self) -> list[Command]:
         shares = self.method.generator is not None or self.trained.warmup is not None
         stages = [
             (tuple(words), Path(words[words.index("--out") + 1]))
             for seed in dict.fromkeys((self.seed, SHARED_SEED) if shares else (self.seed,))
-            for words in world_stages(self.world, seed, judged=self.method.system in JUDGED)
+            for words in world_stages(self.world, seed, self.method.system in JUDGED, self.manifest.world_base)
         ]
         return [Command(*stage) for stage in dict.fromkeys(stages)]
 
     def start(self, seed: int) -> str:
-        return str(self.world / f"base{seed}")
+        return f"{self.world / self._base.folder}{seed}"
 
     def of_model(self) -> str:
         return ""
@@ -316,7 +318,11 @@ class WorldScale(MethodRun):
     def of_system(self, prompt: str, policy: str) -> list[str]:
         """The world's recipe, for a system or for one of its other prompts."""
         system = prompt if prompt in (*SEARCHING, *GIVEN) else GIVEN[0]
-        paths = [text for text in world_paths(self.world, system) if not text.startswith("model.path=")]
+        paths = [
+            text
+            for text in world_paths(self.world, system, base=self.manifest.world_base)
+            if not text.startswith("model.path=")
+        ]
         named = (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
         return [str(RECIPE), *sets_of(*named)]
 
@@ -331,7 +337,7 @@ class WorldScale(MethodRun):
         if asked[0] == "--best":
             return [*asked, *self.of_extract(asked)]
         template = ["--template", str(prompt_file(self.world, self._prompt()))]
-        sets = [*sets_of(f'retrieval.passage_format="{GIVEN_FORMAT}"'), *self.of_extract(asked)]
+        sets = [*sets_of(f'retrieval.passage_format="{self._base.passage_format}"'), *self.of_extract(asked)]
         baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
         return [*asked, *self.method.refiner, *template, *sets, *baseline]
 
@@ -357,19 +363,6 @@ class WorldScale(MethodRun):
 
     def _data(self, split: str) -> str:
         return str(self.world / "data" / f"given_{split}.jsonl")
-
-
-def write_prompts(world: Path) -> None:
-    """The invented world's prompt of each system that its base knows, and of each that a tuning teaches."""
-    world.mkdir(parents=True, exist_ok=True)
-    for name in dict.fromkeys((*SEARCHING, *GIVEN, *ASKED_IN.values())):
-        shown = "" if name in SEARCHING or name == "closed-book" else "{passages}\n"
-        text = template(name) if name in (*SEARCHING, *GIVEN) else f"{name}\n{shown}Question: {{question}}\n"
-        atomic_write_text(prompt_file(world, name), text)
-
-
-def prompt_file(world: Path, name: str) -> Path:
-    return world / f"{name}.txt"
 
 
 def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[Cell]:

@@ -10,6 +10,7 @@ and, where asked for, what a base for all systems is trained on (warmup_transcri
 given_train.jsonl, given_test.jsonl    the same questions with passages, gold indices among them
 forms.jsonl                            warm-up transcripts of six protocols, prompts included
 recitals.jsonl                         copy-task transcripts, which come before them: facts restated
+numbers-1.jsonl .. numbered.jsonl       the stages of ARENA's base (number_forms.py)
 """
 
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.protocol.render import check_passage_format, passage_lines
+from thresher.engine.synthetic.number_forms import STAGES, number_transcripts, numbered_transcripts
 from thresher.engine.synthetic.warmup_transcripts import (
     GIVEN,
     SEARCHING,
@@ -96,6 +98,9 @@ def _write_warmup(
             mixed += warmup_transcripts(world, name, count // size.warmup_worlds, size, number, search)
     write_jsonl(folder / "forms.jsonl", mixed)
     write_jsonl(folder / "recitals.jsonl", copy_task_transcripts(worlds.warmup, COPY_TASKS * count, seed))
+    for stage in STAGES:
+        write_jsonl(folder / f"{stage}.jsonl", number_transcripts(worlds.warmup, stage, 3 * count, size, seed))
+    write_jsonl(folder / "numbered.jsonl", numbered_transcripts(worlds.warmup, 3 * count, size))
 
 
 def _search(world: InventedWorld, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:

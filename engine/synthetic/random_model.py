@@ -1,20 +1,23 @@
 """`thresher init`: a model folder with random weights, from a config and a tokenizer.
 
 The config is any config.json of a supported family, with keys overridden at will; the tokenizer is read from a folder,
-or trained on the strings of JSONL files.
+or trained on the strings of JSONL files. Or a trained model with more layers on top.
 """
 
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from thresher.engine.assemble import check_fit
 from thresher.policy.config import config_from_dict, known_keys
 from thresher.policy.files import read_json_object, staged_folder
 from thresher.policy.hashes import write_hashes
-from thresher.policy.model import Policy, init_policy
+from thresher.policy.model import Policy, init_policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.rewards.errors import UserError
@@ -59,6 +62,19 @@ def initialise(
     config = config_from_dict(table, str(config_path))
     policy = init_policy(config, seed, embedding_std=embedding_std, zero_outputs=zero_outputs)
     return write_model(policy, tokenizer, out) | {"seed": seed}
+
+
+def add_layers(model: str | Path, count: int, out: str | Path, *, seed: int = 0) -> dict[str, Any]:
+    """Write a model folder's model with `count` more layers on top, which begin as the identity (their projections into
+    the residual stream are 0), so that it computes what it did; returns its figures."""
+    old = load_policy(model)
+    config = replace(old.config, num_hidden_layers=old.config.num_hidden_layers + count)
+    policy = init_policy(config, seed, zero_outputs=True)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if (trained := dict(old.named_parameters()).get(name)) is not None:
+                parameter.copy_(trained)
+    return write_model(policy, load_tokenizer(model), out) | {"seed": seed}
 
 
 def write_model(policy: Policy, tokenizer: Tokenizer, out: str | Path) -> dict[str, Any]:

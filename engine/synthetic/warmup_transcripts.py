@@ -68,24 +68,33 @@ def copy_task_transcripts(worlds: Sequence[InventedWorld], count: int, seed: int
     names = sorted({entity for world in worlds for entity in world.kinds})
     found = []
     for number in range(count):
-        subject, object_, *others = rng.sample(names, 8)
-        facts = [
-            Fact(entity, relation, others.pop() if others else subject)
-            for entity in (subject, object_)
-            for relation in RELATIONS[rng.choice(list(RELATIONS))]
-        ]
-        bridge = rng.randrange(3)
-        facts[bridge] = Fact(subject, facts[bridge].relation, object_)
+        facts, _ = drawn_facts(rng, names)
         rng.shuffle(facts)
-        parts = ["recite\n", _listed(facts), "\n"]
+        parts = ["recite\n", listed_facts(facts), "\n"]
         order = rng.sample(facts, len(facts))
         segments = [{"source": "prompt", "text": part} for part in parts]
-        restated = _numbered(facts, order) if number % 3 == 0 else _restated(order)
-        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, restated]})
+        body = _numbered(facts, order) if number % 3 == 0 else restated(order)
+        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, body]})
     return found
 
 
-def _restated(facts: Sequence[Fact]) -> dict[str, Any]:
+def drawn_facts(rng: random.Random, names: Sequence[str], distinct: bool = False) -> tuple[list[Fact], int]:
+    """Three facts of each of two entities, and which of the first's leads to the second; with `distinct` no relation
+    stands in two of them."""
+    subject, object_, *others = rng.sample(names, 8)
+    kinds = list(RELATIONS)
+    drawn = rng.sample(kinds, 2) if distinct else [rng.choice(kinds), rng.choice(kinds)]
+    facts = [
+        Fact(entity, relation, others.pop() if others else subject)
+        for entity, kind in zip((subject, object_), drawn, strict=True)
+        for relation in RELATIONS[kind]
+    ]
+    bridge = rng.randrange(3)
+    facts[bridge] = Fact(subject, facts[bridge].relation, object_)
+    return facts, bridge
+
+
+def restated(facts: Sequence[Fact]) -> dict[str, Any]:
     return policy_segment("".join(f" {'Then' if n else 'First'}{_say(fact, True)}" for n, fact in enumerate(facts)))
 
 
@@ -111,22 +120,33 @@ class TranscriptPlan:
 
 
 def warmup_transcripts(
-    world: InventedWorld, name: str, count: int, size: Size, seed: int, search: Callable[[list[str]], list[str]]
+    world: InventedWorld,
+    name: str,
+    count: int,
+    size: Size,
+    seed: int,
+    search: Callable[[list[str]], list[str]] | None = None,
+    passage_format: str = GIVEN_FORMAT,
+    sort_numbers: bool = True,
 ) -> list[dict[str, Any]]:
-    """`count` transcripts of one protocol in one world, as `thresher sft` reads them; `search` as in world.py."""
+    """`count` transcripts of one protocol in one world, as `thresher sft` reads them.
+
+    search: as in world.py, for a protocol that searches. passage_format: of passages that stand in the prompt.
+    sort_numbers: ARENA names passages in the order of their numbers, not in that of the path."""
     rng = random.Random(f"forms {name} {seed}")  # as above
     subjects = list(world.kinds)
     plans = [_plan(world, name, rng.choice(subjects), size, rng) for _ in range(count)]
     if name in SEARCHING:
+        assert search is not None, f"{name} searches"
         found = iter(search([fact.query for plan in plans for fact in plan.followed]))
         bodies = [[_searched(name, plan, [next(found) for _ in plan.followed], rng)] for plan in plans]
     else:
-        bodies = [_given(name, plan, rng) for plan in plans]
+        bodies = [_given(name, plan, rng, sort_numbers) for plan in plans]
     return [
         {
             "id": f"{name}-{seed}-{number}-{part}",
             "question": ask(plan.asked),
-            "segments": [*_prompt(name, plan, body), *body[1]],
+            "segments": [*_prompt(name, plan, body, passage_format), *body[1]],
         }
         for number, (plan, parts) in enumerate(zip(plans, bodies, strict=True))
         for part, body in enumerate(parts)
@@ -156,11 +176,11 @@ def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random
     return TranscriptPlan(asked=asked, followed=followed, shown=shown, blind=blind)
 
 
-def _prompt(name: str, plan: TranscriptPlan, body: Body) -> Segments:
+def _prompt(name: str, plan: TranscriptPlan, body: Body, passage_format: str) -> Segments:
     """The prompt, cut where engine/protocol/render.py cuts it, so that its tokens are the rollout's."""
     question = ask(plan.asked)
     filled = {
-        "{passages}": _listed(plan.shown) if body[0] else "",
+        "{passages}": listed_facts(plan.shown, passage_format) if body[0] else "",
         " {question}": f" {question}",  # with the space before it, as rendering has it
         "{question}": question,
     }
@@ -170,8 +190,14 @@ def _prompt(name: str, plan: TranscriptPlan, body: Body) -> Segments:
     return [{"source": "prompt", "text": filled.get(part, part)} for part in parts if filled.get(part, part)]
 
 
-def _listed(facts: Sequence[Fact]) -> str:
-    return "\n".join(GIVEN_FORMAT.format(number=n, text=fact.sentence) for n, fact in enumerate(facts, 1))
+def listed_facts(facts: Sequence[Fact], passage_format: str = GIVEN_FORMAT) -> str:
+    """The passages of a prompt."""
+    return "\n".join(
+        passage_format.format(
+            number=n, title=f"{fact.subject}, {fact.relation}", relation=fact.relation, text=fact.sentence
+        )
+        for n, fact in enumerate(facts, 1)
+    )
 
 
 def _split(text: str, place: str) -> list[str]:
@@ -214,12 +240,13 @@ def _note(fact: Fact, rng: random.Random) -> str:
     return f"\n*{_say(fact)}" + ("\n- the rest" if rng.random() < 0.5 else "")
 
 
-def _given(name: str, plan: TranscriptPlan, rng: random.Random) -> list[Body]:
+def _given(name: str, plan: TranscriptPlan, rng: random.Random, sort_numbers: bool) -> list[Body]:
     if name == "naive_grpo":
         return [(True, [policy_segment(f"<think>{_thought(plan)} </think>{_answer(plan)}")])]
     if name == "arena":
-        named = set(plan.followed) | ({rng.choice(plan.shown)} if plan.blind and rng.random() < 0.5 else set())
-        indices = sorted(plan.shown.index(fact) + 1 for fact in named)
+        extra = [rng.choice(plan.shown)] if plan.blind and rng.random() < 0.5 else []
+        indices = [plan.shown.index(fact) + 1 for fact in dict.fromkeys([*plan.followed, *extra])]
+        indices = sorted(indices) if sort_numbers else indices
         listed = ", ".join(map(str, indices))
         text = f"<relevance> [{listed}] </relevance>"
         return [(True, [_plain_and(text, f"<analysis>{_thought(plan)} </analysis>{_answer(plan)}")])]

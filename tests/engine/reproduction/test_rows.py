@@ -14,6 +14,7 @@ from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.scales import cells_of
 from thresher.engine.reproduction.servers import ServedModel, servers_of
 from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.engine.synthetic.number_forms import NUMBERED_FORMAT
 from thresher.rewards.errors import UserError
 
 PAPER = Scale("paper")
@@ -119,6 +120,18 @@ def test_in_the_world_what_asks_for_no_notes_has_a_prompt_without(tmp_path: Path
     for method, prompt in (("base", "search_r1"), ("ns", "evinote"), ("sen_eqr", "evinote")):
         words = cell_of(manifest, "T5", method, Scale("world"), tmp_path).before[-1].words
         assert f"system.template={tmp_path}/world/{prompt}.txt" in words and "system.name=evinote" in words
+
+
+def test_arenas_rows_start_from_a_base_that_names_numbers(tmp_path: Path) -> None:
+    for paper, table, folder, passages in (
+        ("arena", "F2", "numbered1", NUMBERED_FORMAT),
+        ("evinote", "T5", "base1", ""),
+    ):
+        manifest = read_manifest(paper)
+        for cell in cells_of(manifest, manifest.tables[table], Scale("world", (1,)), tmp_path):
+            *_, base, training = cell.before
+            assert base.folder == tmp_path / "world" / folder and f"model.path={base.folder}" in training.words
+            assert not passages or f'retrieval.passage_format="{passages}"' in training.words
 
 
 def test_of_two_rows_what_each_recalls_alone(tmp_path: Path) -> None:

@@ -136,3 +136,19 @@ def test_what_is_refused(here: Path, capsys: pytest.CaptureFixture[str], argumen
     message = capsys.readouterr().err
     assert message.startswith("thresher: ") and message.count("\n") == 1 and problem in message
     assert sorted(here.rglob("*")) == before
+
+
+def test_more_layers_leave_what_a_model_computes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init(here, "--tokenizer", str(here / "tokenizer"), "--set", "initializer_range=0.3") == 0
+    higher = ["init", "--model", str(here / "new"), "--out", str(here / "higher")]
+    assert cli.run([*higher, "--add-layers", "2", "--seed", "1"]) == 0
+    old, new = load_policy(here / "new"), load_policy(here / "higher")
+    ids_T = torch.tensor([5, 7, 300, 5])
+    assert new.config.num_hidden_layers == 3 and torch.equal(old.logits(ids_T), new.logits(ids_T))
+    assert any(parameter.count_nonzero() for parameter in new.layers[2].parameters() if parameter.dim() == 2)
+    for flags, problem in (
+        ([], "--model FOLDER and --add-layers N belong together"),
+        (["--add-layers", "1", "--zero-outputs"], "--zero-outputs is for a new model; leave it out"),
+    ):
+        assert cli.run([*higher, *flags]) == 2
+        assert problem in capsys.readouterr().err
