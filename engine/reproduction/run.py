@@ -41,11 +41,12 @@ def reproduce(
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables, scale.invented)
     out.mkdir(parents=True, exist_ok=True)
-    if scale.invented:
-        write_prompts(out / "world")
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     every = [cell for cells in cells_by_table.values() for cell in cells]
+    _check_overrides(every, scale)
     _check_folder(every, out)
+    if scale.invented:
+        write_prompts(out / "world")
     _say_lacking(every)
     runner = _Runner(scale, out, run_command)
     left = [(name, number, cell) for name, cells in cells_by_table.items() for number, cell in enumerate(cells, 1)]
@@ -183,6 +184,13 @@ def _alone(command: Command, out: Path) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
+
+
+def _check_overrides(cells: Sequence[Cell], scale: Scale) -> None:
+    """UserError for an override that no command of these tables reads."""
+    words = {word for cell in cells for command in cell.every() for word in command.words}
+    if unread := [text for text in scale.overrides if text not in words]:
+        raise UserError(f"--set {unread[0]}: nothing that these tables run reads it; leave it out")
 
 
 def _check_folder(cells: Sequence[Cell], out: Path) -> None:

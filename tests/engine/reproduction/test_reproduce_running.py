@@ -40,10 +40,11 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
         len(ran) == len(set(ran)) == 2 + 2 * 3 + 2 * 2 * 2
     )  # world; two bases; two methods, two seeds, train and eval
     with_reward, without = found["T2"]["rows"]
-    assert with_reward["ours"]["em"]["nq"] == {"mean": 1.0, "deviation": 0.0, "seeds": [1.0, 1.0], "questions": 10} | {
-        "difference": 0.5,
-        "p": pytest.approx(2 / 2**5),
-    }
+    found_em = with_reward["ours"]["em"]["nq"]
+    assert [found_em[key] for key in ("mean", "deviation", "seeds", "questions")] == [1.0, 0.0, [1.0, 1.0], 10]
+    assert (found_em["difference"], found_em["differences"]) == (0.5, [0.5, 0.5])
+    assert (found_em["p"], found_em["test"]) == (pytest.approx(2 / 2**5), "exact sign test")
+    assert found_em["low"] <= 0.5 <= found_em["high"]
     assert without["ours"]["em"]["hotpotqa"]["mean"] == 0.0 and "p" not in without["ours"]["em"]["hotpotqa"]
     page = (tmp_path / "eval_rar-T2.md").read_text()
     assert "\nSeeds: 2.\n" in page
@@ -117,6 +118,12 @@ def test_behind_an_extraction_that_was_refused_nothing_of_its_column_runs(
     with pytest.raises(UserError, match=r"thresher extract .* was refused \(OSError: no space left"):
         reproduce("eviomni", ["own"], Scale("world"), tmp_path, refusing)
     assert ran.count("extract") == 1 and ran.count("eval") == 1  # own answers alone
+
+
+def test_an_override_that_nothing_reads_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--set sft\.steps=2: nothing that these tables run reads it"):
+        reproduce("eval_rar", ["T2"], Scale("world", overrides=("run.steps=2", "sft.steps=2")), tmp_path, print)
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_is_refused_is_said_and_the_rest_runs(

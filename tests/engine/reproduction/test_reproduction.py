@@ -17,8 +17,9 @@ from thresher.engine.reporting import comparison
 from thresher.engine.reproduction.commands import Scale, in_world
 from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
+from thresher.engine.reproduction.overrides import files_of
 from thresher.engine.reproduction.run import reproduce
-from thresher.engine.reproduction.scales import cells_of, files_of
+from thresher.engine.reproduction.scales import cells_of
 from thresher.engine.reproduction.tables import markdown, read_column, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.engine.systems import load_system
@@ -37,7 +38,8 @@ def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name
         if method.baseline is not None:
             load_baseline(method.baseline, method.options)
         if method.recipe is not None:
-            assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys()
+            models = {model.paper for model in manifest.models.values()}
+            assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys() | models
     for tuning in manifest.tunings.values():
         made_of = tuning.teacher or tuning.questions
         assert (tuning.format is None) == (tuning.kind is not None) == (made_of in manifest.files)
