@@ -24,7 +24,7 @@ from thresher.engine import console
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.scales import cells_of, write_prompts
-from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.engine.reproduction.tables import markdown, read_overrides, results_of
 from thresher.engine.store.run_folder import lock_folder
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.rewards.errors import UserError
@@ -43,10 +43,10 @@ def reproduce(
     out.mkdir(parents=True, exist_ok=True)
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     every = [cell for cells in cells_by_table.values() for cell in cells]
-    _check_overrides(every, scale)
     _check_folder(every, out)
     if scale.invented:
         write_prompts(out / "world")
+    _say_unread(every, scale)
     _say_lacking(every)
     runner = _Runner(scale, out, run_command)
     left = [(name, number, cell) for name, cells in cells_by_table.items() for number, cell in enumerate(cells, 1)]
@@ -114,6 +114,11 @@ def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool)
             "--scale paper has"
         )
     return there
+
+
+def _say_unread(cells: Sequence[Cell], scale: Scale) -> None:
+    for text in set(scale.overrides) - set(read_overrides(cells, scale)):
+        console.console.print(f"reproduce: nothing that these tables run reads --set {text}", markup=False)
 
 
 def _say_lacking(cells: Sequence[Cell]) -> None:
@@ -184,13 +189,6 @@ def _alone(command: Command, out: Path) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
-
-
-def _check_overrides(cells: Sequence[Cell], scale: Scale) -> None:
-    """UserError for an override that no command of these tables reads."""
-    words = {word for cell in cells for command in cell.every() for word in command.words}
-    if unread := [text for text in scale.overrides if text not in words]:
-        raise UserError(f"--set {unread[0]}: nothing that these tables run reads it; leave it out")
 
 
 def _check_folder(cells: Sequence[Cell], out: Path) -> None:

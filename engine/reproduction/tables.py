@@ -61,7 +61,7 @@ def results_of(
         "scale": scale.name,
         "seeds": len(scale.seeds),
         "limit": scale.limit,
-        "overrides": list(scale.overrides),
+        "overrides": read_overrides(cells, scale),
         "measures": list(table.measures),
         "columns": {name: manifest.sets[name].label for name in columns},
         "positions": {name: table.columns.index(name) for name in columns},
@@ -70,6 +70,12 @@ def results_of(
         "not_run": _not_run(manifest, cells, refused),
         "rows": list(rows.values()),
     }
+
+
+def read_overrides(cells: Sequence[Cell], scale: Scale) -> list[str]:
+    """Of the overrides those that a command of these cells reads."""
+    words = {word for cell in cells for command in cell.every() for word in command.words}
+    return [text for text in scale.overrides if text in words]
 
 
 def _not_run(manifest: PaperManifest, cells: Sequence[Cell], refused: Mapping[Command, str]) -> dict[str, list[str]]:
