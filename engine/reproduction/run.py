@@ -11,11 +11,9 @@ to put where, one whose command is refused says why, and the others run.
 """
 
 import json
-import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,12 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
+from thresher.engine.reproduction.records import alone, check_folder
 from thresher.engine.reproduction.scales import cells_of, write_prompts
 from thresher.engine.reproduction.tables import markdown, read_overrides, results_of
-from thresher.engine.store.run_folder import lock_folder
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
-WORDS = "command.json"
 WAIT = 5.0  # seconds until it is asked again whether another process has finished
 
 
@@ -43,7 +40,7 @@ def reproduce(
     out.mkdir(parents=True, exist_ok=True)
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     every = [cell for cells in cells_by_table.values() for cell in cells]
-    _check_folder(every, out)
+    check_folder(every, out)
     if scale.invented:
         write_prompts(out / "world")
     _say_unread(every, scale)
@@ -144,8 +141,8 @@ class _Runner:
         for command in cell.possible():
             if command.finished or any(one in self.refused for one in (command, *cell.leading_to(command))):
                 continue
-            with _alone(command, self.out) as alone:
-                if not alone:
+            with alone(command, self.out) as mine:
+                if not mine:
                     return False
                 if not command.finished:
                     self._run(title, command)
@@ -172,52 +169,3 @@ class _Runner:
         raise UserError(
             f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
         )
-
-
-@contextmanager
-def _alone(command: Command, out: Path) -> Iterator[bool]:
-    """Whether no other process runs this command, and until the end none will. The lock goes with its process."""
-    place = _place(command, out)
-    place.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = lock_folder(place)
-    except UserError:
-        yield False
-        return
-    try:
-        atomic_write_text(place / WORDS, json.dumps({"words": command.words}, indent=1) + "\n")
-        yield True
-    finally:
-        os.close(descriptor)
-
-
-def _check_folder(cells: Sequence[Cell], out: Path) -> None:
-    """UserError where another command than now, of other overrides or of another paper, made something here. What was
-    refused made nothing."""
-    for command in dict.fromkeys(command for cell in cells for command in cell.every()):
-        words = _place(command, out) / WORDS
-        if not (words.is_file() and command.folder.exists()):
-            continue
-        made = read_json_object(words).get("words")
-        if not isinstance(made, list) or not all(isinstance(word, str) for word in made):
-            raise UserError(f"{words}: expected the words of a command; delete it if {command.folder} is to be kept")
-        before, after = _said(made), _said(command.words)
-        if before != after:
-            then, now = (
-                shlex.join([f"{key}={value}" if value else key for key, value in sorted(some.items() - others.items())])
-                or "less"
-                for some, others in ((before, after), (after, before))
-            )
-            raise UserError(
-                f"{command.folder}: was made with {then}, where now there is {now}; choose another --out, or the flags "
-                "of then"
-            )
-
-
-def _said(words: Sequence[str]) -> dict[str, str]:
-    """A command's words in whatever order: of overrides of one key the last counts."""
-    return dict(word.partition("=")[::2] for word in words)
-
-
-def _place(command: Command, out: Path) -> Path:
-    return out / "commands" / "-".join(command.folder.relative_to(out).parts)

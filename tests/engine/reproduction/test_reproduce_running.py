@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from thresher.engine.reproduction import run
+from thresher.engine.reproduction import records, run
 from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import read_manifest
+from thresher.engine.reproduction.records import alone, check_folder
 from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.scales import cells_of
 from thresher.rewards.errors import UserError
@@ -60,7 +61,7 @@ def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
     training = first.before[-1]
     ran: list[str] = []
     other = ExitStack()
-    assert other.enter_context(run._alone(training, tmp_path))
+    assert other.enter_context(alone(training, tmp_path))
 
     def noting(words: list[str]) -> None:
         ran.append(words[words.index("--out") + 1])
@@ -85,6 +86,19 @@ def test_what_another_command_made_is_not_taken_for_its_own(
     expected = r"runs/eval_rar-seed0: was made with less, where now there is grpo\.beta=0\.1; choose another --out"
     with pytest.raises(UserError, match=expected):
         reproduce("eval_rar", ["T2"], changed, tmp_path, run_command)
+
+
+def test_a_folder_is_itself_however_it_is_spelled_and_a_recipe_that_changed_is_named(
+    tmp_path: Path, run_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reproduce("eval_rar", ["T2"], Scale("world"), Path("out"), run_command)
+    ran: list[list[str]] = []
+    reproduce("eval_rar", ["T2"], Scale("world"), tmp_path / "out", ran.append)
+    assert not ran
+    monkeypatch.setattr(records, "_keys", lambda recipe: "other")
+    with pytest.raises(UserError, match=r"world/recite0: was made when recipes/world/base\.toml had other keys"):
+        reproduce("eval_rar", ["T2"], Scale("world"), tmp_path / "out", ran.append)
 
 
 def test_a_record_that_is_none_is_reported_and_overrides_have_no_order(
@@ -148,7 +162,7 @@ def test_what_is_refused_is_said_and_the_rest_runs(
     manifest = read_manifest("eval_rar")
     (_, cell) = cells_of(manifest, manifest.tables["T2"], Scale("world", overrides=("judge.url=x",)), tmp_path)
     assert (tmp_path / "commands" / "runs-without_evaluation-seed0").is_dir()
-    run._check_folder([Cell(cell.row, cell.seed, cell.before)], tmp_path)
+    check_folder([Cell(cell.row, cell.seed, cell.before)], tmp_path)
     with_reward, without = json.loads((tmp_path / "eval_rar-T2.json").read_text())["rows"]
     assert with_reward["ours"]["em"]["nq"]["mean"] == 1.0 and "em" not in without["ours"]
     said = (tmp_path / "eval_rar-T2.md").read_text()
