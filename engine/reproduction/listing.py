@@ -14,7 +14,7 @@ from thresher.engine.planning.chips import GB, Chip
 from thresher.engine.planning.plan import plan
 from thresher.engine.reproduction.commands import columns_of, in_world
 from thresher.engine.reproduction.manifest import Method, PaperManifest, TableRow
-from thresher.engine.reproduction.scales import switches_of
+from thresher.engine.reproduction.overrides import switches_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.policy.config import read_config
 

@@ -11,11 +11,9 @@ to put where, one whose command is refused says why, and the others run.
 """
 
 import json
-import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,13 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
+from thresher.engine.reproduction.records import alone, check_folder
 from thresher.engine.reproduction.scales import cells_of
-from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.engine.reproduction.tables import markdown, read_overrides, results_of
 from thresher.engine.reproduction.world_prompts import write_prompts
-from thresher.engine.store.run_folder import lock_folder
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
-WORDS = "command.json"
 WAIT = 5.0  # seconds until it is asked again whether another process has finished
 
 
@@ -42,11 +39,12 @@ def reproduce(
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables, scale.invented)
     out.mkdir(parents=True, exist_ok=True)
-    if scale.invented:
-        write_prompts(out / "world")
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     every = [cell for cells in cells_by_table.values() for cell in cells]
-    _check_folder(every, out)
+    check_folder(every, out)
+    if scale.invented:
+        write_prompts(out / "world")
+    _say_unread(every, scale)
     _say_lacking(every)
     runner = _Runner(scale, out, run_command)
     left = [(name, number, cell) for name, cells in cells_by_table.items() for number, cell in enumerate(cells, 1)]
@@ -116,6 +114,11 @@ def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool)
     return there
 
 
+def _say_unread(cells: Sequence[Cell], scale: Scale) -> None:
+    for text in set(scale.overrides) - set(read_overrides(cells, scale)):
+        console.console.print(f"reproduce: nothing that these tables run reads --set {text}", markup=False)
+
+
 def _say_lacking(cells: Sequence[Cell]) -> None:
     lacking = {path: get for cell in cells for path, get in cell.lacking().items()}
     if lacking:
@@ -139,8 +142,8 @@ class _Runner:
         for command in cell.possible():
             if command.finished or any(one in self.refused for one in (command, *cell.leading_to(command))):
                 continue
-            with _alone(command, self.out) as alone:
-                if not alone:
+            with alone(command, self.out) as mine:
+                if not mine:
                     return False
                 if not command.finished:
                     self._run(title, command)
@@ -167,52 +170,3 @@ class _Runner:
         raise UserError(
             f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
         )
-
-
-@contextmanager
-def _alone(command: Command, out: Path) -> Iterator[bool]:
-    """Whether no other process runs this command, and until the end none will. The lock goes with its process."""
-    place = _place(command, out)
-    place.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = lock_folder(place)
-    except UserError:
-        yield False
-        return
-    try:
-        atomic_write_text(place / WORDS, json.dumps({"words": command.words}, indent=1) + "\n")
-        yield True
-    finally:
-        os.close(descriptor)
-
-
-def _check_folder(cells: Sequence[Cell], out: Path) -> None:
-    """UserError where another command than now, of other overrides or of another paper, made something here. What was
-    refused made nothing."""
-    for command in dict.fromkeys(command for cell in cells for command in cell.every()):
-        words = _place(command, out) / WORDS
-        if not (words.is_file() and command.folder.exists()):
-            continue
-        made = read_json_object(words).get("words")
-        if not isinstance(made, list) or not all(isinstance(word, str) for word in made):
-            raise UserError(f"{words}: expected the words of a command; delete it if {command.folder} is to be kept")
-        before, after = _said(made), _said(command.words)
-        if before != after:
-            then, now = (
-                shlex.join([f"{key}={value}" if value else key for key, value in sorted(some.items() - others.items())])
-                or "less"
-                for some, others in ((before, after), (after, before))
-            )
-            raise UserError(
-                f"{command.folder}: was made with {then}, where now there is {now}; choose another --out, or the flags "
-                "of then"
-            )
-
-
-def _said(words: Sequence[str]) -> dict[str, str]:
-    """A command's words in whatever order: of overrides of one key the last counts."""
-    return dict(word.partition("=")[::2] for word in words)
-
-
-def _place(command: Command, out: Path) -> Path:
-    return out / "commands" / "-".join(command.folder.relative_to(out).parts)

@@ -7,14 +7,12 @@ WorldScale    a base a seed, one recipe, and the questions of the invented world
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from thresher.engine.config.recipe import load_recipe
 from thresher.engine.extraction.run import SECTIONS
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
 from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
+from thresher.engine.reproduction.overrides import files_of, sets_of, switches_of
 from thresher.engine.reproduction.world_prompts import ASKED_IN, prompt_file
 from thresher.engine.synthetic.shared_base import BASES, JUDGED, RECIPE, RECIPES, WorldBase, world_paths, world_stages
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING
@@ -76,8 +74,8 @@ class MethodRun(ABC):
             self.add((*words, "--out", str(made)), made, source)
             data = ["sft.data=", f"sft.transcripts={made}"]
         recipe = self.tuning_recipe(name)
-        sets = sets_of(f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.of_tunings)
-        self.add(("sft", recipe, *sets, "--out", str(folder)), folder, [start, *files_of(recipe)])
+        sets = (f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.of_tunings)
+        self.add(("sft", recipe, *sets_of(*sets), "--out", str(folder)), folder, files_of(recipe, sets))
         return str(folder)
 
     def add(self, words: Iterable[str], folder: Path, read: Iterable[str]) -> None:
@@ -86,10 +84,10 @@ class MethodRun(ABC):
     def training(self, policy: str) -> Command:
         folder = self.out / "runs" / f"{self.manifest.trains(self.row)}{self.of_model()}-seed{self.seed}"
         switches = switches_of(self.trained)
-        sets = sets_of(f"run.seed={self.seed}", *switches, *self.overrides(self.trained), *self.scale.of_trainings)
-        recipe = self.recipe(policy)
-        words = ("train", *recipe, *sets, "--out", str(folder))
-        return Command(words, folder, self.absent([policy, *files_of(recipe[0])]))
+        recipe, *placed = self.recipe(policy)
+        sets = (*placed, f"run.seed={self.seed}", *switches, *self.overrides(self.trained), *self.scale.of_trainings)
+        words = ("train", recipe, *sets_of(*sets), "--out", str(folder))
+        return Command(words, folder, self.absent(files_of(recipe, sets)))
 
     def evaluation(self, column: str, name: str, asked: Sequence[str]) -> Command:
         """Of the policy's own answers."""
@@ -128,11 +126,13 @@ class MethodRun(ABC):
 
     def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """Of these words those that name, or set to, a file that is not there, or a model that no given server has,
-        with the manifest's way to get it. Not of overrides: a judge may be called as such a model is."""
+        with the manifest's way to get it: of overrides of one key the last. Not of those that were asked for: a judge
+        may be called as such a model is."""
         known: dict[str, str] = dict(self.manifest.files)
         known |= {one.paper: one.get for one in self.manifest.models.values() if one.paper not in self.scale.servers}
         known |= {column.paper: column.get for column in self.manifest.sets.values() if not column.noise}
-        paths = dict.fromkeys(word.rpartition("=")[2] for word in read if word not in self.scale.overrides)
+        last = {word.partition("=")[0]: word for word in read}.values()
+        paths = dict.fromkeys(word.rpartition("=")[2] for word in last if word not in self.scale.overrides)
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
 
     def of_extract(self, asked: Sequence[str]) -> list[str]:
@@ -174,7 +174,7 @@ class MethodRun(ABC):
 
     @abstractmethod
     def recipe(self, policy: str) -> list[str]:
-        """The recipe of a training, and the overrides that put it into its place."""
+        """The recipe of a training, and as overrides what puts it into its place."""
 
     @abstractmethod
     def eval_words(self, asked: Sequence[str]) -> list[str]: ...
@@ -234,7 +234,7 @@ class PaperScale(MethodRun):
 
     def recipe(self, policy: str) -> list[str]:
         assert self.trained.recipe is not None
-        return [str(RECIPES / self.trained.recipe), *sets_of(f"model.path={policy}")]
+        return [str(RECIPES / self.trained.recipe), f"model.path={policy}"]
 
     def eval_words(self, asked: Sequence[str]) -> list[str]:
         if asked[0] == "--best":
@@ -313,18 +313,18 @@ class WorldScale(MethodRun):
         return str(RECIPE.with_name("tuning.toml"))
 
     def recipe(self, policy: str) -> list[str]:
-        return self.of_system(self._prompt(), policy)
+        return [str(RECIPE), *self.placed(self._prompt(), policy)]
 
     def of_system(self, prompt: str, policy: str) -> list[str]:
         """The world's recipe, for a system or for one of its other prompts."""
+        return [str(RECIPE), *sets_of(*self.placed(prompt, policy))]
+
+    def placed(self, prompt: str, policy: str) -> tuple[str, ...]:
+        """What puts that recipe into its place, as overrides."""
         system = prompt if prompt in (*SEARCHING, *GIVEN) else GIVEN[0]
-        paths = [
-            text
-            for text in world_paths(self.world, system, base=self.manifest.world_base)
-            if not text.startswith("model.path=")
-        ]
-        named = (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
-        return [str(RECIPE), *sets_of(*named)]
+        read = world_paths(self.world, system, base=self.manifest.world_base)
+        paths = [text for text in read if not text.startswith("model.path=")]
+        return (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
 
     def eval_words(self, asked: Sequence[str]) -> list[str]:
         if asked[0] == "--best":
@@ -383,31 +383,3 @@ def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path
             making = kind(manifest, scale, out, row, seed)
             found.append(making.cell(columns_of(manifest, table, scale.invented)))
     return found
-
-
-def switches_of(method: Method) -> list[str]:
-    """The method's system and options, as overrides."""
-    named = [] if method.system is None else [f"system.name={method.system}"]
-    return [*named, *(f"system.options.{name}={_toml(value)}" for name, value in method.options.items())]
-
-
-@lru_cache(maxsize=64)
-def files_of(recipe: str) -> tuple[str, ...]:
-    """The questions, the index and the classifier of entailment that a recipe names."""
-    found = load_recipe(recipe)
-    paths = (
-        found.data and found.data.train,
-        found.data and found.data.dev,
-        found.sft and found.sft.data,
-        found.retrieval and found.retrieval.index,
-        found.judge and found.judge.entailment,
-    )
-    return tuple(str(path) for path in paths if path)
-
-
-def sets_of(*texts: str) -> list[str]:
-    return [word for text in texts for word in ("--set", text)]
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -19,9 +19,10 @@ from thresher.engine.reproduction.manifest import PaperManifest, PaperTable
 from thresher.policy.files import read_json_object
 from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.retrieval.questions import read_questions
-from thresher.rewards.statistics import compare_paired
+from thresher.rewards.statistics import RESAMPLES, compare_paired
 
 Values = dict[str, float]  # question's id -> value
+LEAST_P = 1 / (1 + RESAMPLES)  # of a test that draws signs
 Entry = tuple[str, str, str]  # a row's label, a measure, a column
 
 
@@ -60,7 +61,7 @@ def results_of(
         "scale": scale.name,
         "seeds": len(scale.seeds),
         "limit": scale.limit,
-        "overrides": list(scale.overrides),
+        "overrides": read_overrides(cells, scale),
         "measures": list(table.measures),
         "columns": {name: manifest.sets[name].label for name in columns},
         "positions": {name: table.columns.index(name) for name in columns},
@@ -69,6 +70,12 @@ def results_of(
         "not_run": _not_run(manifest, cells, refused),
         "rows": list(rows.values()),
     }
+
+
+def read_overrides(cells: Sequence[Cell], scale: Scale) -> list[str]:
+    """Of the overrides those that a command of these cells reads."""
+    words = {word for cell in cells for command in cell.every() for word in command.words}
+    return [text for text in scale.overrides if text in words]
 
 
 def _not_run(manifest: PaperManifest, cells: Sequence[Cell], refused: Mapping[Command, str]) -> dict[str, list[str]]:
@@ -138,7 +145,11 @@ def _figures(seeds: Sequence[Values], against: Sequence[Values]) -> dict[str, An
         ids = [id_ for id_ in seeds[0] if all(id_ in values for values in (*seeds, *against))]
         first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (against, seeds))
         if (found := compare_paired(first, second)) is not None:
-            figures |= {"difference": found.difference, "p": found.p}
+            figures |= {"difference": found.difference, "low": found.low, "high": found.high}
+            figures |= {"p": found.p, "test": found.test}
+            figures["differences"] = [
+                mean(own[id_] - other[id_] for id_ in ids) for own, other in zip(seeds, against, strict=False)
+            ]
     return figures
 
 
@@ -159,7 +170,10 @@ def markdown(results: Mapping[str, Any]) -> str:
     changed = "".join(f", {text}" for text in results["overrides"])
     lines.append(f"Seeds: {results['seeds']}{asked}{changed}.")
     if results["against"]:
-        lines.append(f"p: two-sided, paired over questions, against {results['against']}.")
+        lines.append(
+            f"p: two-sided, paired over questions, against {results['against']}; *: with some seeds better, with "
+            "others worse, so that it says nothing of another seed."
+        )
     for measure in results["measures"] if results["columns"] else ():
         lines += ["", f"## `{measure}`", "", *_measure_table(results, measure)]
     if results["not_run"]:
@@ -195,8 +209,14 @@ def _cells(row: Mapping[str, Any], measure: str, column: str, position: int, col
     if ours is None:
         return shown, "-", ""
     deviation = "" if ours["deviation"] is None else f" ± {_number(ours['deviation'])}"
-    p = ours.get("p")
-    return shown, _number(ours["mean"]) + deviation, "" if p is None else f"{p:.2g}"
+    return shown, _number(ours["mean"]) + deviation, "" if "p" not in ours else _p(ours)
+
+
+def _p(figures: Mapping[str, Any]) -> str:
+    """With what its test cannot go below, and a star where the seeds' differences have two signs."""
+    least = figures["p"] <= LEAST_P and "draws" in figures["test"]
+    signs = {difference > 0 for difference in figures["differences"] if difference}
+    return f"{'≤ ' if least else ''}{figures['p']:.2g}{' *' if len(signs) > 1 else ''}"
 
 
 def _number(value: float) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from thresher.engine.reproduction import run
+from thresher.engine.reproduction import records, run
 from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import read_manifest
+from thresher.engine.reproduction.records import alone, check_folder
 from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.scales import cells_of
 from thresher.rewards.errors import UserError
@@ -40,10 +41,11 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(
         len(ran) == len(set(ran)) == 2 + 2 * 3 + 2 * 2 * 2
     )  # world; two bases; two methods, two seeds, train and eval
     with_reward, without = found["T2"]["rows"]
-    assert with_reward["ours"]["em"]["nq"] == {"mean": 1.0, "deviation": 0.0, "seeds": [1.0, 1.0], "questions": 10} | {
-        "difference": 0.5,
-        "p": pytest.approx(2 / 2**5),
-    }
+    found_em = with_reward["ours"]["em"]["nq"]
+    assert [found_em[key] for key in ("mean", "deviation", "seeds", "questions")] == [1.0, 0.0, [1.0, 1.0], 10]
+    assert (found_em["difference"], found_em["differences"]) == (0.5, [0.5, 0.5])
+    assert (found_em["p"], found_em["test"]) == (pytest.approx(2 / 2**5), "exact sign test")
+    assert found_em["low"] <= 0.5 <= found_em["high"]
     assert without["ours"]["em"]["hotpotqa"]["mean"] == 0.0 and "p" not in without["ours"]["em"]["hotpotqa"]
     page = (tmp_path / "eval_rar-T2.md").read_text()
     assert "\nSeeds: 2.\n" in page
@@ -59,7 +61,7 @@ def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
     training = first.before[-1]
     ran: list[str] = []
     other = ExitStack()
-    assert other.enter_context(run._alone(training, tmp_path))
+    assert other.enter_context(alone(training, tmp_path))
 
     def noting(words: list[str]) -> None:
         ran.append(words[words.index("--out") + 1])
@@ -84,6 +86,19 @@ def test_what_another_command_made_is_not_taken_for_its_own(
     expected = r"runs/eval_rar-seed0: was made with less, where now there is grpo\.beta=0\.1; choose another --out"
     with pytest.raises(UserError, match=expected):
         reproduce("eval_rar", ["T2"], changed, tmp_path, run_command)
+
+
+def test_a_folder_is_itself_however_it_is_spelled_and_a_recipe_that_changed_is_named(
+    tmp_path: Path, run_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reproduce("eval_rar", ["T2"], Scale("world"), Path("out"), run_command)
+    ran: list[list[str]] = []
+    reproduce("eval_rar", ["T2"], Scale("world"), tmp_path / "out", ran.append)
+    assert not ran
+    monkeypatch.setattr(records, "_keys", lambda recipe: "other")
+    with pytest.raises(UserError, match=r"world/recite0: was made when recipes/world/base\.toml had other keys"):
+        reproduce("eval_rar", ["T2"], Scale("world"), tmp_path / "out", ran.append)
 
 
 def test_a_record_that_is_none_is_reported_and_overrides_have_no_order(
@@ -119,6 +134,16 @@ def test_behind_an_extraction_that_was_refused_nothing_of_its_column_runs(
     assert ran.count("extract") == 1 and ran.count("eval") == 1  # own answers alone
 
 
+def test_an_override_that_nothing_reads_is_named_and_in_no_table(
+    tmp_path: Path, run_command: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = reproduce(
+        "eval_rar", ["T2"], Scale("world", overrides=("run.steps=2", "sft.batch=2")), tmp_path, run_command
+    )
+    assert found["T2"]["overrides"] == ["run.steps=2"]
+    assert "nothing that these tables run reads --set sft.batch=2" in capsys.readouterr().out
+
+
 def test_what_is_refused_is_said_and_the_rest_runs(
     tmp_path: Path, run_command: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +162,7 @@ def test_what_is_refused_is_said_and_the_rest_runs(
     manifest = read_manifest("eval_rar")
     (_, cell) = cells_of(manifest, manifest.tables["T2"], Scale("world", overrides=("judge.url=x",)), tmp_path)
     assert (tmp_path / "commands" / "runs-without_evaluation-seed0").is_dir()
-    run._check_folder([Cell(cell.row, cell.seed, cell.before)], tmp_path)
+    check_folder([Cell(cell.row, cell.seed, cell.before)], tmp_path)
     with_reward, without = json.loads((tmp_path / "eval_rar-T2.json").read_text())["rows"]
     assert with_reward["ours"]["em"]["nq"]["mean"] == 1.0 and "em" not in without["ours"]
     said = (tmp_path / "eval_rar-T2.md").read_text()

@@ -17,8 +17,9 @@ from thresher.engine.reporting import comparison
 from thresher.engine.reproduction.commands import Scale, in_world
 from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
+from thresher.engine.reproduction.overrides import files_of
 from thresher.engine.reproduction.run import reproduce
-from thresher.engine.reproduction.scales import cells_of, files_of
+from thresher.engine.reproduction.scales import cells_of
 from thresher.engine.reproduction.tables import markdown, read_column, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.engine.systems import load_system
@@ -37,7 +38,8 @@ def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name
         if method.baseline is not None:
             load_baseline(method.baseline, method.options)
         if method.recipe is not None:
-            assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys()
+            models = {model.paper for model in manifest.models.values()}
+            assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys() | models
     for tuning in manifest.tunings.values():
         made_of = tuning.teacher or tuning.questions
         assert (tuning.format is None) == (tuning.kind is not None) == (made_of in manifest.files)
@@ -203,13 +205,14 @@ def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
 def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     table = manifest.tables["T2"]
-    cells = cells_of(manifest, table, PAPER, tmp_path)
+    scale = Scale("paper", overrides=("run.steps=2",), limit=3)
+    cells = cells_of(manifest, table, scale, tmp_path)
     for number, command in enumerate(chain[0] for chain in cells[0].columns.values()):
         command.folder.mkdir(parents=True)
         record = {"id": "q", "question": "?", "parts": {}, "measures": {"em": float(number % 2)}}
         (command.folder / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
         (command.folder / "metrics.json").write_text("{}")
-    page = markdown(results_of(manifest, table, Scale("paper", overrides=("run.steps=2",), limit=3), cells))
+    page = markdown(results_of(manifest, table, scale, cells))
     assert "Seeds: 1, of every set the first 3 questions, run.steps=2." in page
     assert "Average, printed | ours |" in page and "| .404 | .429 |" in page and "| .353 | - |" in page
     again = [cells[0], replace(cells[0], seed=1)]

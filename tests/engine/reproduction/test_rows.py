@@ -13,7 +13,7 @@ from thresher.engine.reproduction.manifest import PaperManifest, read_manifest
 from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.scales import cells_of
 from thresher.engine.reproduction.servers import ServedModel, servers_of
-from thresher.engine.reproduction.tables import markdown, results_of
+from thresher.engine.reproduction.tables import _figures, _p, markdown, results_of
 from thresher.engine.synthetic.number_forms import NUMBERED_FORMAT
 from thresher.rewards.errors import UserError
 
@@ -113,6 +113,24 @@ def test_whoever_reads_many_passages_has_room_for_them(tmp_path: Path) -> None:
     assert not any(room in command.words for command in invented.every())
     whole, evidence = load_baseline("full_passages", {}), answers_from({}, "a file")
     assert evidence.preset["rollout"]["max_passage_tokens"] == whole.preset["rollout"]["max_passage_tokens"] == 3072
+
+
+def test_what_an_override_replaces_or_no_reward_asks_is_not_wanted(tmp_path: Path) -> None:
+    manifest = read_manifest("evinote")
+    own = Scale("paper", overrides=("retrieval.index=mine",))
+    for method in ("naive_rag", "sen", "sen_eqr"):
+        table = "T1" if method == "naive_rag" else "T5"
+        wanted, without = (cell_of(manifest, table, method, scale, tmp_path).lacking() for scale in (PAPER, own))
+        assert "indexes/wiki18" in wanted and without.keys() == wanted.keys() - {"indexes/wiki18"}
+        assert ("models/distilbert-mnli" in wanted) == (method == "sen_eqr")
+
+
+def test_a_p_value_says_where_seeds_disagree_and_what_it_cannot_go_below() -> None:
+    row = [{str(n): float(n % 10) for n in range(200)}, {str(n): 0.0 for n in range(200)}]
+    other = [{id_: value - 1.0 for id_, value in row[0].items()}, {id_: 0.5 * int(id_) / 200 for id_ in row[0]}]
+    assert _p(_figures(row, other)).endswith(" *") and not _p(_figures(row[:1], other[:1])).endswith("*")
+    least = _p(_figures([{str(n): 1.0 + n for n in range(200)}], [{str(n): 0.0 for n in range(200)}]))
+    assert least == "≤ 0.0001"
 
 
 def test_in_the_world_what_asks_for_no_notes_has_a_prompt_without(tmp_path: Path) -> None:
