@@ -14,7 +14,16 @@ from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_
 from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
 from thresher.engine.reproduction.overrides import files_of, sets_of, switches_of
 from thresher.engine.reproduction.world_prompts import ASKED_IN, prompt_file
-from thresher.engine.synthetic.shared_base import BASES, JUDGED, RECIPE, RECIPES, WorldBase, world_paths, world_stages
+from thresher.engine.synthetic.shared_base import (
+    BASES,
+    JUDGED,
+    RECIPE,
+    RECIPES,
+    WorldBase,
+    world_paths,
+    world_questions,
+    world_stages,
+)
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING
 
 TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
@@ -103,7 +112,7 @@ class MethodRun(ABC):
         if self.method.agent is not None:
             model = self.manifest.models[self.method.agent]
             words += ["--loop", "agentic", "--agent-name" if model.served else "--agent-model", model.paper]
-        words += ["--questions", self.question_file(column)]
+        words += self.questions(column)
         return Command((*words, "--out", str(file)), file, self.absent(words))
 
     def answering(self, column: str, name: str, answerer: str, evidence: Command | None) -> Command:
@@ -295,16 +304,16 @@ class WorldScale(MethodRun):
     def source(self, name: str) -> list[str]:
         tuning = self.manifest.tunings[name]
         if tuning.questions is not None:
-            return ["--questions", self._data("train"), *tuning.options]
+            return ["--questions", self._trained_on(), *tuning.options]
         folder = self.out / "tunings" / "teacher"
         words = ("eval", *self.of_system("eviomni", self.start(SHARED_SEED)), "--set", "system.name=eviomni")
-        asked = ("--questions", self._data("train"), "--limit", str(TEACHER_QUESTIONS))
+        asked = ("--questions", self._trained_on(), "--limit", str(TEACHER_QUESTIONS))
         self.add((*words, *asked, "--out", str(folder)), folder, [])
         return ["--transcripts", str(folder / "trajectories.jsonl")]
 
     def answered_questions(self, name: str) -> list[str]:
         prompt = prompt_file(self.world, self.manifest.tunings[name].format or "qa")
-        return [f"sft.data={self._data('train')}", f"sft.template={prompt}"]
+        return [f"sft.data={self._trained_on()}", f"sft.template={prompt}"]
 
     def template_of(self, kind: str) -> list[str]:
         return ["--template", str(prompt_file(self.world, ASKED_IN[kind]))]
@@ -321,8 +330,7 @@ class WorldScale(MethodRun):
 
     def placed(self, prompt: str, policy: str) -> tuple[str, ...]:
         """What puts that recipe into its place, as overrides."""
-        system = prompt if prompt in (*SEARCHING, *GIVEN) else GIVEN[0]
-        read = world_paths(self.world, system, base=self.manifest.world_base)
+        read = world_paths(self.world, _protocol(prompt), base=self.manifest.world_base)
         paths = [text for text in read if not text.startswith("model.path=")]
         return (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
 
@@ -347,10 +355,9 @@ class WorldScale(MethodRun):
         return ["eval", *self.of_system(prompt, answerer), *sets_of(*self.scale.of_answers)]
 
     def question_file(self, column: str) -> str:
-        return self._data("test")
-
-    def questions(self, column: str) -> list[str]:
-        return []  # the recipe's dev split
+        """The held-out questions; those that bring their passages, where a generator answers from evidence."""
+        prompt = GIVEN[0] if self.method.generator is not None else self._prompt()
+        return str(world_questions(self.world, _protocol(prompt), "test"))
 
     def overrides(self, method: Method) -> list[str]:
         """Without those that name a file of the paper's scale."""
@@ -361,8 +368,14 @@ class WorldScale(MethodRun):
         method = self.method
         return method.world_prompt or method.system or method.baseline or method.refiner[1]
 
-    def _data(self, split: str) -> str:
-        return str(self.world / "data" / f"given_{split}.jsonl")
+    def _trained_on(self) -> str:
+        """The questions of a tuning: they bring their passages."""
+        return str(world_questions(self.world, GIVEN[0], "train"))
+
+
+def _protocol(prompt: str) -> str:
+    """The protocol that reads the world as a prompt does."""
+    return prompt if prompt in (*SEARCHING, *GIVEN) else GIVEN[0]
 
 
 def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[Cell]:

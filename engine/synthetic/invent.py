@@ -7,9 +7,10 @@ warmup.jsonl    segmented transcripts for `thresher sft`
 
 and, where asked for, what a base for all systems is trained on (warmup_transcripts.py):
 
-given_train.jsonl, given_test.jsonl    the same questions with passages, gold indices among them
-forms.jsonl                            warm-up transcripts of six protocols, prompts included
-recitals.jsonl                         copy-task transcripts, which come before them: facts restated
+dev.jsonl                               other questions about held-out entities, by which a checkpoint is chosen
+given_train.jsonl, given_dev.jsonl, ..  the same questions with passages, gold indices among them
+forms.jsonl                             warm-up transcripts of six protocols, prompts included
+recitals.jsonl                          copy-task transcripts, which come before them: facts restated
 numbers-1.jsonl .. numbered.jsonl       the stages of ARENA's base (number_forms.py)
 """
 
@@ -51,7 +52,7 @@ K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as 
 
 
 def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
-    """Write the four files into the new folder `out`, and with `forms` > 0 the other four, that many warm-up
+    """Write the four files into the new folder `out`, and with `forms` > 0 the others, that many warm-up
     transcripts of each system; returns how much they hold."""
     check_passage_format(passage_format)
     worlds = invent(size, seed)
@@ -83,12 +84,16 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
 def _write_warmup(
     folder: Path, worlds: InventedWorlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
 ) -> None:
-    """Questions that bring their passages, and the warm-up of all systems."""
-    for name, world, asked in (
-        ("train", worlds.train, size.train_questions),
-        ("test", worlds.test, size.test_questions),
-    ):
-        pairs = with_paths(world, asked, size.two_hop, seed, name)
+    """The dev questions, questions that bring their passages, and the warm-up of all systems."""
+    asked = {
+        "train": with_paths(worlds.train, size.train_questions, size.two_hop, seed, "train"),
+        "test": with_paths(worlds.test, size.test_questions, size.two_hop, seed, "test"),
+    }
+    tested = {question.question for question, _ in asked["test"]}
+    asked["dev"] = with_paths(worlds.test, size.dev_questions, size.two_hop, seed, "dev", tested)
+    write_jsonl(folder / "dev.jsonl", (question_record(question) for question, _ in asked["dev"]))
+    for name, pairs in asked.items():
+        world = worlds.train if name == "train" else worlds.test
         given = (given_question(world, question, path, seed) for question, path in pairs)
         write_jsonl(folder / f"given_{name}.jsonl", map(question_record, given))
     mixed = []

@@ -32,6 +32,7 @@ class WorldBase:
     passage_format: str
 
 
+NUMBERED = ("arena",)  # systems whose own claim needs a base that names passages by their numbers
 BASES = {"shared": WorldBase("base", GIVEN_FORMAT), "numbered": WorldBase("numbered", NUMBERED_FORMAT)}
 
 
@@ -79,15 +80,17 @@ def _sft(world: Path, recipe: str, model: Path, transcripts: str, out: Path, see
     return ["sft", str(RECIPES / "world" / recipe), *words, "--out", str(out)]
 
 
+def world_questions(world: Path, system: str, split: str) -> Path:
+    """The questions of a split, train, dev or test, as a system is asked them."""
+    return world / "data" / f"{'given_' if system in GIVEN else ''}{split}.jsonl"
+
+
 def world_paths(world: Path, system: str, seed: int = 0, base: str = "shared") -> list[str]:
     """What a system reads of the world and of the base of this seed, as overrides of a recipe: an index to search, or
     questions that bring their passages; and the judge, where its reward asks one."""
     model = f"model.path={world / BASES[base].folder}{seed}"
-    given = "given_" if system in GIVEN else ""
-    data = [
-        f"data.{key}={world / 'data' / f'{given}{name}.jsonl'}" for key, name in (("train", "train"), ("dev", "test"))
-    ]
-    if given:
+    data = [f"data.{split}={world_questions(world, system, split)}" for split in ("train", "dev")]
+    if system in GIVEN:
         return [model, *data, f'retrieval.passage_format="{BASES[base].passage_format}"']
     judge = [f"judge.entailment={world / 'judge'}"] if system in JUDGED else []
     return [model, *data, f"retrieval.index={world / 'index'}", *judge]

@@ -17,7 +17,7 @@ Everything is a function of the seed.
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class Size:
     held_out: float = 0.25
     train_questions: int = 2000
     test_questions: int = 200
+    dev_questions: int = 100
     two_hop: float = 0.67  # share of two-hop questions
     warmup_worlds: int = 16
     transcripts: int = 6400  # over all warm-up worlds
@@ -119,17 +120,18 @@ def questions(world: InventedWorld, count: int, two_hop: float, seed: int, prefi
 
 
 def with_paths(
-    world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str
+    world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str, asked: Collection[str] = ()
 ) -> list[tuple[Question, list[Fact]]]:
-    """`questions`, each with the facts that lead to its answer."""
+    """`questions`, each with the facts that lead to its answer; none of those that are `asked` already."""
     rng = random.Random(f"questions {prefix} {seed}")
-    one = [([fact], fact.subject) for fact in world.facts.values()]
+    one = [[fact] for fact in world.facts.values()]
     two = [
-        ([fact, world.facts[fact.object, relation]], fact.subject)
+        [fact, world.facts[fact.object, relation]]
         for fact in world.facts.values()
         for relation in world.relations(fact.object)
         if world.facts[fact.object, relation].object != fact.subject
     ]
+    one, two = ([path for path in paths if ask(path) not in asked] for paths in (one, two))
     rng.shuffle(one)
     rng.shuffle(two)
     twos = min(round(count * two_hop), len(two))
@@ -137,7 +139,7 @@ def with_paths(
     rng.shuffle(chosen)
     return [
         (Question(f"{prefix}-{number}", ask(path), (path[-1].object,), {"hops": len(path)}), path)
-        for number, (path, _) in enumerate(chosen)
+        for number, path in enumerate(chosen)
     ]
 
 

@@ -1,12 +1,13 @@
 """`thresher study systems`: does every system learn? All from one shared base a seed, beside a control.
 
-    world/   data invent --forms -> index build -> data judge, once; init -> sft -> sft, once a seed: base0, base1 ..
+    world/   the world once; once a seed its bases: base0, base1 ..    engine/synthetic/shared_base.py
     runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
     curves.png, table.md, systems.json
 
-The base knows the form of all protocols and hardly what to look for (engine/synthetic/warmup_transcripts.py). The
-control of a system is the same run with its rewards shuffled within each group: its updates are as large and carry no
-signal. What is finished in the folder is not done again, and a run that was killed goes on.
+The base knows the form of all protocols and hardly what to look for (engine/synthetic/warmup_transcripts.py). ARENA's
+goes on from there: it names passages by their numbers, which the shared one cannot (number_forms.py). The control of a
+system is the same run with its rewards shuffled within each group: its updates are as large and carry no signal. What
+is finished in the folder is not done again, and a run that was killed goes on.
 
 Deliberately absent: a setting of its own for each system. One recipe (recipes/world) serves them all, so that what
 differs between two curves is the protocol and its reward; a system's preset fills what that recipe leaves open.
@@ -25,7 +26,7 @@ from thresher.engine import console
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
-from thresher.engine.synthetic.shared_base import JUDGED, RECIPE, world_paths, world_stages
+from thresher.engine.synthetic.shared_base import JUDGED, NUMBERED, RECIPE, world_paths, world_questions, world_stages
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, template
 from thresher.engine.training.train import Progress, train
 from thresher.policy.files import atomic_write_text
@@ -77,7 +78,7 @@ def run_study(
     world = out / "world"
     seeds = sorted(set(seeds))
     for seed in seeds:
-        make_world(world, seed, bool(set(systems) & set(JUDGED)), run_command)
+        make_world(world, seed, systems, run_command)
     cases = make_cases(out, systems, seeds, set(controls), overrides)
     for case in cases:
         check_folder(case)
@@ -96,12 +97,18 @@ def run_study(
     console.console.print(text, markup=False)
 
 
-def make_world(world: Path, seed: int, judged: bool, run_command: Callable[[list[str]], None]) -> None:
-    for typed in world_stages(world, seed, judged):
+def make_world(world: Path, seed: int, systems: Collection[str], run_command: Callable[[list[str]], None]) -> None:
+    judged = any(system in JUDGED for system in systems)
+    bases = dict.fromkeys(map(base_of, systems))
+    for typed in dict.fromkeys(tuple(words) for base in bases for words in world_stages(world, seed, judged, base)):
         if Path(typed[typed.index("--out") + 1]).exists():
             continue
         console.console.print(f"$ thresher {shlex.join(typed)}", style="bold", markup=False, soft_wrap=True)
-        run_command(typed)
+        run_command(list(typed))
+
+
+def base_of(system: str) -> str:
+    return "numbered" if system in NUMBERED else "shared"
 
 
 def make_cases(
@@ -116,7 +123,8 @@ def make_cases(
                 recipe = read_run_recipe(
                     RECIPE,
                     [
-                        *world_paths(out / "world", system, seed),
+                        *world_paths(out / "world", system, seed, base_of(system)),
+                        f"data.dev={world_questions(out / 'world', system, 'test')}",  # no checkpoint is chosen here
                         f"system.name={system}",
                         f"system.template={prompt}",
                         f"run.seed={seed}",

@@ -117,6 +117,23 @@ def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: 
     assert "GB, " in plan_in_words(own["planned"], own["needs"])
 
 
+@pytest.mark.parametrize("name", paper_names())
+def test_in_the_world_no_table_is_of_questions_that_chose_a_checkpoint(name: str, tmp_path: Path) -> None:
+    manifest = read_manifest(name)
+    for table in manifest.tables.values():
+        for cell in cells_of(manifest, table, Scale("world"), tmp_path):
+            given = "data.dev=" + str(tmp_path / "world" / "data" / "given_")
+            for words in (command.words for command in cell.before if command.words[0] == "train"):
+                (dev,) = (word for word in words if word.startswith("data.dev="))
+                assert dev.endswith("dev.jsonl")
+            for command in (command for chain in cell.columns.values() for command in chain):
+                asked = Path(command.words[command.words.index("--questions") + 1])
+                assert asked.name in ("test.jsonl", "given_test.jsonl") and asked.parent.name == "data"
+                trained = [word for other in cell.before for word in other.words if word.startswith("data.dev=")]
+                shown = [*trained, *(word for word in command.words if word.startswith("data.dev="))]
+                assert (asked.name == "given_test.jsonl") in {word.startswith(given) for word in shown or [given]}
+
+
 def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
     for name in ("paper", "world"):

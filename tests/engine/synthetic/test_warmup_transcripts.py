@@ -25,6 +25,7 @@ SMALL = Size(
     pieces=14,
     train_questions=60,
     test_questions=30,
+    dev_questions=20,
     warmup_worlds=2,
     transcripts=20,
     aware=0.5,
@@ -60,6 +61,17 @@ def test_given_questions_hold_what_answers_them(files: Path) -> None:
         assert len(gold) == question.metadata["hops"] and any(question.golds[0] in text for text in gold)
         places.update(question.gold_indices)
     assert places == {1, 2, 3, 4, 5, 6}  # the order of the passages tells nothing
+
+
+def test_a_checkpoint_is_chosen_by_other_questions_than_it_is_tested_on(files: Path) -> None:
+    dev, given, test = (read_questions(files / f"{name}.jsonl") for name in ("dev", "given_dev", "test"))
+    assert [question.question for question in dev] == [question.question for question in given]
+    assert len({question.question for question in (*dev, *test)}) == SMALL.dev_questions + SMALL.test_questions
+    assert len({question.id for question in (*dev, *test)}) == len(dev) + len(test)
+    # Of the same entities: those that no training question is about.
+    held_out = invent(SMALL, 5).test.kinds
+    assert all(question.golds[0] in held_out for question in dev)
+    assert {question.metadata["hops"] for question in dev} == {1, 2}
 
 
 @pytest.mark.parametrize("name", [*SEARCHING, *GIVEN])

@@ -14,12 +14,14 @@ from thresher.bench.studies.systems.run import (
     SystemRun,
     check_folder,
     make_cases,
+    make_world,
     markdown,
     measure,
     summary_of,
 )
 from thresher.cli.main import build_parser, run
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
+from thresher.engine.synthetic.number_forms import NUMBERED_FORMAT
 from thresher.engine.synthetic.shared_base import world_stages
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
 from thresher.engine.systems import load_system
@@ -46,7 +48,11 @@ def test_every_system_gets_its_runs_and_its_own_world(cases: list[SystemRun]) ->
         assert recipe.grpo.shuffle_rewards == case.control
         assert (recipe.need(RetrievalSection).index is None) == given == load_system(case.system, {}).given_passages
         assert Path(recipe.need(DataSection).train).name == ("given_train.jsonl" if given else "train.jsonl")
-        assert recipe.need(RetrievalSection).passage_format == (GIVEN_FORMAT if given else " {text}")
+        assert Path(recipe.need(DataSection).dev or "").name == ("given_test.jsonl" if given else "test.jsonl")
+        numbered = case.system == "arena"
+        shown = NUMBERED_FORMAT if numbered else GIVEN_FORMAT if given else " {text}"
+        assert recipe.need(RetrievalSection).passage_format == shown
+        assert Path(recipe.model.path).name == f"{'numbered' if numbered else 'base'}{case.seed}"
         template = Path(section.template or "").read_text()
         assert template.startswith(f"{case.system}\n") and ("{passages}" in template) == given
         assert (recipe.judge.entailment is None) == (case.system != "evinote")
@@ -66,6 +72,18 @@ def test_the_worlds_commands_are_commands(tmp_path: Path) -> None:
     assert first[:3] == second[:3] and {stage[-1] for stage in first[3:]}.isdisjoint(stage[-1] for stage in second[3:])
     # What one writes, the next reads.
     assert f"model.path={first[4][-1]}" in first[5] and f"model.path={first[3][-1]}" in first[4]
+
+
+def test_a_world_holds_the_bases_that_its_systems_start_from(tmp_path: Path) -> None:
+    def made(systems: tuple[str, ...]) -> list[str]:
+        typed: list[list[str]] = []
+        make_world(tmp_path / "world", 2, systems, typed.append)
+        return [Path(words[words.index("--out") + 1]).name for words in typed]
+
+    shared = ["data", "index", "init2", "recite2", "base2"]
+    assert made(("naive_grpo",)) == shared
+    assert made(("evinote", "arena"))[:6] == ["data", "index", "judge", *shared[2:]]
+    assert made(("arena", "search_r1")) == made(("arena",)) and made(("arena",))[-1] == "numbered2"
 
 
 def test_another_setting_in_the_folder_is_refused(cases: list[SystemRun]) -> None:
