@@ -115,8 +115,10 @@ def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool)
 
 
 def _say_unread(cells: Sequence[Cell], scale: Scale) -> None:
-    for text in set(scale.overrides) - set(read_overrides(cells, scale)):
-        console.console.print(f"reproduce: nothing that these tables run reads --set {text}", markup=False)
+    read = read_overrides(cells, scale)
+    for text in dict.fromkeys(scale.overrides):
+        if text not in read:
+            console.console.print(f"reproduce: nothing that these tables run reads --set {text}", markup=False)
 
 
 def _say_lacking(cells: Sequence[Cell]) -> None:

@@ -52,9 +52,7 @@ def results_of(
     for (label, measure, column), seeds in (alone(values) if table.alone else values).items():
         if seeds and all(seeds.values()):
             against = values.get((table.against or "", measure, column), {})
-            rows[label]["ours"].setdefault(measure, {})[column] = _figures(
-                list(seeds.values()), [] if against is seeds else list(against.values())
-            )
+            rows[label]["ours"].setdefault(measure, {})[column] = _figures(seeds, {} if against is seeds else against)
     return {
         "paper": manifest.title,
         "caption": table.caption,
@@ -138,19 +136,26 @@ def _questions_of(output: Path) -> str:
     return str(read_json_object(output / "settings.json")["questions"])
 
 
-def _figures(seeds: Sequence[Values], against: Sequence[Values]) -> dict[str, Any]:
-    means = [mean(values.values()) for values in seeds]
-    figures = _over_seeds(means) | {"seeds": means, "questions": len(seeds[0])}
-    if against and all(against):
-        ids = [id_ for id_ in seeds[0] if all(id_ in values for values in (*seeds, *against))]
-        first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (against, seeds))
+def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> dict[str, Any]:
+    every, others = list(seeds.values()), list(against.values())
+    means = [mean(values.values()) for values in every]
+    figures = _over_seeds(means) | {"seeds": means, "questions": len(every[0])}
+    if others and all(others):
+        ids = [id_ for id_ in every[0] if all(id_ in values for values in (*every, *others))]
+        first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (others, every))
         if (found := compare_paired(first, second)) is not None:
             figures |= {"difference": found.difference, "low": found.low, "high": found.high}
             figures |= {"p": found.p, "test": found.test}
             figures["differences"] = [
-                mean(own[id_] - other[id_] for id_ in ids) for own, other in zip(seeds, against, strict=False)
+                mean(own[id_] - other[id_] for id_ in ids) for own, other in _pairs(seeds, against)
             ]
     return figures
+
+
+def _pairs(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> list[tuple[Values, Values]]:
+    """Two rows seed by seed; a row of one seed, which no seed changes, beside each of the other's."""
+    single = 1 in (len(seeds), len(against))
+    return [(own, other) for seed, own in seeds.items() for at, other in against.items() if single or seed == at]
 
 
 def _over_seeds(means: Sequence[float]) -> dict[str, Any]:

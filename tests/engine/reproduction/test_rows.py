@@ -126,10 +126,14 @@ def test_what_an_override_replaces_or_no_reward_asks_is_not_wanted(tmp_path: Pat
 
 
 def test_a_p_value_says_where_seeds_disagree_and_what_it_cannot_go_below() -> None:
-    row = [{str(n): float(n % 10) for n in range(200)}, {str(n): 0.0 for n in range(200)}]
-    other = [{id_: value - 1.0 for id_, value in row[0].items()}, {id_: 0.5 * int(id_) / 200 for id_ in row[0]}]
-    assert _p(_figures(row, other)).endswith(" *") and not _p(_figures(row[:1], other[:1])).endswith("*")
-    least = _p(_figures([{str(n): 1.0 + n for n in range(200)}], [{str(n): 0.0 for n in range(200)}]))
+    row = {0: {str(n): float(n % 10) for n in range(200)}, 1: {str(n): 0.0 for n in range(200)}}
+    other = {0: {id_: value - 1.0 for id_, value in row[0].items()}, 1: {id_: int(id_) / 400 for id_ in row[0]}}
+    assert _p(_figures(row, other)).endswith(" *") and not _p(_figures({0: row[0]}, {0: other[0]})).endswith("*")
+    # Seeds are paired by their number, whatever the order of what was run; a row that no seed changes, with every one.
+    assert _figures(row, dict(reversed(other.items()))) == _figures(row, other)
+    assert _figures({0: row[1]}, other)["differences"] == [-3.5, pytest.approx(-0.24875)]
+    assert len(_figures({0: row[0], 2: row[1]}, other)["differences"]) == 1
+    least = _p(_figures({0: {str(n): 1.0 + n for n in range(200)}}, {0: {str(n): 0.0 for n in range(200)}}))
     assert least == "≤ 0.0001"
 
 
