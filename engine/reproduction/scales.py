@@ -7,6 +7,7 @@ WorldScale    a base a seed, one recipe, and the questions of the invented world
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.engine.extraction.run import SECTIONS
@@ -31,6 +32,14 @@ ON_GPU = ("model.device=cuda", "model.dtype=bfloat16")  # of what no recipe says
 SHARED_SEED = 0  # of what all seeds share: the generator that answers from evidence, and the teacher
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The policy that extracts or answers: a model folder, or a GRPO run, whose recipe says system and files."""
+
+    folder: str
+    run: bool = False
+
+
 class MethodRun(ABC):
     """One row's chain with one seed."""
 
@@ -45,11 +54,11 @@ class MethodRun(ABC):
         if self.trained.warmup is not None:
             policy = self.tuning(self.trained.warmup, policy, self.seed)
         before += self.tuned
-        asked = self.asked(policy)
+        asked = Asked(policy)
         if self.trained.recipe is not None:
             training = self.training(policy)
             before.append(training)
-            asked = ["--best", str(training.folder)]
+            asked = Asked(str(training.folder), run=True)
         self.tuned = []
         answerer = (
             None
@@ -98,13 +107,17 @@ class MethodRun(ABC):
         words = ("train", recipe, *sets_of(*sets), "--out", str(folder))
         return Command(words, folder, self.absent(files_of(recipe, sets)))
 
-    def evaluation(self, column: str, name: str, asked: Sequence[str]) -> Command:
+    def evaluation(self, column: str, name: str, asked: Asked) -> Command:
         """Of the policy's own answers."""
         folder = self.out / "evaluations" / name
-        words = [*self.eval_words(asked), *self.questions(column), *self.noise(column), *self.scale.limiting()]
+        if asked.run:
+            words = ["eval", "--best", asked.folder, *sets_of(*self.scale.of_judges)]
+        else:
+            words = [*self.eval_words(asked.folder), *self.baseline()]
+        words += [*self.questions(column), *self.noise(column), *self.scale.limiting()]
         return Command((*words, "--out", str(folder)), folder, self.absent(words))
 
-    def extraction(self, column: str, name: str, asked: Sequence[str]) -> Command:
+    def extraction(self, column: str, name: str, asked: Asked) -> Command:
         file = self.out / "evidence" / f"{name}.jsonl"
         words = ["extract", *self.extract_words(asked), *self.noise(column), *self.scale.limiting()]
         if self.method.evidence_tokens is not None:
@@ -144,9 +157,12 @@ class MethodRun(ABC):
         paths = dict.fromkeys(word.rpartition("=")[2] for word in last if word not in self.scale.overrides)
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
 
-    def of_extract(self, asked: Sequence[str]) -> list[str]:
+    def baseline(self) -> list[str]:
+        return [] if self.method.baseline is None else ["--baseline", self.method.baseline]
+
+    def of_extract(self, asked: Asked) -> list[str]:
         """Of the overrides those that `extract` knows; of a run it knows the system."""
-        switches = [] if asked[0] == "--best" else switches_of(self.method)
+        switches = [] if asked.run else switches_of(self.method)
         every = [*switches, *self.overrides(self.method), *self.scale.of_answers]
         return sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
 
@@ -159,10 +175,6 @@ class MethodRun(ABC):
 
     @abstractmethod
     def of_model(self) -> str: ...
-
-    @abstractmethod
-    def asked(self, policy: str) -> list[str]:
-        """Flags of `extract` and `eval` that name a policy that is a model folder."""
 
     @abstractmethod
     def column_name(self, column: str) -> str: ...
@@ -186,10 +198,11 @@ class MethodRun(ABC):
         """The recipe of a training, and as overrides what puts it into its place."""
 
     @abstractmethod
-    def eval_words(self, asked: Sequence[str]) -> list[str]: ...
+    def eval_words(self, policy: str) -> list[str]:
+        """Of the evaluation of a model folder, but for its baseline."""
 
     @abstractmethod
-    def extract_words(self, asked: Sequence[str]) -> list[str]: ...
+    def extract_words(self, asked: Asked) -> list[str]: ...
 
     @abstractmethod
     def answer_words(self, answerer: str) -> list[str]: ...
@@ -213,7 +226,7 @@ class PaperScale(MethodRun):
     def of_model(self) -> str:
         return f"-{self.row.model}"
 
-    def asked(self, policy: str) -> list[str]:
+    def named(self, policy: str) -> list[str]:
         if self.manifest.models[self.row.model].served:
             return ["--answer-model", policy]
         return ["--model", policy, *self.chat(), *sets_of(*ON_GPU)]
@@ -245,20 +258,18 @@ class PaperScale(MethodRun):
         assert self.trained.recipe is not None
         return [str(RECIPES / self.trained.recipe), f"model.path={policy}"]
 
-    def eval_words(self, asked: Sequence[str]) -> list[str]:
-        if asked[0] == "--best":
-            return ["eval", *asked, *sets_of(*self.scale.of_judges)]
-        baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
+    def eval_words(self, policy: str) -> list[str]:
         own = self.manifest.models[self.row.model].overrides
         sets = sets_of(*switches_of(self.method), *own, *self.overrides(self.method), *self.scale.of_answers)
-        return ["eval", *asked, *sets, *baseline]
+        return ["eval", *self.named(policy), *sets]
 
-    def extract_words(self, asked: Sequence[str]) -> list[str]:
-        baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
+    def extract_words(self, asked: Asked) -> list[str]:
         if self.method.encoder is not None:
-            asked = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
+            named = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
+        else:
+            named = ["--best", asked.folder] if asked.run else self.named(asked.folder)
         wider = sets_of(*self.method.extract_overrides)
-        return [*asked, *self.method.refiner, *wider, *self.of_extract(asked), *baseline]
+        return [*named, *self.method.refiner, *wider, *self.of_extract(asked), *self.baseline()]
 
     def answer_words(self, answerer: str) -> list[str]:
         sets = sets_of(*ON_GPU, *self.overrides(self.method), *self.scale.of_answers)
@@ -293,9 +304,6 @@ class WorldScale(MethodRun):
 
     def of_model(self) -> str:
         return ""
-
-    def asked(self, policy: str) -> list[str]:
-        return ["--model", policy]
 
     def column_name(self, column: str) -> str:
         noise = self.manifest.sets[column].noise
@@ -334,20 +342,16 @@ class WorldScale(MethodRun):
         paths = [text for text in read if not text.startswith("model.path=")]
         return (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
 
-    def eval_words(self, asked: Sequence[str]) -> list[str]:
-        if asked[0] == "--best":
-            return ["eval", *asked, *sets_of(*self.scale.of_judges)]
+    def eval_words(self, policy: str) -> list[str]:
         sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.of_answers)
-        baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
-        return ["eval", *self.of_system(self._prompt(), asked[1]), *sets, *baseline]
+        return ["eval", *self.of_system(self._prompt(), policy), *sets]
 
-    def extract_words(self, asked: Sequence[str]) -> list[str]:
-        if asked[0] == "--best":
-            return [*asked, *self.of_extract(asked)]
+    def extract_words(self, asked: Asked) -> list[str]:
+        if asked.run:
+            return ["--best", asked.folder, *self.of_extract(asked)]
         template = ["--template", str(prompt_file(self.world, self._prompt()))]
         sets = [*sets_of(f'retrieval.passage_format="{self._base.passage_format}"'), *self.of_extract(asked)]
-        baseline = [] if self.method.baseline is None else ["--baseline", self.method.baseline]
-        return [*asked, *self.method.refiner, *template, *sets, *baseline]
+        return ["--model", asked.folder, *self.method.refiner, *template, *sets, *self.baseline()]
 
     def answer_words(self, answerer: str) -> list[str]:
         assert self.method.generator is not None
