@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chip", default="H100", metavar="NAME", help="the GPU that --list plans trainings for; default: H100")
     add("--scale", choices=("paper", "world"), default="world", help="paper: its models and data, which must be there")
     add("--seeds", type=flags.count, default=1, metavar="N", help="train every method with seeds 0 to N - 1")
-    add("--limit", type=flags.count, metavar="N", help="only the first N questions of every evaluation")
-    flags.add_set(parser, text="override the recipe of every training and evaluation; may be repeated")
+    add("--limit", type=flags.count, metavar="N", help="only the first N questions of every evaluation and extraction")
+    flags.add_set(parser, text="override what the commands read of a recipe (docs/reproduce.md); may be repeated")
     add(
         "--answer-url",
         type=_model_is,

@@ -8,10 +8,10 @@ generator, and in the world one evaluation for all columns of the same noise, wh
 that nothing trains by seed has one seed, for all else is greedy.
 
 Every command writes one folder or file, which is finished when its last file is there; `train`, `eval` and `extract` go
-on with an unfinished one. Which words a stage has at which scale: scales.py.
+on with an unfinished one. Which words a stage has at which scale: chains.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,12 @@ from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTa
 from thresher.engine.reproduction.servers import ServedModel
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING
 from thresher.policy.files import read_json_object
+
+OF_TRAININGS = ("sft", "data", "optim")  # sections that no answer and no extraction reads
+
+
+def without(overrides: Iterable[str], *sections: str) -> list[str]:
+    return [text for text in overrides if text.partition(".")[0].strip() not in sections]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +46,17 @@ class Scale:
 
     @property
     def of_trainings(self) -> list[str]:
-        return self._without("sft")
+        return without(self.overrides, "sft")
 
     @property
     def of_tunings(self) -> list[str]:
         """The questions of `sft` are keys of [sft], and its adapters have no masters to keep in CPU memory."""
-        return [text for text in self._without("data") if not text.startswith("optim.offload")]
+        return [text for text in without(self.overrides, "data") if not text.startswith("optim.offload")]
 
     @property
     def of_answers(self) -> list[str]:
         """Of `eval` and `extract`, whose questions are none of [data]."""
-        return self._without("sft", "data", "optim")
+        return without(self.overrides, *OF_TRAININGS)
 
     @property
     def of_judges(self) -> list[str]:
@@ -62,9 +68,6 @@ class Scale:
         """Of a command that takes no overrides, at paper scale: a GPU where they do not say otherwise."""
         named = [text.partition("=")[2] for text in self.overrides if text.startswith("model.device=")]
         return ["cuda", *named][-1].partition(":")[0]
-
-    def _without(self, *sections: str) -> list[str]:
-        return [text for text in self.overrides if text.partition(".")[0].strip() not in sections]
 
     def limiting(self) -> list[str]:
         return [] if self.limit is None else ["--limit", str(self.limit)]
@@ -92,16 +95,16 @@ class Command:
         server's model has its address. None of these decides what is made."""
         begun = self.words[0] == "train" and self.folder.exists()
         keys = scale.allow_keys if self.words[0] in ("train", "eval") else ()
-        asked = [server for name, server in scale.servers.items() if name in self.words]
-        served = [word for server in asked for word in server.flags(self.words)]
+        serving = [server for server in scale.servers.values() if server.model in self.words]
+        served = [word for server in serving for word in server.flags(self.words)]
         allowed = [word for key in keys for word in ("--allow-key", key)]
         return [*self.words, *served, *allowed, *(["--resume"] if begun else [])]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A row's run with one seed: the commands that its columns share, and of each column what is run for it alone, an
-    extraction, an evaluation or both."""
+    """A row with one seed: the commands before its columns, and of each column its extraction, its evaluation or both;
+    in the world columns of the same noise have the same."""
 
     row: TableRow
     seed: int
@@ -138,10 +141,18 @@ class Cell:
 
 def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> list[str]:
     """The columns that a table has at this scale."""
-    return [name for name in table.columns if not invented or manifest.sets[name].world is not None]
+    return [name for name in table.columns if not invented or manifest.sets[name].relations is not None]
 
 
 def in_world(method: Method) -> bool:
     """Whether the invented world's base knows the form of this method, or is taught it."""
     taught = method.warmup is not None or method.generator is not None
     return method.world and (method.system in (*SEARCHING, *GIVEN) or (method.system is None and taught))
+
+
+def rows_in_world(manifest: PaperManifest, table: PaperTable) -> list[TableRow]:
+    """The rows that the invented world has. Of a paper's models it has one base, so of the rows of one method that of
+    the model that `against` names, or else the last."""
+    against = [row.model for row in table.rows if manifest.label(row) == table.against]
+    chosen = {row.method: row for row in sorted(table.rows, key=lambda row: row.model in against)}
+    return [row for row in table.rows if chosen[row.method] is row and in_world(manifest.methods[row.method])]

@@ -12,7 +12,7 @@ from typing import Any
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.planning.chips import GB, Chip
 from thresher.engine.planning.plan import plan
-from thresher.engine.reproduction.commands import columns_of, in_world
+from thresher.engine.reproduction.commands import columns_of, rows_in_world
 from thresher.engine.reproduction.manifest import Method, PaperManifest, TableRow
 from thresher.engine.reproduction.overrides import switches_of
 from thresher.engine.synthetic.shared_base import RECIPES
@@ -30,6 +30,7 @@ def listing(
     records: list[dict[str, Any]] = []
     plans: dict[tuple[str, str], dict[str, Any] | None] = {}
     for name, table in manifest.named(tables).items():
+        invented = rows_in_world(manifest, table)
         for row in table.rows:
             key = manifest.trains(row), row.model
             trained = manifest.methods[manifest.trains(row)]
@@ -41,7 +42,7 @@ def listing(
                     "table": name,
                     "row": manifest.label(row),
                     "columns": list(table.columns),
-                    "world": columns_of(manifest, table, True) if in_world(manifest.methods[row.method]) else [],
+                    "world": columns_of(manifest, table, True) if row in invented else [],
                     "model": manifest.models[row.model].paper,
                     "stages": list(_stages(manifest, row, asked=table.columns != ())),
                     "trained_by": trained.recipe,

@@ -8,8 +8,8 @@
                     served: `paper` is what a server calls it, whose address is given by --answer-url; overrides: of
                     its evaluations
     [files]         PATH = "how to make it": what the recipes at paper scale read besides
-    [sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; world: how many
-                    relations its questions have in the invented world (absent: no such column there); noise: how many
+    [sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; relations: how
+                    many its questions have in the invented world (absent: no such column there); noise: how many
                     irrelevant passages are added to each
     [tunings.NAME]  a supervised fine-tuning that rows share: recipe (at paper scale), overrides (at both scales), and
                     either format (sft.format: of questions with their answers) or kind (of thresher data sft), which is
@@ -26,9 +26,10 @@
                                 it, at most; extract_overrides: of this command alone, at paper scale; agent: a model
                                 that searches, and sees evidence alone
                     generator   a tuning, one for all seeds: who answers, from the evidence, or as `baseline` asks
-                    What is left of the chain answers itself. overrides: of every recipe; world: false where the
-                    invented world has no such thing; world_prompt: of a system that it asks in another's form
-    [tables.NAME]   caption, measures (keys of thresher eval's metrics.json, or of thresher extract's records), columns
+                    What is left of the chain answers itself. overrides: of its training, its extraction, and the
+                    evaluation of what is no run; not of tunings; world: false where the invented world has no such
+                    thing; world_prompt: of a system that it asks in another's form
+    [tables.NAME]   caption, measures (of a question, as thresher eval names them, or tables.read_evidence), columns
                     (names of sets), average (whether a last column has their mean), against (the label of the row that
                     others are tested against), only (a measure that is 1 of the questions that count), alone (of two
                     rows: a question counts for a row by what it has more than in the other), curves (names of charts
@@ -48,6 +49,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thresher.engine.config.tables import from_dict
+from thresher.engine.synthetic.shared_base import BASES
 from thresher.rewards.errors import UserError
 
 INHERITED = ("models", "files", "sets", "tunings", "methods")  # of a manifest with those that are like it
@@ -72,7 +74,7 @@ class Column:
     label: str
     paper: str
     get: str
-    world: int | None = None
+    relations: int | None = None
     noise: int = 0
 
 
@@ -213,6 +215,8 @@ def make_manifest(name: str, found: Mapping[str, Any]) -> PaperManifest:
         left_out=found.get("left_out", {}),
         world_base=found.get("world_base", "shared"),
     )
+    if manifest.world_base not in BASES:
+        raise UserError(f"world_base: expected one of {', '.join(BASES)}, got {manifest.world_base!r}")
     for key, method in manifest.methods.items():
         _check_method(manifest, key, method)
     for key, table in tables.items():

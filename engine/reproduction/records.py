@@ -26,8 +26,9 @@ RECORD = "command.json"
 
 
 @contextmanager
-def alone(command: Command, out: Path) -> Iterator[bool]:
-    """Whether no other process runs this command, and until the end none will. The lock goes with its process."""
+def locked(command: Command, out: Path) -> Iterator[bool]:
+    """Whether no other process runs this command, and until the end none will; if so, and it is still to be run, its
+    record is written. The lock goes with its process."""
     place = _place(command, out)
     place.mkdir(parents=True, exist_ok=True)
     try:
@@ -36,7 +37,8 @@ def alone(command: Command, out: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        atomic_write_text(place / RECORD, json.dumps(_record(command, out), indent=1) + "\n")
+        if not command.finished:
+            atomic_write_text(place / RECORD, json.dumps(_record(command, out), indent=1) + "\n")
         yield True
     finally:
         os.close(descriptor)

@@ -1,6 +1,7 @@
 """`thresher reproduce`: run what a paper's tables need, in order, and write them beside the printed ones.
 
-    out/world/ runs/ evaluations/      of the commands, each shown and run; what is finished is not done again
+    out/world/ tunings/ runs/          of the commands, each shown and run; what is finished is not done again
+    out/evidence/ evaluations/
     out/commands/                      which command made what
     out/eviomni-T1.md, eviomni-T1.json a table each, written anew after every cell
     out/eviomni-F4.html                a figure: its rows' trainings over each other
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine import console
-from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
+from thresher.engine.reproduction.chains import cells_of
+from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, rows_in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
-from thresher.engine.reproduction.records import alone, check_folder
-from thresher.engine.reproduction.scales import cells_of
+from thresher.engine.reproduction.records import check_folder, locked
 from thresher.engine.reproduction.tables import markdown, read_overrides, results_of
 from thresher.engine.reproduction.world_prompts import write_prompts
 from thresher.policy.files import atomic_write_text
@@ -84,7 +85,7 @@ def _write_table(
     return found
 
 
-def _write_figure(manifest: PaperManifest, table: PaperTable, cells: Sequence[Cell], out: Path) -> None:
+def _write_figure(manifest: PaperManifest, table: PaperTable, cells: Sequence[Cell], page: Path) -> None:
     """The trainings of a table's rows over each other, seeds as one."""
     from thresher.engine.reporting.comparison import write_curves  # matplotlib takes a second
 
@@ -93,8 +94,8 @@ def _write_figure(manifest: PaperManifest, table: PaperTable, cells: Sequence[Ce
         folder = cell.training
         if folder is not None and (folder / "metrics.jsonl").is_file():
             groups.setdefault(manifest.label(cell.row), []).append(folder)
-    write_curves(f"{manifest.title}: {table.caption}", groups, out, table.curves)
-    console.console.print(f"reproduce: curves in {out}", markup=False, soft_wrap=True)
+    write_curves(f"{manifest.title}: {table.caption}", groups, page, table.curves)
+    console.console.print(f"reproduce: curves in {page}", markup=False, soft_wrap=True)
 
 
 def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:
@@ -104,7 +105,7 @@ def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool)
         name: table
         for name, table in named.items()
         if (columns_of(manifest, table, invented) or not table.columns)
-        and (not invented or any(in_world(manifest.methods[row.method]) for row in table.rows))
+        and (not invented or rows_in_world(manifest, table))
     }
     if absent := [name for name in names if name not in there]:
         raise UserError(
@@ -144,7 +145,7 @@ class _Runner:
         for command in cell.possible():
             if command.finished or any(one in self.refused for one in (command, *cell.leading_to(command))):
                 continue
-            with alone(command, self.out) as mine:
+            with locked(command, self.out) as mine:
                 if not mine:
                     return False
                 if not command.finished:

@@ -13,9 +13,9 @@ from thresher.engine.reproduction.manifest import PaperManifest
 from thresher.engine.scoring.endpoint import key_at
 from thresher.rewards.errors import UserError
 
-FLAGS = {  # of a command: address, model's name, key
-    "eval": ("--answer-url", "--answer-model", "--answer-key-env"),
-    "extract": ("--agent-url", "--agent-name", "--key-env"),
+FLAGS = {  # of a command: address, key
+    "eval": ("--answer-url", "--answer-key-env"),
+    "extract": ("--agent-url", "--key-env"),
 }
 Pair = tuple[str, str]  # a model's name in the manifest, and what is said of it
 
@@ -30,16 +30,15 @@ class ServedModel:
 
     def flags(self, words: Sequence[str]) -> list[str]:
         """What a command that names its model must be given besides."""
-        url, name, key = FLAGS[words[0]]
-        model = [] if self.model in words else [name, self.model]  # the later one counts
-        return [url, self.url, *model, *([] if self.key_env is None else [key, self.key_env])]
+        url, key = FLAGS[words[0]]
+        return [url, self.url, *([] if self.key_env is None else [key, self.key_env])]
 
 
 def servers_of(
     manifest: PaperManifest, urls: Sequence[Pair], names: Sequence[Pair], allow_keys: Sequence[str]
 ) -> Mapping[str, ServedModel]:
     """The servers by the manifest's names of their models. UserError for a name that it does not have, or that has no
-    address."""
+    address, and for two models of one name."""
     served = [model.paper for model in manifest.models.values() if model.served]
     for flag, given in (("--answer-url", urls), ("--answer-model", names)):
         for name, value in given:
@@ -48,9 +47,14 @@ def servers_of(
                 raise UserError(f"reproduce: {flag} {name}={value}: {manifest.name} has no such model here; {there}")
     if without := [name for name, _ in names if name not in dict(urls)]:
         raise UserError(f"reproduce: --answer-model {without[0]}=..: give --answer-url {without[0]}=URL with it")
-    found = {}
+    found: dict[str, ServedModel] = {}
     for name, url in urls:
         variables = (allowed.rpartition("@")[0] for allowed in allow_keys)
         key = next((variable for variable in variables if key_at(variable, url) in allow_keys), None)
-        found[name] = ServedModel(url, dict(names).get(name, name), key)
+        there = dict(names).get(name, name)
+        if other := next(
+            (before for before, server in found.items() if server.model == there and before != name), None
+        ):
+            raise UserError(f"reproduce: --answer-model: {other} and {name} are both called {there}; run them apart")
+        found[name] = ServedModel(url, there, key)
     return found

@@ -44,7 +44,7 @@ def results_of(
         for column, chain in cell.columns.items():
             if not all(command.finished for command in chain):
                 continue
-            relations = manifest.sets[column].world if scale.invented else None
+            relations = manifest.sets[column].relations if scale.invented else None
             found = read_column([command.folder for command in chain], relations, table.only)
             for measure in table.measures:
                 known = {id_: value for id_, row in found.items() if (value := row.get(measure)) is not None}
@@ -195,7 +195,7 @@ def _measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
     head, rows = [""], [[row["label"]] for row in results["rows"]]
     for name, label in names.items():
         position = results["positions"].get(name, -1)
-        cells = [_cells(row, measure, name, position, len(results["columns"])) for row in results["rows"]]
+        cells = [_texts(row, measure, name, position, len(results["columns"])) for row in results["rows"]]
         printed, _, tested = ({text for text in texts if text not in ("-", "")} for texts in zip(*cells, strict=True))
         head += [*([f"{label}, printed", "ours"] if printed else [label]), *(["p"] if tested else [])]
         for row, texts in zip(rows, cells, strict=True):
@@ -203,7 +203,7 @@ def _measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
-def _cells(row: Mapping[str, Any], measure: str, column: str, position: int, columns: int) -> tuple[str, str, str]:
+def _texts(row: Mapping[str, Any], measure: str, column: str, position: int, columns: int) -> tuple[str, str, str]:
     printed = row["printed"].get(measure)
     known = row["ours"].get(measure, {})
     ours = known.get(column)

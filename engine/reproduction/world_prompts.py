@@ -1,4 +1,5 @@
-"""The prompts of the invented world, a line each: of the systems that its base knows, and of what a tuning teaches."""
+"""The prompts of the invented world, a name, passages and the question: of the systems that its base
+knows, and of what a tuning teaches."""
 
 from pathlib import Path
 

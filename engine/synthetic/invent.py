@@ -5,7 +5,7 @@ train.jsonl     {"id", "question", "golden_answers", ..}    questions about trai
 test.jsonl      the same about held-out entities
 warmup.jsonl    segmented transcripts for `thresher sft`
 
-and, where asked for, what a base for all systems is trained on (warmup_transcripts.py):
+and, with --forms, what `study systems` and `reproduce --scale world` read besides (warmup_transcripts.py):
 
 dev.jsonl                               other questions about held-out entities, by which a checkpoint is chosen
 given_train.jsonl, given_dev.jsonl, ..  the same questions with passages, gold indices among them
@@ -15,7 +15,7 @@ numbers-1.jsonl .. numbered.jsonl       the stages of ARENA's base (number_forms
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ from thresher.engine.synthetic.warmup_transcripts import (
     warmup_transcripts,
 )
 from thresher.engine.synthetic.world import (
+    Fact,
     InventedWorld,
     InventedWorlds,
     Size,
     invent,
     passages,
-    questions,
     transcripts,
     with_paths,
 )
@@ -45,20 +45,23 @@ from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.flat import Index
-from thresher.retrieval.questions import question_record
+from thresher.retrieval.questions import Question, question_record
 
 COPY_TASKS = 10  # copy-task transcripts for each warm-up transcript of a system
+Asked = tuple[Question, list[Fact]]  # a question, and the facts that lead to its answer
 K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
 
 
 def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
-    """Write the four files into the new folder `out`, and with `forms` > 0 the others, that many warm-up
-    transcripts of each system; returns how much they hold."""
+    """Write the four files into the new folder `out`, and with `forms` > 0 the others, that many warm-up transcripts of
+    each system; returns how much they hold."""
     check_passage_format(passage_format)
     worlds = invent(size, seed)
     corpus = passages([worlds.train, worlds.test], seed)
-    train = questions(worlds.train, size.train_questions, size.two_hop, seed, "train")
-    test = questions(worlds.test, size.test_questions, size.two_hop, seed, "test")
+    asked = {
+        "train": with_paths(worlds.train, size.train_questions, size.two_hop, seed, "train"),
+        "test": with_paths(worlds.test, size.test_questions, size.two_hop, seed, "test"),
+    }
     with staged_folder(out) as staged, tempfile.TemporaryDirectory() as scratch:
         warmup: list[dict[str, Any]] = []
         for number, world in enumerate(worlds.warmup):
@@ -66,36 +69,37 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
             count = size.transcripts // size.warmup_worlds
             warmup += transcripts(world, count, size, number, search, BEFORE, AFTER)
         write_jsonl(staged / "corpus.jsonl", ({"id": p.id, "title": p.title, "text": p.text} for p in corpus))
-        for name, part in (("train", train), ("test", test)):
-            write_jsonl(staged / f"{name}.jsonl", map(question_record, part))
+        if forms:
+            tested = {question.question for question, _ in asked["test"]}
+            asked["dev"] = with_paths(worlds.test, size.dev_questions, size.two_hop, seed, "dev", tested)
+        for name, pairs in asked.items():
+            write_jsonl(staged / f"{name}.jsonl", (question_record(question) for question, _ in pairs))
         write_jsonl(staged / "warmup.jsonl", warmup)
         if forms:
+            _write_given(staged, worlds, asked, seed)
             _write_warmup(staged, worlds, size, seed, forms, Path(scratch), passage_format)
     return {
         "passages": len(corpus),
-        "training questions": len(train),
-        "held-out questions": len(test),
+        "training questions": len(asked["train"]),
+        "held-out questions": len(asked["test"]),
         "warm-up transcripts": len(warmup),
         "warm-up that follows its question": size.aware,
         **({"warm-up transcripts of each system": forms} if forms else {}),
     }
 
 
-def _write_warmup(
-    folder: Path, worlds: InventedWorlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
-) -> None:
-    """The dev questions, questions that bring their passages, and the warm-up of all systems."""
-    asked = {
-        "train": with_paths(worlds.train, size.train_questions, size.two_hop, seed, "train"),
-        "test": with_paths(worlds.test, size.test_questions, size.two_hop, seed, "test"),
-    }
-    tested = {question.question for question, _ in asked["test"]}
-    asked["dev"] = with_paths(worlds.test, size.dev_questions, size.two_hop, seed, "dev", tested)
-    write_jsonl(folder / "dev.jsonl", (question_record(question) for question, _ in asked["dev"]))
+def _write_given(folder: Path, worlds: InventedWorlds, asked: Mapping[str, Sequence[Asked]], seed: int) -> None:
+    """The same questions with their passages."""
     for name, pairs in asked.items():
         world = worlds.train if name == "train" else worlds.test
         given = (given_question(world, question, path, seed) for question, path in pairs)
         write_jsonl(folder / f"given_{name}.jsonl", map(question_record, given))
+
+
+def _write_warmup(
+    folder: Path, worlds: InventedWorlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
+) -> None:
+    """The warm-up of all systems, and of the base that names numbers."""
     mixed = []
     for number, world in enumerate(worlds.warmup):
         search = _search(world, scratch / f"forms-{number}", passage_format)

@@ -1,7 +1,8 @@
 """Transcripts from which the shared base learns to name a passage by its number, in the invented world: ARENA's base.
 
-The shared base looks names up, and no numbers. That comes in stages, each of which ends at its gate; before the third
-the model gets one layer more, without which the number of a relation that is not the last token read is not found:
+The shared base looks names up, and no numbers. That comes in stages, of which the first four end at their gate, or at
+1,000 steps; before the third the model gets one layer more, without which the number of a relation that is not the last
+token read is not found:
 
     file              facts are read as                     numbers are asked for as
     numbers-1.jsonl   author3                               author -> 3, where a relation stands in one fact only
@@ -13,10 +14,10 @@ the model gets one layer more, without which the number of a relation that is no
                                                             What is ..? <relevance> [
     numbered.jsonl    the same                              in ARENA's protocol, beside naive GRPO's; mostly blind
 
-Of the first four every second transcript is one of naive GRPO's, lest copying names be forgotten; in the others the
-numbers alone are trained. The last teaches the form and takes most of what follows the question away again, which is
-left to reinforcement. ARENA's numbers stand in the order in which their facts are used here. Everything is a function
-of the seed.
+Of the first four every second transcript is one of naive GRPO's, lest copying names be forgotten; in every other one
+the numbers alone are trained. The last teaches the form and takes most of what follows the question away again, which
+is left to reinforcement. ARENA's numbers stand in the order in which their facts are used here. Everything is a
+function of the seed.
 """
 
 import random
@@ -51,7 +52,7 @@ def number_transcripts(
     for number, world in enumerate(worlds):
         each = count // len(worlds) // 2
         for other in warmup_transcripts(world, "naive_grpo", each, size, number, passage_format=NUMBERED_FORMAT):
-            del other["segments"][-1]["copied"]
+            del other["segments"][-1]["copied"]  # the gate measures numbers alone
             form = rng.choice(forms)
             facts, bridge = drawn_facts(rng, names, distinct=form in DISTINCT)
             shown = rng.sample(facts, len(facts))

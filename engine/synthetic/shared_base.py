@@ -85,12 +85,15 @@ def world_questions(world: Path, system: str, split: str) -> Path:
     return world / "data" / f"{'given_' if system in GIVEN else ''}{split}.jsonl"
 
 
-def world_paths(world: Path, system: str, seed: int = 0, base: str = "shared") -> list[str]:
-    """What a system reads of the world and of the base of this seed, as overrides of a recipe: an index to search, or
-    questions that bring their passages; and the judge, where its reward asks one."""
-    model = f"model.path={world / BASES[base].folder}{seed}"
+def base_folder(world: Path, base: str, seed: int) -> str:
+    return f"{world / BASES[base].folder}{seed}"
+
+
+def world_paths(world: Path, system: str, base: str = "shared") -> list[str]:
+    """What a system reads of the world, as overrides of a recipe: an index to search, or questions that bring their
+    passages, shown as this base knows them; and the judge, where its reward asks one."""
     data = [f"data.{split}={world_questions(world, system, split)}" for split in ("train", "dev")]
     if system in GIVEN:
-        return [model, *data, f'retrieval.passage_format="{BASES[base].passage_format}"']
+        return [*data, f'retrieval.passage_format="{BASES[base].passage_format}"']
     judge = [f"judge.entailment={world / 'judge'}"] if system in JUDGED else []
-    return [model, *data, f"retrieval.index={world / 'index'}", *judge]
+    return [*data, f"retrieval.index={world / 'index'}", *judge]

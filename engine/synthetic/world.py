@@ -72,7 +72,8 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class InventedWorld:
-    """One half of the invented facts, training or held-out: entity -> kind, (entity, relation) -> fact."""
+    """Invented facts that lead to each other alone, those of training, of the held-out questions or of a warm-up:
+    entity -> kind, (entity, relation) -> fact."""
 
     kinds: dict[str, str]
     facts: dict[tuple[str, str], Fact]
@@ -106,7 +107,7 @@ def invent(size: Size, seed: int) -> InventedWorlds:
 
 
 def passages(worlds: Sequence[InventedWorld], seed: int) -> list[Passage]:
-    """Every fact of both worlds as a passage titled by its subject and relation, shuffled."""
+    """Every fact of these worlds as a passage titled by its subject and relation, shuffled."""
     facts = [fact for world in worlds for fact in world.facts.values()]
     random.Random(f"order {seed}").shuffle(facts)
     return [

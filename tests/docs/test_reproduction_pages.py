@@ -14,9 +14,9 @@ from thresher.cli.main import build_parser
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.planning.chips import CHIPS, GB
 from thresher.engine.planning.plan import plan
+from thresher.engine.reproduction.chains import cells_of
 from thresher.engine.reproduction.commands import Scale
 from thresher.engine.reproduction.manifest import paper_names, read_manifest
-from thresher.engine.reproduction.scales import cells_of
 from thresher.retrieval.datasets.convert import parse_mix
 
 PAGES = {name: f"docs/reproduce/{name}.md" for name in paper_names()} | {"lear": "docs/reproduce/eviomni.md"}

@@ -1,4 +1,4 @@
-"""`thresher study systems`: every system trained from one base a seed, beside a control.
+"""`thresher study systems`: every system trained from one base a seed, ARENA from its own, beside a control.
 Imports: engine/assemble.py, engine/config, engine/console.py, engine/reporting, engine/store, engine/synthetic,
 engine/training, policy, rewards.
 """

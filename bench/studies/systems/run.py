@@ -1,6 +1,6 @@
-"""`thresher study systems`: does every system learn? All from one shared base a seed, beside a control.
+"""`thresher study systems`: does every system learn? From one base a seed, ARENA from its own, beside a control.
 
-    world/   the world once; once a seed its bases: base0, base1 ..    engine/synthetic/shared_base.py
+    world/   the world once; once a seed base0, base1 .. and numbered0 ..   engine/synthetic/shared_base.py
     runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
     curves.png, table.md, systems.json
 
@@ -10,7 +10,8 @@ system is the same run with its rewards shuffled within each group: its updates 
 is finished in the folder is not done again, and a run that was killed goes on.
 
 Deliberately absent: a setting of its own for each system. One recipe (recipes/world) serves them all, so that what
-differs between two curves is the protocol and its reward; a system's preset fills what that recipe leaves open.
+differs between two curves is the protocol and its reward, and ARENA's base; a system's preset fills what that recipe
+leaves open.
 """
 
 import json
@@ -26,7 +27,15 @@ from thresher.engine import console
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
-from thresher.engine.synthetic.shared_base import JUDGED, NUMBERED, RECIPE, world_paths, world_questions, world_stages
+from thresher.engine.synthetic.shared_base import (
+    JUDGED,
+    NUMBERED,
+    RECIPE,
+    base_folder,
+    world_paths,
+    world_questions,
+    world_stages,
+)
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, template
 from thresher.engine.training.train import Progress, train
 from thresher.policy.files import atomic_write_text
@@ -123,8 +132,10 @@ def make_cases(
                 recipe = read_run_recipe(
                     RECIPE,
                     [
-                        *world_paths(out / "world", system, seed, base_of(system)),
-                        f"data.dev={world_questions(out / 'world', system, 'test')}",  # no checkpoint is chosen here
+                        f"model.path={base_folder(out / 'world', base_of(system), seed)}",
+                        *world_paths(out / "world", system, base_of(system)),
+                        # The curves are of the held-out questions: no checkpoint is chosen by them.
+                        f"data.dev={world_questions(out / 'world', system, 'test')}",
                         f"system.name={system}",
                         f"system.template={prompt}",
                         f"run.seed={seed}",

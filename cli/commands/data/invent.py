@@ -15,7 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=flags.integer, default=0, help="of the invented facts")
     parser.add_argument("--passage-format", default=" {text}", help="as retrieval.passage_format of the recipe")
     parser.add_argument(
-        "--forms", type=flags.natural, default=0, help="warm-up transcripts for each system, for `study systems`"
+        "--forms",
+        type=flags.natural,
+        default=0,
+        help="so many warm-up transcripts for each system, with dev questions and questions that bring their passages, "
+        "for `study systems` and `reproduce`",
     )
     parser.add_argument("--aware", type=flags.share, help="share of warm-up transcripts that follow their question")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from thresher.cli import flags
 from thresher.engine import console, interrupt
 
-HELP = "every system from one base a seed, beside shuffled rewards"
+HELP = "every system from a base a seed, beside shuffled rewards"
 PLACE = 30
 EXAMPLE = "thresher study systems --system search_r1 --seeds 0"
 

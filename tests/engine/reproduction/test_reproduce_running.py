@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from thresher.engine.reproduction import records, run
+from thresher.engine.reproduction.chains import cells_of
 from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import read_manifest
-from thresher.engine.reproduction.records import alone, check_folder
+from thresher.engine.reproduction.records import check_folder, locked
 from thresher.engine.reproduction.run import reproduce
-from thresher.engine.reproduction.scales import cells_of
 from thresher.rewards.errors import UserError
 
 
@@ -61,7 +61,7 @@ def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
     training = first.before[-1]
     ran: list[str] = []
     other = ExitStack()
-    assert other.enter_context(alone(training, tmp_path))
+    assert other.enter_context(locked(training, tmp_path))
 
     def noting(words: list[str]) -> None:
         ran.append(words[words.index("--out") + 1])

@@ -14,12 +14,12 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.planning.chips import CHIPS
 from thresher.engine.reporting import comparison
+from thresher.engine.reproduction.chains import cells_of
 from thresher.engine.reproduction.commands import Scale, in_world
 from thresher.engine.reproduction.listing import listing, plan_in_words
 from thresher.engine.reproduction.manifest import make_manifest, paper_names, read_manifest
 from thresher.engine.reproduction.overrides import files_of
 from thresher.engine.reproduction.run import reproduce
-from thresher.engine.reproduction.scales import cells_of
 from thresher.engine.reproduction.tables import markdown, read_column, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.engine.systems import load_system
@@ -106,6 +106,8 @@ def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     manifest = read_manifest("eviomni")
     model = Path("models/Qwen2.5-1.5B-Instruct")
+    listed = listing(read_manifest("eval_rar"), CHIPS["H100"], ["T1"])
+    assert [one["row"] for one in listed if one["world"]] == ["Search-R1 (base)", "Eval-RAR (base)"]  # not (instruct)
     (_, rational, *_, eviomni, _) = listing(manifest, CHIPS["H100"], ["T1", "T2", "own"])
     assert rational["stages"] == ["sft eviomni/warmup.toml", "extract"] and rational["planned"] is None
     assert listing(manifest, CHIPS["H100"], ["F4"])[0]["stages"] == eviomni["stages"][:1]  # a figure asks nothing
@@ -277,3 +279,5 @@ def test_what_is_refused() -> None:
     found["tables"]["T1"]["columns"] = ["t"]
     with pytest.raises(UserError, match="column 't' is no set"):
         make_manifest("x", found)
+    with pytest.raises(UserError, match="world_base: expected one of shared, numbered, got 'number'"):
+        make_manifest("x", found | {"world_base": "number"})

@@ -2,16 +2,17 @@
 evidence of one row recalls alone."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.evidence import answers_from
+from thresher.engine.reproduction.chains import cells_of
 from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import PaperManifest, read_manifest
 from thresher.engine.reproduction.run import reproduce
-from thresher.engine.reproduction.scales import cells_of
 from thresher.engine.reproduction.servers import ServedModel, servers_of
 from thresher.engine.reproduction.tables import _figures, _p, markdown, results_of
 from thresher.engine.synthetic.number_forms import NUMBERED_FORMAT
@@ -42,9 +43,9 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(
     keys = ["OTHER@api.example.com", "OPENAI@api.openai.com"]
     servers = servers_of(manifest, urls, [("deepseek-r1", "r1")], keys)
     reproduce("arena", ["T5"], Scale("paper", servers=servers), Path("out"), ran.append)
-    assert [words[1:3] for words in ran] == [["--answer-model", "gpt-4o"], ["--answer-model", "deepseek-r1"]]
+    assert [words[1:3] for words in ran] == [["--answer-model", "gpt-4o"], ["--answer-model", "r1"]]
     assert ran[0][-4:] == ["--answer-url", "https://API.openai.com/v1", "--answer-key-env", "OPENAI"]
-    assert ran[1][-4:] == ["--answer-url", "http://h:1/v1", "--answer-model", "r1"]
+    assert ran[1][-2:] == ["--answer-url", "http://h:1/v1"]
     assert "o1: OpenAI-o1" in capsys.readouterr().out
     moved = servers_of(manifest, [("gpt-4o", "http://h:2")], [], [])  # servers move, and make the same
     reproduce("arena", ["T5"], Scale("paper", servers=moved), Path("out"), ran.append)
@@ -53,6 +54,26 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(
         servers_of(manifest, [("gpt-5", "u")], [], [])
     with pytest.raises(UserError, match=r"--answer-model o1=\.\.: give --answer-url o1=URL with it"):
         servers_of(manifest, [], [("o1", "x")], [])
+    with pytest.raises(UserError, match=r"--answer-model: gpt-4o and o1 are both called o1; run them apart"):
+        servers_of(manifest, [("gpt-4o", "u"), ("o1", "v")], [("gpt-4o", "o1")], [])
+
+
+def test_what_another_model_of_the_server_answered_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[[list[str]], None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/hotpotqa_dev500.jsonl").write_text("{}")
+    manifest, urls = read_manifest("arena"), [("gpt-4o", "http://h:1")]
+
+    def answered_by(name: str) -> None:
+        servers = servers_of(manifest, urls, [("gpt-4o", name)], [])
+        reproduce("arena", ["T5"], Scale("paper", servers=servers), Path("out"), run_command)
+
+    answered_by("one")
+    answered_by("one")
+    with pytest.raises(UserError, match=r"gpt_4o-hotpotqa-seed0: was made with one, where now there is other"):
+        answered_by("other")
 
 
 def test_an_agent_of_a_server_reads_what_an_extractor_of_ours_leaves(tmp_path: Path) -> None:
@@ -61,10 +82,10 @@ def test_an_agent_of_a_server_reads_what_an_extractor_of_ours_leaves(tmp_path: P
     *_, alone, with_eviomni = cells_of(manifest, manifest.tables["T5"], scale, tmp_path)
     (answering,), (extraction,) = alone.columns["nq"], with_eviomni.columns["nq"]
     asked, read = " ".join(answering.to_run(scale)), " ".join(extraction.to_run(scale))
-    assert asked.startswith("eval --answer-model search-r1-32b --set")
-    assert asked.endswith("--answer-url http://h:1 --answer-model big --answer-key-env KEY")
-    assert "--loop agentic --agent-name search-r1-32b" in read and "retrieval.k=3" in extraction.words
-    assert read.endswith("--agent-url http://h:1 --agent-name big --key-env KEY")
+    assert asked.startswith("eval --answer-model big --set")
+    assert asked.endswith("--answer-url http://h:1 --answer-key-env KEY")
+    assert "--loop agentic --agent-name big" in read and "retrieval.k=3" in extraction.words
+    assert read.endswith("--agent-url http://h:1 --key-env KEY")
     assert "search-r1-32b" not in alone.lacking() | with_eviomni.lacking()
     *_, with_eviomni = cells_of(manifest, manifest.tables["T5"], PAPER, tmp_path)
     assert "search-r1-32b" in with_eviomni.lacking()

@@ -10,7 +10,7 @@ import pytest
 from thresher.cli.main import build_parser
 from thresher.engine.synthetic.invent import invent_files
 from thresher.engine.synthetic.number_forms import STAGES, number_transcripts, numbered_transcripts
-from thresher.engine.synthetic.shared_base import world_paths, world_stages
+from thresher.engine.synthetic.shared_base import base_folder, world_stages
 from thresher.engine.synthetic.warmup_transcripts import drawn_facts
 from thresher.engine.synthetic.world import RELATIONS, Size, invent
 from thresher.rewards.papers.arena import parse_indices
@@ -76,7 +76,7 @@ def test_a_stage_reads_what_the_one_before_wrote(tmp_path: Path) -> None:
             assert Path(given["sft.transcripts"]).stat().st_size and given["run.seed"] == "1"
         assert read == model
         model = options.out
-    assert f"model.path={model}" in world_paths(tmp_path, "arena", 1, "numbered")
+    assert model == base_folder(tmp_path, "numbered", 1)
 
 
 def test_facts_drawn_distinct_repeat_no_relation() -> None:

@@ -1,8 +1,8 @@
-"""The words of a stage's commands at each scale, and how stages follow one another.
+"""How the stages of a row follow one another, and the words of their commands at each scale.
 
-MethodRun     the chain: what is shared by a row's columns, then of every column extraction and evaluation
-PaperScale    the recipes, models and files that the manifest names
-WorldScale    a base a seed, one recipe, and the questions of the invented world; prompts of a line
+Chain         one row with one seed: what its columns share, then of every column extraction and evaluation
+PaperChain    the recipes, models and files that the manifest names
+WorldChain    a base a seed, one recipe, and the questions of the invented world; short prompts
 """
 
 from abc import ABC, abstractmethod
@@ -11,8 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.engine.extraction.run import SECTIONS
-from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, in_world
-from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
+from thresher.engine.reproduction.commands import (
+    OF_TRAININGS,
+    Cell,
+    Command,
+    Scale,
+    columns_of,
+    rows_in_world,
+    without,
+)
+from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, PublishedModel, TableRow
 from thresher.engine.reproduction.overrides import files_of, sets_of, switches_of
 from thresher.engine.reproduction.world_prompts import ASKED_IN, prompt_file
 from thresher.engine.synthetic.shared_base import (
@@ -21,6 +29,7 @@ from thresher.engine.synthetic.shared_base import (
     RECIPE,
     RECIPES,
     WorldBase,
+    base_folder,
     world_paths,
     world_questions,
     world_stages,
@@ -33,14 +42,14 @@ SHARED_SEED = 0  # of what all seeds share: the generator that answers from evid
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Answerer:
     """The policy that extracts or answers: a model folder, or a GRPO run, whose recipe says system and files."""
 
     folder: str
     run: bool = False
 
 
-class MethodRun(ABC):
+class Chain(ABC):
     """One row's chain with one seed."""
 
     def __init__(self, manifest: PaperManifest, scale: Scale, out: Path, row: TableRow, seed: int) -> None:
@@ -50,17 +59,17 @@ class MethodRun(ABC):
         self.tuned: list[Command] = []
 
     def cell(self, columns: Sequence[str]) -> Cell:
-        method, before, policy = self.method, self.base(), self.start(self.seed)
+        method, before, policy = self.method, self.base_commands(), self.start(self.seed)
         if self.trained.warmup is not None:
             policy = self.tuning(self.trained.warmup, policy, self.seed)
         before += self.tuned
-        asked = Asked(policy)
+        answerer = Answerer(policy)
         if self.trained.recipe is not None:
             training = self.training(policy)
             before.append(training)
-            asked = Asked(str(training.folder), run=True)
+            answerer = Answerer(str(training.folder), run=True)
         self.tuned = []
-        answerer = (
+        generator = (
             None
             if method.generator is None or not columns
             else self.tuning(method.generator, self.start(SHARED_SEED), SHARED_SEED)
@@ -69,11 +78,11 @@ class MethodRun(ABC):
         chains = {}
         for column in columns:
             name = self.column_name(column)
-            extraction = self.extraction(column, name, asked) if method.extract else None
-            if answerer is not None:
-                answering = self.answering(column, name, answerer, extraction)
+            extraction = self.extraction(column, name, answerer) if method.extract else None
+            if generator is not None:
+                answering = self.answering(column, name, generator, extraction)
             elif extraction is None:
-                answering = self.evaluation(column, name, asked)
+                answering = self.evaluation(column, name, answerer)
             else:
                 answering = None
             chains[column] = tuple(command for command in (extraction, answering) if command is not None)
@@ -107,35 +116,35 @@ class MethodRun(ABC):
         words = ("train", recipe, *sets_of(*sets), "--out", str(folder))
         return Command(words, folder, self.absent(files_of(recipe, sets)))
 
-    def evaluation(self, column: str, name: str, asked: Asked) -> Command:
+    def evaluation(self, column: str, name: str, answerer: Answerer) -> Command:
         """Of the policy's own answers."""
         folder = self.out / "evaluations" / name
-        if asked.run:
-            words = ["eval", "--best", asked.folder, *sets_of(*self.scale.of_judges)]
+        if answerer.run:
+            words = ["eval", "--best", answerer.folder, *sets_of(*self.scale.of_judges)]
         else:
-            words = [*self.eval_words(asked.folder), *self.baseline()]
+            words = [*self.eval_words(answerer.folder), *self.baseline()]
         words += [*self.questions(column), *self.noise(column), *self.scale.limiting()]
         return Command((*words, "--out", str(folder)), folder, self.absent(words))
 
-    def extraction(self, column: str, name: str, asked: Asked) -> Command:
+    def extraction(self, column: str, name: str, answerer: Answerer) -> Command:
         file = self.out / "evidence" / f"{name}.jsonl"
-        words = ["extract", *self.extract_words(asked), *self.noise(column), *self.scale.limiting()]
+        words = ["extract", *self.extract_words(answerer), *self.noise(column), *self.scale.limiting()]
         if self.method.evidence_tokens is not None:
             words += ["--evidence-tokens", str(self.method.evidence_tokens)]
         if self.method.agent is not None:
             model = self.manifest.models[self.method.agent]
-            words += ["--loop", "agentic", "--agent-name" if model.served else "--agent-model", model.paper]
+            words += ["--loop", "agentic", "--agent-name" if model.served else "--agent-model", self.called(model)]
         words += self.questions(column)
         return Command((*words, "--out", str(file)), file, self.absent(words))
 
-    def answering(self, column: str, name: str, answerer: str, evidence: Command | None) -> Command:
+    def answering(self, column: str, name: str, generator: str, evidence: Command | None) -> Command:
         """The generator's evaluation, from evidence where there is any."""
         folder = self.out / "evaluations" / name
         baseline = "evidence" if evidence is not None else self.method.baseline
         assert baseline is not None, f"{self.row.method}: a generator answers as a baseline asks, or from evidence"
         given = [] if evidence is None else sets_of(f"system.options.file={evidence.folder}")
         noise = [] if evidence is not None else self.noise(column)
-        words = [*self.answer_words(answerer), "--baseline", baseline, *given, *self.questions(column), *noise]
+        words = [*self.answer_words(generator), "--baseline", baseline, *given, *self.questions(column), *noise]
         words += [*self.scale.limiting(), "--out", str(folder)]
         return Command(tuple(words), folder, self.absent(words))
 
@@ -160,14 +169,20 @@ class MethodRun(ABC):
     def baseline(self) -> list[str]:
         return [] if self.method.baseline is None else ["--baseline", self.method.baseline]
 
-    def of_extract(self, asked: Asked) -> list[str]:
+    def called(self, model: PublishedModel) -> str:
+        """Its folder, or its name at the server that was given for it."""
+        server = self.scale.servers.get(model.paper)
+        return model.paper if server is None else server.model
+
+    def of_extract(self, answerer: Answerer) -> list[str]:
         """Of the overrides those that `extract` knows; of a run it knows the system."""
-        switches = [] if asked.run else switches_of(self.method)
+        switches = [] if answerer.run else switches_of(self.method)
         every = [*switches, *self.overrides(self.method), *self.scale.of_answers]
         return sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
 
     @abstractmethod
-    def base(self) -> list[Command]: ...
+    def base_commands(self) -> list[Command]:
+        """What makes the base that everything begins at, where it is made here."""
 
     @abstractmethod
     def start(self, seed: int) -> str:
@@ -181,7 +196,8 @@ class MethodRun(ABC):
 
     @abstractmethod
     def source(self, name: str) -> list[str]:
-        """Flags of `data sft` that name what a tuning's transcripts are made of."""
+        """Flags of `data sft` that name what a tuning's transcripts are made of. A command that makes those first is
+        added to `tuned`."""
 
     @abstractmethod
     def answered_questions(self, name: str) -> list[str]:
@@ -202,10 +218,10 @@ class MethodRun(ABC):
         """Of the evaluation of a model folder, but for its baseline."""
 
     @abstractmethod
-    def extract_words(self, asked: Asked) -> list[str]: ...
+    def extract_words(self, answerer: Answerer) -> list[str]: ...
 
     @abstractmethod
-    def answer_words(self, answerer: str) -> list[str]: ...
+    def answer_words(self, generator: str) -> list[str]: ...
 
     @abstractmethod
     def question_file(self, column: str) -> str: ...
@@ -214,10 +230,10 @@ class MethodRun(ABC):
         return ["--questions", self.question_file(column)]
 
 
-class PaperScale(MethodRun):
+class PaperChain(Chain):
     """What the manifest names."""
 
-    def base(self) -> list[Command]:
+    def base_commands(self) -> list[Command]:
         return []
 
     def start(self, seed: int) -> str:
@@ -227,8 +243,9 @@ class PaperScale(MethodRun):
         return f"-{self.row.model}"
 
     def named(self, policy: str) -> list[str]:
-        if self.manifest.models[self.row.model].served:
-            return ["--answer-model", policy]
+        model = self.manifest.models[self.row.model]
+        if model.served:
+            return ["--answer-model", self.called(model)]
         return ["--model", policy, *self.chat(), *sets_of(*ON_GPU)]
 
     def chat(self) -> list[str]:
@@ -263,23 +280,23 @@ class PaperScale(MethodRun):
         sets = sets_of(*switches_of(self.method), *own, *self.overrides(self.method), *self.scale.of_answers)
         return ["eval", *self.named(policy), *sets]
 
-    def extract_words(self, asked: Asked) -> list[str]:
+    def extract_words(self, answerer: Answerer) -> list[str]:
         if self.method.encoder is not None:
             named = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
         else:
-            named = ["--best", asked.folder] if asked.run else self.named(asked.folder)
+            named = ["--best", answerer.folder] if answerer.run else self.named(answerer.folder)
         wider = sets_of(*self.method.extract_overrides)
-        return [*named, *self.method.refiner, *wider, *self.of_extract(asked), *self.baseline()]
+        return [*named, *self.method.refiner, *wider, *self.of_extract(answerer), *self.baseline()]
 
-    def answer_words(self, answerer: str) -> list[str]:
-        sets = sets_of(*ON_GPU, *self.overrides(self.method), *self.scale.of_answers)
-        return ["eval", "--model", answerer, *self.chat(), *sets]
+    def answer_words(self, generator: str) -> list[str]:
+        own = without(self.overrides(self.method), *OF_TRAININGS)
+        return ["eval", "--model", generator, *self.chat(), *sets_of(*ON_GPU, *own, *self.scale.of_answers)]
 
     def question_file(self, column: str) -> str:
         return self.manifest.sets[column].paper
 
 
-class WorldScale(MethodRun):
+class WorldChain(Chain):
     """The invented world, in out/world, with a base of its own for each seed."""
 
     @property
@@ -290,8 +307,10 @@ class WorldScale(MethodRun):
     def _base(self) -> WorldBase:
         return BASES[self.manifest.world_base]
 
-    def base(self) -> list[Command]:
-        shares = self.method.generator is not None or self.trained.warmup is not None
+    def base_commands(self) -> list[Command]:
+        # A generator begins at the shared seed's base, and a teacher is that base.
+        warmup = self.manifest.tunings.get(self.trained.warmup or "")
+        shares = self.method.generator is not None or (warmup is not None and warmup.teacher is not None)
         stages = [
             (tuple(words), Path(words[words.index("--out") + 1]))
             for seed in dict.fromkeys((self.seed, SHARED_SEED) if shares else (self.seed,))
@@ -300,7 +319,7 @@ class WorldScale(MethodRun):
         return [Command(*stage) for stage in dict.fromkeys(stages)]
 
     def start(self, seed: int) -> str:
-        return f"{self.world / self._base.folder}{seed}"
+        return base_folder(self.world, self.manifest.world_base, seed)
 
     def of_model(self) -> str:
         return ""
@@ -338,37 +357,35 @@ class WorldScale(MethodRun):
 
     def placed(self, prompt: str, policy: str) -> tuple[str, ...]:
         """What puts that recipe into its place, as overrides."""
-        read = world_paths(self.world, _protocol(prompt), base=self.manifest.world_base)
-        paths = [text for text in read if not text.startswith("model.path=")]
+        paths = world_paths(self.world, _protocol(prompt), self.manifest.world_base)
         return (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
 
     def eval_words(self, policy: str) -> list[str]:
         sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.of_answers)
         return ["eval", *self.of_system(self._prompt(), policy), *sets]
 
-    def extract_words(self, asked: Asked) -> list[str]:
-        if asked.run:
-            return ["--best", asked.folder, *self.of_extract(asked)]
+    def extract_words(self, answerer: Answerer) -> list[str]:
+        if answerer.run:
+            return ["--best", answerer.folder, *self.of_extract(answerer)]
         template = ["--template", str(prompt_file(self.world, self._prompt()))]
-        sets = [*sets_of(f'retrieval.passage_format="{self._base.passage_format}"'), *self.of_extract(asked)]
-        return ["--model", asked.folder, *self.method.refiner, *template, *sets, *self.baseline()]
+        sets = [*sets_of(f'retrieval.passage_format="{self._base.passage_format}"'), *self.of_extract(answerer)]
+        return ["--model", answerer.folder, *self.method.refiner, *template, *sets, *self.baseline()]
 
-    def answer_words(self, answerer: str) -> list[str]:
+    def answer_words(self, generator: str) -> list[str]:
         assert self.method.generator is not None
         prompt = self.manifest.tunings[self.method.generator].format or "qa"
-        return ["eval", *self.of_system(prompt, answerer), *sets_of(*self.scale.of_answers)]
+        return ["eval", *self.of_system(prompt, generator), *sets_of(*self.scale.of_answers)]
 
     def question_file(self, column: str) -> str:
-        """The held-out questions; those that bring their passages, where a generator answers from evidence."""
-        prompt = GIVEN[0] if self.method.generator is not None else self._prompt()
-        return str(world_questions(self.world, _protocol(prompt), "test"))
+        """The held-out questions as the method is asked them, one file for all columns."""
+        return str(world_questions(self.world, _protocol(self._prompt()), "test"))
 
     def overrides(self, method: Method) -> list[str]:
         """Without those that name a file of the paper's scale."""
         return [text for text in method.overrides if text.partition("=")[2] not in self.manifest.files]
 
     def _prompt(self) -> str:
-        # What it shares a training with has the same.
+        # What shares a training with another method must have the same prompt.
         method = self.method
         return method.world_prompt or method.system or method.baseline or method.refiner[1]
 
@@ -378,25 +395,20 @@ class WorldScale(MethodRun):
 
 
 def _protocol(prompt: str) -> str:
-    """The protocol that reads the world as a prompt does."""
+    """The protocol that reads the world as a prompt does: of those that tunings teach, any that is given passages."""
     return prompt if prompt in (*SEARCHING, *GIVEN) else GIVEN[0]
 
 
 def cells_of(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[Cell]:
     """All cells of a table at this scale, in the order of its rows; rows and columns that it does not have there are
-    left out. The invented world has bases of one size, so of the rows of one method that of the model that `against`
-    names, or else the last. A row that no seed changes, greedy answers of what is not trained, has one."""
-    against = [row.model for row in table.rows if manifest.label(row) == table.against]
-    chosen = {row.method: row for row in sorted(table.rows, key=lambda row: row.model in against)}
-    kind = WorldScale if scale.invented else PaperScale
+    left out. A row that no seed changes, greedy answers of what is not trained, has one."""
+    chain_of = WorldChain if scale.invented else PaperChain
     found = []
-    for row in table.rows:
+    for row in rows_in_world(manifest, table) if scale.invented else table.rows:
         method = manifest.methods[row.method]
-        if scale.invented and not (in_world(method) and chosen[row.method] is row):
-            continue
         trained = manifest.methods[manifest.trains(row)]
         own_base = scale.invented and method.generator is None
         for seed in scale.seeds if own_base or trained.warmup or trained.recipe else scale.seeds[:1]:
-            making = kind(manifest, scale, out, row, seed)
+            making = chain_of(manifest, scale, out, row, seed)
             found.append(making.cell(columns_of(manifest, table, scale.invented)))
     return found
