@@ -41,7 +41,8 @@ ENDINGS = {  # as Trajectory.reason has them
 @dataclass(frozen=True, slots=True)
 class Series:
     """One curve: steps [n] ascending, values [n] with nan for a gap. `dots` marks every point and smooths none.
-    spread [n]: the deviation over runs of which `values` are the means, drawn as a band; None for one run."""
+    spread [n]: the deviation over runs of which `values` are the means, drawn as a band, on a log axis as far below the
+    mean as above; None for one run."""
 
     label: str
     color: str

@@ -124,7 +124,10 @@ def _draw_line(axes: Axes, series: Series) -> None:
     if series.spread is not None:
         window = 1 if series.dots else smoothing(len(series.values))
         middle, half = smooth(series.values, window), smooth(series.spread, window)
-        axes.fill_between(series.steps, middle - half, middle + half, color=series.color, alpha=0.15, lw=0)
+        high = middle + half
+        logarithmic = axes.get_yscale() == "log"  # there as far below by a factor, and above 0
+        low = middle**2 / high if logarithmic else middle - half
+        axes.fill_between(series.steps, low, high, color=series.color, alpha=0.15, lw=0)
     if series.dots:
         axes.plot(
             series.steps,

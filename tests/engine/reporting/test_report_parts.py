@@ -122,6 +122,16 @@ def test_a_reward_of_a_single_part_is_not_drawn_twice() -> None:
     assert not [chart for chart in charts_of(records, **CHARTS) if chart.name.startswith("parts")]
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_a_band_is_as_far_below_the_mean_as_above_and_above_0_on_a_log_axis(log: bool) -> None:
+    steps, values, spread = np.arange(3.0), np.array([4.0, 4.0, 4.0]), np.array([8.0, 8.0, 8.0])
+    series = Series("a", PALETTE[0], steps, values, dots=True, spread=spread)
+    axes = Figure().add_subplot()
+    _draw_axes(axes, Chart(name="x", title="KL", caption="", series=(series,), log=log))
+    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert {round(float(height), 6) for height in heights} == {12.0, round(4 / 3, 6) if log else -4.0}
+
+
 @pytest.mark.parametrize("labels", [["A", "B"], ["+ SEN + EQR"] * 7, ["a name of a run that is as long as a line"] * 3])
 def test_a_legend_stays_within_its_picture_and_off_the_title(labels: list[str]) -> None:
     steps = np.arange(3.0)
