@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from thresher.cli.main import run
 from thresher.engine.synthetic.invent import invent_files
+from thresher.engine.synthetic.shared_base import world_stages
 from thresher.engine.synthetic.world import Size
 from thresher.policy.tokenizer import Tokenizer
 
@@ -97,7 +98,8 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     for name in ("wiki18", "hotpotqa"):
         assert run(["index", "build", "--corpus", "corpus.jsonl", "--dim", "64", "--out", f"indexes/{name}"]) == 0
     _invented(folder / "runs" / "demo", model, 0, "init", "warmup")
-    _invented(folder / "runs" / "study-systems" / "world", model, 4, "init0", "recite0", "base0")
+    models = [Path(words[-1]).name for words in world_stages(Path(), base="numbered") if words[0] in ("init", "sft")]
+    _invented(folder / "runs" / "study-systems" / "world", model, 4, *models)
 
 
 def _model(folder: Path, tokenizer: Tokenizer) -> None:
