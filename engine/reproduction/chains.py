@@ -56,25 +56,23 @@ class Chain(ABC):
         self.manifest, self.scale, self.out, self.row, self.seed = manifest, scale, out, row, seed
         self.method = manifest.methods[row.method]
         self.trained = manifest.methods[manifest.trains(row)]
-        self.tuned: list[Command] = []
 
     def cell(self, columns: Sequence[str]) -> Cell:
         method, before, policy = self.method, self.base_commands(), self.start(self.seed)
         if self.trained.warmup is not None:
-            policy = self.tuning(self.trained.warmup, policy, self.seed)
-        before += self.tuned
+            warmed = self.tuning(self.trained.warmup, policy, self.seed)
+            before += warmed
+            policy = str(warmed[-1].folder)
         answerer = Answerer(policy)
         if self.trained.recipe is not None:
             training = self.training(policy)
             before.append(training)
             answerer = Answerer(str(training.folder), run=True)
-        self.tuned = []
-        generator = (
-            None
-            if method.generator is None or not columns
-            else self.tuning(method.generator, self.start(SHARED_SEED), SHARED_SEED)
-        )
-        before += self.tuned
+        generator = None
+        if method.generator is not None and columns:
+            tuned = self.tuning(method.generator, self.start(SHARED_SEED), SHARED_SEED)
+            before += tuned
+            generator = str(tuned[-1].folder)
         chains = {}
         for column in columns:
             name = self.column_name(column)
@@ -88,25 +86,23 @@ class Chain(ABC):
             chains[column] = tuple(command for command in (extraction, answering) if command is not None)
         return Cell(self.row, self.seed, tuple(before), chains)
 
-    def tuning(self, name: str, start: str, seed: int) -> str:
-        """The model folder of a tuning that begins at `start`; its commands go to `tuned`."""
+    def tuning(self, name: str, start: str, seed: int) -> list[Command]:
+        """The commands of a tuning that begins at `start`; the last one writes the model folder."""
+        commands: list[Command] = []
         tuning = self.manifest.tunings[name]
         folder = self.out / "tunings" / f"{name}{self.of_model()}-seed{seed}"
         if tuning.kind is None:
             data = [f"sft.format={tuning.format}", *self.answered_questions(name)]
         else:
             made = self.out / "tunings" / f"{name}.jsonl"
-            source = self.source(name)
+            teaching, source = self.source(name)
             words = ("data", "sft", "--kind", tuning.kind, *source, *self.template_of(tuning.kind))
-            self.add((*words, "--out", str(made)), made, source)
+            commands = [*teaching, Command((*words, "--out", str(made)), made, self.absent(source))]
             data = ["sft.data=", f"sft.transcripts={made}"]
         recipe = self.tuning_recipe(name)
         sets = (f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.of_tunings)
-        self.add(("sft", recipe, *sets_of(*sets), "--out", str(folder)), folder, files_of(recipe, sets))
-        return str(folder)
-
-    def add(self, words: Iterable[str], folder: Path, read: Iterable[str]) -> None:
-        self.tuned.append(Command(tuple(words), folder, self.absent(read)))
+        words = ("sft", recipe, *sets_of(*sets), "--out", str(folder))
+        return [*commands, Command(words, folder, self.absent(files_of(recipe, sets)))]
 
     def training(self, policy: str) -> Command:
         folder = self.out / "runs" / f"{self.manifest.trains(self.row)}{self.of_model()}-seed{self.seed}"
@@ -195,9 +191,9 @@ class Chain(ABC):
     def column_name(self, column: str) -> str: ...
 
     @abstractmethod
-    def source(self, name: str) -> list[str]:
-        """Flags of `data sft` that name what a tuning's transcripts are made of. A command that makes those first is
-        added to `tuned`."""
+    def source(self, name: str) -> tuple[list[Command], list[str]]:
+        """Of `data sft` the flags that name what a tuning's transcripts are made of, and before it the commands that
+        make that."""
 
     @abstractmethod
     def answered_questions(self, name: str) -> list[str]:
@@ -254,13 +250,13 @@ class PaperChain(Chain):
     def column_name(self, column: str) -> str:
         return f"{self.row.method}-{self.row.model}-{column}-seed{self.seed}"
 
-    def source(self, name: str) -> list[str]:
+    def source(self, name: str) -> tuple[list[Command], list[str]]:
         tuning = self.manifest.tunings[name]
         if tuning.questions is not None:
             device = ["--device", self.scale.device] if "--model" in tuning.options else []
-            return ["--questions", tuning.questions, *tuning.options, *device]
+            return [], ["--questions", tuning.questions, *tuning.options, *device]
         assert tuning.teacher is not None, f"[tunings.{name}]: a kind needs questions or a teacher"
-        return ["--transcripts", tuning.teacher]
+        return [], ["--transcripts", tuning.teacher]
 
     def answered_questions(self, name: str) -> list[str]:
         return []
@@ -328,15 +324,15 @@ class WorldChain(Chain):
         noise = self.manifest.sets[column].noise
         return f"{self.row.method}-seed{self.seed}" + (f"-noise{noise}" if noise else "")
 
-    def source(self, name: str) -> list[str]:
+    def source(self, name: str) -> tuple[list[Command], list[str]]:
         tuning = self.manifest.tunings[name]
         if tuning.questions is not None:
-            return ["--questions", self._trained_on(), *tuning.options]
+            return [], ["--questions", self._trained_on(), *tuning.options]
         folder = self.out / "tunings" / "teacher"
         words = ("eval", *self.of_system("eviomni", self.start(SHARED_SEED)), "--set", "system.name=eviomni")
         asked = ("--questions", self._trained_on(), "--limit", str(TEACHER_QUESTIONS))
-        self.add((*words, *asked, "--out", str(folder)), folder, [])
-        return ["--transcripts", str(folder / "trajectories.jsonl")]
+        answering = Command((*words, *asked, "--out", str(folder)), folder)
+        return [answering], ["--transcripts", str(folder / "trajectories.jsonl")]
 
     def answered_questions(self, name: str) -> list[str]:
         prompt = prompt_file(self.world, self.manifest.tunings[name].format or "qa")
