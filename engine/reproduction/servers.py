@@ -51,10 +51,11 @@ def servers_of(
     for name, url in urls:
         variables = (allowed.rpartition("@")[0] for allowed in allow_keys)
         key = next((variable for variable in variables if key_at(variable, url) in allow_keys), None)
-        there = dict(names).get(name, name)
-        if other := next(
-            (before for before, server in found.items() if server.model == there and before != name), None
-        ):
-            raise UserError(f"reproduce: --answer-model: {other} and {name} are both called {there}; run them apart")
-        found[name] = ServedModel(url, there, key)
+        called = dict(names).get(name, name)
+        for other, server in found.items():
+            if server.model == called and other != name:
+                raise UserError(
+                    f"reproduce: --answer-model: {other} and {name} are both called {called}; run them apart"
+                )
+        found[name] = ServedModel(url, called, key)
     return found

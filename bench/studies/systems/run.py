@@ -6,8 +6,8 @@
 
 The base knows the form of all protocols and hardly what to look for (engine/synthetic/warmup_transcripts.py). ARENA's
 goes on from there: it names passages by their numbers, which the shared one cannot (number_forms.py). The control of a
-system is the same run with its rewards shuffled within each group: its updates are as large and carry no signal. What
-is finished in the folder is not done again, and a run that was killed goes on.
+system is the same run with its rewards shuffled within each group: the same rewards, for the wrong samples, carry no
+signal. What is finished in the folder is not done again, and a run that was killed goes on.
 
 Deliberately absent: a setting of its own for each system. One recipe (recipes/world) serves them all, so that what
 differs between two curves is the protocol and its reward, and ARENA's base; a system's preset fills what that recipe
