@@ -95,8 +95,7 @@ class Command:
         server's model has its address. None of these decides what is made."""
         begun = self.words[0] == "train" and self.folder.exists()
         keys = scale.allow_keys if self.words[0] in ("train", "eval") else ()
-        serving = [server for server in scale.servers.values() if server.model in self.words]
-        served = [word for server in serving for word in server.flags(self.words)]
+        served = [word for server in scale.servers.values() for word in server.flags(self.words)]
         allowed = [word for key in keys for word in ("--allow-key", key)]
         return [*self.words, *served, *allowed, *(["--resume"] if begun else [])]
 

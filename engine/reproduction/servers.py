@@ -8,14 +8,15 @@ third the environment variable with the key for that host.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from thresher.engine.reproduction.manifest import PaperManifest
 from thresher.engine.scoring.endpoint import key_at
 from thresher.rewards.errors import UserError
 
-FLAGS = {  # of a command: address, key
-    "eval": ("--answer-url", "--answer-key-env"),
-    "extract": ("--agent-url", "--key-env"),
+FLAGS = {  # of a command: model's name, address, key
+    "eval": ("--answer-model", "--answer-url", "--answer-key-env"),
+    "extract": ("--agent-name", "--agent-url", "--key-env"),
 }
 Pair = tuple[str, str]  # a model's name in the manifest, and what is said of it
 
@@ -29,8 +30,12 @@ class ServedModel:
     key_env: str | None = None
 
     def flags(self, words: Sequence[str]) -> list[str]:
-        """What a command that names its model must be given besides."""
-        url, key = FLAGS[words[0]]
+        """What a command must be given besides, if it is this model that it asks of a server."""
+        if words[0] not in FLAGS:
+            return []
+        name, url, key = FLAGS[words[0]]
+        if (name, self.model) not in pairwise(words):
+            return []
         return [url, self.url, *([] if self.key_env is None else [key, self.key_env])]
 
 

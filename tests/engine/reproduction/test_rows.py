@@ -58,6 +58,17 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(
         servers_of(manifest, [("gpt-4o", "u"), ("o1", "v")], [("gpt-4o", "o1")], [])
 
 
+def test_a_folder_of_the_name_that_a_server_has_for_a_model_is_no_server() -> None:
+    served = ServedModel("http://h:1", "models/Qwen2.5-7B-Instruct")
+    assert served.flags(["eval", "--answer-model", served.model, "--limit", "2"]) == ["--answer-url", "http://h:1"]
+    for words in (
+        ["eval", "--model", served.model],
+        ["extract", "--agent-model", served.model],
+        ["train", served.model],
+    ):
+        assert served.flags(words) == []
+
+
 def test_what_another_model_of_the_server_answered_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[[list[str]], None]
 ) -> None:
