@@ -1,8 +1,9 @@
 # From a clone to a trained model, and to a tested one. Every target makes the environment it needs.
 #
 #   make demo        train a small model to search, from nothing      (SEED=1, OUT=runs/other)
-#   make test        formatter, linter, type checker, tests
-#   make lint        all of that but the tests
+#   make test        formatter, linter, type checker, tests: six minutes on two cores   (WORKERS=8)
+#   make test-all    the same, then the slow tests: peers, documents, processes, every CPU setting
+#   make lint        formatter, linter, type checker
 #   make docs        docs/recipe.md, from the recipe's sections
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
 #   make torture     kills, damaged files, hostile requests, full disks: an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
@@ -91,17 +92,33 @@ demo: .venv
 
 # mypy does not know setup.py's mapping of folders to packages; links in a folder that git ignores spell it out.
 FOLDERS := kernels rewards policy retrieval engine bench cli recipes
-.PHONY: lint
-lint: .venv
+.PHONY: lint style types
+lint: style types
+style: .venv
+	@$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+types: .venv
 	@mkdir -p .typecheck/thresher
 	for folder in $(FOLDERS); do ln -sfn "../../$$folder" ".typecheck/thresher/$$folder"; done
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# The type checker runs beside the tests, and what it found is printed after them.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+PYTEST := $(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal
 .PHONY: test
-test: lint
-	@$(VENV)/bin/pytest
+test: .venv
+	@types="$$(mktemp)"
+	trap 'rm -f "$$types"' EXIT
+	$(MAKE) --no-print-directory style
+	$(MAKE) --no-print-directory types >"$$types" 2>&1 & checker=$$!
+	status=0
+	$(PYTEST) -m "not slow" || status=$$?
+	wait $$checker || { cat "$$types" >&2; exit 1; }
+	exit $$status
+
+.PHONY: test-all
+test-all: test
+	@$(PYTEST) -m slow
 
 .PHONY: docs
 docs: .venv

@@ -51,6 +51,7 @@ setup(
         "trackio": ["trackio>=0.5"],
         "test": [
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "transformers>=4.45",
             "ruff>=0.8",

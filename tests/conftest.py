@@ -6,8 +6,10 @@ breaks off at all sorts of places.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import lru_cache
@@ -52,6 +54,21 @@ FACTS = [
 ]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but N of the cases of a test marked `fast_cases(N)`, which are spread evenly over them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("fast_cases"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in cases.values():
+        mark = several[0].get_closest_marker("fast_cases")
+        fast = {place * len(several) // mark.args[0] for place in range(mark.args[0])} if mark else set()
+        for place, item in enumerate(several):
+            if place not in fast:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ints_of_one_element() -> Iterator[None]:
     """Triton 3.6's interpreter makes an int of an array of shape [1], as where a loop ends at a number that was read.
@@ -84,6 +101,27 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data not found at {folder}; set THRESHER_DATA to the folder that holds it")
     return folder
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """once(name, make) -> Path: the folder that `make(folder)` filled. All workers of a run of the suite share it, so a
+    test must not change it."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return get
 
 
 @pytest.fixture(scope="session")
@@ -167,21 +205,22 @@ def tiny_policy(make_tiny_policy: Callable[..., Policy]) -> Policy:
 
 
 @pytest.fixture(scope="session")
-def tiny_index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_index_folder(once: Callable[..., Path]) -> Path:
     """An index on disk; its corpus is corpus.jsonl beside the folder."""
     from thresher.retrieval.building.build import build_index
     from thresher.retrieval.data.corpus import read_corpus
     from thresher.retrieval.encoders.lexical import LexicalEncoder
 
-    folder = tmp_path_factory.mktemp("tiny")
-    records = [
-        {"id": f"p{number}", "title": subject, "text": f"{subject} has {relation} {object_}."}
-        for number, (subject, relation, object_) in enumerate(FACTS)
-    ]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    corpus = read_corpus(folder / "corpus.jsonl")
-    build_index(corpus, LexicalEncoder.fit([passage.text for passage in corpus], 64), folder / "index")
-    return folder / "index"
+    def make(folder: Path) -> None:
+        records = [
+            {"id": f"p{number}", "title": subject, "text": f"{subject} has {relation} {object_}."}
+            for number, (subject, relation, object_) in enumerate(FACTS)
+        ]
+        (folder / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        corpus = read_corpus(folder / "corpus.jsonl")
+        build_index(corpus, LexicalEncoder.fit([passage.text for passage in corpus], 64), folder / "index")
+
+    return once("tiny", make) / "index"
 
 
 @pytest.fixture
@@ -287,31 +326,36 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
     return install
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def base(
-    tmp_path_factory: pytest.TempPathFactory,
+    once: Callable[..., Path],
     tiny_tokenizer: Tokenizer,
     tiny_index_folder: Path,
     tiny_questions: list[Question],
 ) -> dict[str, dict[str, Any]]:
     """The recipe of a small training run, as tables; see train_cases.py."""
-    from train_cases import recipe_tables
+    from train_cases import recipe_tables, write_inputs
 
-    return recipe_tables(tmp_path_factory.mktemp("run"), tiny_tokenizer, tiny_index_folder, tiny_questions)
+    folder = once("inputs", lambda folder: write_inputs(folder, tiny_tokenizer, tiny_questions))
+    return recipe_tables(folder, tiny_index_folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make_recipe(base: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
     from train_cases import recipe_maker
 
     return recipe_maker(base)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, make_recipe: Callable[..., Recipe]) -> Path:
+@pytest.fixture(scope="session")
+def uninterrupted(once: Callable[..., Path], make_recipe: Callable[..., Recipe]) -> Path:
     """The run that nothing interrupted."""
+    from train_cases import single_threaded
+
     from thresher.engine.training.train import train
 
-    out = tmp_path_factory.mktemp("uninterrupted") / "run"
-    train(make_recipe(), out)
-    return out
+    def make(folder: Path) -> None:
+        with single_threaded():
+            train(make_recipe(), folder / "run")
+
+    return once("uninterrupted", make) / "run"

@@ -61,19 +61,20 @@ def drilled(tokenizer: Tokenizer, template: str) -> Policy:
     return policy
 
 
-def recipe_tables(
-    folder: Path, tokenizer: Tokenizer, index: Path, questions: list[Question]
-) -> dict[str, dict[str, Any]]:
-    """The recipe of a run of four steps, as tables; its model, questions and template are written to `folder`.
-
-    Half of the names are right, whatever the question, so that rewards differ within a group.
-    """
+def write_inputs(folder: Path, tokenizer: Tokenizer, questions: list[Question]) -> None:
+    """Write what `recipe_tables` names to the folder. Half of the names are right, whatever the question, so that
+    rewards differ within a group."""
     (folder / "prompt.txt").write_text("Question: {question}\n")
-    drilled(tokenizer, "Question: {question}\n").save(folder / "model")
+    with single_threaded():
+        drilled(tokenizer, "Question: {question}\n").save(folder / "model")
     tokenizer.save(folder / "model")
     for name, part in (("train", questions[DEV:]), ("dev", questions[:DEV])):
         records = [{"id": q.id, "question": q.question, "golden_answers": NAMES[::2]} for q in part]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def recipe_tables(folder: Path, index: Path) -> dict[str, dict[str, Any]]:
+    """Return the recipe of a run of four steps on the folder's inputs, as tables."""
     return {
         "model": {"path": str(folder / "model")},
         "data": {"train": str(folder / "train.jsonl"), "dev": str(folder / "dev.jsonl")},

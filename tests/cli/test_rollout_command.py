@@ -93,6 +93,7 @@ def test_greedy_samples_are_equal(run: Run) -> None:
 
 
 @pytest.mark.parametrize("half", [b"", b'{"id": "q', b"\xc3"], ids=["between lines", "in a line", "in a character"])
+@pytest.mark.fast_cases(1)
 def test_a_killed_rollout_goes_on_to_the_same_bytes(
     run: Run,
     words: list[str],

@@ -16,11 +16,14 @@ from documents import Block, Command, blocks, documents, mentions, to_be_added
 from thresher.cli.main import build_parser
 from thresher.engine.config.recipe import make_recipe
 
+# Documents whose commands take seconds; the others are played by `make test` too.
+LONG = ("README.md", "docs/gpu.md", "docs/add/kernel.md", "docs/reproduce/")
+
 
 @pytest.mark.parametrize(
     ("document", "number"),
     [
-        pytest.param(document, number, id=step.place)
+        pytest.param(document, number, id=step.place, marks=[pytest.mark.slow] * document.startswith(LONG))
         for document, steps in shown().items()
         for number, step in enumerate(steps)
     ],

@@ -56,6 +56,7 @@ def assert_within_float32(case: Case, **options: Any) -> None:
     ids=("k2", "k3, dual clip", "entropy", "k3_ratio, entropy, padded"),
 )
 @pytest.mark.parametrize("T", [1, 63, 100, 1025])
+@pytest.mark.fast_cases(4)
 def test_values_and_gradients(T: int, options: dict[str, Any]) -> None:
     case = make_case(T, H=20, V=300 if T < 1000 else 130, seed=T)
     if "vocab_size" in options:
@@ -89,6 +90,7 @@ def test_extreme_logits(scale: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", [25.0, -25.0, 31.0, -31.0, 200.0, -200.0, 1e4, -1e4])
+@pytest.mark.fast_cases(3)
 def test_a_wrong_guess_of_the_log_prob_is_corrected(wrong: float) -> None:
     """The old log-prob places the exponentials; where it is far off the result is the same."""
     case = make_case(300, H=24, V=200, seed=3)
@@ -134,6 +136,7 @@ def test_columns_beyond_the_vocabulary_do_not_exist() -> None:
 
 @pytest.mark.parametrize("beyond", [1.0, 1e30, math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+@pytest.mark.fast_cases(3)
 def test_rows_beyond_the_vocabulary_change_nothing_where_the_matmuls_are_padded(
     beyond: float, entropy_coef: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,7 @@ def truth(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize("heads", SMALL[:3], ids=str)
+@pytest.mark.fast_cases(6)
 def test_rows_are_right_however_they_are_fed(heads: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
     """All at once, in pieces, one by one and with shared products; float64 is the truth."""
     cache = Cache(heads, page_size, [*LENGTHS, LONG], dtype=dtype)
@@ -203,6 +204,7 @@ def assert_equal_bits(cache: Cache) -> None:
     [pytest.param(heads, marks=[pytest.mark.bits] if heads in SMALL[2:4] else []) for heads in HEADS],
     ids=str,
 )
+@pytest.mark.fast_cases(12)
 def test_a_row_has_the_same_bits_however_it_is_computed(heads: tuple[int, int, int], page_size: int) -> None:
     needs_invariant_attention(*heads)
     assert_equal_bits(Cache(heads, page_size))

@@ -167,6 +167,7 @@ def test_each_of_their_calls_continues_each_context(
 
 @pytest.mark.parametrize("call", ["generate", "generate_batch"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.fast_cases(1)
 def test_their_sides_play_every_shape(
     settings: dict[str, RolloutSetting], theirs: HuggingFace, name: str, call: str
 ) -> None:
@@ -246,6 +247,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     return map(json.loads, path.read_text(encoding="utf-8").splitlines())
 
 
+@pytest.mark.slow
 def test_every_shape_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One peer fails, in all shapes but one: the rows of the other, and ours beside the failure, are there."""
 

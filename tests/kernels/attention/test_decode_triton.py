@@ -25,6 +25,7 @@ BORDERS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200]
 
 @pytest.mark.parametrize("per_kv", range(1, 9))
 @pytest.mark.parametrize("slots", [16, 64])
+@pytest.mark.fast_cases(6)
 def test_rows_are_right_for_any_number_of_heads(per_kv: int, slots: int, poisoned: None) -> None:
     """And any number of parts, with lengths on both sides of a block's end; D 64 and 128."""
     rng = Random(10 * per_kv + slots)
@@ -35,6 +36,7 @@ def test_rows_are_right_for_any_number_of_heads(per_kv: int, slots: int, poisone
 
 @pytest.mark.parametrize("lengths", [[1, 63, 65], [64, 128, 129], [15, 17, 200]], ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 3, None], ids=str)
+@pytest.mark.fast_cases(4)
 def test_rows_are_right_at_any_length(lengths: list[int], splits: int | None, poisoned: None) -> None:
     case = CachedCase((3, 1, 24), 64, lengths)
     q_BQND, rows, judged = case.decode([1, 1, 1], 1)
@@ -43,6 +45,7 @@ def test_rows_are_right_at_any_length(lengths: list[int], splits: int | None, po
 
 @pytest.mark.parametrize(("queries", "per_kv"), [(2, 7), (5, 6), (5, 8), (9, 8)])
 @pytest.mark.parametrize("slots", [16, 64])
+@pytest.mark.fast_cases(2)
 def test_drafts_see_what_lies_before_them(queries: int, per_kv: int, slots: int, poisoned: None) -> None:
     """Tiles of 16, 32 and 64 rows, and two of them; absent rows are zeros, whatever q holds there."""
     case = CachedCase((per_kv, 1, 24), slots, [66, 9, 130, 64])

@@ -108,6 +108,7 @@ LUCKIEST = [(13, 9, 2774), (10, 14, 85_197), (8, 15, 106_766)]
 @pytest.mark.parametrize(("seed", "position", "token"), LUCKIEST)
 @pytest.mark.parametrize("height", [0.0, 3.3, -700.0, 1e5, 2.0**17 + 8])  # the last: z is rounded finer than the score
 @pytest.mark.parametrize("away", [-50, 50], ids=["a tie goes to the other", "a tie goes to it"])
+@pytest.mark.fast_cases(6)
 def test_a_column_at_the_bound_itself(seed: int, position: int, token: int, height: float, away: int) -> None:
     """The luckiest column there is, from a few roundings below what it takes to win, to a few above."""
     width, top = token + 3000, token + away

@@ -121,6 +121,7 @@ def use_tiling(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("count", "columns"), [(1, 300), (3, 129), (16, 128), (17, 517), (33, 127), (64, 1), (130, 301)]
 )
+@pytest.mark.fast_cases(5)
 def test_tokens_and_log_probs_are_those_of_float64(count: int, columns: int, dtype: torch.dtype) -> None:
     case = Case(count, columns, dtype=dtype)
     ids_B, logprobs_B = case.draw()
@@ -132,6 +133,7 @@ def test_tokens_and_log_probs_are_those_of_float64(count: int, columns: int, dty
 
 
 @pytest.mark.parametrize("tiling", sorted({*AMPERE, *HOPPER, *FLOAT32}, key=repr), ids=lambda one: f"{one.rows}")
+@pytest.mark.fast_cases(3)
 def test_every_tiling_draws_the_same(tiling: DrawTiling, use_tiling: Any) -> None:
     use_tiling(tiling)
     case = Case(21, 300, width=48)
@@ -220,6 +222,7 @@ def test_the_clock_of_every_u_is_right_to_the_last_bits() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.fast_cases(1)
 def test_neither_order_nor_what_memory_held_changes_a_bit(order: str) -> None:
     case = Case(130, 301)
     expected = case.draw()

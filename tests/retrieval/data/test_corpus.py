@@ -308,6 +308,7 @@ print(most_memory() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.slow
 def test_a_large_corpus_needs_little_memory(tmp_path):
     """300,000 passages, 30 MB, as objects 150 MB: 2.4 MB of hashes, as much of mapped offsets, and a few of buffers."""
     path = tmp_path / "c.jsonl"
