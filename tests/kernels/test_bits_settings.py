@@ -17,6 +17,7 @@ import pytest
 import torch
 from batch_invariance import NOT_INVARIANT
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 MARKED = [
     "tests/kernels/test_paged_attention.py",

@@ -11,6 +11,8 @@ from thresher.bench.compile.target import TARGETS
 from thresher.bench.machine import package_version
 from thresher.kernels.launch.registry import Specialisation, specialisations_of, triton_modules
 
+pytestmark = pytest.mark.slow
+
 
 def test_no_kernel_is_at_fault(ours: Any) -> None:
     assert (ours.status, ours.complaint) == (0, "")

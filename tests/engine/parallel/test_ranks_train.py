@@ -86,6 +86,45 @@ def untied(folder: Path, source: Path) -> Path:
     return folder
 
 
+def small(base: dict[str, dict[str, Any]], **changes: dict[str, Any]) -> Recipe:
+    lora: dict[str, dict[str, Any]] = {"lora": {}} if "lora" in changes else {}
+    return recipe_maker(base | lora)(
+        rollout={"questions_per_step": 4, "group_size": 3},
+        optim={"lr": LR, "eps": LR, "warmup_ratio": 0.0, "micro_batch_tokens": 200} | changes.pop("optim", {}),
+        run={"steps": 2, "save_every": 1, "eval_every": None} | changes.pop("run", {}),
+        **changes,
+    )
+
+
+def play(folder: Path, scenarios: list[dict[str, Any]]) -> None:
+    """Run the scenarios one after the other, in as many processes as the largest has ranks."""
+    for each, port in zip(scenarios, free_ports(len(scenarios)), strict=True):
+        each["port"] = port
+    (folder / "scenarios.json").write_text(json.dumps(scenarios))
+    ranks = range(max(each["ranks"] for each in scenarios))
+    commands = [[sys.executable, "-P", str(WORKER), str(folder / "scenarios.json"), str(rank)] for rank in ranks]
+    processes = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        said = [process.communicate(timeout=600)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(ranks), said
+
+
+def test_two_ranks_take_the_step_of_one(base: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    recipe = small(base, run={"steps": 1})
+    recipe.write(tmp_path / "plain.toml")
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(recipe, one)
+    play(tmp_path, [{"ranks": 2, "out": str(two), "recipe": str(tmp_path / "plain.toml")}])
+    needs_invariant_policy(load_policy(recipe.model.path))
+    assert sampled(one, 1) == sampled(two, 1)
+    first, second = (load_file(run / "checkpoints" / "step_000001" / "model.safetensors") for run in (one, two))
+    assert apart(first, load_file(Path(recipe.model.path) / "model.safetensors")) > 100 * TOLERANCE
+    assert apart(first, second) < TOLERANCE
+
+
 @pytest.fixture(scope="module")
 def runs(
     tmp_path_factory: pytest.TempPathFactory,
@@ -97,13 +136,7 @@ def runs(
     folder = tmp_path_factory.mktemp("ranks")
 
     def make(name: str, **changes: dict[str, Any]) -> Recipe:
-        lora: dict[str, dict[str, Any]] = {"lora": {}} if "lora" in changes else {}
-        recipe = recipe_maker(base | lora)(
-            rollout={"questions_per_step": 4, "group_size": 3},
-            optim={"lr": LR, "eps": LR, "warmup_ratio": 0.0, "micro_batch_tokens": 200} | changes.pop("optim", {}),
-            run={"steps": 2, "save_every": 1, "eval_every": None} | changes.pop("run", {}),
-            **changes,
-        )
+        recipe = small(base, **changes)
         recipe.write(folder / f"{name}.toml")
         return recipe
 
@@ -157,17 +190,7 @@ def runs(
         scenario(4, "other-folder", mine={"2": [f"data.dev={plain.need(type(plain.data)).train}"]}),
         scenario(4, "indivisible", mine={str(rank): ["rollout.questions_per_step=6"] for rank in range(4)}),
     ]
-    for each, port in zip(scenarios, free_ports(len(scenarios)), strict=True):
-        each["port"] = port
-    (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    commands = [[sys.executable, "-P", str(WORKER), str(folder / "scenarios.json"), str(rank)] for rank in range(4)]
-    processes = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        said = [process.communicate(timeout=600)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * 4, said
+    play(folder, scenarios)
     for source, out, recipe in (("plain-2", "resumed-1", plain), ("parts-2", "parts-resumed-1", others["parts"])):
         copy_until_step_1(folder / source, folder / out)
         train(recipe, folder / out, resume=True)
@@ -181,6 +204,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 
 
 @pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.slow
 def test_tokens_of_the_first_step_are_those_of_one_rank(runs: Runs, count: int) -> None:
     needs_invariant_policy(load_policy(runs.recipe.model.path))
     one, several = (runs.folder / f"plain-{ranks}" for ranks in (1, count))
@@ -198,6 +222,7 @@ def test_tokens_of_the_first_step_are_those_of_one_rank(runs: Runs, count: int) 
 @pytest.mark.parametrize(
     ("one", "several"), [("plain-1", "plain-2"), ("plain-1", "plain-4"), ("adapters-1", "adapters-2")]
 )
+@pytest.mark.slow
 def test_weights_and_moments_after_a_step_are_those_of_one_rank(runs: Runs, one: str, several: str) -> None:
     start = load_file(runs.folder / "untied-model" / "model.safetensors")  # of the tied model, and its head
     first = runs.weights(one, 1)
@@ -222,6 +247,7 @@ def moments(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("one", "other", "step"), [("parts-1", "parts-2", 1), ("parts-2", "parts-resumed-1", 2)])
+@pytest.mark.slow
 def test_8_bit_moments_are_those_of_one_rank_but_for_few_codes(runs: Runs, one: str, other: str, step: int) -> None:
     """And go on with another number of ranks. Two steps after one another, so at most two codes' widths."""
     needs_invariant_policy(load_policy(runs.recipe.model.path))
@@ -240,6 +266,7 @@ def test_8_bit_moments_are_those_of_one_rank_but_for_few_codes(runs: Runs, one: 
         assert int((difference > 1e-4).sum()) <= difference.numel() / 100
 
 
+@pytest.mark.slow
 def test_masters_and_reference_in_cpu_memory_change_no_bit(runs: Runs) -> None:
     """In bfloat16, of a shipped recipe that has its layers and lengths cut."""
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -250,6 +277,7 @@ def test_masters_and_reference_in_cpu_memory_change_no_bit(runs: Runs) -> None:
     assert sampled(runs.folder / "lear-2", 1) == sampled(runs.folder / "away-2", 1)
 
 
+@pytest.mark.slow
 def test_recomputed_log_probs_have_the_statistics_of_one_rank(runs: Runs) -> None:
     one, other = (metrics(runs.folder / name)[1] for name in ("parts-1", "parts-2"))
     names = {"importance_mean", "importance_max", "importance_bounded", "importance_effective"}
@@ -260,6 +288,7 @@ def test_recomputed_log_probs_have_the_statistics_of_one_rank(runs: Runs) -> Non
 
 
 @pytest.mark.parametrize("several", ["plain-2", "plain-4"])
+@pytest.mark.slow
 def test_metrics_of_a_step_are_those_of_one_rank(runs: Runs, several: str) -> None:
     """Counts and means over trajectories to the bit; those of the update to rounding."""
     (before, one), (before_several, other) = (
@@ -277,6 +306,7 @@ def test_metrics_of_a_step_are_those_of_one_rank(runs: Runs, several: str) -> No
 
 
 @pytest.mark.parametrize("resumed", ["resumed-1", "resumed-4"])
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Runs, resumed: str) -> None:
     needs_invariant_policy(load_policy(runs.recipe.model.path))
     assert [record["step"] for record in metrics(runs.folder / resumed)] == [0, 1, 2, 2]
@@ -286,6 +316,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Runs, resum
     assert apart(runs.weights("plain-2", 1), runs.weights("plain-2", 2)) > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_ends_all_behind_the_same_step(runs: Runs) -> None:
     """Rank 1 leaves its rollout of step 2, rank 0 ends its own; step 1, which no save was due for, is saved by both."""
     assert [runs.error("interrupted-2", rank) for rank in range(2)] == ["Interrupted: SIGTERM", "SystemExit: 143"]
@@ -297,6 +328,7 @@ def test_a_signal_to_one_rank_ends_all_behind_the_same_step(runs: Runs) -> None:
         assert apart(runs.weights("plain-2", 2, file), runs.weights("interrupted-2", 2, file)) == 0
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_do_the_same_are_refused_before_there_is_a_folder(runs: Runs) -> None:
     """All find the same; the first says it, the others nothing."""
     said = {}
@@ -315,6 +347,7 @@ def test_ranks_that_do_not_do_the_same_are_refused_before_there_is_a_folder(runs
 
 
 @pytest.mark.parametrize("what", ["killed", "wrong"])
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_all_and_the_run_goes_on_from_its_checkpoint(
     runs: Runs, tmp_path: Path, what: str
 ) -> None:

@@ -59,6 +59,7 @@ def babble(question: Question, tools: Any) -> Any:
     ids=["one head", "5 to 1", "7 to 1", "6 to 2"],
 )
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.fast_cases(3)
 def test_samples_are_batch_invariant_with_other_heads(
     heads: int, kv_heads: int, dim: int, threads: int, tiny_model_config: Any, tiny_rollout: Make, tiny_questions: Any
 ) -> None:

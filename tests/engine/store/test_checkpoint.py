@@ -349,6 +349,7 @@ print(moment, reached)
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_a_whole_checkpoint_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     done = subprocess.run([sys.executable, "-c", KILLER, str(folder)], capture_output=True, text=True)

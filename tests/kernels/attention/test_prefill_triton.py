@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarnin
 
 @pytest.mark.parametrize("per_kv", range(1, 9))
 @pytest.mark.parametrize("slots", [16, 64])
+@pytest.mark.fast_cases(5)
 def test_runs_are_right_for_any_number_of_heads(per_kv: int, slots: int, poisoned: None) -> None:
     """A prompt, a passage over history, a run that does not exist; D 64 and 128. Rows of nobody are zeros."""
     case = CachedCase((2 * per_kv, 2, 64 if per_kv % 2 else 128), slots, [65, 9, 140])

@@ -122,7 +122,16 @@ def launches_of(module: str) -> Launches:
     return found or LOSS.get(module, {})
 
 
-@pytest.mark.parametrize("module", triton_modules())
+QUICK = ("gate_triton", "reduce_triton", "decode_triton", "prefill_triton")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(module, marks=[pytest.mark.slow] * (module.rpartition(".")[2] not in QUICK))
+        for module in triton_modules()
+    ],
+)
 def test_every_kernel_is_proved(module: str) -> None:
     launches = launches_of(module)
     assert launches, f"expected def {NAME}() in {test_file(module)}, as docs/add/kernel.md has it"
