@@ -67,6 +67,7 @@ def expected(
     ],
     ids=str,
 )
+@pytest.mark.fast_cases(4)
 def test_a_sequence_is_the_same_whoever_runs_beside_it(
     change: dict[str, Any],
     writer: Policy,
@@ -92,6 +93,7 @@ def test_a_sequence_is_the_same_whoever_runs_beside_it(
 
 @pytest.mark.parametrize("rows", [1, 7, 24])
 @pytest.mark.parametrize("num_blocks", [400, 0], ids=["roomy", "small"])
+@pytest.mark.fast_cases(3)
 def test_a_sequence_is_the_same_in_whatever_pieces_it_is_prefilled(
     rows: int,
     num_blocks: int,

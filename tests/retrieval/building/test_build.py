@@ -116,6 +116,7 @@ def content(folder: Path) -> dict[str, bytes]:
         ("PCA6,IVF8,Flat", "float32", [("training", 2), ("assigning to lists", 3)], ("assigning to lists", 1200)),
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_killed_and_resumed_to_the_same_bytes(tmp_path, kind, keep, kills, first):
     run(tmp_path / "whole", kind, keep)
     for stage, call in kills:
