@@ -159,13 +159,14 @@ def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: T
         torch.testing.assert_close(torch.tensor(recorded), fresh, rtol=0, atol=1e-5)
 
 
-def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("count", [AT_ONCE, pytest.param(FUZZED, marks=pytest.mark.slow)])
+def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer: Tokenizer, count: int) -> None:
     """THRESHER_FUZZ says how many. Lengths, siblings, shared beginnings, turns, pauses, filters, drafts, few blocks."""
     needs_invariant_policy(writer)
     preempted = 0
-    for start in range(0, FUZZED, AT_ONCE):
+    for start in range(0, count, AT_ONCE):
         rng = Random(start)
-        prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, min(AT_ONCE, FUZZED - start))
+        prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, min(AT_ONCE, count - start))
         decoder = make_decoder(
             writer,
             tiny_tokenizer,
@@ -180,4 +181,4 @@ def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer
             assert found == right, f"THRESHER_FUZZ={start + number + 1}: sequence {number} of the last {AT_ONCE}"
         assert nobody_owns_a_block(decoder), f"THRESHER_FUZZ={start + len(plans)}: a block is lost"
         preempted += decoder.clock.preemptions
-    assert preempted >= FUZZED // (4 * AT_ONCE)
+    assert preempted >= count // (4 * AT_ONCE)
