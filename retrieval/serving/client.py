@@ -21,7 +21,7 @@ from typing import Any
 import urllib3
 
 from thresher.retrieval.retriever import Hit, Retriever, Unanswered, check_positive
-from thresher.retrieval.serving.http import Answer, TooLarge, in_words, json_of, request, service_address
+from thresher.retrieval.serving.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
 from thresher.retrieval.serving.wire import IDENTITY_HEADER, Bounds, passage_of
 
 PATH = "/retrieve"
@@ -88,7 +88,7 @@ class RemoteRetriever(Retriever):
         passages = report.get("passages") if isinstance(report, dict) else None
         return passages if type(passages) is int and passages > 0 else None
 
-    def _ask(self, method: str, url: str, body: bytes | None) -> Answer:
+    def _ask(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
         """A response with a status that is not a passing failure, however many attempts it takes. Unanswered when
         patience ends."""
         deadline, pause = None, FIRST_PAUSE
@@ -121,7 +121,7 @@ class RemoteRetriever(Retriever):
             time.sleep(min(pause, deadline - now))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _check_identity(self, response: Answer) -> None:
+    def _check_identity(self, response: HttpAnswer) -> None:
         identity = response.headers.get(IDENTITY_HEADER)
         if self.identity is not None and identity != self.identity:
             raise Unanswered(
@@ -130,7 +130,7 @@ class RemoteRetriever(Retriever):
             )
         self.identity = identity
 
-    def _read_answer(self, response: Answer, count: int, k: int) -> list[list[Hit]]:
+    def _read_answer(self, response: HttpAnswer, count: int, k: int) -> list[list[Hit]]:
         answer = json_of(response)
         lists = answer.get("result") if isinstance(answer, dict) else None
         if not isinstance(lists, list) or len(lists) != count:
@@ -164,7 +164,7 @@ class RemoteRetriever(Retriever):
         )
 
 
-def _reason(response: Answer) -> str:
+def _reason(response: HttpAnswer) -> str:
     """What the server says about a refusal, as ours says it and as others do."""
     report = json_of(response)
     reason = report.get("error", report.get("detail")) if isinstance(report, dict) else None

@@ -34,7 +34,7 @@ def service_address(url: str, path: str, whose: str, example: str, root: str = "
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """What a server answered, read to its end."""
 
     status: int
@@ -53,7 +53,7 @@ def request(
     body: bytes | None,
     headers: Mapping[str, str],
     timeout: urllib3.Timeout,
-) -> Answer:
+) -> HttpAnswer:
     """The answer to one request. TooLarge as soon as more than MOST_BYTES bytes have come, whatever length the server
     announced and however it compressed them; urllib3's HTTPError where the attempt fails."""
     response = pool.request(
@@ -69,10 +69,10 @@ def request(
         response.close()
         raise
     response.release_conn()
-    return Answer(response.status, response.headers, bytes(data))
+    return HttpAnswer(response.status, response.headers, bytes(data))
 
 
-def json_of(response: Answer) -> Any:
+def json_of(response: HttpAnswer) -> Any:
     """The answer's value; None where it holds no JSON."""
     try:
         return json.loads(response.data)
