@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from thresher import recipes
 from thresher.cli import main as cli
 from thresher.engine.synthetic import demo, invent
 from thresher.engine.synthetic.world import Size
@@ -98,10 +99,17 @@ def test_a_chain_of_commands_goes_through_the_parser(
         assert parser.parse_args(stage).handler is not None
 
 
+LAPTOP = str(Path(recipes.__file__).with_name("search_r1") / "laptop.toml")
+
+
 def test_a_sentence_holds_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
     """Escapes of a path and of --set, and a name that is not UTF-8; in the JSON the sentence is exact."""
     evil = "x\x1b]0;title\x07\u202e"
-    for words in (["report", evil], ["recipe", "laptop.toml", "--set", f"run.{evil}=1"], ["report", evil, "--verbose"]):
+    for words in (
+        ["report", evil],
+        ["recipe", "--show", LAPTOP, "--set", f"run.{evil}=1"],
+        ["report", evil, "--verbose"],
+    ):
         assert cli.run(words) == 2
         said = capsys.readouterr()
         assert "x␛]0;title␇\\u202e" in said.err and not {"\x1b", "\x07", "\u202e"} & set(said.out + said.err)
