@@ -53,10 +53,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         found = answer.to_dict()
     try:
         if wrong is not None:
-            print(f"thresher: {wrong}", file=sys.stderr)
+            print(f"thresher: {console.visible(wrong)}", file=sys.stderr)
             found |= {"error": wrong}
         if as_json:
-            print(json.dumps(found, ensure_ascii=False), flush=True)
+            # Half of a surrogate pair, as in a name that is not UTF-8, has no UTF-8; its backslash escape is JSON's.
+            line = json.dumps(found, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+            print(line, flush=True)
     except BrokenPipeError:
         return _unread()
     return status
@@ -67,10 +69,11 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     from thresher.engine.interrupt import Interrupted
 
     try:
+        _check_words(words)
         run_command(words)
     except UserError as error:
         if "--verbose" in words:
-            traceback.print_exc()
+            _print_trace()
         return 2, str(error)
     except BrokenPipeError:
         return _unread(), None
@@ -80,7 +83,7 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
         if path is None:
             raise
         if "--verbose" in words:
-            traceback.print_exc()
+            _print_trace()
         return 2, f"{path}: {error.strerror}; {remedy(error)}"
     except KeyboardInterrupt as error:
         stopped = error if isinstance(error, Interrupted) else Interrupted()
@@ -90,9 +93,24 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     except Exception as error:  # ours
         if "--json" not in words:
             raise
-        traceback.print_exc()
+        _print_trace()
         return 1, f"{type(error).__name__}: {error}"
     return 0, None
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """UserError for a word that is not UTF-8: it may be a file's name, and could stand in no recipe and no record."""
+    for word in words:
+        try:
+            word.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{word}: is not valid UTF-8; type it again, or rename the file") from None
+
+
+def _print_trace() -> None:
+    from thresher.engine import console
+
+    print(console.visible(traceback.format_exc()), file=sys.stderr, end="")
 
 
 def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: str = "") -> str:

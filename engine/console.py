@@ -1,17 +1,19 @@
 """What a person sees while a command runs: one line that moves, and one table at the end.
 
+Whatever is printed goes through `visible`: texts of models, data and paths may hold characters that a terminal obeys.
 A program sees the same as one object (`--json`): inside `answering()`, what `figures` and `table` show is kept as well,
 exact and not rounded. A command whose object should hold something else says so by `answer(values)`.
 """
 
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,10 +21,35 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-console = Console(highlight=False)
+# Text of others may hold anything. Control characters become their pictures; those without one, characters that change
+# the direction of text, and lone surrogates become JSON's escapes.
+_VISIBLE: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_VISIBLE |= {
+    code: f"\\u{code:04x}"
+    for codes in (range(0x7F, 0xA0), (0x61C, 0x200E, 0x200F), range(0x202A, 0x202F), range(0x2066, 0x206A))
+    for code in codes
+}
+_VISIBLE |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
+
+
+def visible(text: object) -> str:
+    """The text with nothing in it that could act on a terminal or a page."""
+    return str(text).translate(_VISIBLE)
+
+
+class SafeConsole(Console):
+    """A console that prints text as `visible` has it; colours and movements of its own stay."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+console = SafeConsole(highlight=False)
 
 
 @dataclass
@@ -215,7 +242,7 @@ class _BarLine(Line):
     def __init__(self, label: str, total: int, bars: Progress) -> None:
         super().__init__(label, total)
         self._bars = bars
-        self._task = bars.add_task(label, total=total, text="")
+        self._task = bars.add_task(visible(label), total=total, text="")
         self._tenth, self._drawn = 0, time.monotonic()
 
     def from_before(self, done: int) -> None:
@@ -242,7 +269,7 @@ class _BarLine(Line):
         self._drawn = time.monotonic()
         if console.is_terminal:
             parts = [f"left {self.left()}", self.text, *(line.shown() for line in _lines[1:])]
-            self._bars.update(self._task, completed=self.done, text="  ".join(filter(None, parts)))
+            self._bars.update(self._task, completed=self.done, text=visible("  ".join(filter(None, parts))))
         else:
             console.print("  ".join([self.shown(), *(line.shown() for line in _lines[1:])]), soft_wrap=True)
 
@@ -303,15 +330,21 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     for number, column in enumerate(columns):
         drawn.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text(shown(value)) for value in row))
+        drawn.add_row(*(Text(visible(shown(value))) for value in row))
     console.print(title, style="table.title", markup=False, soft_wrap=True)
     draw(drawn)
 
 
 def draw(drawn: Table) -> None:
     """Print a table, as wide as it wants to be where output is no terminal."""
-    room = console if console.is_terminal else Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
+    room = console if console.is_terminal else SafeConsole(file=console.file, width=PLAIN_WIDTH, highlight=False)
     room.print(drawn)
+
+
+def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
+    """Print a text to stdout as it stands, without colours or line breaks of ours, as `visible` has it. exact: every
+    character is kept where stdout is no terminal, for the text is what a program asked for."""
+    print(text if exact and not sys.stdout.isatty() else visible(text), end=end, flush=True)
 
 
 def shown(value: Any) -> str:

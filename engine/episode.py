@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from thresher.policy.files import read_text
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
@@ -231,10 +232,7 @@ def pair_tags(*names: str) -> tuple[str, ...]:
 def read_template(path: str | Path, passages: bool = False) -> str:
     """A prompt template file; it must hold `{question}` exactly once and, if the system is given passages, so
     `{passages}`."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: the prompt template cannot be read ({error}); name a UTF-8 text file") from error
+    text = read_text(path)
     for place, wanted in (("{question}", 1), ("{passages}", int(passages))):
         if (found := text.count(place)) != wanted:
             expected = f"needs {place} exactly once" if wanted else f"of this system has no use for {place}"

@@ -18,7 +18,8 @@ reader of the weights chooses it.
 
 import dataclasses
 import json
-import math
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,8 @@ _INTEGERS = (
 )
 _WRITTEN = (*_INTEGERS, "rms_norm_eps", "rope_theta", "tie_word_embeddings", "initializer_range")
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
+# A size above this is no model's, and its products would overflow 64 bits.
+LARGEST_SIZE = 2**31 - 1
 # Written anew from the fields, or meaningful only to the file that was read.
 _NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "layer_types", *_ROPE_KEYS}
 
@@ -164,7 +167,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     path = folder / "config.json"
     config = config_from_dict(read_json_object(path), str(path))
     generation_path = folder / "generation_config.json"
-    if not generation_path.exists():
+    if not os.path.lexists(generation_path):
         return config
     generation = read_json_object(generation_path)
     where = str(generation_path)
@@ -314,15 +317,16 @@ def _present(d: dict[str, Any], key: str, where: str, expected: str) -> Any:
 
 
 def _integer(d: dict[str, Any], key: str, where: str) -> int:
-    value = _present(d, key, where, "a positive integer")
-    if not _is_integer(value) or value < 1:
-        raise _wrong(where, key, value, "a positive integer")
+    expected = f"a positive integer up to {LARGEST_SIZE:,}"
+    value = _present(d, key, where, expected)
+    if not _is_integer(value) or not 1 <= value <= LARGEST_SIZE:
+        raise _wrong(where, key, value, expected)
     return int(value)
 
 
 def _number(d: dict[str, Any], key: str, where: str) -> float:
     value = _present(d, key, where, "a positive number")
-    if not (_is_integer(value) or isinstance(value, float)) or not 0 < value < math.inf:
+    if not (_is_integer(value) or isinstance(value, float)) or not 0 < value <= sys.float_info.max:
         raise _wrong(where, key, value, "a positive number")
     return float(value)
 

@@ -2,9 +2,10 @@
 
 A run may be killed at any moment, so nothing here is written in place: data goes to a temporary sibling, is
 flushed to the disk, and is renamed over its target, which the operating system does in one step. A kill
-leaves the old file and at most a temporary one whose name starts with a dot and ends in `.tmp`. Reading
-JSON lives here too, because every reader of a model folder owes the same sentence for a file that is absent
-or malformed.
+leaves the old file and at most a temporary one whose name starts with a dot and ends in `.tmp`.
+
+Files that are read whole are read here too, so that each gets the same checks and sentences: a regular file (to open a
+FIFO waits for a writer, and a device may have no end), of a limited size, in UTF-8 or JSON where it is to be.
 
 Deliberately absent: locks. Two writers of one file both succeed and the later one stays.
 """
@@ -15,6 +16,8 @@ import os
 import re
 import secrets
 import shutil
+import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +25,8 @@ from typing import Any
 
 from thresher.rewards.errors import UserError
 
+# Bytes of a file that is read whole: any, a tokenizer, JSON, and a text (a template, a prompt, a recipe).
+MOST_BYTES, MOST_TOKENIZER, MOST_JSON, MOST_TEXT = 2**30, 2**28, 2**26, 2**24
 # owner/model; nobody on the Hub may be called "models", which is where such folders often lie.
 _HUB_ID = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -61,14 +66,74 @@ def unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: cannot be read ({error.strerror}); {what}")
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of the file `path`. UserError when it is absent or unreadable."""
+def check_file(path: str | Path, most: int | None = None) -> None:
+    """Refuse what is not a regular file of at most `most` bytes, without opening it. UserError for that, and for a path
+    that is absent or unreadable."""
+    path = Path(path)
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path, or complete the folder") from None
+        found = path.stat()
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise _unopened(path, error) from None
+    except ValueError as error:  # a zero byte, or half of a surrogate pair
+        raise UserError(f"{str(path)!r}: cannot be the name of a file ({error}); correct it") from None
+    if stat.S_ISDIR(found.st_mode):
+        raise unreadable(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path}: expected a regular file, found {_kind(found.st_mode)}; name another file")
+    if most is not None and found.st_size > most:
+        raise _too_large(path, most)
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES, *, stream: bool = False) -> bytes:
+    """The content of the file `path`. UserError as `check_file`. stream: it may be a pipe or a device, such as
+    /dev/stdin, which ends before it has given more than `most` bytes."""
+    path = Path(path)
+    if not stream:
+        check_file(path, most)
+    data = bytearray()
+    try:
+        with path.open("rb") as file:
+            while len(data) <= most and (part := file.read(min(2**20, most + 1 - len(data)))):
+                data += part
+    except OSError as error:
+        raise _unopened(path, error) from None
+    except ValueError as error:
+        raise UserError(f"{str(path)!r}: cannot be the name of a file ({error}); correct it") from None
+    if len(data) > most:
+        raise _too_large(path, most)
+    return bytes(data)
+
+
+def read_text(path: str | Path) -> str:
+    """The text of the file `path`, its line ends as line feeds. UserError as `check_file`, for more than MOST_TEXT
+    bytes, and for what is not UTF-8."""
+    data = read_bytes(path, MOST_TEXT)
+    return decode_text(data, str(path)).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """The text that `data` is in UTF-8. UserError, naming `where`, where it is not."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not valid UTF-8 at byte {error.start}; convert the file") from None
+
+
+def _unopened(path: Path, error: OSError) -> UserError:
+    if not isinstance(error, FileNotFoundError):
+        return unreadable(path, error)
+    if path.is_symlink():
+        return UserError(f"{path}: is a link to a file that does not exist; complete the folder, or remove the link")
+    return UserError(f"{path}: no such file; check the path, or complete the folder")
+
+
+def _too_large(path: Path, most: int) -> UserError:
+    return UserError(f"{path}: expected a file of at most {most:,} bytes, found a larger one; name another file")
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
@@ -82,16 +147,21 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
         ) from None
     except (UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error}); fetch or write the file again") from None
+    except ValueError:  # Python reads no longer numbers
+        digits = sys.get_int_max_str_digits()
+        raise UserError(
+            f"{where}: holds a number of more than {digits:,} digits; fetch or write the file again"
+        ) from None
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise UserError(f"{where}: expected a JSON object, found {kind}; fetch or write the file again")
     return value
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`. UserError when it is absent, unreadable, malformed or not an
-    object."""
-    return parse_json_object(read_bytes(path), str(path))
+def read_json_object(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
+    """The JSON object in the file `path`. UserError when it is absent, unreadable, larger than `most` bytes, malformed
+    or not an object."""
+    return parse_json_object(read_bytes(path, most), str(path))
 
 
 class Unwritable(UserError):
@@ -142,11 +212,14 @@ def append_bytes(path: Path, data: bytes) -> None:
 @contextmanager
 def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
     """What cannot be written to `path`, or to the temporary sibling that will be it, ends in a sentence that names
-    `path`. Errors that name another file go on their way."""
+    `path`, and so does every refusal that names the sibling. Errors that name another file go on their way."""
     temporary = temporary or path
     try:
         yield
-    except Unwritable as inner:
+    except UserError as inner:
+        inner.args = (str(inner).replace(os.fspath(temporary), os.fspath(path)),)
+        if not isinstance(inner, Unwritable):
+            raise
         if inner.path.is_relative_to(temporary):
             raise Unwritable(path / inner.path.relative_to(temporary), inner.error) from None
         raise

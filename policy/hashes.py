@@ -25,7 +25,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.policy.files import MOST_BYTES, atomic_write_text, check_file, read_json_object
 from thresher.rewards.errors import UserError
 
 FILE = "hashes.json"
@@ -139,11 +139,11 @@ def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashe
     """The hashes of a folder, in its list `file`; None where it has none. Damaged where it has none and they are
     `expected`, and where the list is not what was written."""
     path = folder / file
-    if not path.is_file():
+    if not os.path.lexists(path):
         if expected:
             raise Damaged(f"{path}: no such file, though one was written with the folder; fetch the folder again")
         return None
-    record = read_json_object(path)
+    record = read_json_object(path, MOST_BYTES)
     block, files = record.get("block"), record.get("files")
     if record.get("format") != FORMAT or record.get("own") != _own(block, files):
         raise Damaged(_changed(path, "it is not what was written", path))
@@ -174,6 +174,7 @@ def _digests(path: Path, block: int, numbers: Sequence[int]) -> list[str]:
     """Of the blocks of these numbers, in their order; by several threads where they are many, for neither reading nor
     hashing holds Python's lock."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(numbers) // FEWEST_FOR_THREADS)
+    check_file(path)
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:

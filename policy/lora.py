@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from thresher.policy.files import atomic_path, atomic_write_text, read_json_object
+from thresher.policy.files import atomic_path, atomic_write_text, check_file, read_json_object
 from thresher.policy.weights import save_tensors
 from thresher.rewards.errors import UserError
 
@@ -225,6 +225,7 @@ def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
                 "use the recipe that these adapters were trained with"
             )
     tensors = _tensors(policy)
+    check_file(folder / WEIGHTS)
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             saved = {name: file.get_tensor(name) for name in list(file.keys())}

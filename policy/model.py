@@ -29,7 +29,7 @@ from thresher.policy.hashes import check_hashes
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
 from thresher.policy.models.layer import Attend, Layer
 from thresher.policy.models.registry import load_layer_class
-from thresher.policy.weights import read_weights, write_weights
+from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes, write_weights
 
 
 class Policy(nn.Module):
@@ -152,14 +152,15 @@ def load_policy(
     if verify:
         check_hashes(folder, CONFIG_FILES)
     config = read_config(folder)
-    with torch.device("meta"):
-        policy = Policy(config)
-    policy = policy.to(dtype).to_empty(device=device)
-    views = hf_views(policy)
+    layers, found = config.num_hidden_layers, tensor_shapes(folder)
+    policy = build_unallocated(lambda: Policy(config), layers, found, folder / CONFIG_FILES[0]).to(dtype)
     # Some writers keep a copy of the tied head; it is accepted if it is one.
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    shapes = {name: view.shape for name, view in views.items()}
-    for name, tensor in read_weights(folder, shapes, optional=optional, verify=verify):
+    shapes = {name: view.shape for name, view in hf_views(policy).items()}
+    # Shapes are checked against the files before memory is taken for what config.json says.
+    weights = read_weights(folder, shapes, optional=optional, verify=verify)
+    views = hf_views(policy.to_empty(device=device))
+    for name, tensor in weights:
         if name in views:
             views[name].copy_(tensor)
     return policy

@@ -16,7 +16,9 @@ falls back on a fixed date.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +27,15 @@ from typing import Any
 import tokenizers
 
 from thresher.policy.chat import TemplateError, fill_template
-from thresher.policy.files import atomic_write_bytes, parse_json_object, read_bytes, refuse_other_folder
+from thresher.policy.files import (
+    MOST_TEXT,
+    MOST_TOKENIZER,
+    atomic_write_bytes,
+    decode_text,
+    parse_json_object,
+    read_bytes,
+    refuse_other_folder,
+)
 from thresher.policy.hashes import check_hashes
 from thresher.rewards.errors import UserError
 
@@ -99,7 +109,8 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one call to the library, which is much faster for many short ones."""
         try:
-            encodings = self._plain_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+            with panics_refused(texts, self._where):
+                encodings = self._plain_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
             raise _unencodable(texts) from None
         return [encoding.ids for encoding in encodings]
@@ -108,7 +119,8 @@ class Tokenizer:
         """Ids of `text` with added tokens recognised. For templates only, never for text that others
         wrote."""
         try:
-            return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
+            with panics_refused([text], self._where):
+                return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
         except TypeError:
             raise _unencodable([text]) from None
 
@@ -150,7 +162,8 @@ class Tokenizer:
             begin = _content(self._settings.get("bos_token"))
             token = self.token_id(begin) if asked and isinstance(begin, str) else None
             return () if token is None else (token,)
-        encoding = self._template_encoder.encode("a", add_special_tokens=True)
+        with panics_refused(["a"], self._where):
+            encoding = self._template_encoder.encode("a", add_special_tokens=True)
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return tuple(token for token, _ in takewhile(lambda pair: pair[1], marked))
 
@@ -170,11 +183,16 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The Jinja source: chat_template.jinja, else tokenizer_config.json's (the one named "default")."""
         if (source := self._companions.get("chat_template.jinja")) is not None:
-            return source.decode("utf-8")
+            return decode_text(source, str(Path(self._where).with_name("chat_template.jinja")))
         template = self._settings.get("chat_template")
-        if isinstance(template, list):
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-        return template if isinstance(template, str) else None
+        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+            template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+        if not isinstance(template, str | None):
+            raise UserError(
+                f"{self._settings_file}: chat_template is {json.dumps(template)[:60]}, expected a string, or a list of "
+                'objects with "name" and "template"; correct the file or fetch it again'
+            )
+        return template
 
     def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The chat template filled with `messages` ({"role", "content"}), as Hugging Face renders it.
@@ -206,8 +224,11 @@ class Tokenizer:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        where = str(Path(self._where).with_name("tokenizer_config.json"))
-        return parse_json_object(self._companions.get("tokenizer_config.json", b"{}"), where)
+        return parse_json_object(self._companions.get("tokenizer_config.json", b"{}"), self._settings_file)
+
+    @property
+    def _settings_file(self) -> str:
+        return str(Path(self._where).with_name("tokenizer_config.json"))
 
 
 def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
@@ -219,13 +240,15 @@ def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
     refuse_other_folder(path)
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
-    if path.is_dir() and not file.exists() and (path / "vocab.json").exists():
+    if path.is_dir() and not os.path.lexists(file) and (path / "vocab.json").exists():
         raise UserError(f"{file}: no such file, and vocab.json alone is not read; convert it to tokenizer.json")
     if verify:
         check_hashes(file.parent, [file.name, *_COMPANIONS])
-    content = read_bytes(file)
+    content = read_bytes(file, MOST_TOKENIZER)
     beside = {name: file.with_name(name) for name in _COMPANIONS}
-    companions = {name: read_bytes(companion) for name, companion in beside.items() if companion.exists()}
+    companions = {
+        name: read_bytes(companion, MOST_TEXT) for name, companion in beside.items() if os.path.lexists(companion)
+    }
     return Tokenizer(content, str(file), companions)
 
 
@@ -344,12 +367,32 @@ def _without_added_tokens(data: dict[str, Any], added: dict[str, int], where: st
 
 def _build(tokenizer_json: str, where: str) -> tokenizers.Tokenizer:
     try:
-        built = tokenizers.Tokenizer.from_str(tokenizer_json)
+        with panics_refused([], where):
+            built = tokenizers.Tokenizer.from_str(tokenizer_json)
+    except UserError:
+        raise
     except Exception as error:  # the library raises this very class for whatever is wrong in the file
         raise UserError(f"{where}: not a readable tokenizer ({error}); fetch or write it again") from None
     built.no_truncation()
     built.no_padding()
     return built
+
+
+@contextmanager
+def panics_refused(texts: Sequence[str], where: str) -> Iterator[None]:
+    """UserError where the tokenizers library panics over `texts`, as it does when the tokenizer's pattern takes too
+    many steps: on millions of spaces, or where the pattern tries all ways to cut a text. A panic is a BaseException,
+    which no handler expects."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        longest = max(texts, key=len, default="")
+        what = f"texts of up to {len(longest):,} characters, such as {longest[:40]!r}" if texts else "its own file"
+        raise UserError(
+            f"{where}: the tokenizer gave up on {what} ({str(error)[:80]}); shorten the text, or use another tokenizer"
+        ) from None
 
 
 def _unencodable(texts: Sequence[str]) -> Exception:

@@ -13,17 +13,24 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from thresher.policy.files import atomic_path, atomic_write_text, need_room, parse_json_object, read_json_object
+from thresher.policy.files import (
+    atomic_path,
+    atomic_write_text,
+    check_file,
+    need_room,
+    parse_json_object,
+    read_json_object,
+)
 from thresher.policy.hashes import check_hashes
 from thresher.rewards.errors import UserError
 
@@ -36,6 +43,8 @@ _HEADER_LIMIT = 100_000_000
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # A tied head has no tensor of its own, but some files carry a copy of what it is tied to.
 _COPY_OF = {"lm_head.weight": "model.embed_tokens.weight"}
+
+Built = TypeVar("Built", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,27 @@ def tensor_shapes(folder: str | Path) -> dict[str, torch.Size]:
     """Name and shape of every tensor of a model folder, in file order, from the headers alone: for a model whose
     files name the same tensors in several ways, before it asks `read_weights` for them. UserError as there."""
     return {name: entry.shape for name, entry in _locate(Path(folder)).items()}
+
+
+def build_unallocated(build: Callable[[], Built], layers: int, found: Collection[str], config: Path) -> Built:
+    """The module that `build` makes of the sizes in the file `config`, on the meta device, which takes no memory.
+
+    UserError, before any module is built, for more `layers` than there are tensors in the files, whose names are
+    `found`: as many as a config can name would take hours. UserError for sizes whose product overflows, too. The caller
+    compares the other sizes with the files (`read_weights`) before it takes memory for them.
+    """
+    if layers > len(found):
+        raise UserError(
+            f"{config}: asks for {layers:,} layers, but the weights have {len(found):,} tensors; use the config.json "
+            "that belongs to these weights, or fetch them again"
+        )
+    try:
+        with torch.device("meta"):
+            return build()
+    except RuntimeError:
+        raise UserError(
+            f"{config}: its sizes are too large for any tensor; use the config.json that belongs to these weights"
+        ) from None
 
 
 def read_weights(
@@ -174,16 +204,16 @@ def _remove_shards(folder: Path, keep: set[str]) -> None:
 
 def _weight_files(folder: Path) -> list[str]:
     """What `_locate` will read."""
-    if (folder / SINGLE).exists():
+    if os.path.lexists(folder / SINGLE):
         return [SINGLE]
     return [INDEX, *sorted(path.name for path in folder.glob("model-*.safetensors"))]
 
 
 def _locate(folder: Path) -> dict[str, _Entry]:
     """Where each tensor of the folder lies, after checking headers and index."""
-    if (folder / SINGLE).exists():
+    if os.path.lexists(folder / SINGLE):
         return _read_header(folder / SINGLE)
-    if not (folder / INDEX).exists():
+    if not os.path.lexists(folder / INDEX):
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give the path of a model folder")
         hint = "make or fetch the weights"
@@ -201,7 +231,7 @@ def _locate(folder: Path) -> dict[str, _Entry]:
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
             raise UserError(f"{folder / INDEX}: weight_map names {file!r}, expected a file in the same folder")
-        if not (folder / file).exists():
+        if not os.path.lexists(folder / file):
             raise UserError(f"{folder / file}: no such shard, though {INDEX} names it; fetch it again")
         in_shard = _read_header(folder / file)
         by_index = {name for name, shard in weight_map.items() if shard == file}
@@ -221,6 +251,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     Layout: 8 bytes, little-endian, give the length of a JSON header; then come the tensors' bytes, at
     offsets counted from the header's end. (github.com/huggingface/safetensors, "Format")
     """
+    check_file(file)
     try:
         length = file.stat().st_size
         with file.open("rb") as stream:

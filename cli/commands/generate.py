@@ -2,12 +2,12 @@
 
     thresher generate --model FOLDER --prompt "Question: " --stop "</answer>"
 
-One sample is shown while it is drawn; several, or the JSON of any number, when all have ended.
+One sample is shown while it is drawn; several, or the JSON of any number, when all have ended. On a terminal the
+text's control characters are shown as signs; a file, a pipe and the JSON get the text as it is.
 """
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
@@ -70,21 +70,18 @@ def run(options: argparse.Namespace) -> None:
         return
     for number, sample in enumerate(samples, 1):
         end = f"at {sample.stop}" if sample.stop is not None else ENDS[sample.finish]
-        print(f"--- {number} of {options.n}: {len(sample.token_ids)} tokens, ended: {end}")
-        print(sample.text)
+        console.say(f"--- {number} of {options.n}: {len(sample.token_ids)} tokens, ended: {end}")
+        console.say(sample.text, exact=True)
 
 
 def _prompt(options: argparse.Namespace) -> tuple[str, str]:
     """The flag that gave the text, and the text."""
     where, text = "--prompt", options.prompt
     if text is None:
-        from thresher.policy.files import read_bytes
+        from thresher.policy.files import MOST_TEXT, decode_text, read_bytes
 
         where = f"--prompt-file {options.prompt_file}"
-        try:
-            text = read_bytes(Path(options.prompt_file)).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not valid UTF-8 at byte {error.start}; convert the file") from None
+        text = decode_text(read_bytes(options.prompt_file, MOST_TEXT, stream=True), where)
     if not text:
         raise UserError(f"{where}: the prompt is empty; give the text that the model is to go on from")
     return where, text
@@ -104,7 +101,7 @@ def _load(options: argparse.Namespace) -> "Generator":
     policy = load_policy(options.model, DTYPES[options.dtype], options.device)
     check_fit(policy, tokenizer, options.model)
     if doubts := fit_doubts(policy, tokenizer, options.model):
-        print(doubts, file=sys.stderr)
+        print(console.visible(doubts), file=sys.stderr)
     return Generator(policy, tokenizer, max_running=min(options.n, 256))
 
 
@@ -142,9 +139,9 @@ def _show_stream(generator: "Generator", request: "GenerateRequest") -> None:
 
     last = "\n"
     for last in stream_text(generator, request):
-        print(last, end="", flush=True)
+        console.say(last, end="", exact=True)
     if not last.endswith("\n"):
-        print()
+        console.say("")
 
 
 def _record(sample: "GenerateResult") -> dict[str, object]:

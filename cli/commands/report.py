@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
         from thresher.engine.reporting.report import write_report
 
         page = write_report(folder, options.out)
-    print(page)
+    console.say(str(page))
     console.answer({"report": page})
 
 
@@ -46,5 +46,5 @@ def _compare(options: argparse.Namespace) -> None:
     if options.out is None:
         raise UserError("report: expected --out with several runs; name the file, such as --out runs/compared.html")
     tests = write_comparison(options.runs, options.out)
-    print(options.out)
+    console.say(str(options.out))
     console.answer({"report": options.out, "runs": options.runs, "tests": tests})

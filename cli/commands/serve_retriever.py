@@ -38,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", action="store_true", help="the index's lists on all GPUs, in float16")
     flags.add_no_verify(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone, for there is no password")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name under which requests may ask, beside localhost, this machine's name, --host and IP addresses; "
+        "may be given again",
+    )
     parser.add_argument("--port", type=PORT, default=8000, help="0: any that is free; default: 8000")
     parser.add_argument("--k", type=COUNT, default=3, help="passages for a request that does not say; default: 3")
     for name, default, unit, text in LIMITS:
@@ -61,6 +69,7 @@ def run(options: argparse.Namespace) -> None:
         max_waiting=options.max_waiting,
         max_connections=options.max_connections,
         timeout=options.timeout,
+        allow_hosts=tuple(options.allow_host),
         bounds=Bounds(max_queries=options.max_queries, max_k=options.max_k),
     )
     served = serve_folder(

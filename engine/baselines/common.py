@@ -22,6 +22,7 @@ from thresher.engine.episode import (
     over_given,
     read_template,
 )
+from thresher.policy.files import read_text
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
@@ -97,10 +98,7 @@ def with_examples(template: str, options: Options) -> str:
     """UserError for a file of examples that cannot be read or that holds a place for a question or for passages."""
     if options.examples is None:
         return template
-    try:
-        examples = Path(options.examples).read_text(encoding="utf-8").rstrip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{options.examples}: the examples cannot be read ({error}); name a UTF-8 text file") from error
+    examples = read_text(options.examples).rstrip()
     for place in ("{question}", "{passages}"):
         if place in examples:
             raise UserError(f"{options.examples}: examples hold no {place}; write their questions and passages out")

@@ -44,7 +44,7 @@ from thresher.engine.config.tables import (
     to_toml,
     toml_key,
 )
-from thresher.policy.files import atomic_write_text
+from thresher.policy.files import MOST_TEXT, atomic_write_text, read_bytes
 from thresher.rewards.errors import UserError
 
 S = TypeVar("S", bound=Section)
@@ -186,14 +186,14 @@ def load_recipe(
 def read_tables(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file, of any content."""
     path = Path(path)
-    try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as error:
+    if path.is_dir():
         found = min(path.glob("*.toml"), default=None)  # in a run's folder, or one of recipes
         inside = "" if found is None else f", such as {found}"
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML{inside}"
-        ) from None
+        raise UserError(f"{path}: is a folder; give the path of a recipe in TOML{inside}")
+    try:
+        return tomllib.loads(read_bytes(path, MOST_TEXT, stream=True).decode("utf-8-sig"))
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected a recipe in TOML, but {error}; fix the file") from None
 

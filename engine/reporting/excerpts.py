@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.console import visible
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.systems import load_system
 from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.rewards.transcript import Source
 
 Record = Mapping[str, Any]
-
-# A sampled text may hold anything: control characters become their pictures, what would reorder or break the page
-# (bidirectional overrides, lone surrogates) becomes a replacement character.
-_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
-_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +168,6 @@ def parts_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> lis
                 span = name if opens else ""
         parts.append(Part(Source(source), lines))
     return parts
-
-
-def visible(text: object) -> str:
-    """The text with nothing in it that could act on a terminal or a page."""
-    return str(text).translate(_VISIBLE)
 
 
 def _step_files(folder: Path) -> list[Path]:

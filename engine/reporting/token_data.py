@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.engine.config.sections import GrpoSection
+from thresher.engine.console import visible
 from thresher.engine.reporting.charts import ENDINGS
-from thresher.engine.reporting.excerpts import is_right, visible
+from thresher.engine.reporting.excerpts import is_right
 from thresher.engine.store.token_stats import TokenStats
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError

@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import urllib3
-
 from thresher.engine.episode import Turn, cut
 from thresher.engine.scoring.endpoint import PATH, Endpoint, Messages, Unusable, shown
-from thresher.retrieval.serving.http import json_of
+from thresher.retrieval.serving.http import HttpAnswer, json_of
 
 COMPLETIONS = "/completions"
 MOST_STOPS = 4  # that OpenAI's servers take
@@ -63,7 +61,7 @@ class ContinuingEndpoint(Endpoint):
             return body | {"messages": [dict(message) for message in context]}
         return body | {"prompt": "".join(message["content"] for message in context)}
 
-    def _read(self, response: urllib3.BaseHTTPResponse) -> str:
+    def _read(self, response: HttpAnswer) -> str:
         """The text with what is known of its end, as the JSON that is kept."""
         answer = json_of(response)
         try:

@@ -36,7 +36,7 @@ from thresher.engine import console
 from thresher.engine.config.sections import JudgeSection
 from thresher.policy.files import Unwritable, append_bytes
 from thresher.retrieval.serving.background import Background
-from thresher.retrieval.serving.http import in_words, json_of, service_address
+from thresher.retrieval.serving.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
 from thresher.rewards.errors import UserError
 
 Messages = Sequence[Mapping[str, str]]
@@ -236,7 +236,7 @@ class Endpoint:
             failure = f"a reply to {shown(asked)} of no use, {shown(reply)}"
         raise UserError(f"{self.url}: {self.model} gave, twice, {failure}; name another model or server ({self._kept})")
 
-    def _send(self, body: bytes, called_off: threading.Event) -> urllib3.BaseHTTPResponse:
+    def _send(self, body: bytes, called_off: threading.Event) -> HttpAnswer:
         """The server's answer with status 200, however many attempts it takes. UserError when it refuses, or patience
         ends."""
         deadline, pause = None, FIRST_PAUSE
@@ -267,7 +267,7 @@ class Endpoint:
                     self._say(f"{self.url}: replies again")
                 return response
 
-    def _attempt(self, body: bytes) -> urllib3.BaseHTTPResponse:
+    def _attempt(self, body: bytes) -> HttpAnswer:
         headers = {"content-type": "application/json"}
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
@@ -275,7 +275,9 @@ class Endpoint:
         with self._lock:
             self.requests += 1
         try:
-            response = self._pool.request("POST", self.url, body=body, headers=headers, timeout=timeout, redirect=False)
+            response = request(self._pool, "POST", self.url, body, headers, timeout)
+        except TooLarge as error:
+            raise UserError(f"{self.url}: gives {error}; give the address of a chat model ({self._kept})") from None
         except urllib3.exceptions.HTTPError as error:
             raise _Passing(in_words(error, self._timeout, "a reply")) from None
         if response.status == 200:
@@ -288,7 +290,7 @@ class Endpoint:
             raise _Passing(words, _retry_after(response))
         raise UserError(f"{self.url}: refuses a request with {words}; fix what it names ({self._kept})")
 
-    def _read(self, response: urllib3.BaseHTTPResponse) -> str:
+    def _read(self, response: HttpAnswer) -> str:
         answer = json_of(response)
         try:
             reply = answer["choices"][0]["message"]["content"]
@@ -355,7 +357,7 @@ def _address(url: str, path: str) -> str:
     return address
 
 
-def _reason(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
+def _reason(response: HttpAnswer) -> tuple[str, str]:
     """What a server says about a refusal, in one line, and its code: OpenAI's {"error": {"message", "code"}}, or
     {"error": text}, {"message": text} or {"detail": text} as others do."""
     report = json_of(response)
@@ -367,7 +369,7 @@ def _reason(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
     return _line(words) if isinstance(words, str) else "", code if isinstance(code, str) else ""
 
 
-def _retry_after(response: urllib3.BaseHTTPResponse) -> float:
+def _retry_after(response: HttpAnswer) -> float:
     """Seconds that Retry-After asks for, given as a number or as a date; 0 without one."""
     value = response.headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d{1,9}(\.\d+)?", value):

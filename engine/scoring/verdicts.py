@@ -12,12 +12,13 @@ asked for once more and then ends the run, for whatever it were counted as would
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
+from thresher.policy.files import read_text
 from thresher.rewards.errors import UserError
 
 _CASE = """\
@@ -82,12 +83,9 @@ def read_prompt(choice: str) -> str:
     """The prompt that `judge.prompt` names. UserError for a file that cannot be read, or lacks a place for its data."""
     if choice in PROMPTS:
         return PROMPTS[choice]
-    try:
-        text = Path(choice).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"judge.prompt: {choice} is neither {' nor '.join(PROMPTS)}, nor a file of text: {error}"
-        ) from None
+    if not os.path.lexists(choice):
+        raise UserError(f"judge.prompt: {choice} is neither {' nor '.join(PROMPTS)}, nor a file; name one of them")
+    text = read_text(choice)
     if sorted(_PLACES.findall(text)) != ["golds", "response"]:
         raise UserError(f"{choice}: a judge's prompt holds {{golds}} and {{response}} once each; mend it")
     return text

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 
 from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.engine.store.run_folder import step_name, step_of
-from thresher.policy.files import need_room, read_json_object, staged_folder
+from thresher.policy.files import check_file, need_room, read_json_object, staged_folder
 from thresher.policy.hashes import read_hashes, write_hashes
 from thresher.policy.weights import save_tensors
 from thresher.rewards.errors import UserError
@@ -215,6 +215,7 @@ def _whole(path: Path) -> Checkpoint | None:
 
 def _open(file: Path) -> Any:
     """An open safetensors file, its header checked against its length; no tensor is read yet."""
+    check_file(file)
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:

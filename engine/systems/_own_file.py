@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args
 
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import Episode, Prompt, Request, System, Tools
+from thresher.policy.files import MOST_TEXT, read_bytes
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
 from thresher.rewards.errors import UserError
@@ -39,7 +40,7 @@ def own_digest(name: str) -> str | None:
     if not is_path(name):
         return None
     _check_file(Path(name))
-    return sha256(Path(name).read_bytes()).hexdigest()
+    return sha256(read_bytes(name, MOST_TEXT)).hexdigest()
 
 
 def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
@@ -157,7 +158,7 @@ def _import_file(path: Path) -> ModuleType:
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        exec(compile(read_bytes(path, MOST_TEXT), str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # whatever the file does, it is the file that must be fixed
         del sys.modules[name]
         raise UserError(f"{path}: importing it raised {_described(error, path)}; fix the file") from error

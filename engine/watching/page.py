@@ -4,8 +4,8 @@
     /state       {"version", "says"} as JSON, which the page asks for every few seconds
     /watch.js    what asks, and puts a new page in the place of the old one where the reader has scrolled to
 
-There is nothing else, and no path is looked up on the disk. Only this machine is served, and only under a name of it:
-a page of another site that makes its own name point here (DNS rebinding) is refused by the name that its requests bear.
+There is nothing else, and no path is looked up on the disk. Only this machine is served, and only to requests whose
+Host header names it (retrieval/serving/hosts.py). At most MOST_CONNECTIONS are open; a further one is closed at once.
 The page is drawn anew only while somebody looks, for at most a quarter of the time, and behind the run's own work.
 
 Deliberately absent: anything that is changed by a request.
@@ -14,7 +14,6 @@ Deliberately absent: anything that is changed by a request.
 import html
 import json
 import os
-import re
 import tempfile
 import threading
 import time
@@ -27,10 +26,11 @@ from typing import Any
 from thresher.engine.reporting.pages import open_run
 from thresher.engine.reporting.report import write_report
 from thresher.engine.watching.state import read_state
+from thresher.retrieval.serving.hosts import host_allowed
 from thresher.rewards.errors import UserError
 
 HOST = "127.0.0.1"
-NAMES = re.compile(r"(localhost|127\.0\.0\.1)(:\d+)?")  # under which a browser on this machine asks
+MOST_CONNECTIONS = 32  # each has a thread, for 30 s where nothing comes
 HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 HEADERS = {
     "Cache-Control": "no-store",
@@ -126,7 +126,7 @@ def serve_page(run: str | Path, port: int, say: Callable[[str], None], every: fl
     """
     page = LivePage(run)
     try:
-        server = ThreadingHTTPServer((HOST, port), handler(page))
+        server = PageServer((HOST, port), handler(page))
     except OSError as error:
         raise UserError(f"--port {port}: {error.strerror}; choose another, or 0 for one that is free") from None
     os.nice(5)
@@ -140,6 +140,26 @@ def serve_page(run: str | Path, port: int, say: Callable[[str], None], every: fl
         server.server_close()
 
 
+class PageServer(ThreadingHTTPServer):
+    """A server with a thread for each of at most MOST_CONNECTIONS connections."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free = threading.Semaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+
 def handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
     """What answers GET and HEAD from this machine, and nothing else."""
 
@@ -148,7 +168,7 @@ def handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
         server_version, sys_version = "thresher", ""
 
         def do_GET(self) -> None:
-            if not NAMES.fullmatch(self.headers.get("Host", "")):
+            if not host_allowed(self.headers.get_all("Host", [])):
                 self._answer(403, TEXT, b"thresher watch answers under the name localhost only\n")
             elif (found := page.get(self.path.partition("?")[0])) is None:
                 self._answer(404, TEXT, b"not found\n")

@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from thresher.engine.console import console, shown
-from thresher.engine.reporting.excerpts import is_right, visible
+from thresher.engine.console import console, shown, visible
+from thresher.engine.reporting.excerpts import is_right
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.watching.state import RunState, read_state, resident_bytes
 from thresher.retrieval.data.jsonl import Record, iter_jsonl

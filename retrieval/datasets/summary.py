@@ -20,7 +20,7 @@ from thresher.rewards.measures import ndcg_at, recall_at
 from thresher.rewards.text import YES_NO, contains_answer, normalize_answer
 
 READABLE = ("native", "flashrag", "nq-open", "plain", "bamboogle")
-CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+BREAKS = re.compile(r"[\t-\r]+")  # of lines, and tabs
 SHOWN_WORDS = 40
 SHOWN_GOLDS = 8
 KINDS = ("hops", "type", "level")  # of metadata: what multi-hop sets say of a question
@@ -114,7 +114,8 @@ def spread(values: Sequence[int]) -> dict[str, float] | None:
 
 def excerpt(question: Question, *, whole: bool = False) -> str:
     """A question laid out in lines: golds, metadata, and its passages, the gold ones marked with a star. Unless
-    `whole`, passages and metadata are cut short. Control characters are made spaces: a terminal would obey them."""
+    `whole`, passages and metadata are cut short. Line breaks and tabs are made spaces. Control characters stay:
+    whoever prints the lines makes them visible."""
     lines = [f"id        {question.id}", f"question  {question.question}"]
     golds = question.golds if whole else question.golds[:SHOWN_GOLDS]
     lines += [f"{'' if number else 'golds':<9} {gold if whole else _cut(gold)}" for number, gold in enumerate(golds)]
@@ -132,7 +133,7 @@ def excerpt(question: Question, *, whole: bool = False) -> str:
         lines.append(
             f"{mark}{number:>3}  [{passage.id}] {passage.title}: {passage.text if whole else _cut(passage.text)}"
         )
-    return "\n".join(CONTROLS.sub(" ", line) for line in lines)
+    return "\n".join(BREAKS.sub(" ", line) for line in lines)
 
 
 def _count_golds(question: Question, count: Counter[str]) -> None:

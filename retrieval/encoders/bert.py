@@ -19,7 +19,6 @@ Axes: B texts, T padded length, H hidden, N heads, D head dimension, I intermedi
 (docs/notation.md).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thresher.kernels.matmul import ROW_MULTIPLE
+from thresher.policy.config import LARGEST_SIZE
 from thresher.policy.files import read_json_object
-from thresher.policy.weights import read_weights, tensor_shapes
+from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes
 from thresher.rewards.errors import UserError
 
 # So rows of a matmul come in multiples in which a BLAS may be batch-invariant; attention's are at a fixed length.
@@ -178,8 +178,10 @@ def read_bert_config(folder: str | Path) -> BertConfig:
         )
     _refuse_unsupported(record, path)
     epsilon = _DISTILBERT_EPSILON if model_type == "distilbert" else record.get("layer_norm_eps")
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
-        raise UserError(f"{path}: layer_norm_eps is {epsilon!r}, expected a positive number; fetch the file again")
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
+        raise UserError(
+            f"{path}: layer_norm_eps is {epsilon!r}, expected a positive number below 1; fetch the file again"
+        )
     named = record.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
     try:
@@ -209,8 +211,11 @@ def _refuse_unsupported(record: Mapping[str, Any], path: Path) -> None:
 
 def _size(record: Mapping[str, Any], key: str, path: Path) -> int:
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{path}: {key} is {value!r}, expected a positive integer; add it or fetch the file again")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+        raise UserError(
+            f"{path}: {key} is {value!r}, expected a positive integer up to {LARGEST_SIZE:,}; add it or fetch the file "
+            "again"
+        )
     return value
 
 
@@ -302,14 +307,15 @@ def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: to
     """
     folder = Path(folder)
     config = read_bert_config(folder)
-    with torch.device("meta"):
-        bert = Bert(config)
     found = tensor_shapes(folder)
     prefix = next((prefix for prefix in _PREFIXES if prefix + _FIRST in found), "")
-    bert = bert.to(dtype).to_empty(device=device).requires_grad_(False)
-    views = {_name_in(found, prefix + name): view for name, view in tensors_of(bert).items()}
+    bert = build_unallocated(lambda: Bert(config), config.layers, found, folder / "config.json").to(dtype)
+    bert.requires_grad_(False)
+    shapes = {_name_in(found, prefix + name): view.shape for name, view in tensors_of(bert).items()}
     beside = {name for name in found if name.removeprefix(prefix).startswith(_PASSED_OVER) or name.startswith(_HEADS)}
-    for name, tensor in read_weights(folder, {name: view.shape for name, view in views.items()}, optional=beside):
+    weights = read_weights(folder, shapes, optional=beside)
+    views = dict(zip(shapes, tensors_of(bert.to_empty(device=device)).values(), strict=True))
+    for name, tensor in weights:
         views[name].copy_(tensor)
     return bert.eval()
 

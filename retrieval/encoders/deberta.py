@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thresher.policy.config import LARGEST_SIZE
 from thresher.policy.files import read_json_object
-from thresher.policy.weights import read_weights, tensor_shapes
+from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes
 from thresher.retrieval.encoders.bert import ACTIVATIONS
 from thresher.rewards.errors import UserError
 
@@ -93,8 +94,10 @@ def read_deberta_config(folder: str | Path) -> DebertaConfig:
     buckets = _whole(record.get("position_buckets", -1), -1, "position_buckets", path)
     kernel = _whole(record.get("conv_kernel_size", 0), 0, "conv_kernel_size", path)
     epsilon = record.get("layer_norm_eps", 1e-7)
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
-        raise UserError(f"{path}: layer_norm_eps is {epsilon!r}, expected a positive number; fetch the file again")
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
+        raise UserError(
+            f"{path}: layer_norm_eps is {epsilon!r}, expected a positive number below 1; fetch the file again"
+        )
     try:
         return DebertaConfig(
             types=_whole(record.get("type_vocab_size", 0), 0, "type_vocab_size", path),
@@ -144,8 +147,10 @@ def _parts(value: object) -> list[str]:
 
 
 def _whole(value: object, least: int, key: str, path: Path) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{path}: {key} is {value!r}, expected an integer of at least {least}; fetch the file again")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
+        raise UserError(
+            f"{path}: {key} is {value!r}, expected an integer from {least} to {LARGEST_SIZE:,}; fetch the file again"
+        )
     return value
 
 
@@ -263,17 +268,17 @@ def load_deberta(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     """Reads an encoder from a folder of config.json and safetensors, without gradients; heads are passed over.
     UserError naming file and tensor for one that is missing, of another shape, or not part of such a model."""
     folder = Path(folder)
-    with torch.device("meta"):
-        deberta = Deberta(read_deberta_config(folder))
+    config = read_deberta_config(folder)
     found = tensor_shapes(folder)
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in found) else ""
-    deberta = deberta.to(dtype).to_empty(device=device).requires_grad_(False)
-    views = {prefix + name: view for name, view in _views(deberta).items()}
+    deberta = build_unallocated(lambda: Deberta(config), config.layers, found, folder / "config.json").to(dtype)
+    deberta.requires_grad_(False)
+    shapes = {prefix + name: view.shape for name, view in _views(deberta).items()}
     # Some files hold positions that the config does not use.
     beside = {name for name in found if name.startswith(_HEADS) or "embeddings.position" in name}
-    for name, tensor in read_weights(
-        folder, {name: view.shape for name, view in views.items()}, optional=beside - views.keys()
-    ):
+    weights = read_weights(folder, shapes, optional=beside - shapes.keys())
+    views = {prefix + name: view for name, view in _views(deberta.to_empty(device=device)).items()}
+    for name, tensor in weights:
         views[name].copy_(tensor)
     return deberta.eval()
 

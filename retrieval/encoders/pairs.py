@@ -13,6 +13,7 @@ from pathlib import Path
 
 import tokenizers
 
+from thresher.policy.tokenizer import panics_refused
 from thresher.retrieval.encoders.wordpiece import CHARACTERS_PER_TOKEN, TEXTS_AT_ONCE, read_tokenizer
 from thresher.rewards.errors import UserError
 
@@ -53,7 +54,8 @@ class PairTokenizer:
 
     def _encode(self, texts: list[str]) -> list[tokenizers.Encoding]:
         whole = [text.encode("utf-8", "replace").decode() for text in texts]
-        encodings: list[tokenizers.Encoding] = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+        with panics_refused(whole, "the classifier's tokenizer.json"):
+            encodings: list[tokenizers.Encoding] = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
         return encodings
 
 

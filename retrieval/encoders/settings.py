@@ -13,13 +13,14 @@ Deliberately absent: poolings other than mean and cls, and Dense layers behind t
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import atomic_write_text, read_json_object, refuse_hub_id
+from thresher.policy.files import MOST_JSON, atomic_write_text, read_bytes, read_json_object, refuse_hub_id
 from thresher.retrieval.encoders.bert import BertConfig, read_bert_config
 from thresher.rewards.errors import UserError
 
@@ -163,12 +164,14 @@ def _folders(folder: Path) -> ModelFolders:
 def _modules(folder: Path) -> list[tuple[str, Path]]:
     """(last part of the type, folder) of each module in modules.json; empty where there is no such file."""
     file = folder / "modules.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         return []
     try:
-        records = json.loads(file.read_text("utf-8"))
+        records = json.loads(read_bytes(file, MOST_JSON).decode("utf-8"))
         found = [(record["type"].rsplit(".", 1)[-1], folder / record["path"]) for record in records]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f'{file}: expected a JSON list of {{"type", "path"}}; fetch it again') from None
     for kind, _ in found:
         if kind not in ("Transformer", "Pooling", "Normalize"):
@@ -245,7 +248,7 @@ def _family(folder: Path, folders: ModelFolders, config: BertConfig) -> tuple[st
     name = place.parent.parent.name.rpartition("--")[2] if place.parent.name == "snapshots" else place.name
     origin = str(_optional(folders.query / "config.json").get("_name_or_path", ""))
     readme = folder / "README.md"
-    card = _README_NAME.search(readme.read_text("utf-8", "replace")) if readme.is_file() else None
+    card = _README_NAME.search(read_bytes(readme).decode("utf-8", "replace")) if readme.is_file() else None
     for text, evidence in (
         (name, f"the folder's name {name}"),
         (origin.rstrip("/").rpartition("/")[2], "_name_or_path in config.json"),
@@ -266,7 +269,7 @@ def _tokenizer_length(folder: Path, limit: int) -> tuple[int, str]:
 
 
 def _optional(file: Path) -> dict[str, Any]:
-    return read_json_object(file) if file.is_file() else {}
+    return read_json_object(file) if os.path.lexists(file) else {}
 
 
 def _check(folder: Path, found: _Found, limit: int) -> None:

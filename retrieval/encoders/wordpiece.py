@@ -14,7 +14,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from thresher.policy.files import read_bytes, read_json_object
+from thresher.policy.files import MOST_TOKENIZER, check_file, read_bytes, read_json_object
+from thresher.policy.tokenizer import panics_refused
 from thresher.rewards.errors import UserError
 
 # Only so many characters a token of the limit are looked at: a text of any size takes bounded time and memory. A token
@@ -49,7 +50,9 @@ class WordPiece:
         for start in range(0, len(texts), TEXTS_AT_ONCE):
             part = texts[start : start + TEXTS_AT_ONCE]
             heads = [text[:limit].encode("utf-8", "replace").decode() for text in part]
-            for text, encoding in zip(part, self._tokenizer.encode_batch_fast(heads), strict=True):
+            with panics_refused(heads, str(self.files[0])):
+                encodings = self._tokenizer.encode_batch_fast(heads)
+            for text, encoding in zip(part, encodings, strict=True):
                 ids = encoding.ids
                 cut += len(ids) > self.max_length or len(text) > limit
                 kept.append(ids if len(ids) <= self.max_length else [*ids[: self.max_length - 1], ids[-1]])
@@ -63,7 +66,9 @@ class WordPiece:
 def count_tokens(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
     """How many tokens each text has, without those that the tokenizer puts around it."""
     whole = [text.encode("utf-8", "replace").decode() for text in texts]
-    return [len(encoding.ids) for encoding in tokenizer.encode_batch_fast(whole, add_special_tokens=False)]
+    with panics_refused(whole, "the encoder's tokenizer.json"):
+        encodings = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+    return [len(encoding.ids) for encoding in encodings]
 
 
 def load_wordpiece(folder: Path, vocab_size: int, max_length: int) -> WordPiece:
@@ -99,14 +104,17 @@ def read_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer,
 
 def _read(folder: Path) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
     path = folder / "tokenizer.json"
-    if path.is_file():
-        data = read_bytes(path)
+    if os.path.lexists(path):
+        data = read_bytes(path, MOST_TOKENIZER)
         try:
-            return tokenizers.Tokenizer.from_buffer(data), (path,)
+            with panics_refused([], str(path)):
+                return tokenizers.Tokenizer.from_buffer(data), (path,)
+        except UserError:
+            raise
         except Exception as error:  # the library raises nothing more exact
             raise UserError(f"{path}: not a tokenizers file ({_first_line(error)}); fetch it again") from None
     vocabulary, config = folder / "vocab.txt", folder / "tokenizer_config.json"
-    if not vocabulary.is_file():
+    if not os.path.lexists(vocabulary):
         raise UserError(f"{folder}: holds neither tokenizer.json nor vocab.txt; fetch the model's tokenizer")
     return _from_vocabulary(vocabulary, config), (vocabulary, config)
 
@@ -117,6 +125,7 @@ def _from_vocabulary(vocabulary: Path, config: Path) -> tokenizers.Tokenizer:
         raise UserError(
             f"{config}: do_lower_case is {lowercase!r}, expected true or false; add it or fetch tokenizer.json"
         )
+    check_file(vocabulary, MOST_TOKENIZER)
     try:
         vocab = models.WordPiece.read_file(os.fspath(vocabulary))
     except Exception as error:  # as above

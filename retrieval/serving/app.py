@@ -5,6 +5,7 @@
     POST          wire.DIALECTS; 400 or 413 with a reason for a request that is wrong, 503 with Retry-After for one that
                   may be repeated, 500 for a search that failed (its trace goes to the server's log, never to the wire)
 
+A request whose Host header names another server gets 403, whatever its path (hosts.py).
 Every answer names the index in a header, so that a client notices another one. All runs in the server's one event loop.
 """
 
@@ -14,12 +15,13 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.retriever import Retriever
 from thresher.retrieval.serving.batcher import Batcher, Full
+from thresher.retrieval.serving.hosts import host_allowed
 from thresher.retrieval.serving.metrics import Metrics
 from thresher.retrieval.serving.wire import (
     DIALECTS,
@@ -50,6 +52,7 @@ class Settings:
     max_body: int = 8 * 2**20  # bytes
     max_connections: int = 512  # whose request is being served
     timeout: float = 60.0
+    allow_hosts: tuple[str, ...] = ()  # names that a Host header may hold, beside those of hosts.py
     bounds: Bounds = field(default_factory=Bounds)
 
 
@@ -87,8 +90,11 @@ class Reply:
 class App:
     """The server without its sockets."""
 
-    def __init__(self, retriever: Retriever, served: Served, settings: Settings) -> None:
+    def __init__(
+        self, retriever: Retriever, served: Served, settings: Settings, names: Collection[str] = frozenset()
+    ) -> None:
         self.retriever, self.served, self.settings = retriever, served, settings
+        self._names = names  # of the server, see hosts.py
         self.metrics = Metrics()
         self.serving = 0  # requests that have arrived and are not answered
         self.batcher = Batcher(
@@ -98,9 +104,13 @@ class App:
             max_waiting=settings.max_waiting,
         )
 
-    async def answer(self, method: str, path: str, read_body: ReadBody, client: Hashable) -> Reply:
-        """To a request of a `client`, whose body `read_body` waits for, or raises Refused."""
+    async def answer(
+        self, method: str, path: str, hosts: Sequence[str], read_body: ReadBody, client: Hashable
+    ) -> Reply:
+        """To a request of a `client` with these Host headers, whose body `read_body` waits for, or raises Refused."""
         try:
+            if not host_allowed(hosts, self._names):
+                raise _other_host(hosts)
             answer = await self._answer(method, path, read_body, client)
         except Refused as refused:
             answer = _refusal(refused)
@@ -178,6 +188,15 @@ class App:
                 ("waiting_queries", "gauge", "queries that no search has begun for", self.batcher.waiting),
             )
         )
+
+
+def _other_host(hosts: Sequence[str]) -> Refused:
+    found = f"names {hosts[0][:80]!r}" if len(hosts) == 1 else f"is there {len(hosts)} times"
+    return Refused(
+        403,
+        f"the Host header {found}; expected an IP address, localhost or this machine's name once; "
+        "serve-retriever --allow-host NAME adds another",
+    )
 
 
 def _refusal(refused: Refused) -> Reply:

@@ -21,7 +21,7 @@ from typing import Any
 import urllib3
 
 from thresher.retrieval.retriever import Hit, Retriever, Unanswered, check_positive
-from thresher.retrieval.serving.http import in_words, json_of, service_address
+from thresher.retrieval.serving.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
 from thresher.retrieval.serving.wire import IDENTITY_HEADER, Bounds, passage_of
 
 PATH = "/retrieve"
@@ -88,7 +88,7 @@ class RemoteRetriever(Retriever):
         passages = report.get("passages") if isinstance(report, dict) else None
         return passages if type(passages) is int and passages > 0 else None
 
-    def _ask(self, method: str, url: str, body: bytes | None) -> urllib3.BaseHTTPResponse:
+    def _ask(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
         """A response with a status that is not a passing failure, however many attempts it takes. Unanswered when
         patience ends."""
         deadline, pause = None, FIRST_PAUSE
@@ -96,12 +96,14 @@ class RemoteRetriever(Retriever):
             timeout = urllib3.Timeout(connect=min(CONNECT_SECONDS, self.timeout), read=self.timeout)
             headers = {"content-type": "application/json"} if body is not None else {}
             try:
-                response = self._pool.request(method, url, body=body, headers=headers, timeout=timeout)
+                response = request(self._pool, method, url, body, headers, timeout)
                 if response.status not in PASSING:
                     if deadline is not None:
                         self._say(f"{url}: answers again")
                     return response
                 failure = f"status {response.status}{_reason(response)}"
+            except TooLarge as error:
+                raise Unanswered(f"{url}: gives {error}; give the address of a retrieval server") from None
             except urllib3.exceptions.HTTPError as error:
                 failure = in_words(error, self.timeout, "an answer")
             now = time.monotonic()
@@ -119,7 +121,7 @@ class RemoteRetriever(Retriever):
             time.sleep(min(pause, deadline - now))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _check_identity(self, response: urllib3.BaseHTTPResponse) -> None:
+    def _check_identity(self, response: HttpAnswer) -> None:
         identity = response.headers.get(IDENTITY_HEADER)
         if self.identity is not None and identity != self.identity:
             raise Unanswered(
@@ -128,7 +130,7 @@ class RemoteRetriever(Retriever):
             )
         self.identity = identity
 
-    def _read_answer(self, response: urllib3.BaseHTTPResponse, count: int, k: int) -> list[list[Hit]]:
+    def _read_answer(self, response: HttpAnswer, count: int, k: int) -> list[list[Hit]]:
         answer = json_of(response)
         lists = answer.get("result") if isinstance(answer, dict) else None
         if not isinstance(lists, list) or len(lists) != count:
@@ -162,7 +164,7 @@ class RemoteRetriever(Retriever):
         )
 
 
-def _reason(response: urllib3.BaseHTTPResponse) -> str:
+def _reason(response: HttpAnswer) -> str:
     """What the server says about a refusal, as ours says it and as others do."""
     report = json_of(response)
     reason = report.get("error", report.get("detail")) if isinstance(report, dict) else None

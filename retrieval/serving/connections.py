@@ -145,7 +145,9 @@ class Connections:
         self._move_back(connection, state)
         try:
             body = partial(self._read_body, request, state)
-            answer = await self._app.answer(request.method, request.path, body, connection)
+            answer = await self._app.answer(
+                request.method, request.path, request.headers.getall("host", []), body, connection
+            )
             return self._response(answer)
         finally:
             self._bodies -= state.reading

@@ -1,16 +1,22 @@
-"""What our two HTTP clients share: an address made whole, an answer as JSON, a failed attempt in words.
+"""What our two HTTP clients share: an address made whole, a request and its answer of limited size, an answer as JSON,
+a failed attempt in words.
 
 Deliberately absent: retries and patience, which differ: searches of a run wait for one server in turn, requests to a
 chat model run side by side and are called off together.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import urllib3
 
 from thresher.rewards.errors import UserError
+
+# Of an answer: the passages of a whole batch are some 50 MB.
+MOST_BYTES = 2**28
 
 
 def service_address(url: str, path: str, whose: str, example: str, root: str = "") -> str:
@@ -27,8 +33,47 @@ def service_address(url: str, path: str, whose: str, example: str, root: str = "
     return urlunsplit((parts.scheme, parts.netloc, given if given.endswith(path) else given + path, "", ""))
 
 
-def json_of(response: urllib3.BaseHTTPResponse) -> Any:
-    """The response's value; None where it holds no JSON."""
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """What a server answered, read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+
+class TooLarge(Exception):
+    """An answer of more than MOST_BYTES bytes, in words."""
+
+
+def request(
+    pool: urllib3.PoolManager,
+    method: str,
+    url: str,
+    body: bytes | None,
+    headers: Mapping[str, str],
+    timeout: urllib3.Timeout,
+) -> HttpAnswer:
+    """The answer to one request. TooLarge as soon as more than MOST_BYTES bytes have come, whatever length the server
+    announced and however it compressed them; urllib3's HTTPError where the attempt fails."""
+    response = pool.request(
+        method, url, body=body, headers=headers, timeout=timeout, redirect=False, preload_content=False
+    )
+    data = bytearray()
+    try:
+        while part := response.read1(2**16):
+            data += part
+            if len(data) > MOST_BYTES:
+                raise TooLarge(f"an answer of more than {MOST_BYTES:,} bytes")
+    except BaseException:
+        response.close()
+        raise
+    response.release_conn()
+    return HttpAnswer(response.status, response.headers, bytes(data))
+
+
+def json_of(response: HttpAnswer) -> Any:
+    """The answer's value; None where it holds no JSON."""
     try:
         return json.loads(response.data)
     except (ValueError, RecursionError):

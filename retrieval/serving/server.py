@@ -22,6 +22,7 @@ from typing import Any
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.retrieval.retriever import Retriever
 from thresher.retrieval.serving.app import App, Served, Settings
+from thresher.retrieval.serving.hosts import server_names
 from thresher.rewards.errors import UserError
 
 try:
@@ -53,11 +54,12 @@ class Server:
         port: int = 8000,
     ) -> None:
         settings = settings or Settings()
+        names = server_names(host, settings.allow_hosts)
         retriever.check_k(settings.k)
         self._socket = _listen(host, port)
         # The socket listens from now on: who connects before `serve` has begun waits, and is not refused.
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
-        self.app = App(retriever, served, settings)
+        self.app = App(retriever, served, settings, names)
         self._connections: Connections | None = None  # while it runs
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()

@@ -1,11 +1,13 @@
 """The command line: its exit statuses mean what they say."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from thresher import recipes
 from thresher.cli import main as cli
 from thresher.engine.synthetic import demo, invent
 from thresher.engine.synthetic.world import Size
@@ -95,3 +97,27 @@ def test_a_chain_of_commands_goes_through_the_parser(
     parser = cli.build_parser()
     for stage in demo.stages(tmp_path, 0, ["run.steps=1"]):
         assert parser.parse_args(stage).handler is not None
+
+
+LAPTOP = str(Path(recipes.__file__).with_name("search_r1") / "laptop.toml")
+
+
+def test_a_sentence_holds_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    """Escapes of a path and of --set, and a name that is not UTF-8; in the JSON the sentence is exact."""
+    evil = "x\x1b]0;title\x07\u202e"
+    for words in (
+        ["report", evil],
+        ["recipe", "--show", LAPTOP, "--set", f"run.{evil}=1"],
+        ["report", evil, "--verbose"],
+    ):
+        assert cli.run(words) == 2
+        said = capsys.readouterr()
+        assert "x␛]0;title␇\\u202e" in said.err and not {"\x1b", "\x07", "\u202e"} & set(said.out + said.err)
+    assert cli.run(["report", evil, "--json"]) == 2
+    assert evil in json.loads(capsys.readouterr().out)["error"]
+    assert cli.run(["report", "caf\udce9"]) == 2
+    assert capsys.readouterr().err == "thresher: caf\\udce9: is not valid UTF-8; type it again, or rename the file\n"
+    assert cli.run(["report", "caf\udce9", "--json"]) == 2
+    line = capsys.readouterr().out
+    line.encode("utf-8")
+    assert json.loads(line)["error"].startswith("caf\udce9: is not valid UTF-8")

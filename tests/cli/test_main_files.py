@@ -231,7 +231,7 @@ def test_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None
         ("retrieval.k=5", "k is 5, but the corpus holds 4 passages"),
         ("retrieval.index=nowhere", "nowhere: no such folder; build the index first"),
         ("retrieval.url=http://127.0.0.1:8000", "expected either index, a folder, or url, a server, got both"),
-        ("system.template=nowhere.txt", "nowhere.txt: the prompt template cannot be read"),
+        ("system.template=nowhere.txt", "nowhere.txt: no such file"),
         ("system.template={here}/questions.jsonl", "a prompt template needs {question} exactly once, found 0"),
         ("data.dev=nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("retrieval.passage_format={name}", "retrieval.passage_format"),
@@ -254,7 +254,7 @@ def test_an_unknown_key_in_the_file(here: Path, refused: Callable[..., str]) -> 
 
 
 def test_a_recipe_that_is_not_there_or_lacks_what_is_needed(here: Path, refused: Callable[..., str]) -> None:
-    assert "none.toml: cannot be read" in refused("train", str(here / "none.toml"), "--out", str(here / "out"))
+    assert "none.toml: no such file" in refused("train", str(here / "none.toml"), "--out", str(here / "out"))
     (here / "bare.toml").write_text(f'[model]\npath = "{here}/model"\n')
     for command in ("train", "eval", "sft"):
         assert "the recipe has no section [" in refused(command, str(here / "bare.toml"), "--out", str(here / "out"))

@@ -187,7 +187,7 @@ def test_a_line_that_is_no_trajectory_is_named(
         ({"--questions": "bad.jsonl"}, "bad.jsonl:1: not valid JSON"),
         ({"--index": None}, "search_r1 searches; set retrieval.index to a folder or retrieval.url to a server"),
         ({"--index": "absent"}, "absent"),
-        ({"--recipe": "absent.toml"}, "absent.toml: cannot be read"),
+        ({"--recipe": "absent.toml"}, "absent.toml: no such file"),
         ({"--out": "out.json"}, "out.json: expected a name that ends in .jsonl"),
         ({"--out": "nowhere/out.jsonl"}, "the folder nowhere does not exist; make it first"),
         ({"--set": "rollout.max_context=4"}, "question q0: its prompt of "),

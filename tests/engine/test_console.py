@@ -30,6 +30,38 @@ def test_numbers_are_rounded_for_reading(value: Any, expected: str) -> None:
     assert console.shown(value) == expected
 
 
+EVIL = "a\x1b[2J\u202eb\x9bc\ud800"
+SHOWN = r"a␛[2J\u202eb\u009bc\ud800"
+
+
+def test_nothing_printed_acts_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines, tables and progress, on a terminal too, whose own colours stay."""
+    written = io.StringIO()
+    made = console.SafeConsole(file=written, highlight=False, width=200, force_terminal=True, color_system="standard")
+    monkeypatch.setattr(console, "console", made)
+    console.console.print(EVIL, style="red", markup=False)
+    console.table(EVIL, ["name"], [[EVIL]])
+    with console.progress_line(EVIL, 2) as line:
+        line.to(1, EVIL)
+    text = written.getvalue()
+    assert text.count(SHOWN) >= 5 and "\x1b[31m" in text
+    assert not {"\u202e", "\x9b", "\ud800"} & set(text) and "\x1b[2J\\u" not in text
+    monkeypatch.undo()
+    console.say(EVIL)
+    assert capsys.readouterr().out == f"{SHOWN}\n"
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(True, "a␛[2Jb"), (False, "a\x1b[2Jb")])
+def test_an_exact_text_is_kept_where_no_terminal_reads_it(
+    terminal: bool, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    console.say("a\x1b[2Jb", end="", exact=True)
+    assert capsys.readouterr().out == expected
+
+
 def test_without_a_terminal_a_line_is_printed_every_tenth_of_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr(console, "console", Console(file=written, width=100))

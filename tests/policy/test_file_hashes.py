@@ -57,6 +57,12 @@ def test_what_was_written_passes_and_is_listed(folder: Path) -> None:
     assert (folder / FILE).read_bytes() == before
 
 
+def test_a_link_to_nothing_is_not_an_absent_list(tmp_path: Path) -> None:
+    (tmp_path / FILE).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"hashes\.json: is a link to a file that does not exist"):
+        check_hashes(tmp_path, ["any"])
+
+
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_every_flipped_bit_is_found(folder: Path, name: str) -> None:
     path = folder / name

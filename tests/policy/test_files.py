@@ -13,7 +13,9 @@ from thresher.policy.files import (
     atomic_write_bytes,
     atomic_write_text,
     model_folder,
+    parse_json_object,
     read_bytes,
+    read_text,
     refuse_hub_id,
     staged_folder,
 )
@@ -152,6 +154,50 @@ def test_what_is_no_models_folder_is_named_for_what_it_is(tmp_path: Path) -> Non
     assert model_folder(tmp_path / "run" / "checkpoints" / "step_000002").name == "step_000002"
     with pytest.raises(UserError, match="name a file in it"):
         read_bytes(tmp_path)
+
+
+def test_what_is_read_whole_is_a_regular_file_of_a_limited_size(tmp_path: Path) -> None:
+    """A pipe would be waited for without end, and a device has none: neither is opened."""
+    os.mkfifo(tmp_path / "pipe")
+    os.symlink(tmp_path / "nowhere", tmp_path / "link")
+    (tmp_path / "long").write_bytes(b"x" * 9)
+    for path, expected in (
+        (tmp_path / "pipe", r"pipe: expected a regular file, found a pipe; name another file"),
+        (Path("/dev/zero"), r"/dev/zero: expected a regular file, found a device"),
+        (tmp_path / "link", r"link: is a link to a file that does not exist"),
+        (tmp_path / "none", r"none: no such file"),
+        (tmp_path / "long", r"long: expected a file of at most 8 bytes, found a larger one"),
+        (tmp_path / "half \ud800", r"cannot be the name of a file"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            read_bytes(path, 8)
+    assert read_bytes(tmp_path / "long", 9) == b"x" * 9
+    with pytest.raises(UserError, match="at most 9 bytes"):
+        read_bytes("/dev/zero", 9, stream=True)
+    (tmp_path / "latin").write_bytes("Müller".encode("latin-1"))
+    (tmp_path / "windows").write_bytes("ü\r\nb\r".encode())
+    with pytest.raises(UserError, match="latin: not valid UTF-8 at byte 1; convert the file"):
+        read_text(tmp_path / "latin")
+    assert read_text(tmp_path / "windows") == "ü\nb\n"
+
+
+def test_json_that_python_cannot_read() -> None:
+    for data, expected in (
+        (b'{"a": ' + b"9" * 5000 + b"}", "x: holds a number of more than 4,300 digits"),
+        (b"\xff", "x: not valid JSON"),
+        (b"[" * 100_000, "x: not valid JSON"),
+        (b"[]", "x: expected a JSON object, found list"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            parse_json_object(data, "x")
+
+
+def test_a_refusal_names_the_path_that_was_asked_for(tmp_path: Path) -> None:
+    for made in (staged_folder, atomic_path):
+        with pytest.raises(UserError) as error, made(tmp_path / "model") as temporary:
+            raise UserError(f"{temporary}: not written; {temporary / 'a'} is no number")
+        assert str(error.value) == f"{tmp_path / 'model'}: not written; {tmp_path / 'model' / 'a'} is no number"
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(

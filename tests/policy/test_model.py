@@ -1,5 +1,6 @@
 """The transformer against transformers' Qwen2ForCausalLM: logits, gradients, and files in both directions."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -230,4 +231,29 @@ def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
         load_policy(tmp_path)
     (tmp_path / "config.json").write_text(config.replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
     with pytest.raises(UserError, match=r"model\.layers\.1\.\S+ is missing"):
+        load_policy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        (
+            "num_hidden_layers",
+            100_000_000,
+            r"config\.json: asks for 100,000,000 layers, but the weights have 14 tensors",
+        ),
+        ("num_hidden_layers", 10**12, "num_hidden_layers is 1000000000000, expected a positive integer up to"),
+        ("intermediate_size", 2**31 - 1, "has shape .*, the config asks for"),
+        ("max_position_embeddings", 10**30, "max_position_embeddings is 1000000000000000000000000000000, expected"),
+        ("rope_theta", 10**400, "rope_theta is 1000.*, expected a positive number"),
+        ("hidden_size", 2**31 - 4, r"config\.json: its sizes are too large for any tensor"),
+    ],
+    ids=["layers", "huge", "wide", "positions", "theta", "overflow"],
+)
+def test_sizes_that_the_files_do_not_have_take_no_memory(tmp_path: Path, key: str, value: int, expected: str) -> None:
+    random_policy(config_of(SHAPES[0])).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    more = {"intermediate_size": 2**31 - 1} if key == "hidden_size" else {}
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value} | more))
+    with pytest.raises(UserError, match=expected):
         load_policy(tmp_path)

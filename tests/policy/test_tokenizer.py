@@ -1,6 +1,7 @@
 """Plain text never becomes a control token, bytes are exact, every unusable tokenizer gets its sentence."""
 
 import json
+import os
 import subprocess
 import sys
 import unicodedata
@@ -333,6 +334,47 @@ def test_unusable_tokenizers(
         load_tokenizer(tmp_path)
     message = str(caught.value)
     assert complaint in message and message.startswith(str(tmp_path / "tokenizer.json")), message
+
+
+def test_a_pattern_that_takes_too_many_steps(
+    small: Tokenizer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library panics, which in Python is no Exception; one text among many is enough."""
+    data = stored(small, tmp_path)
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"(?:a|aa|aaa)+(?=\d)(?!\d)"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    tokenizer = load_tokenizer(tmp_path)
+    text = "a" * 40 + "1"
+    for call in (lambda: tokenizer.encode_batch(["a", text]), lambda: tokenizer.encode_template(text)):
+        with pytest.raises(UserError, match=r"tokenizer\.json: the tokenizer gave up on texts of up to 41 characters"):
+            call()
+    assert tokenizer.encode("aa") == small.encode("aa")
+
+
+def test_companions_that_cannot_be_read(small: Tokenizer, tmp_path: Path) -> None:
+    """A link to nothing is not an absent file: without its template the model would be asked in another way."""
+    small.save(tmp_path)
+    template, settings_file = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
+    template.write_bytes("{{ 'Müller' }}".encode("latin-1"))
+    with pytest.raises(UserError, match=r"chat_template\.jinja: not valid UTF-8 at byte 5; convert the file"):
+        _ = load_tokenizer(tmp_path).chat_template
+    for unlike in (lambda: template.symlink_to(tmp_path / "nowhere"), lambda: os.mkfifo(template)):
+        template.unlink()
+        unlike()
+        with pytest.raises(
+            UserError, match=r"chat_template\.jinja: (is a link to a file that|expected a regular file)"
+        ):
+            load_tokenizer(tmp_path)
+    template.unlink()
+    for value in ([1], 5, {"a": "b"}, [{"name": "default", "template": 1}]):
+        settings_file.write_text(json.dumps({"chat_template": value}))
+        with pytest.raises(
+            UserError, match=r"tokenizer_config\.json: chat_template is .*, expected a string, or a list"
+        ):
+            _ = load_tokenizer(tmp_path).chat_template
+    settings_file.write_text('{"a": ' + "9" * 5000 + "}")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: holds a number of more than 4,300 digits"):
+        _ = load_tokenizer(tmp_path).chat_template
 
 
 def test_absent_and_damaged_files(small: Tokenizer, tmp_path: Path) -> None:

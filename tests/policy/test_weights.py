@@ -338,3 +338,20 @@ def test_folders_without_weights(tmp_path: Path) -> None:
     assert f"{INDEX}: line 1 is not valid JSON" in refusal(tmp_path, {})
     (tmp_path / SINGLE).mkdir()
     assert f"{SINGLE}: cannot be read" in refusal(tmp_path, {})
+
+
+@pytest.mark.parametrize("name", [SINGLE, INDEX, "model-00001-of-00001.safetensors"])
+def test_pipes_and_links_to_nothing_are_not_waited_for_or_passed_over(tmp_path: Path, name: str) -> None:
+    if name.startswith("model-"):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {EMBED: name}}))
+    os.mkfifo(tmp_path / name)
+    assert f"{name}: expected a regular file, found a pipe" in refusal(tmp_path, {})
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    assert f"{name}: is a link to a file that does not exist" in refusal(tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\udc80", "a\0b"])
+def test_an_index_that_names_no_possible_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {EMBED: name}}))
+    assert "no such shard" in refusal(tmp_path, {})

@@ -41,10 +41,10 @@ def run(options: argparse.Namespace) -> None:
     for number, question in enumerate(chosen):
         shown.append(asdict(question))
         if not number:
-            print(f"{options.file}, read as {tally.flavours[0]}")
-        print(f"\n{excerpt(question, whole=options.full)}")
+            console.say(f"{options.file}, read as {tally.flavours[0]}")
+        console.say(f"\n{excerpt(question, whole=options.full)}")
     for where, _, reason in tally.skipped[: options.n]:
-        print(f"\n{where}: skipped, {reason}")
+        console.say(f"\n{where}: skipped, {reason}")
     skipped = [{"where": where, "reason": reason} for where, _, reason in tally.skipped[: options.n]]
     console.answer({"file": options.file, "formats": list(tally.flavours), "questions": shown, "skipped": skipped})
 

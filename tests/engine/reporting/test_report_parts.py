@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from report_cases import CHARTS, eval_record, step_record, trajectory
 
+from thresher.engine.console import visible
 from thresher.engine.reporting.charts import PALETTE, Chart, Series, charts_of
-from thresher.engine.reporting.excerpts import choose, parts_of, visible
+from thresher.engine.reporting.excerpts import choose, parts_of
 from thresher.engine.reporting.plots import DPI, SIZE, STYLE, _draw_axes, smooth, smoothing
 from thresher.rewards.transcript import Source
 
@@ -75,7 +76,7 @@ def test_parts_lose_nothing_and_add_nothing(segments: list[tuple[str, str]]) -> 
 
 def test_visible() -> None:
     assert visible("a\tb\nc é 名") == "a\tb\nc é 名"
-    assert visible("\x00\x1b\x7f\x9b\u202e\u2066\ud800") == "␀␛" + "\ufffd" * 5
+    assert visible("\x00\x1b\x7f\x9b\u202e\u2066\ud800") == "␀␛" + r"\u007f\u009b\u202e\u2066\ud800"
     visible("".join(map(chr, range(0x11000)))).encode()  # whatever there is can be written
 
 

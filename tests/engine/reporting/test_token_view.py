@@ -125,7 +125,7 @@ def test_nothing_sampled_or_retrieved_acts_on_the_page(run: RunFolder, tmp_path:
     assert "innerHTML" not in text and "insertAdjacentHTML" not in text
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in elements
     # Unharmed as data: the passage reads as it was retrieved, but for what would act on a terminal or turn text round.
-    assert f"found {HOSTILE[:-6]}\ufffd␛[31m" in data_of(page)["groups"][0]["texts"]
+    assert f"found {HOSTILE[:-6]}\\u202e␛[31m" in data_of(page)["groups"][0]["texts"]
 
 
 def test_all_steps_have_an_index(run: RunFolder) -> None:

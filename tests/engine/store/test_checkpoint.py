@@ -240,7 +240,7 @@ def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_optimizer_is_refused(tmp_path: Path) -> None:
-    assert "optimizer.safetensors: cannot be read" in refused(tmp_path, Tiny())
+    assert "optimizer.safetensors: no such file" in refused(tmp_path, Tiny())
     (tmp_path / OPTIMIZER).write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{")
     assert "optimizer.safetensors: cannot be read" in refused(tmp_path, Tiny())
     save_file({"x": torch.zeros(1)}, tmp_path / OPTIMIZER)

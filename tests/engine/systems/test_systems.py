@@ -289,7 +289,7 @@ def test_templates_from_files(tmp_path: Path) -> None:
         (b"no place", "exactly once, found 0"),
         (b"{question} {passages}", "no use for {passages}.*found 1"),
         (b"{question} {question}", "exactly once, found 2"),
-        (b"\xff{question}", "cannot be read"),
+        (b"\xff{question}", "not valid UTF-8 at byte 0"),
     ]:
         path.write_bytes(content)
         with pytest.raises(UserError, match=f"mine.txt: .*{said}"):
@@ -297,5 +297,5 @@ def test_templates_from_files(tmp_path: Path) -> None:
     path.write_bytes(b"{question}")
     with pytest.raises(UserError, match=r"needs {passages} exactly once, found 0"):
         read_template(path, passages=True)
-    with pytest.raises(UserError, match=r"absent\.txt: the prompt template cannot be read"):
+    with pytest.raises(UserError, match=r"absent\.txt: no such file"):
         read_template(tmp_path / "absent.txt")

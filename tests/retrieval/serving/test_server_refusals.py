@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 from retrieval_server_cases import Scripted, address, ask, until
 
+from thresher.retrieval.serving.hosts import host_allowed, server_names
 from thresher.retrieval.serving.server import Server
+from thresher.rewards.errors import UserError
 
 
 def exchange(server: Server, sent: bytes) -> bytes:
@@ -87,6 +89,56 @@ def test_other_paths_and_methods(serve: Callable[..., Server], scripted: Scripte
     assert (status, text) == (200, "") and int(headers["content-length"]) > 50
 
 
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        (["localhost"], 200),
+        (["LOCALHOST.:8000"], 200),
+        (["127.0.0.1:8000"], 200),
+        (["10.1.2.3"], 200),
+        (["[::1]:8000"], 200),
+        (["node17:8000"], 200),
+        (["proxy.example"], 200),
+        (["this-machine.cluster"], 200),
+        (["this-machine"], 200),
+        (["evil.example"], 403),
+        (["localhost.evil.example"], 403),
+        (["127.0.0.1.evil.example"], 403),
+        (["evil@localhost"], 403),
+        ([""], 403),
+        ([], 403),
+        (["localhost", "evil.example"], 403),
+        (["evil.example", "localhost"], 403),
+    ],
+)
+def test_a_host_header_that_names_another_server(
+    hosts: list[str], status: int, serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page whose name was made to resolve to this machine must not read what the server answers."""
+    monkeypatch.setattr("socket.gethostname", lambda: "This-Machine.cluster")
+    server = serve(scripted, allow_hosts=("node17", "Proxy.example"))
+    head = "".join(f"Host: {host}\r\n" for host in hosts)
+    for path in ("/health", "/metrics"):
+        answer = exchange(server, f"GET {path} HTTP/1.1\r\nConnection: close\r\n{head}\r\n".encode())
+        # aiohttp itself may refuse a request with none or two.
+        assert int(answer[9:12]) in ((status,) if len(hosts) == 1 else (400, 403)), answer
+        assert (b"passages" in answer or b"requests_total" in answer) == (status == 200)
+    if status == 403 and len(hosts) == 1:
+        body = b'{"queries": ["a"]}'
+        sent = (
+            f"POST /retrieve HTTP/1.1\r\nConnection: close\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+        assert exchange(server, sent).startswith(b"HTTP/1.1 403 ") and scripted.searched == []
+
+
+def test_the_hosts_of_a_request() -> None:
+    assert not host_allowed(["localhost", "localhost"]) and not host_allowed([]) and host_allowed(["localhost"])
+    assert host_allowed(["h:1"], server_names("h")) and not host_allowed(["h"], server_names("0.0.0.0"))
+    for wrong in ("", "a b", "http://h", "h:80", "*"):
+        with pytest.raises(UserError, match=r"--allow-host .*: expected a host name without a port"):
+            server_names("127.0.0.1", [wrong])
+
+
 def test_what_is_no_http(
     serve: Callable[..., Server],
     scripted: Scripted,
@@ -96,8 +148,8 @@ def test_what_is_no_http(
     """Alone, after a request, in a body, and in a body whose request was refused before it was read."""
     monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
     server = serve(scripted)
-    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    body = b" /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = b" /retrieve HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     long_head = b"GET / HTTP/1.1\r\nX: " + b"y" * 40_000
     for sent in (b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", long_head, whole + b"\x00 \r\n\r\n", b"POST" + body + b"zz\r\n"):
         answer = exchange(server, sent)
@@ -120,7 +172,7 @@ def test_a_body_that_is_too_long(
         status, answer, headers = ask(server, "/retrieve", b"x" * length)
         assert (status, headers["connection"]) == (413, "close")
         assert answer["error"] == "the body is longer than 1000 bytes; ask in several requests"
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\n"
+    head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\n"
     assert b" 413 " in exchange(server, head + b"Content-Length: 99999999999\r\n\r\nx")
     chunk = b"%x\r\n%s\r\n" % (500, b"x" * 500)
     assert b" 413 " in exchange(server, head + b"Transfer-Encoding: chunked\r\n\r\n" + 9 * chunk)
@@ -137,7 +189,7 @@ def test_a_body_that_is_far_too_long_gets_its_413(serve: Callable[..., Server], 
         response = connection.getresponse()
         assert response.status == 413 and b"longer than 1000 bytes" in response.read()
         connection.close()
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: "
+    head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: "
     assert exchange(server, head + b"9999\r\n\r\n").startswith(b"HTTP/1.1 413 ")
     assert exchange(server, head + b"9\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -147,7 +199,7 @@ def test_a_body_that_does_not_arrive(
 ) -> None:
     monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
     server = serve(scripted, timeout=0.2)
-    answer = exchange(server, b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    answer = exchange(server, b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ") and b"the body did not arrive within 0.2 s" in answer
 
 
@@ -157,7 +209,7 @@ def test_a_request_that_does_not_arrive(
     """No head, half a head, and a pause after a request: each time the connection ends, and costs nothing more."""
     monkeypatch.setattr("thresher.retrieval.serving.connections.IDLE_SECONDS", 0.2)
     server = serve(scripted)
-    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for sent in (b"", b"POST /ret", whole + b"GET /hea"):
         answer = exchange(server, sent)
         assert answer.startswith(b"HTTP/1.1 200 ") if whole in sent else answer == b""
@@ -173,7 +225,8 @@ def test_an_answer_that_is_not_read(
     with socket.create_connection(address(server)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = json.dumps({"queries": ["x" * 500 + str(n) for n in range(200)], "topk": 100}).encode()
-        connection.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body)
         until(lambda: server.app.metrics.requests["/retrieve", 200] == 1)
         assert server.connections == 1
         until(lambda: server.connections == 0)
