@@ -17,7 +17,7 @@ Axes: A states, V token ids, C columns, Y byte values, Z (state, token) pairs, B
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.rewards.errors import UserError
+from thresher.rewards.values import is_unicode
 
 Ints = npt.NDArray[np.integer]
 
@@ -228,16 +229,22 @@ def _automaton(tags: list[bytes]) -> tuple[Ints, Ints]:
 def _checked(tags: Sequence[str]) -> tuple[str, ...]:
     if isinstance(tags, str):
         raise UserError(f"tags must be a list of tags, got the string {tags!r}: write [{tags!r}]")
+    if not isinstance(tags, Iterable):
+        raise UserError(f"tags must be a list of strings, got {tags!r}")
+    tags, seen = tuple(tags), set()
     for i, tag in enumerate(tags):
         if not isinstance(tag, str):
             raise UserError(f"tag {i} is {tag!r}: expected a string such as '</answer>'")
         if not tag:
             raise UserError(f"tag {i} is empty: give the text that it should match, such as '</answer>'")
-        if tag in tags[:i]:
+        if not is_unicode(tag):
+            raise UserError(f"tag {i} is {tag!r}, which UTF-8 cannot encode: give text without lone surrogates")
+        if tag in seen:
             raise UserError(f"tag {tag!r} is given twice: give each tag once")
+        seen.add(tag)
     if not tags:
         raise UserError("no tags given: a matcher needs at least one, such as '</answer>'")
-    return tuple(tags)
+    return tags
 
 
 def _narrow(count: int) -> type[np.integer]:
