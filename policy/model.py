@@ -39,6 +39,7 @@ class Policy(nn.Module):
         super().__init__()
         self.config = config
         self.lora: LoraSettings | None = None  # of the adapters, where lora.py has put some on the layers
+        self.folder: Path | None = None  # that `load_policy` read it from, for messages
         layer_class = load_layer_class(config.model_type)
         self.embed_VH = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(layer_class(config) for _ in range(config.num_hidden_layers))
@@ -162,6 +163,7 @@ def load_policy(
     for name, tensor in read_weights(folder, shapes, optional=optional, verify=verify):
         if name in views:
             views[name].copy_(tensor)
+    policy.folder = folder
     return policy
 
 

@@ -12,7 +12,8 @@ LARGEST_INT = 2**63 - 1
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode the text: lone surrogates, which undecodable bytes on a command line become, it cannot."""
+    """Whether UTF-8 can encode the text; it cannot encode lone surrogates, which undecodable bytes of a command line
+    become."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
