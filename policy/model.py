@@ -25,11 +25,14 @@ from torch.utils.checkpoint import checkpoint
 from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.elementwise.layers import add_norm, rope_table
 from thresher.policy.config import CONFIG_FILES, ModelConfig, read_config, write_config
+from thresher.policy.files import as_path
 from thresher.policy.hashes import check_hashes
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
 from thresher.policy.models.layer import Attend, Layer
 from thresher.policy.models.registry import load_layer_class
 from thresher.policy.weights import read_weights, write_weights
+from thresher.rewards.errors import UserError
+from thresher.rewards.values import shown
 
 
 class Policy(nn.Module):
@@ -149,7 +152,8 @@ def load_policy(
     Names and shapes must match the config exactly; anything else is a UserError that names the file and the tensor.
     verify: hold what is read against the folder's hashes, where it has some (policy/hashes.py).
     """
-    folder = Path(path)
+    _check_placement(dtype, device)
+    folder = as_path(path)
     if verify:
         check_hashes(folder, CONFIG_FILES)
     config = read_config(folder)
@@ -165,6 +169,16 @@ def load_policy(
             views[name].copy_(tensor)
     policy.folder = folder
     return policy
+
+
+def _check_placement(dtype: object, device: object) -> None:
+    """UserError for a dtype that a policy is not computed in, and for a device that is not there."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise UserError(f"dtype is {shown(dtype)}; expected a floating one of torch, such as torch.bfloat16")
+    try:
+        torch.empty(0, device=torch.device(device))  # type: ignore[arg-type]
+    except (RuntimeError, TypeError, AssertionError, ValueError):
+        raise UserError(f'device is {shown(device)}; expected "cpu", or a device that torch sees') from None
 
 
 def init_policy(

@@ -1,11 +1,10 @@
 """Checks of single values that the Python API is given: text, whole numbers, numbers. Each raises UserError.
 
 A whole number is anything that Python takes as an index (int, NumPy's and torch's integers), and never a bool: 1.5 is
-refused and not cut. A number is anything real, and never a bool.
+refused and not cut. A number is anything that Python takes as a float, and never a bool or a string.
 """
 
 import math
-from numbers import Real
 from operator import index
 
 LARGEST_INT = 2**63 - 1
@@ -36,10 +35,10 @@ def as_whole(value: object) -> int | None:
 
 def as_number(value: object) -> float | None:
     """The value as a float, or None where it is no finite real number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)
-    except OverflowError:
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or a tensor of several numbers
         return None
     return number if math.isfinite(number) else None

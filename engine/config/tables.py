@@ -49,6 +49,7 @@ SmallCount = Annotated[int, Within(1, 65_536)]  # of what is made before it is u
 Natural = Annotated[int, Within(0)]
 Positive = Annotated[float, Within(0, open_low=True)]
 NotNegative = Annotated[float, Within(0)]
+NotNegative32 = Annotated[float, Within(0, 3.4e38)]  # of what kernels take as a float32
 Share = Annotated[float, Within(0, 1)]
 BelowOne = Annotated[float, Within(0, 1, open_high=True)]
 
