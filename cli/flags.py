@@ -11,6 +11,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from thresher.engine.config.sampling import BOUNDS
+
 if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
 
@@ -43,7 +45,10 @@ share = checked(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
 seconds = checked(float, "a number of at least 0", lambda value: value >= 0)  # inf: without end
 number = checked(float, "a number", lambda value: value == value)
 positive = checked(float, "a number above 0", lambda value: 0 < value < math.inf)
-temperature = checked(float, "a number of at least 0", lambda value: 0 <= value < math.inf)
+temperature, top_p, min_p = (
+    checked(float, BOUNDS[name].words, BOUNDS[name].admits) for name in ("temperature", "top_p", "min_p")
+)
+samples = checked(int, BOUNDS["n"].words, BOUNDS["n"].admits)
 
 
 def add_set(parser: ArgumentParser, metavar: str = "SECTION.KEY=VALUE", text: str = OVERRIDE) -> None:

@@ -13,11 +13,14 @@ import os
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from thresher.kernels.drawing.rules import divides_in_float32
 from thresher.kernels.matmul import compute_dtype
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,10 +57,24 @@ def resolve_backend(backend: str, hidden_TH: Tensor) -> str:
 
 
 def check_scalar(name: str, value: float, low: float = -math.inf, strict: bool = False) -> None:
-    """Refuses a number below `low` (or equal to it, if strict), and one that is not finite."""
-    if not math.isfinite(value) or value < low or (strict and value == low):
+    """Refuses a number below `low` (or equal to it, if strict), one that float32 does not hold, and what is no
+    number."""
+    try:
+        fits = not isinstance(value, bool | str | bytes) and abs(float(value)) <= FLOAT32_MAX
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits or value < low or (strict and value == low):
         bound = "" if low == -math.inf else f" {'above' if strict else 'of at least'} {low:g}"
-        raise ValueError(f"{name} is {value}; expected a finite number{bound}")
+        raise ValueError(f"{name} is {value!r}; expected a finite number{bound}, within float32")
+
+
+def check_temperature(value: float) -> None:
+    """Refuses a temperature by which float32 logits cannot be divided."""
+    check_scalar("temperature", value, 0.0, strict=True)
+    if not divides_in_float32(np.array([value])).all():
+        raise ValueError(
+            f"temperature is {value!r}; expected a finite number above 0, which with its reciprocal is a normal float32"
+        )
 
 
 def check_head(
@@ -65,6 +82,8 @@ def check_head(
 ) -> int:
     """Checks what the head needs, and returns the number of vocabulary columns that exist."""
     for name, tensor in (("hidden_TH", hidden_TH), ("lm_head_VH", lm_head_VH)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}; expected a tensor")
         if tensor.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected two axes, {name[-2:]}")
         if tensor.dtype not in FLOATS:
@@ -86,6 +105,8 @@ def check_head(
 
 def check_rows(name: str, values_T: Tensor, hidden_TH: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
     """One number per row of hidden_TH, of an accepted dtype, on the same device."""
+    if not isinstance(values_T, Tensor):
+        raise ValueError(f"{name} is a {type(values_T).__name__}; expected a tensor")
     if values_T.shape != hidden_TH.shape[:1]:
         raise ValueError(f"{name} has shape {tuple(values_T.shape)}; expected ({hidden_TH.shape[0]},)")
     if values_T.dtype not in dtypes:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thresher.kernels.checks import any_bad, check_head, check_scalar, head_checks, raise_first, resolve_backend
+from thresher.kernels.checks import any_bad, check_head, check_temperature, head_checks, raise_first, resolve_backend
 from thresher.kernels.head.tiling import even_rows
 from thresher.kernels.head.winners import tiling_for, wants_measuring
 from thresher.kernels.launch.dispatch import on_device
@@ -179,7 +179,7 @@ def token_logprobs(
     """
     columns = check_head(hidden_TH, lm_head_VH, targets_T, vocab_size, chunk_rows)
     backend = resolve_backend(backend, hidden_TH)
-    check_scalar("temperature", temperature, 0.0, strict=True)
+    check_temperature(temperature)
     with torch.no_grad(), torch.autocast(hidden_TH.device.type, enabled=False), on_device(hidden_TH):
         checks = head_checks(hidden_TH, targets_T, columns)
         if any_bad(checks):

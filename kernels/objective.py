@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thresher.kernels.checks import check_scalar
+from thresher.kernels.checks import check_scalar, check_temperature
 
 EXP_CAP = 80.0
 # exp(80) is 5.5e34: inside float32, with four decades left for what it is multiplied with.
@@ -49,7 +49,7 @@ class LossSettings:
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        check_scalar("temperature", self.temperature, 0.0, strict=True)
+        check_temperature(self.temperature)
         check_scalar("clip_low", self.clip_low, 0.0)
         check_scalar("clip_high", self.clip_high, 0.0)
         check_scalar("beta", self.beta, 0.0)

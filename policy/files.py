@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.rewards.errors import UserError
+from thresher.rewards.values import shown
 
 # Bytes of a file that is read whole: any, a tokenizer, JSON, and a text (a template, a prompt, a recipe).
 MOST_BYTES, MOST_TOKENIZER, MOST_JSON, MOST_TEXT = 2**30, 2**28, 2**26, 2**24
@@ -31,10 +32,17 @@ MOST_BYTES, MOST_TOKENIZER, MOST_JSON, MOST_TEXT = 2**30, 2**28, 2**26, 2**24
 _HUB_ID = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
+def as_path(path: object) -> Path:
+    """The path as a Path; UserError for what is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"{shown(path)} is no path; give a folder as a string or a pathlib.Path")
+    return Path(path)
+
+
 def refuse_hub_id(path: str | Path) -> None:
     """UserError, with the command that downloads it, where there is no `path` and it may be a model's name on the
     Hugging Face Hub. Whoever takes a model's folder asks this first; nothing is ever downloaded unasked."""
-    path = Path(path)
+    path = as_path(path)
     if _HUB_ID.fullmatch(str(path)) and not path.exists() and not path.parent.is_dir():
         raise UserError(
             f"{path}: no such folder; if it is a model's name on the Hugging Face Hub, download it and give its "

@@ -25,11 +25,14 @@ from torch.utils.checkpoint import checkpoint
 from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.elementwise.layers import add_norm, rope_table
 from thresher.policy.config import CONFIG_FILES, ModelConfig, read_config, write_config
+from thresher.policy.files import as_path
 from thresher.policy.hashes import check_hashes
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
 from thresher.policy.models.layer import Attend, Layer
 from thresher.policy.models.registry import load_layer_class
 from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes, write_weights
+from thresher.rewards.errors import UserError
+from thresher.rewards.values import shown
 
 
 class Policy(nn.Module):
@@ -39,6 +42,7 @@ class Policy(nn.Module):
         super().__init__()
         self.config = config
         self.lora: LoraSettings | None = None  # of the adapters, where lora.py has put some on the layers
+        self.folder: Path | None = None  # that `load_policy` read it from, for messages
         layer_class = load_layer_class(config.model_type)
         self.embed_VH = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(layer_class(config) for _ in range(config.num_hidden_layers))
@@ -148,7 +152,8 @@ def load_policy(
     Names and shapes must match the config exactly; anything else is a UserError that names the file and the tensor.
     verify: hold what is read against the folder's hashes, where it has some (policy/hashes.py).
     """
-    folder = Path(path)
+    _check_placement(dtype, device)
+    folder = as_path(path)
     if verify:
         check_hashes(folder, CONFIG_FILES)
     config = read_config(folder)
@@ -163,7 +168,18 @@ def load_policy(
     for name, tensor in weights:
         if name in views:
             views[name].copy_(tensor)
+    policy.folder = folder
     return policy
+
+
+def _check_placement(dtype: object, device: object) -> None:
+    """UserError for a dtype that a policy is not computed in, and for a device that is not there."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise UserError(f"dtype is {shown(dtype)}; expected a floating one of torch, such as torch.bfloat16")
+    try:
+        torch.empty(0, device=torch.device(device))  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, AssertionError, ValueError):
+        raise UserError(f'device is {shown(device)}; expected "cpu", or a device that torch sees') from None
 
 
 def init_policy(

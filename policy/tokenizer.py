@@ -208,7 +208,7 @@ class Tokenizer:
         names = {key: value for key, value in names.items() if isinstance(value, str)}
         try:
             return fill_template(self.chat_template, messages, names, add_generation_prompt)
-        except TemplateError as error:
+        except (TemplateError, TypeError, AttributeError) as error:  # a template that adds text to a number
             raise UserError(
                 f"{where}: the chat template cannot render these messages ({error}); correct one of them"
             ) from None

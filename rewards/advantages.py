@@ -14,9 +14,10 @@ Deliberately absent: grouping. The caller passes one group, so two copies of a p
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from thresher.rewards.errors import UserError
+from thresher.rewards.values import as_number, shown
 
 # Rewards are sums of a few parts, so equal ones may differ in their last bits (.1 + .2 and .3). Spreads up to
 # this (times the largest reward, where that exceeds 1) are rounding; without a floor they would be blown up
@@ -36,14 +37,18 @@ def group_advantages(
     member's advantage by a bit. Raises UserError for an empty group, a reward that is not finite, or a negative
     floor or eps.
     """
-    if std_floor < 0 or eps < 0:
-        raise UserError(f"std_floor and eps must not be negative, got {std_floor} and {eps}")
-    rewards = [float(reward) for reward in rewards]
-    if not rewards:
+    if any(number is None or number < 0 for number in (as_number(std_floor), as_number(eps))):
+        raise UserError(f"std_floor and eps must be numbers and not negative, got {shown(std_floor)} and {shown(eps)}")
+    if not isinstance(rewards, Iterable):
+        raise UserError(f"rewards is {shown(rewards)}: give a list of finite numbers")
+    given = list(rewards)
+    found = [float(reward) if isinstance(reward, bool) else as_number(reward) for reward in given]
+    if not found:
         raise UserError("a group without rewards has no advantages: give at least one reward")
-    for i, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise UserError(f"reward {i} of the group is {reward}: rewards must be finite numbers")
+    if None in found:
+        i = found.index(None)
+        raise UserError(f"reward {i} of the group is {shown(given[i])}: rewards must be finite numbers")
+    rewards = [reward for reward in found if reward is not None]
     # Tested on the rewards, not on the deviation: the rounded mean of seven times .1 is not .1.
     if max(rewards) - min(rewards) <= ROUNDING * max(1.0, *map(abs, rewards)):
         return [0.0] * len(rewards)

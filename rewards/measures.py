@@ -14,6 +14,7 @@ from itertools import islice
 
 from thresher.rewards.errors import UserError
 from thresher.rewards.text import Golds, Variant, contains_answer, exact_match, f1_score, overlap_f1
+from thresher.rewards.values import as_whole, shown
 
 
 def answer_measures(answer: str | None, golds: Golds) -> dict[str, float | int | bool]:
@@ -86,6 +87,6 @@ def relevance_scores(named: Collection[int] | None, gold: Collection[int]) -> tu
 
 
 def _checked(k: int) -> int:
-    if k < 1:
-        raise UserError(f"k is {k}: a ranking is measured over its first passages, at least 1")
+    if (as_whole(k) or 0) < 1:
+        raise UserError(f"k is {shown(k)}: a ranking is measured over its first passages, at least 1")
     return k

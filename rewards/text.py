@@ -18,10 +18,11 @@ Substring containment ("sub-EM") is a switch of `contains_answer`. What only eva
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from thresher.rewards.errors import UserError
+from thresher.rewards.values import shown
 
 Variant = Literal["squad", "arena"]
 Golds = str | Sequence[str]
@@ -42,7 +43,9 @@ def normalize_answer(s: str, variant: Variant = "squad") -> str:
     "squad" deletes punctuation ("U.S." -> "us"); "arena" turns it, underscores and ‘ ’ ´ included, into spaces ("u s").
     Idempotent. Raises UserError for another variant.
     """
-    if variant not in _PUNCTUATION:
+    if not isinstance(s, str):
+        raise UserError(f"the text is {shown(s)}: write it as a string")
+    if not isinstance(variant, str) or variant not in _PUNCTUATION:
         raise UserError(f"unknown normalisation {variant!r}: choose one of {', '.join(_PUNCTUATION)}")
     bare = s.lower().translate(_PUNCTUATION[variant])
     return " ".join(_ARTICLES.sub(" ", bare).split())
@@ -92,10 +95,13 @@ def as_golds(golds: Golds) -> list[str]:
     """`golds` as a list. Raises UserError where one is not a string, such as a bare number read from JSON."""
     if isinstance(golds, str):
         return [golds]
+    if not isinstance(golds, Iterable):
+        raise UserError(f"the gold answers are {shown(golds)}: write a string or a list of strings")
+    golds = list(golds)
     for gold in golds:
         if not isinstance(gold, str):
             raise UserError(f"gold answer {gold!r} is a {type(gold).__name__}: write it as a string")
-    return list(golds)
+    return golds
 
 
 def _f1(answer: str, gold: str, units: Callable[[str], Sequence[str]], yes_no: bool) -> float:

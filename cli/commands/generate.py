@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", type=stop, nargs="+", action="extend", default=[], metavar="S", help="strings that end a sample")
     add("--temperature", type=flags.temperature, default=1.0, help="0 is greedy; default 1")
     add("--top-k", type=flags.natural, default=0, metavar="K", help="the K likeliest tokens; default 0: all")
-    add("--top-p", type=top_p, default=1.0, metavar="P", help="the likeliest up to a mass of P; default 1: all")
-    add("--min-p", type=flags.share, default=0.0, metavar="P", help="those of P times the likeliest's, at least")
-    add("--n", type=flags.count, default=1, help="samples; default 1, shown while it is drawn")
+    add("--top-p", type=flags.top_p, default=1.0, metavar="P", help="the likeliest up to a mass of P; default 1: all")
+    add("--min-p", type=flags.min_p, default=0.0, metavar="P", help="those of P times the likeliest's, at least")
+    add("--n", type=flags.samples, default=1, help="samples; default 1, shown while it is drawn")
     add("--seed", type=flags.seed, default=0, help="of the sampling")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where it is computed")
@@ -49,9 +49,6 @@ def stop(text: str) -> str:
         raise argparse.ArgumentTypeError("expected a string that is not empty")
     text.encode("utf-8")  # argparse says what a ValueError means
     return text
-
-
-top_p = flags.checked(float, "a number above 0, up to 1", lambda value: 0 < value <= 1)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipe", metavar="FILE", help="TOML file; not needed where flags say enough")
     flags.add_set(parser)
     flags.add_model_device(parser)
-    add("--n", type=flags.count, default=1, help="samples a question; default 1")
+    add("--n", type=flags.samples, default=1, help="samples a question; default 1")
     add("--temperature", type=flags.temperature, help="0 is greedy; default: the recipe's, or 1")
     add("--seed", type=flags.seed, help="of sampling; default: run.seed of the recipe, or 0")
     add("--max-running", type=flags.count, metavar="N", help="samples at once; short for --set rollout.max_running=")

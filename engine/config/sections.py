@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from thresher.engine.config.sampling import HIGHEST, LOWEST
 from thresher.engine.config.tables import (
     BelowOne,
     Count,
     FieldError,
     Natural,
     NotNegative,
+    NotNegative32,
     Positive,
     Section,
     Share,
@@ -90,7 +92,7 @@ class RolloutSection(Section):
     max_policy_tokens: Count | None = None  # of all turns of a trajectory; None: max_context
     max_context: Count = 4096  # of the whole trajectory, prompt and passages included
     max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
-    temperature: Positive = 1.0  # of sampling: logits are divided by it
+    temperature: Annotated[float, Within(LOWEST, HIGHEST)] = 1.0  # of sampling: logits are divided by it
     max_running: SmallCount = 128  # sequences decoded at once
     kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
     page_size: Count = 64  # positions in a block of the KV cache (what others call a page)
@@ -109,12 +111,12 @@ class GrpoSection(Section):
     """[grpo] from rewards to the loss; symbols as in kernels/loss.py."""
 
     clip_low: BelowOne = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: NotNegative = 0.2  # see clip_low
-    dual_clip: Annotated[float, Within(1, open_low=True)] | None = None  # bounds the ratio if advantage < 0
+    clip_high: NotNegative32 = 0.2  # see clip_low
+    dual_clip: Annotated[float, Within(1, 3.4e38, open_low=True)] | None = None  # bounds the ratio if advantage < 0
     kl_value: Estimator = "k3"  # estimator of the KL that is added to the loss and logged
     kl_gradient: Estimator | None = None  # estimator whose gradient is taken; None: that of kl_value
-    beta: NotNegative = 1e-3  # weight of the KL; 0 needs no reference model
-    entropy_coef: NotNegative = 0.0  # weight of the entropy, which is subtracted from the loss
+    beta: NotNegative32 = 1e-3  # weight of the KL; 0 needs no reference model
+    entropy_coef: NotNegative32 = 0.0  # weight of the entropy, which is subtracted from the loss
     aggregation: Literal["trajectory", "token", "constant"] = "trajectory"  # what the loss is a mean over
     aggregation_constant: Annotated[float, Within(1e-3, 1e9)] | None = (
         None  # "constant" divides a trajectory's sum by so many tokens
@@ -159,7 +161,7 @@ class OptimSection(Section):
 
     lr: NotNegative = 1e-6  # learning rate
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # decay of AdamW's first and second moment
-    eps: Positive = 1e-8  # of AdamW, added to the root of the second moment
+    eps: Annotated[float, Within(1e-30)] = 1e-8  # of AdamW, added to the root of the second moment
     weight_decay: NotNegative = 0.0  # of AdamW, decoupled
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of lr, after the warm-up; 0 after the last step

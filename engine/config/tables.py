@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from thresher.rewards.errors import UserError
+from thresher.rewards.values import is_unicode
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ SmallCount = Annotated[int, Within(1, 65_536)]  # of what is made before it is u
 Natural = Annotated[int, Within(0)]
 Positive = Annotated[float, Within(0, open_low=True)]
 NotNegative = Annotated[float, Within(0)]
+NotNegative32 = Annotated[float, Within(0, 3.4e38)]  # of what kernels take as a float32
 Share = Annotated[float, Within(0, 1)]
 BelowOne = Annotated[float, Within(0, 1, open_high=True)]
 
@@ -191,7 +193,7 @@ def _converted(hint: Any, value: Any) -> Any:
     if origin is dict:
         return plain(_require(isinstance(value, dict), value))
     if inner is str:
-        return _require(isinstance(value, str) and value != "" and _is_unicode(value), value)
+        return _require(isinstance(value, str) and value != "" and is_unicode(value), value)
     if inner is int:
         return _require(isinstance(value, int) and not isinstance(value, bool), value)
     if inner is float:
@@ -213,23 +215,18 @@ def _require(fits: bool, value: T) -> T:
     return value
 
 
-def _is_unicode(text: str) -> bool:
-    """False for the lone surrogates that undecodable bytes on a command line become."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
 def plain(value: Any) -> Any:
     """A deep copy in strings, numbers, booleans, lists and dicts, or Unfit. A dataclass drops its None."""
     if is_dataclass(value):
         present = {f.name: getattr(value, f.name) for f in fields(value)}
         return {name: plain(part) for name, part in present.items() if part is not None}
     if isinstance(value, dict):
-        _require(all(isinstance(key, str) and _is_unicode(key) for key in value), value)
+        _require(all(isinstance(key, str) and is_unicode(key) for key in value), value)
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     if isinstance(value, str):
-        return _require(_is_unicode(value), value)
+        return _require(is_unicode(value), value)
     return _require(isinstance(value, int | float) and value == value, value)
 
 

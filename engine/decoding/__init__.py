@@ -1,6 +1,6 @@
 """Sequences of tokens, sampled side by side: scheduler, KV cache and its blocks, stop tags. It knows no episodes.
-Imports: engine/decoding/cache, engine/machine.py, kernels, kernels/attention, kernels/attention/backends,
-kernels/drawing, kernels/elementwise, policy, rewards.
+Imports: engine/config, engine/decoding/cache, engine/machine.py, kernels, kernels/attention,
+kernels/attention/backends, kernels/drawing, kernels/elementwise, policy, rewards.
 
     decoder.py      the loop: admit, one forward, one draw; where to begin. clock.py: what it counts
     device.py       the same loop for a GPU, launched ahead of what is read; bucket_step.py: one step of it, with drafts

@@ -152,10 +152,11 @@ class BucketStep:
         seeds_T, rules = lanes.seeds_B[lane_T], self.rules.take(lane_T)
         ids_T, logprobs_T = sampling.draw_from_head(hidden_TH, head_VH, seeds_T, position_T + 1, rules)
         ids_BQ, lane_B = ids_T.view(-1, len(row_Q)), lane_B1[:, 0]
-        state_B, code_B, taken_B = what_stands(self.stops, lanes.state_B[lane_B], ids_BQ, drafts_BK, count_B1[:, 0] - 1)
+        logprobs_BQ, state_B = logprobs_T.view_as(ids_BQ), lanes.state_B[lane_B]
+        state_B, code_B, taken_B = what_stands(self.stops, state_B, ids_BQ, logprobs_BQ, drafts_BK, count_B1[:, 0] - 1)
         lanes.state_B[lane_B] = state_B
         lanes.tokens_BL[torch.where(row_Q < taken_B[:, None], lane_B1, lanes.spare), position_BQ + 1] = ids_BQ
-        pack_drawn(ids_BQ, logprobs_T.view_as(ids_BQ), code_B, taken_B, self.packed_BX)
+        pack_drawn(ids_BQ, logprobs_BQ, code_B, taken_B, self.packed_BX)
 
     def _attend(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]

@@ -33,7 +33,7 @@ from thresher.engine.decoding.drafts import ON_CPU, Costs, Drafter, Speculate
 from thresher.engine.decoding.lanes import Lanes, StopBank
 from thresher.engine.decoding.scheduler import Scheduler
 from thresher.engine.decoding.sequences import TokenSequence
-from thresher.engine.decoding.verify import keep_drawn, rows_of
+from thresher.engine.decoding.verify import NOT_FINITE, keep_drawn, rows_of
 from thresher.kernels import sampling
 from thresher.kernels.attention.paged import Ints, Pieces, places
 from thresher.policy.model import Policy
@@ -41,6 +41,10 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError
 
 FORWARD_ROWS = 2048  # of one forward: those that decode, and as many of prompts as fit beside them
+
+
+class NotFiniteDraw(UserError):
+    """A token was drawn from logits that hold NaN or infinity."""
 
 
 class Decoder:
@@ -362,6 +366,7 @@ class Decoder:
             return []
         with Lap(self.policy.device) as lap:
             code_N, taken_N = self._write(torch.cat(hidden), lane_N, drafted_N)
+        self._check_finite(code_N)
         self._laps.append((lap, 0.0))
         self._busy += lap.host
         self.clock.add(self._laps)
@@ -380,6 +385,18 @@ class Decoder:
         head_VH, rules = self.policy.head_VH[: self.tokenizer.vocab_size], lanes.rules.take(lane_F)
         ids_F, logprobs_F = sampling.draw_from_head(hidden_FH, head_VH, lanes.seeds_B[lane_F], position_F, rules)
         return keep_drawn(lanes, self.stops, lane_N, drafted_N, ids_F, logprobs_F)
+
+    def _check_finite(self, code_N: Ints) -> None:
+        """NotFiniteDraw, before anything of the step is handed out, where a token was drawn from logits that are not
+        finite."""
+        if not (code_N == NOT_FINITE).any():
+            return
+        self.end()
+        self.cache = None  # on a CPU it would be kept, with NaN in slots that attention multiplies by 0
+        raise NotFiniteDraw(
+            f"{self.policy.folder or 'the policy'}: the log-prob of a drawn token is not finite, so its logits hold "
+            "NaN or infinity; check the weights, config.json (rope_theta, rms_norm_eps) and the temperature"
+        )
 
     def _count_drawn(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
         lanes = self.lanes

@@ -259,6 +259,7 @@ class DeviceDecoder(Decoder):
         self.clock.add(flight.laps)
         self.clock.discarded_tokens += int(drawn.taken_N[~alive_N].sum())
         drawn, lane_N, drafted_N = drawn.of(alive_N), flight.lane_N[alive_N], flight.drafted_N[alive_N]
+        self._check_finite(drawn.code_N)
         row, column = np.nonzero(drawn.stands_NQ)
         position = flight.position_N[alive_N][row] + column
         lanes.note_drawn(lane_N[row], position, drawn.ids_NQ[row, column], drawn.logprobs_NQ[row, column])

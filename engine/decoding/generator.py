@@ -8,11 +8,12 @@ that holds to the bit). Keys and values live for one call, so the weights may ch
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
+from thresher.engine.config.sampling import BOUNDS, MOST_SAMPLES, checked
 from thresher.engine.decoding.cache.kv_cache import PagedKV
 from thresher.engine.decoding.clock import DecodeClock
 from thresher.engine.decoding.decoder import Decoder
@@ -23,6 +24,7 @@ from thresher.kernels.attention.backends.choice import Choice, resolve_attention
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError
+from thresher.rewards.values import LARGEST_INT, as_whole, is_unicode, shown
 
 Finish = Literal["stop", "eos", "length", "context"]
 
@@ -37,8 +39,11 @@ class GenerateRequest:
     The prompt is given as ids, as plain text (control tokens in it are spelled out; what the model expects before a
     text, such as Llama 3's begin of text, is put before it), or as messages for the model's chat template. stop:
     strings at which a sample ends, found in its bytes however they are cut into tokens.
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave nothing out. Sample j's noise is a function of (seed,
-    j).
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave nothing out.
+    seed: sample j's noise is a function of (seed, j) alone, so two requests of one seed share their noise, whichever
+    Generator and call they belong to. None, the default: a function of (r, j), where r is the request's number, counted
+    from 0 over all that this Generator has been given. So every request and every call draws noise of its own, and a
+    program that is run again draws the same.
     """
 
     prompt_ids: Sequence[int] | None = None
@@ -51,7 +56,7 @@ class GenerateRequest:
     top_p: float = 1.0
     min_p: float = 0.0
     n: int = 1
-    seed: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,42 +104,47 @@ class Generator:
         speculate: Speculate = "auto",
         share_prefix: bool = True,
     ) -> None:
-        for name, value in (("kv_tokens", kv_tokens), ("max_running", max_running)):
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}; expected at least 1")
+        for name, given, kind in (("policy", policy, Policy), ("tokenizer", tokenizer, Tokenizer)):
+            if not isinstance(given, kind):
+                raise UserError(f"{name} is {shown(given)}; expected what thresher.policy.load_{name} returns")
+        for name, value, most in (("kv_tokens", kv_tokens, LARGEST_INT), ("max_running", max_running, MOST_SAMPLES)):
+            whole = as_whole(value)
+            if not (value is None and name == "kv_tokens") and (whole is None or not 1 <= whole <= most):
+                raise UserError(f"{name} is {shown(value)}; expected a whole number from 1 to {most:,}")
+        if not isinstance(share_prefix, bool):
+            raise UserError(f"share_prefix is {shown(share_prefix)}; expected True or False")
         try:
             self.attention = resolve_attention(
                 attention, policy.device, policy.dtype, policy.config.head_dim, "rollout"
             )
         except ValueError as error:
             raise UserError(str(error)) from None
-        if speculate != "auto" and (not isinstance(speculate, int) or not 0 <= speculate <= MOST):
-            raise UserError(f'speculate is {speculate!r}; expected "auto" or 0 to {MOST}')
+        guesses = as_whole(speculate)
+        if speculate != "auto" and (guesses is None or not 0 <= guesses <= MOST):
+            raise UserError(f'speculate is {shown(speculate)}; expected "auto" or 0 to {MOST}')
         self.policy, self.tokenizer, self.speculate = policy, tokenizer, speculate
         self.kv_tokens, self.max_running, self.share_prefix = kv_tokens, max_running, share_prefix
         self.context = policy.config.max_position_embeddings
         self.clock = DecodeClock()
         self._decoder: Decoder | None = None
+        self._requests = 0  # that it has been given
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GenerateResult]]:
         """The samples of every request, in order. UserError, naming the request, before anything runs."""
         started = time.perf_counter()
-        decoder, samples = self._begin(requests)
+        decoder, asked = self._begin(requests)
         while not decoder.idle:
             for sequence in decoder.step():
                 decoder.release(sequence)
         self.clock.total = time.perf_counter() - started
-        return [
-            [self._result(request, sequence) for sequence in sequences]
-            for request, sequences in zip(requests, samples, strict=True)
-        ]
+        return [[self._result(request, sequence) for sequence in sequences] for request, sequences in asked]
 
     def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[tuple[int, int, list[int], bytes]]:
         """(request, sample, new ids, their bytes), as they are drawn; the end of text has no bytes."""
-        decoder, samples = self._begin(requests)
+        decoder, asked = self._begin(requests)
         names = {
             sequence: (number, sample)
-            for number, sequences in enumerate(samples)
+            for number, (_, sequences) in enumerate(asked)
             for sample, sequence in enumerate(sequences)
         }
         eos = frozenset(self.policy.config.eos_token_ids)
@@ -147,7 +157,11 @@ class Generator:
 
     # --- From requests to sequences
 
-    def _begin(self, requests: Sequence[GenerateRequest]) -> tuple[Decoder, list[list[TokenSequence]]]:
+    def _begin(
+        self, requests: Sequence[GenerateRequest]
+    ) -> tuple[Decoder, list[tuple[GenerateRequest, list[TokenSequence]]]]:
+        """A decoder in which every request's samples wait, and who they are."""
+        requests = _checked_requests(requests)
         prompts = [self._prompt(number, request) for number, request in enumerate(requests)]
         lengths = [
             min(len(ids) + request.max_new_tokens, self.context)
@@ -164,23 +178,28 @@ class Generator:
                 )
         self.clock = DecodeClock()
         decoder.begin(max(lengths, default=1), self.clock)
-        samples = []
-        for ids, request in zip(prompts, requests, strict=True):
+        asked = []
+        for number, (ids, request) in enumerate(zip(prompts, requests, strict=True), self._requests):
             draw = Draw(request.temperature, request.top_k, request.top_p, request.min_p)
             prompt = SharedPrompt(ids)
             most = min(len(ids) + request.max_new_tokens, self.context)
-            samples.append(
-                [TokenSequence(prompt, _seed(request.seed, number), draw, most=most) for number in range(request.n)]
-            )
-            for sequence in samples[-1]:
+            noise = f"request {number}" if request.seed is None else str(request.seed)
+            samples = [TokenSequence(prompt, _seed(noise, j), draw, most=most) for j in range(request.n)]
+            asked.append((request, samples))
+            for sequence in samples:
                 room = min(request.max_new_tokens, self.context - len(ids))
-                decoder.begin_turn(sequence, tuple(request.stop), room)
-        return decoder, samples
+                decoder.begin_turn(sequence, request.stop, room)
+        self._requests += len(requests)
+        return decoder, asked
 
     def _decoder_for(self, lengths: Sequence[int]) -> Decoder:
         """The one of the last call, if its cache is large enough."""
         if self.kv_tokens is not None:
             blocks = self.kv_tokens // BLOCK
+            if self.policy.device.type == "cpu" and blocks > (held := int(self._affordable() / CPU_SHARE)):
+                raise UserError(
+                    f"kv_tokens is {self.kv_tokens:,}, and the memory holds {held * BLOCK:,} at most; lower it"
+                )
         else:
             blocks = sum(-(-length // BLOCK) for length in sorted(lengths)[-self.max_running :])
             blocks = max(min(blocks, self._affordable()), 1)
@@ -202,30 +221,31 @@ class Generator:
         return int(CPU_SHARE * memory) // PagedKV.bytes_needed(self.policy.config, 1, BLOCK, self.policy.dtype.itemsize)
 
     def _prompt(self, number: int, request: GenerateRequest) -> list[int]:
-        """The ids of a request's prompt, once everything about the request has been looked at."""
+        """The ids of a request's prompt."""
         where = f"request {number}"
         given = [x for x in (request.prompt_ids, request.prompt_text, request.prompt_messages) if x is not None]
         if len(given) != 1:
             raise UserError(f"{where}: expected one of prompt_ids, prompt_text and prompt_messages, got {len(given)}")
         if request.prompt_ids is not None:
-            ids = list(request.prompt_ids)
+            ids = _checked_ids(where, request.prompt_ids)
         elif request.prompt_text is not None:
+            if not isinstance(request.prompt_text, str) or not is_unicode(request.prompt_text):
+                raise UserError(
+                    f"{where}: prompt_text is {shown(request.prompt_text)}; expected text that UTF-8 encodes"
+                )
             ids = [*self.tokenizer.begin_ids, *self.tokenizer.encode(request.prompt_text)]
         else:
-            messages = [dict(message) for message in request.prompt_messages or ()]
-            if not messages:
-                raise UserError(f"{where}: prompt_messages is empty; give at least one message")
+            messages = _checked_messages(where, request.prompt_messages)
             ids = self.tokenizer.encode_template(self.tokenizer.render_chat(messages))
         wrong = [token for token in ids if not 0 <= token < self.tokenizer.vocab_size]
         if not ids or wrong:
-            found = f"token {wrong[0]} in its prompt" if wrong else "an empty prompt"
+            found = f"token {shown(wrong[0])} in its prompt" if wrong else "an empty prompt"
             raise UserError(f"{where}: {found}; expected at least one id of 0 .. {self.tokenizer.vocab_size - 1}")
         if len(ids) >= self.context:
             raise UserError(
                 f"{where}: its prompt of {len(ids)} tokens leaves no room in the model's context of {self.context}; "
                 "shorten it"
             )
-        _check_numbers(where, request)
         return ids
 
     def _result(self, request: GenerateRequest, sequence: TokenSequence) -> GenerateResult:
@@ -248,27 +268,60 @@ class Generator:
         )
 
 
-def _check_numbers(where: str, request: GenerateRequest) -> None:
-    if isinstance(request.stop, str):
-        raise UserError(f"{where}: stop is the string {request.stop!r}; expected a tuple of strings")
-    for stop in request.stop:
-        if not isinstance(stop, str) or not stop:
-            raise UserError(f"{where}: stop holds {stop!r}; expected strings that are not empty")
-    if len(set(request.stop)) < len(request.stop):
+def _checked_requests(requests: Iterable[GenerateRequest]) -> list[GenerateRequest]:
+    if isinstance(requests, str | bytes) or not isinstance(requests, Iterable):
+        raise UserError(f"requests is {shown(requests)}; expected a list of GenerateRequest")
+    return [_checked_request(f"request {number}", request) for number, request in enumerate(requests)]
+
+
+def _checked_request(where: str, request: GenerateRequest) -> GenerateRequest:
+    """The request with its numbers and stops converted; its prompt is `_prompt`'s."""
+    if not isinstance(request, GenerateRequest):
+        raise UserError(f"{where} is {shown(request)}; expected a GenerateRequest")
+    names = [name for name in BOUNDS if name != "seed" or request.seed is not None]
+    values: dict[str, Any] = {name: checked(where, name, getattr(request, name)) for name in names}
+    return replace(request, stop=_checked_stop(where, request.stop), **values)
+
+
+def _checked_ids(where: str, ids: object) -> list[int]:
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise UserError(f"{where}: prompt_ids is {shown(ids)}; expected a list of whole numbers")
+    found = []
+    for token in ids:
+        number = as_whole(token)
+        if number is None:
+            raise UserError(f"{where}: prompt_ids holds {shown(token)}; expected a list of whole numbers")
+        found.append(number)
+    return found
+
+
+def _checked_messages(where: str, messages: object) -> list[dict[str, Any]]:
+    expected = 'expected a list of messages such as {"role": "user", "content": "text"}'
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise UserError(f"{where}: prompt_messages is {shown(messages)}; {expected}")
+    found = list(messages)
+    for message in found:
+        if not isinstance(message, Mapping):
+            raise UserError(f"{where}: prompt_messages holds {shown(message)}; {expected}")
+    if not found:
+        raise UserError(f"{where}: prompt_messages is empty; give at least one message")
+    return [dict(message) for message in found]
+
+
+def _checked_stop(where: str, stop: object) -> tuple[str, ...]:
+    if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
+        raise UserError(f"{where}: stop is {shown(stop)}; expected a tuple of strings")
+    stops = tuple(stop)
+    for one in stops:
+        if not isinstance(one, str) or not one or not is_unicode(one):
+            raise UserError(
+                f"{where}: stop holds {shown(one)}; expected strings that are not empty and that UTF-8 encodes"
+            )
+    if len(set(stops)) < len(stops):
         raise UserError(f"{where}: stop holds a string twice; give each once")
-    expected = (
-        ("n", request.n >= 1, "at least 1"),
-        ("max_new_tokens", request.max_new_tokens >= 1, "at least 1"),
-        ("temperature", 0 <= request.temperature < float("inf"), "a number of at least 0"),
-        ("top_k", request.top_k >= 0, "at least 0"),
-        ("top_p", 0 < request.top_p <= 1, "more than 0 and at most 1"),
-        ("min_p", 0 <= request.min_p <= 1, "0 to 1"),
-    )
-    for name, right, what in expected:
-        if not right:
-            raise UserError(f"{where}: {name} is {getattr(request, name)}; expected {what}")
+    return stops
 
 
-def _seed(seed: int, sample: int) -> int:
+def _seed(noise: str, sample: int) -> int:
     """63 bits that depend on both."""
-    return int.from_bytes(blake2b(f"{seed} {sample}".encode(), digest_size=8).digest()) >> 1
+    return int.from_bytes(blake2b(f"{noise} {sample}".encode(), digest_size=8).digest()) >> 1

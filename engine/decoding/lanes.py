@@ -207,7 +207,8 @@ class StopBank:
             matcher = self._matchers[stop] = TagMatcher(self.tokenizer, stop)
             first = self._starts[stop] = sum(len(next_AC) for _, next_AC, _ in self._parts)
             columns_V, next_AC, code_AC = matcher.tables()
-            self._parts.append((columns_V[None], next_AC + first, code_AC))
+            # A matcher's tables are as narrow as its own states; the bank's states are numbered over all of them.
+            self._parts.append((columns_V[None], next_AC.astype(np.int64) + first, code_AC))
             self._lay()
         return self._starts[stop] + (self._matchers[stop].start(lead) if stop else 0)
 

@@ -17,7 +17,7 @@ Axes: A states, V token ids, C columns, Y byte values, Z (state, token) pairs, B
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.rewards.errors import UserError
+from thresher.rewards.values import as_whole, is_unicode, shown
 
 Ints = npt.NDArray[np.integer]
 
@@ -59,6 +60,8 @@ class TagMatcher:
     """
 
     def __init__(self, tokenizer: TokenBytes, tags: Sequence[str]) -> None:
+        if not hasattr(tokenizer, "token_bytes"):
+            raise UserError(f"tokenizer is {shown(tokenizer)}: give one that load_tokenizer read")
         self.tags = _checked(tags)
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer = tokenizer
@@ -69,13 +72,17 @@ class TagMatcher:
 
     def start(self, lead: bytes = b"") -> int:
         """The state before the first token of a stream, or of one that `lead` opens."""
+        if not isinstance(lead, bytes):
+            raise UserError(f"lead is {shown(lead)}: give the bytes that open the stream")
         state = ROOT
         for byte in lead:
             state = int(self._delta_AY[state, byte])
         return state
 
     def step(self, state: int, token_id: int) -> tuple[int, Hit | None]:
-        """Reads one token. Raises ValueError for an id or a state out of range."""
+        """Reads one token. Raises ValueError for an id or a state that is no whole number or out of range."""
+        if as_whole(state) is None or as_whole(token_id) is None:
+            raise ValueError(f"state {shown(state)} and token id {shown(token_id)} are not both whole numbers")
         self._check(state, state, token_id, token_id)
         column = self._column_V[token_id]
         return int(self._next_AC[state, column]), self.hit(int(self._code_AC[state, column]), token_id)
@@ -89,6 +96,8 @@ class TagMatcher:
         if states_B.shape != ids_B.shape:
             raise ValueError(f"{states_B.shape} states for {ids_B.shape} token ids: give one state per id")
         if ids_B.size:
+            if states_B.dtype.kind not in "iu" or ids_B.dtype.kind not in "iu":
+                raise ValueError(f"states are {states_B.dtype} and token ids {ids_B.dtype}: give whole numbers")
             self._check(states_B.min(), states_B.max(), ids_B.min(), ids_B.max())
         columns_B = self._column_V[ids_B]
         return self._next_AC[states_B, columns_B], self._code_AC[states_B, columns_B]
@@ -227,17 +236,23 @@ def _automaton(tags: list[bytes]) -> tuple[Ints, Ints]:
 
 def _checked(tags: Sequence[str]) -> tuple[str, ...]:
     if isinstance(tags, str):
-        raise UserError(f"tags must be a list of tags, got the string {tags!r}: write [{tags!r}]")
+        raise UserError(f"tags must be a list of tags, got the string {shown(tags)}: write [{shown(tags)}]")
+    if not isinstance(tags, Iterable):
+        raise UserError(f"tags must be a list of strings, got {shown(tags)}")
+    tags, seen = tuple(tags), set()
     for i, tag in enumerate(tags):
         if not isinstance(tag, str):
-            raise UserError(f"tag {i} is {tag!r}: expected a string such as '</answer>'")
+            raise UserError(f"tag {i} is {shown(tag)}: expected a string such as '</answer>'")
         if not tag:
             raise UserError(f"tag {i} is empty: give the text that it should match, such as '</answer>'")
-        if tag in tags[:i]:
-            raise UserError(f"tag {tag!r} is given twice: give each tag once")
+        if not is_unicode(tag):
+            raise UserError(f"tag {i} is {shown(tag)}, which UTF-8 cannot encode: give text without lone surrogates")
+        if tag in seen:
+            raise UserError(f"tag {shown(tag)} is given twice: give each tag once")
+        seen.add(tag)
     if not tags:
         raise UserError("no tags given: a matcher needs at least one, such as '</answer>'")
-    return tuple(tags)
+    return tags
 
 
 def _narrow(count: int) -> type[np.integer]:

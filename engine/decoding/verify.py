@@ -23,10 +23,12 @@ from thresher.kernels.attention.paged import places
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+NOT_FINITE = -1  # in the place of a code of `StopBank.advance`: the token's log-prob is NaN or infinite
+
 
 class Drawn(NamedTuple):
-    """What a step drew of each sequence, on the host: ids and log-probs of its rows, the code of `StopBank.advance` for
-    the last token that stands, and how many stand."""
+    """What a step drew of each sequence, on the host: ids and log-probs of its rows, the code of `advance` for the last
+    token that stands, and how many stand."""
 
     ids_NQ: Ints
     logprobs_NQ: npt.NDArray[np.float32]
@@ -72,13 +74,31 @@ def pack_drawn(
     torch.cat(columns, 1, out=out_NX)
 
 
+def advance(
+    stops: StopBank, state_N: torch.Tensor, ids_N: torch.Tensor, logprobs_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`StopBank.advance`, with the code NOT_FINITE where the drawn token's log-prob is no finite number.
+
+    A logit of NaN or +inf anywhere in a row makes the log-prob NaN, and so does a row of -inf alone. A column of -inf
+    beside finite ones is a masked column, and legitimate. The code is read back in any case, so the check costs no
+    transfer of its own.
+    """
+    state_N, code_N = stops.advance(state_N, ids_N)
+    return state_N, torch.where(logprobs_N > -torch.inf, code_N, NOT_FINITE)  # of NaN, too, this is False
+
+
 def what_stands(
-    stops: StopBank, state_N: torch.Tensor, ids_NQ: torch.Tensor, drafts_NK: torch.Tensor, drafted_N: torch.Tensor
+    stops: StopBank,
+    state_N: torch.Tensor,
+    ids_NQ: torch.Tensor,
+    logprobs_NQ: torch.Tensor,
+    drafts_NK: torch.Tensor,
+    drafted_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(the automaton's states behind the last token that stands, its codes, how many stand), int64 [N].
 
     ids_NQ: drawn, the first behind what is known, the others behind the drafts, of which a sequence has drafted_N."""
-    state_N, code_N = stops.advance(state_N, ids_NQ[:, 0])
+    state_N, code_N = advance(stops, state_N, ids_NQ[:, 0], logprobs_NQ[:, 0])
     taken_N = torch.ones_like(code_N)
     if not drafts_NK.shape[1]:
         return state_N, code_N, taken_N
@@ -87,7 +107,7 @@ def what_stands(
     alive_N = code_N == 0
     for column in range(drafts_NK.shape[1]):
         alive_N = alive_N & true_NK[:, column]
-        next_N, found_N = stops.advance(state_N, ids_NQ[:, column + 1])
+        next_N, found_N = advance(stops, state_N, ids_NQ[:, column + 1], logprobs_NQ[:, column + 1])
         state_N, code_N = torch.where(alive_N, next_N, state_N), torch.where(alive_N, found_N, code_N)
         taken_N = taken_N + alive_N
         alive_N = alive_N & (code_N == 0)
@@ -97,7 +117,7 @@ def what_stands(
 def keep_drawn(
     lanes: Lanes, stops: StopBank, lane_N: Ints, drafted_N: Ints, ids_F: torch.Tensor, logprobs_F: torch.Tensor
 ) -> tuple[Ints, Ints]:
-    """Per sequence the code of `StopBank.advance` for its last token, and how many tokens stand.
+    """Per sequence the code of `advance` for its last token, and how many tokens stand.
 
     Between the ends of turns this is the one place where a step reads back from the device, in one copy.
     """
@@ -108,16 +128,19 @@ def keep_drawn(
     if not drafted_N.any():
         lanes.tokens_BL[lane, known_N] = ids_F
         lanes.logprobs_BL[lane, known_N] = logprobs_F.float()
-        lanes.state_B[lane], code_N = stops.advance(lanes.state_B[lane], ids_F)
+        lanes.state_B[lane], code_N = advance(stops, lanes.state_B[lane], ids_F, logprobs_F)
         return code_N.cpu().numpy(), np.ones_like(lane_N)
     # A sequence with fewer drafts has its last row again, where no draft is compared.
     column_NQ = torch.arange(int(drafted_N.max()) + 1, device=lanes.device).minimum(left_N[:, None])
     row_NQ, place_NQ, lane_N1 = first_N[:, None] + column_NQ, known_N[:, None] + column_NQ, lane[:, None]
-    ids_NQ, drafts_NK = ids_F[row_NQ], lanes.tokens_BL[lane_N1, place_NQ[:, :-1]]
-    lanes.state_B[lane], code_N, taken_N = what_stands(stops, lanes.state_B[lane], ids_NQ, drafts_NK, left_N)
+    ids_NQ, logprobs_NQ = ids_F[row_NQ], logprobs_F[row_NQ].float()
+    drafts_NK = lanes.tokens_BL[lane_N1, place_NQ[:, :-1]]
+    lanes.state_B[lane], code_N, taken_N = what_stands(
+        stops, lanes.state_B[lane], ids_NQ, logprobs_NQ, drafts_NK, left_N
+    )
     # Behind what stands they are written, too, and written anew before they are read.
     lanes.tokens_BL[lane_N1, place_NQ] = ids_NQ
-    lanes.logprobs_BL[lane_N1, place_NQ] = logprobs_F[row_NQ].float()
+    lanes.logprobs_BL[lane_N1, place_NQ] = logprobs_NQ
     codes, taken = torch.stack([code_N, taken_N]).cpu().numpy()
     return codes, taken
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from thresher.engine.parallel.first import judging
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import Judges, Scored, score
 from thresher.retrieval.questions import Question
 
@@ -32,8 +32,13 @@ def evaluate(
         return score(questions, trajectories, rollout.system, rollout.tokenizer, judges)
 
 
-def jobs_of(questions: Sequence[Question], temperature: float, seed: int, first: int = 0) -> list[Job]:
-    """A job for each question, of which questions[0] is number `first` of an evaluation: its noise is the same in
-    whichever part of it the question is asked."""
-    start = seed if temperature else 0
-    return [Job(question, number, 0, start + number) for number, question in enumerate(questions, first)]
+def jobs_of(questions: Sequence[Question], temperature: float = 0.0, seed: int = 0, first: int = 0) -> list[Job]:
+    """A job for each question, of which questions[0] is number `first` of an evaluation.
+
+    A sample's noise is a function of (seed, question id, sample): the same in whichever part of an evaluation the
+    question is asked, and another for every seed. Greedy decoding has no noise; there the seed, which still orders
+    shuffled passages, is the question's number, whatever `seed` is."""
+    return [
+        Job(question, number, 0, seed_of("eval", seed, question.id, 0) if temperature else number)
+        for number, question in enumerate(questions, first)
+    ]

@@ -34,7 +34,7 @@ from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_o
 from thresher.engine.protocol.passages import Fitted, fit_passages, noise_pool, with_noise, with_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.scoring.score import Judges, Scored, check_all, check_finite, score
+from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.best_checkpoint import Best
 from thresher.engine.systems import own_digest
 from thresher.retrieval.data.formats import Passage
@@ -109,7 +109,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     with EvalFolder.open(out, settings) as folder, parts.threads():
         judges = load_judges(recipe, parts.system, out / "replies.jsonl", asked.allow_keys)
         try:
-            done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder, recipe.model.path)
+            done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder)
             scored = _score(questions, done, parts, judges)
         except UserError as error:
             raise UserError(f"{error} ({out} keeps all so far: the same command goes on from there)") from error
@@ -196,7 +196,6 @@ def _generate(
     temperature: float,
     seed: int,
     folder: EvalFolder,
-    model: str,
 ) -> list[Generated]:
     """All trajectories, those that the folder holds already among them."""
     done = folder.generated()
@@ -216,7 +215,7 @@ def _generate(
             line.from_before(count)
         while len(done) < len(questions):
             part = questions[len(done) : len(done) + size]
-            done += _part(rollout, part, temperature, seed, len(done), progress, model)
+            done += _part(rollout, part, temperature, seed, len(done), progress)
             folder.append(done[-len(part) :])
     return done
 
@@ -228,11 +227,8 @@ def _part(
     seed: int,
     first: int,
     progress: Callable[[int], None],
-    model: str,
 ) -> list[Generated]:
     trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, progress, recall=True)
-    for trajectory in trajectories:
-        check_finite(trajectory, model)
     clock = rollout.clock
     shares = {
         "seconds": clock.total / len(questions),

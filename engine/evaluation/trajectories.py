@@ -30,7 +30,7 @@ from thresher.engine.protocol.passages import show_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
-from thresher.engine.scoring.score import asked_record, check_finite, check_whole
+from thresher.engine.scoring.score import asked_record, check_whole
 from thresher.policy.files import append_bytes
 from thresher.retrieval.data.jsonl import Record, as_object, parse_json
 from thresher.retrieval.questions import read_questions
@@ -174,7 +174,6 @@ def _draw(rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: 
 def _records(jobs: Sequence[Job], trajectories: Sequence[Trajectory], parts: Parts, temperature: float) -> list[Record]:
     records = []
     for job, trajectory in zip(jobs, trajectories, strict=True):
-        check_finite(trajectory, parts.recipe.model.path)
         check_whole(trajectory, parts.tokenizer, parts.system.tags, parts.limits.max_context)
         written = trajectory.to_dict(parts.tokenizer)
         branches = [(written["branches"][name], branch) for name, branch in trajectory.branches.items()]

@@ -3,7 +3,6 @@
 Judges answer in one call for all attempts, before any reward is taken; the reward itself is a pure function.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,7 +14,6 @@ from thresher.engine.scoring.entailment import EntailmentJudge
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt, hash_uniform
-from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
 
 
@@ -122,16 +120,6 @@ def ask_judges(attempts: Sequence[Attempt], system: System, judges: Judges) -> l
             for attempt, text in zip(attempts, answers, strict=True)
         ]
     return list(attempts)
-
-
-def check_finite(trajectory: Trajectory, model: str) -> None:
-    """UserError, naming the model's folder, where a sampled token has no finite log-prob: its weights are damaged."""
-    for one in (trajectory, *trajectory.branches.values()):
-        if not all(math.isfinite(value) for value in one.policy_logprobs()):
-            raise UserError(
-                f"{model}: the log-prob of a token that it drew for question {trajectory.question_id} is no finite "
-                "number; give a model whose weights are whole"
-            )
 
 
 def check_all(scored: Sequence[Scored], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:

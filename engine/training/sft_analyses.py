@@ -15,10 +15,10 @@ import torch
 from thresher.engine import console
 from thresher.engine.assemble import check_fit
 from thresher.engine.episode import Episode, Generate, Prompt, Tools, Turn
+from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Limits, Rollout
-from thresher.engine.rollout.samples import Job
 from thresher.engine.systems import load_system
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
@@ -87,7 +87,7 @@ def write_analyses(
     longest = max(lengths[question.id] for question in fitting) + max_tokens
     limits = Limits(max_turn_tokens=max_tokens, max_policy_tokens=max_tokens, max_context=longest, max_running=RUNNING)
     rollout = Rollout(policy, tokenizer, None, replace(arena, episode=explain), Tools(TEMPLATE, 1), renderer, limits)
-    jobs = [Job(question, group, 0, group) for group, question in enumerate(fitting)]
+    jobs = jobs_of(fitting)
     with console.progress_line("analyses", len(jobs)) as line:
         done = 0
 

@@ -30,7 +30,8 @@ So what comes before an update may be interrupted, and is computed anew; an upda
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -38,6 +39,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from thresher.engine.assemble import Parts
+from thresher.engine.decoding.decoder import NotFiniteDraw
 from thresher.engine.packing.batches import Item
 from thresher.engine.packing.items import Totals, advantages, make_items, totals_of
 from thresher.engine.parallel.first import judging
@@ -99,13 +101,13 @@ class GrpoStep:
             for group, question in zip(groups, shown.questions, strict=True)
             for sample in range(size)
         ]
-        with self.updater.weights.rolling_out(), self.ranks.interruptible():
+        with self.updater.weights.rolling_out(), self.ranks.interruptible(), divergence(step):
             trajectories = self.rollout.run(jobs, temperature)
 
         started = perf_counter()
         with judging(self.judges, self.ranks):
             scored = score([job.question for job in jobs], trajectories, parts.system, parts.tokenizer, self.judges)
-        check_trajectories(scored, parts, step)
+        check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
         rewards = [entry.result.reward for entry in scored]
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
@@ -209,16 +211,17 @@ def shuffled_rewards(rewards: Sequence[float], groups: Sequence[int], count: int
     ]
 
 
-def check_trajectories(scored: Sequence[Scored], parts: Parts, step: int) -> None:
-    """Diverged where a log-prob is not finite; RuntimeError where a trajectory breaks an invariant, which is our
-    fault."""
-    if not all(math.isfinite(value) for entry in scored for value in entry.trajectory.policy_logprobs()):
-        raise diverged(step, "policy")
-    check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
-
-
 class Diverged(UserError):
     """Training left the numbers that a float can hold: a result of the recipe, which a study may want to report."""
+
+
+@contextmanager
+def divergence(step: int) -> Iterator[None]:
+    """Around sampling in a training run: what the decoder finds not finite, the updates have made so."""
+    try:
+        yield
+    except NotFiniteDraw:
+        raise diverged(step, "policy") from None
 
 
 def diverged(step: int, what: str) -> Diverged:

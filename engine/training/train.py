@@ -30,7 +30,7 @@ from thresher.engine.planning.check import check_memory
 from thresher.engine.planning.disk import check_disk
 from thresher.engine.protocol.passages import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.scoring.score import Judges
+from thresher.engine.scoring.score import Judges, check_all
 from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.best_checkpoint import evaluations_by_dev
 from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
@@ -39,7 +39,7 @@ from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
-from thresher.engine.training.step import Diverged, GrpoStep, StepResult, check_trajectories
+from thresher.engine.training.step import Diverged, GrpoStep, StepResult, divergence
 from thresher.engine.training.update import Updater
 from thresher.engine.training.weights import load_updater, starting_weights
 from thresher.policy.files import Unwritable
@@ -281,8 +281,9 @@ class Trainer:
         self._warn_of_cuts(shown)
         with in_a_sentence(self.updater, self.rollout), self.updater.weights.rolling_out(), console.stage("evaluation"):
             asked = shown.questions
-            scored = evaluate(self.rollout, asked, judges=self.judges, first=mine.start, ranks=self.ranks)
-        check_trajectories(scored, parts, step)
+            with divergence(step):
+                scored = evaluate(self.rollout, asked, judges=self.judges, first=mine.start, ranks=self.ranks)
+        check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
         lines = self._lines([entry.to_dict(parts.tokenizer) for entry in scored])
         gathered = self.ranks.gather((measured(scored, parts.system.tags), shown.cut_passages))
         if lines is None or gathered is None:

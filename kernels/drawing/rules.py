@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+TINY = np.finfo(np.float32).tiny  # the smallest normal number; its reciprocal is normal, too
 _DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32)
 
 
@@ -99,13 +100,22 @@ class DrawRules:
         return on_B & (self.temperature_B > 0)
 
 
+def divides_in_float32(temperature: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Whether logits can be divided by these: the float32 value and its reciprocal are normal numbers, above 0."""
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        rounded = temperature.astype(np.float32)
+        fits: npt.NDArray[np.bool_] = (rounded >= TINY) & (1 / rounded >= TINY)
+    return fits
+
+
 def _check(
     temperature: npt.NDArray[Any], top_k: npt.NDArray[Any], top_p: npt.NDArray[Any], min_p: npt.NDArray[Any]
 ) -> None:
+    divides = (temperature == 0) | divides_in_float32(temperature)
     for name, values, right, wanted in (
-        ("temperature", temperature, (temperature >= 0) & (temperature < np.inf), "a finite number from 0 up"),
+        ("temperature", temperature, divides, "0, or a normal float32 number whose reciprocal is one"),
         ("top_k", top_k, top_k >= 0, "0 or more"),
-        ("top_p", top_p, (top_p > 0) & (top_p <= 1), "above 0 and at most 1"),
+        ("top_p", top_p, (top_p >= TINY) & (top_p <= 1), "above 0 in float32 and at most 1"),
         ("min_p", min_p, (min_p >= 0) & (min_p <= 1), "from 0 to 1"),
     ):
         if not right.all():

@@ -99,7 +99,7 @@ def test_a_rename_and_a_new_default_are_seen() -> None:
         (["bench", "loss", "--density", "101"], "--density: expected a whole number from 1 to 100, got 101"),
         (["bench", "loss", "--budget", "-1"], "--budget: expected a number of at least 0, got -1"),
         (["study", "kl", "--seeds", str(2**63)], "--seeds: expected a whole number from 0 to 2^63 - 1, got 9223"),
-        (["eval", "--temperature", "inf"], "--temperature: expected a number of at least 0, got inf"),
+        (["eval", "--temperature", "inf"], "--temperature: expected 0, or a number from 1e-30 to 1e30, got inf"),
         (["serve-retriever", "--port", "65536"], "--port: expected a whole number from 0 to 65535, got 65536"),
         (["serve-retriever", "--timeout", "0"], "--timeout: expected a number above 0, up to a million, got 0"),
     ],

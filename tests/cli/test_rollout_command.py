@@ -216,19 +216,29 @@ def test_wrong_input_is_one_sentence_and_leaves_no_file(
     assert sorted(tmp_path.iterdir()) == there
 
 
-def test_a_log_prob_that_is_no_number_is_refused(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_logits_that_are_not_finite_are_refused_by_every_command_that_samples(
+    words: list[str],
+    tiny_policy: Policy,
+    tiny_model_folder: Path,
+    tiny_index_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = Rollout.run
-
-    def broken(self: Rollout, *arguments: Any, **options: Any) -> Any:
-        found = real(self, *arguments, **options)
-        found[0].segments[1].logprobs[0] = float("nan")
-        return found
-
-    monkeypatch.setattr(Rollout, "run", broken)
-    assert "is no finite number" in refusal(capsys, *words, "--out", str(tmp_path / "out.jsonl"))
-    assert not (tmp_path / "out.jsonl").exists()
+    tiny_policy.embed_VH.mul_(100)
+    tiny_policy.norm.mul_(5e37)  # every weight is finite, and hardly a logit is
+    tiny_policy.save(tiny_model_folder)
+    out, model = str(tmp_path / "out"), ["--model", str(tiny_model_folder)]
+    index = ["--index", str(tiny_index_folder)]
+    commands: dict[str, list[str]] = {
+        "generate": ["--prompt", "Who?"],
+        "generate --json": ["--prompt", "Who?", "--json", "--temperature", "0"],
+        "eval": [*words[words.index("--index") :], "--out", out],
+        "rollout": [*words[words.index("--index") :], "--out", f"{out}.jsonl"],
+        "extract": [*index, "--questions", words[words.index("--questions") + 1], "--out", f"{out}-e.jsonl"],
+    }
+    for name, more in commands.items():
+        said = refusal(capsys, *name.split()[:1], *model, *more)
+        assert f"{tiny_model_folder}: the log-prob of a drawn token is not finite" in said, name
 
 
 def test_a_recipe_says_what_the_flags_do_not(

@@ -1,6 +1,7 @@
 """What grpo_loss refuses: ValueError, naming the argument and the first offending index."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,11 @@ def test_bad_shapes_dtypes_and_devices(change: dict[str, Tensor], words: str) ->
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        *(
+            ({"temperature": value}, re.escape(f"temperature is {value}; expected"))
+            for value in (1e-300, 1e-40, 1e38, 1e300)
+        ),
+        ({"clip_high": 1e308}, r"clip_high is 1e\+308; expected a finite number of at least 0, within float32"),
         ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"clip_low": -0.1}, "clip_low is -0.1; expected a finite number of at least 0"),

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import FULL, SMALLEST, refusal, writer
 
 from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.sampling import BOUNDS
 from thresher.engine.config.sections import (
     DataSection,
     GrpoSection,
@@ -22,6 +24,8 @@ from thresher.engine.config.sections import (
     SystemSection,
 )
 from thresher.engine.config.tables import from_dict, to_toml, toml_value
+from thresher.kernels.drawing.rules import DrawRules
+from thresher.kernels.objective import LossSettings
 from thresher.rewards.errors import UserError
 
 
@@ -176,16 +180,17 @@ def float_or_int(text: str) -> float | int:
 @pytest.mark.parametrize(
     ("key", "good", "bad"),
     [
-        ("rollout.temperature", ["1e-3", "2"], ["0", "-1", "inf"]),
+        ("rollout.temperature", ["1e-30", "1e-3", "2", "1e30"], ["0", "-1", "inf", "1e-300", "9e-31", "1e300"]),
         ("rollout.page_size", ["1"], ["0"]),
         ("rollout.questions_per_step", ["1", "65536"], ["0", "-3", "65537"]),
         ("rollout.group_size", ["65536"], ["1000000000"]),
         ("grpo.clip_low", ["0", "0.999"], ["1", "-0.1"]),
-        ("grpo.clip_high", ["0", "5"], ["-0.1"]),
-        ("grpo.dual_clip", ["1.01", "3"], ["1", "0"]),
-        ("grpo.beta", ["0"], ["-1e-9"]),
+        ("grpo.clip_high", ["0", "5", "3.4e38"], ["-0.1", "1e39", "1e308"]),
+        ("grpo.dual_clip", ["1.01", "3"], ["1", "0", "1e308"]),
+        ("grpo.beta", ["0"], ["-1e-9", "1e308"]),
+        ("grpo.entropy_coef", ["0"], ["-1e-9", "1e308"]),
         ("grpo.std_floor", ["1e-9"], ["0"]),
-        ("optim.eps", ["1e-12"], ["0"]),
+        ("optim.eps", ["1e-12"], ["0", "1e-300"]),
         ("optim.max_grad_norm", ["inf", "0.1"], ["0", "-inf", "nan"]),
         ("run.steps", ["0"], ["-1"]),
         ("run.seed", ["0", str(2**63 - 1)], ["-1", str(2**63)]),
@@ -202,6 +207,28 @@ def test_bounds(write: Any, key: str, good: list[str], bad: list[str]) -> None:
         assert getattr(getattr(load_recipe(path, [f"{key}={value}"]), section), name) == float_or_int(value)
     for value in bad:
         assert refusal(path, f"{key}={value}").startswith(f"--set {key}: expected a")
+
+
+def test_what_the_recipe_takes_the_kernels_take() -> None:
+    """Between the bounds there is no value that ends in a kernel's own refusal, of rules and of the loss."""
+    values = [sign * 10.0**power for sign in (1, 3.4) for power in (*range(-310, 309, 7), -30, 0, 30, 38, 39)]
+    for name in ("temperature", "clip_low", "clip_high", "dual_clip", "beta", "entropy_coef"):
+        section: Any = RolloutSection if name == "temperature" else GrpoSection
+        taken = 0
+        for value in values:
+            try:
+                section(**{name: value})
+            except UserError:
+                continue
+            LossSettings(**{name: value})
+            taken += 1
+        assert 0 < taken < len(values)
+    for value in values:
+        if BOUNDS["temperature"].admits(value):
+            assert DrawRules.uniform(value, 1).temperature == value
+        if BOUNDS["top_p"].admits(value):
+            rows = (torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.tensor([value]), torch.zeros(1))
+            DrawRules.of(*rows)
 
 
 def test_rules_between_fields(write: Any) -> None:

@@ -4,14 +4,18 @@ import os
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batch_invariance import needs_invariant_policy
 from decoding_cases import Plan, Record, TurnPlan, alone, blocks, make_decoder, play, random_world
 
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.decoder import Decoder, NotFiniteDraw
+from thresher.engine.decoding.device import DeviceDecoder
 from thresher.engine.decoding.sequences import Draw
+from thresher.kernels import sampling
+from thresher.kernels.attention import cached
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -182,3 +186,56 @@ def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer
         assert nobody_owns_a_block(decoder), f"THRESHER_FUZZ={start + len(plans)}: a block is lost"
         preempted += decoder.clock.preemptions
     assert preempted >= count // (4 * AT_ONCE)
+
+
+@pytest.mark.parametrize("make", [Decoder, DeviceDecoder])
+@pytest.mark.parametrize("draw", [Draw(), Draw(temperature=0.0), Draw(temperature=0.5, top_p=0.9, top_k=4)])
+@pytest.mark.parametrize(("bad", "ends"), [(np.nan, True), (np.inf, True), (-np.inf, False)])
+def test_logits_that_are_not_finite_end_the_step_and_masked_columns_do_not(
+    make: type[Decoder],
+    draw: Draw,
+    bad: float,
+    ends: bool,
+    tiny_policy: Policy,
+    tiny_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One column of one row, at the third step of many: in whichever decoder, however it draws."""
+    monkeypatch.setattr(cached, "_runs_triton", lambda q: False)
+    real, calls = sampling.head_logits, 0
+
+    def head_logits(*operands: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits_BV = real(*operands)
+        if calls == 3:
+            logits_BV[1, 7] = bad
+        return logits_BV
+
+    monkeypatch.setattr(sampling, "head_logits", head_logits)
+    plans = [Plan(prompt=0, seed=seed, turns=(TurnPlan(room=8),), draw=draw) for seed in range(4)]
+    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+    decoder = make(tiny_policy, tiny_tokenizer, num_blocks=40, page_size=16, max_running=4)
+    prompt = [tiny_tokenizer.encode("Who is it?")]
+    if not ends:
+        assert all(len(turn[0]) == 8 for record in play(decoder, prompt, plans) for turn in record)
+        return
+    with pytest.raises(NotFiniteDraw, match=r"^the policy: the log-prob of a drawn token is not finite, so its logits"):
+        play(decoder, prompt, plans)
+    assert calls <= 4 and decoder.cache is None
+
+
+def test_a_decoder_that_met_nan_decodes_again_as_one_that_never_did(
+    tiny_policy: Policy, make_tiny_policy: Any, tiny_tokenizer: Tokenizer
+) -> None:
+    """The cache of a CPU is kept from call to call, but not with NaN in slots that attention multiplies by 0."""
+    prompts = [tiny_tokenizer.encode("Who is the mayor of the town?"), tiny_tokenizer.encode("Who?")]
+    plans = [Plan(prompt=number, seed=number, turns=(TurnPlan(room=5),)) for number in range(2)]
+    sizes: dict[str, Any] = {"num_blocks": 40, "page_size": 64, "max_running": 4}
+    decoder, whole = Decoder(tiny_policy, tiny_tokenizer, **sizes), make_tiny_policy().state_dict()
+    tiny_policy.norm.mul_(torch.nan)
+    tiny_policy.layers[0].qkv_weight.mul_(torch.nan)
+    with pytest.raises(NotFiniteDraw):
+        play(decoder, prompts[::-1], plans)
+    tiny_policy.load_state_dict(whole)
+    assert play(decoder, prompts, plans) == play(Decoder(make_tiny_policy(), tiny_tokenizer, **sizes), prompts, plans)

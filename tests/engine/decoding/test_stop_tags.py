@@ -1,5 +1,5 @@
 """Stop tags in token ids, against plain substring search over bytes: on toy vocabularies built to glue and
-split tags in every way, and on 100,000 streams over Qwen's."""
+split tags in every way, and on 100,000 streams over Qwen's. The bank of many stop sets, against one matcher a set."""
 
 import subprocess
 import sys
@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.engine.decoding.lanes import StopBank
 from thresher.engine.decoding.stop_tags import Hit, TagMatcher
 from thresher.rewards import UserError, tag_strings
 
@@ -126,6 +128,75 @@ def test_any_vocabulary_any_tags_any_stream(tokens: list[bytes], tags: list[str]
         for code in codes:
             hit = matcher.hit(int(code), token_id)
             assert (None if hit is None else (hit.tag.encode(), hit.trailing)) == hits.get(place)
+
+
+def assert_bank_equals_matchers(tokens: list[bytes], sets: list[tuple[str, ...]], ids: np.ndarray) -> None:
+    """Every set of the bank, stepped together over ids [steps, sets]: its own matcher's states and hits, and no state
+    of another set's. Token 0 is the end of text."""
+    toy, cpu = Toy(tokens), torch.device("cpu")
+    bank = StopBank(toy, [0], cpu)  # type: ignore[arg-type]
+    starts = [bank.start(stop) for stop in sets]
+    assert starts == [bank.start(stop) for stop in sets]
+    matchers = [TagMatcher(toy, stop) for stop in sets]
+    states = torch.tensor(starts)
+    expected = [matcher.start() for matcher in matchers]
+    for ids_of_step in ids:
+        states, codes = bank.advance(states, torch.from_numpy(ids_of_step))
+        for place, (stop, matcher) in enumerate(zip(sets, matchers, strict=True)):
+            token = int(ids_of_step[place])
+            expected[place], hit = matcher.step(expected[place], token)
+            assert int(states[place]) - starts[place] == expected[place], (place, stop)
+            assert bank.hit(stop, int(codes[place]), token) == hit, (place, stop)
+            assert (int(codes[place]) == 0) == (hit is None and token != 0)
+
+
+STOP_SETS = st.lists(
+    st.lists(
+        st.one_of(TAG, st.builds(lambda tag, times: tag * times, TAG, st.integers(1, 60))),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ).map(tuple),
+    min_size=1,
+    max_size=8,
+    unique=True,
+)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.lists(BYTES, min_size=1, max_size=12), STOP_SETS, st.integers(0, 2**32 - 1))
+def test_a_bank_of_any_stop_sets_finds_what_each_matcher_finds(
+    tokens: list[bytes], sets: list[tuple[str, ...]], seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    # Half of the streams spell a tag of their set, where the vocabulary has its bytes; the rest are any tokens.
+    tokens = [b"", *tokens, *(bytes([byte]) for byte in b"<>/ab")]
+    ids = draw.integers(0, len(tokens), (12, len(sets)))
+    for place, stop in enumerate(sets[::2]):
+        spelled = [tokens.index(bytes([byte]), 1) for byte in stop[0].encode()[-12:]]
+        ids[: len(spelled), 2 * place] = spelled
+    assert_bank_equals_matchers(tokens, sets, ids)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        # A byte holds the first set's states and not the second's behind them.
+        [("x" * 114,), ("DorDorDor9999",)],
+        # NumPy refused to add so large a first state to a table of bytes.
+        [(f"<{number}>" * 40,) for number in range(7)],
+        # More states than two bytes hold, before and behind.
+        [("</answer>",), ("y" * 32_800,), ("</search>", "9" * 200), ("x" * 120,), ("</answer>", "</search>")],
+    ],
+    ids=["past 127", "past 255", "past 32,767"],
+)
+def test_a_bank_of_more_states_than_a_matcher_counts(sets: list[tuple[str, ...]]) -> None:
+    tokens = [b"", *sorted({bytes([byte]) for stop in sets for tag in stop for byte in tag.encode()}), b"</", b">9"]
+    spelled = [[tokens.index(bytes([byte]), 1) for byte in stop[0].encode()[:300]] for stop in sets]
+    ids = np.zeros((max(map(len, spelled)), len(sets)), np.int64)
+    for place, of_set in enumerate(spelled):
+        ids[: len(of_set), place] = of_set
+    assert_bank_equals_matchers(tokens, sets, ids)
 
 
 def test_more_columns_and_codes_than_fit_a_byte() -> None:

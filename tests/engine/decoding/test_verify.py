@@ -114,7 +114,8 @@ def test_those_stand_that_would_have_been_drawn_one_by_one(
             drafts_NK[row, : drafted_N[row]] = lanes.tokens_BL[lane, KNOWN : KNOWN + drafted_N[row]]
             drafts_NK[row, drafted_N[row] :] = ids_NQ[row, drafted_N[row] : -1]
         state_N = lanes.state_B[torch.from_numpy(lane_N)]
-        columns = what_stands(stops, state_N, ids_NQ, drafts_NK, torch.from_numpy(drafted_N))
+        logprobs_NQ = -torch.ones(ids_NQ.shape)
+        columns = what_stands(stops, state_N, ids_NQ, logprobs_NQ, drafts_NK, torch.from_numpy(drafted_N))
         found = [tuple(row) for row in torch.stack(columns, 1).tolist()]
         assert found == [(state, code, len(kept)) for kept, code, state in wanted]
         seen_codes |= set(code_N.tolist())

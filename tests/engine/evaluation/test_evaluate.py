@@ -10,6 +10,7 @@ from evaluate_cases import SHORT, recipe_from, refusal, searching_flags, write_a
 
 from thresher.cli import main as cli
 from thresher.engine.baselines import load_baseline
+from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.evaluation.run import rewarded_by
 from thresher.engine.evaluation.table import figures_of, markdown, rows_of
 from thresher.engine.rollout.rollout import Rollout
@@ -292,3 +293,13 @@ def test_a_table_by_hand() -> None:
     page = markdown("a | b", figures | {"model": "x | y\nz", "temperature": 0.0, "seed": None})
     assert "- Model: x \\| y z\n" in page and "- Temperature: 0\n" in page and "Seed" not in page
     assert "| Compression ratio | `compression` | 4.00 | 4.00 to 4.00 | 1 |" in page
+
+
+def test_every_seed_of_a_sampled_evaluation_has_noise_of_its_own(tiny_questions: list[Question]) -> None:
+    """No sample under one seed is a sample under another; and a part of an evaluation draws as the whole."""
+    of_seed = [[job.seed for job in jobs_of(tiny_questions, 0.7, seed)] for seed in range(20)]
+    assert len({seed for seeds in of_seed for seed in seeds}) == 20 * len(tiny_questions)
+    for first in (3, len(tiny_questions) - 1):
+        assert [job.seed for job in jobs_of(tiny_questions[first:], 0.7, 4, first)] == of_seed[4][first:]
+    greedy = [[job.seed for job in jobs_of(tiny_questions, 0.0, seed)] for seed in range(3)]
+    assert greedy == [list(range(len(tiny_questions)))] * 3

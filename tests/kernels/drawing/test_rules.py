@@ -141,9 +141,11 @@ def test_greedy_rows_have_no_filter_that_matters() -> None:
         ((-0.1, 0, 1.0, 0.0), "temperature is -0.1"),
         ((INFINITY, 0, 1.0, 0.0), "temperature is inf"),
         ((math.nan, 0, 1.0, 0.0), "temperature is nan"),
+        # 0, subnormal or infinite in float32, as it is or its reciprocal
+        *(((value, 0, 1.0, 0.0), "temperature is ") for value in (1e-45, 1e-40, 1.1e-38, 1e38, 1e300)),
         ((1.0, -1, 1.0, 0.0), "top_k is -1; it has to be 0 or more"),
         ((1.0, 0, 0.0, 0.0), "top_p is 0.0"),
-        ((1.0, 0, 1.5, 0.0), "top_p is 1.5; it has to be above 0 and at most 1"),
+        ((1.0, 0, 1.5, 0.0), "top_p is 1.5; it has to be above 0 in float32 and at most 1"),
         ((1.0, 0, 1.0, 1.5), "min_p is 1.5"),
         ((1.0, 0, 1.0, math.nan), "min_p is nan"),
     ],

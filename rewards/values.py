@@ -1,0 +1,44 @@
+"""Checks of single values that the Python API is given: text, whole numbers, numbers. Each raises UserError.
+
+A whole number is anything that Python takes as an index (int, NumPy's and torch's integers), and never a bool: 1.5 is
+refused and not cut. A number is anything that Python takes as a float, and never a bool or a string.
+"""
+
+import math
+from operator import index
+
+LARGEST_INT = 2**63 - 1
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can encode the text; it cannot encode lone surrogates, which undecodable bytes of a command line
+    become."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def shown(value: object) -> str:
+    """A value for an error message, short."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out more than 4,300 digits
+        text = "a huge number"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def as_whole(value: object) -> int | None:
+    """The value as an int, or None where it is no whole number."""
+    try:
+        return None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def as_number(value: object) -> float | None:
+    """The value as a float, or None where it is no finite real number."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or a tensor of several numbers
+        return None
+    return number if math.isfinite(number) else None
