@@ -105,6 +105,13 @@ def add_index_search(parser: ArgumentParser) -> None:
     add_no_verify(parser)
 
 
+def add_unverified(parser: ArgumentParser) -> None:
+    """`--unverified`, for commands that read what others have stored."""
+    parser.add_argument(
+        "--unverified", action="store_true", help="read records that are not as they were written, by their checksums"
+    )
+
+
 def add_no_verify(parser: ArgumentParser) -> None:
     """`--no-verify`, for commands that read an index without a recipe (there: run.verify)."""
     parser.add_argument(

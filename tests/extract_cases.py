@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_server import ChatServer
+from stored_cases import stored
 
 from thresher.engine.extraction.run import Chosen, ExtractionPlan
 from thresher.retrieval.data.formats import Passage
@@ -48,7 +49,7 @@ def make_agentic(plan: ExtractionPlan, index: Path, folder: Path) -> ExtractionP
 
 
 def lines(plan: ExtractionPlan) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(plan.out).read_text().splitlines()]
+    return stored(Path(plan.out))
 
 
 def chat(server: ChatServer, template: str | None = None) -> Chosen:

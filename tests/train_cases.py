@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from model_cases import make_config
+from stored_cases import stored
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import OptimSection, SftSection
@@ -23,7 +24,8 @@ from thresher.retrieval.questions import Question
 
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
 STEPS, GROUPS, SAMPLES, DEV = 4, 3, 4, 5
-TIMINGS = {"rollout_tokens_per_s", "train_tokens_per_s", "search_share"}
+# And digests of what has them in it.
+TIMINGS = {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "sha256", "digest"}
 # How much one forward wrote follows from what could be guessed, and a run that was resumed has nothing to guess from;
 # and from when a server answered.
 FORWARDS = {"forwards", "forward_rows", "drafted_tokens", "accepted_tokens", "search_calls"}
@@ -106,7 +108,7 @@ def recipe_maker(tables: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return stored(run / "metrics.jsonl")
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def sampled(run: Path, step: int) -> list[dict[str, Any]]:
     path = run / "trajectories" / f"step_{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return stored(path)
 
 
 class Killed(BaseException):

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from thresher.cli import flags
 from thresher.engine import console
 
 HELP = "two evaluations of the same questions, side by side"
@@ -15,13 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", help="folder of `thresher eval`")
     parser.add_argument("second", help="folder of `thresher eval`; differences are this one minus the first")
     parser.add_argument("--out", help="folder for compare.md and compare.json")
+    flags.add_unverified(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.evaluation.compare import compare, difference_rows, markdown, read_evaluation, recall_rows
     from thresher.policy.files import atomic_write_text
 
-    first, second = read_evaluation(options.first), read_evaluation(options.second)
+    first, second = (read_evaluation(path, options.unverified) for path in (options.first, options.second))
     result = compare(first, second)
     if options.out is not None:
         out = Path(options.out)

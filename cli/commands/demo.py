@@ -4,7 +4,6 @@ The chain is engine/synthetic/demo.py's; here its commands go through the parser
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from thresher.cli import flags
@@ -32,9 +31,10 @@ def run(options: argparse.Namespace) -> None:
     with interrupt.keeping(lambda: f"{out} keeps what is finished" if out.exists() else None):
         demo(out, options.seed, options.set, options.run_command, say)
     from thresher.engine.reporting.report import print_trajectories  # matplotlib takes a second
+    from thresher.engine.store.records import read_object
 
     print_trajectories(out / "grpo")
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    summary = read_object(out / "summary.json")
     rows = [
         ("EM", summary["em_before"], summary["em_after"]),
         ("F1", summary["f1_before"], summary["f1_after"]),

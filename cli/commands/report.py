@@ -2,6 +2,7 @@
 
 import argparse
 
+from thresher.cli import flags
 from thresher.engine import console
 from thresher.rewards.errors import UserError
 
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         help="folder to write into; default: the run folder. Of several runs, and with --tokens STEP, the .html file",
     )
+    flags.add_unverified(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -29,11 +31,11 @@ def run(options: argparse.Namespace) -> None:
     if options.tokens is not None:
         from thresher.engine.reporting.token_view import write_token_view
 
-        page = write_token_view(folder, options.tokens, options.out)
+        page = write_token_view(folder, options.tokens, options.out, options.unverified)
     else:
         from thresher.engine.reporting.report import write_report
 
-        page = write_report(folder, options.out)
+        page = write_report(folder, options.out, options.unverified)
     console.say(str(page))
     console.answer({"report": page})
 
@@ -45,6 +47,6 @@ def _compare(options: argparse.Namespace) -> None:
         raise UserError("report: --tokens shows one run's step; name one run")
     if options.out is None:
         raise UserError("report: expected --out with several runs; name the file, such as --out runs/compared.html")
-    tests = write_comparison(options.runs, options.out)
+    tests = write_comparison(options.runs, options.out, options.unverified)
     console.say(str(options.out))
     console.answer({"report": options.out, "runs": options.runs, "tests": tests})

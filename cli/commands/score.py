@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transcripts", required=True, metavar="FILE", help="JSONL of segmented transcripts")
     parser.add_argument("--tokenizer", metavar="DIR", help="count lengths in its tokens; default: in words")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write, a line a transcript")
+    flags.add_unverified(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -23,5 +24,7 @@ def run(options: argparse.Namespace) -> None:
     from thresher.engine.scoring.transcripts import score_file
 
     switches = parse_overrides(options.set)
-    figures = score_file(options.system, switches, options.transcripts, options.out, options.tokenizer)
+    figures = score_file(
+        options.system, switches, options.transcripts, options.out, options.tokenizer, options.unverified
+    )
     console.figures(f"{options.system} rewards in {options.out}", figures)

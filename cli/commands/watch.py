@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run folder")
     parser.add_argument("--tty", action="store_true", help="in the terminal, until the run ends, in place of a page")
     parser.add_argument("--port", type=PORT, default=8700, help="of the page on this machine; 0: any; default: 8700")
+    flags.add_unverified(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -30,8 +31,11 @@ def _watch(options: argparse.Namespace) -> None:
     if options.tty:
         from thresher.engine.watching.terminal import watch_terminal
 
-        console.answer(watch_terminal(options.run).to_dict())
+        console.answer(watch_terminal(options.run, unverified=options.unverified).to_dict())
         return
     from thresher.engine.watching.page import serve_page
 
-    serve_page(options.run, options.port, lambda text: console.console.print(text, markup=False, soft_wrap=True))
+    def say(text: str) -> None:
+        console.console.print(text, markup=False, soft_wrap=True)
+
+    serve_page(options.run, options.port, say, unverified=options.unverified)

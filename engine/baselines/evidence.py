@@ -7,15 +7,16 @@ file does not know ends the run. Evidence is never cut: one that is longer than 
 whole passages, ends the run too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags
+from thresher.engine.store.records import ON_PURPOSE, read_records
 from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.data.jsonl import iter_records, string_field
+from thresher.retrieval.data.jsonl import Record, iter_list, string_field
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -62,9 +63,15 @@ def answers_from(evidence: Mapping[str, str], source: str, options: common.Optio
 def read_evidence(path: str | Path) -> dict[str, str]:
     """Id -> evidence. UserError, naming file and line, for a record without one of them or with an id seen before."""
     evidence: dict[str, str] = {}
-    for where, record in iter_records(path):
+    for where, record in _records(Path(path)):
         id_ = string_field(record, "id", where)
         if id_ in evidence:
             raise UserError(f"{where}: the id {id_!r} was used before; keep one record for each question")
         evidence[id_] = string_field(record, "evidence", where, may_be_empty=True)
     return evidence
+
+
+def _records(path: Path) -> Iterator[tuple[str, Record]]:
+    if path.name.removesuffix(".gz").endswith(".json"):
+        return iter_list(path)
+    return ((f"{path}:{n}", record) for n, record in read_records(path, foreign=True, remedy=ON_PURPOSE))

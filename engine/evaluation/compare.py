@@ -15,8 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import read_json_object
-from thresher.retrieval.data.jsonl import iter_jsonl
+from thresher.engine.store.records import read_object, read_records
 from thresher.rewards.errors import UserError
 
 Measures = Mapping[str, float | None]
@@ -45,15 +44,18 @@ class Evaluation:
         return self.figures.get("rewarded_by") or self.figures.get("system")
 
 
-def read_evaluation(path: str | Path) -> Evaluation:
-    """UserError for a folder that holds no finished evaluation, and for one without measures of each question."""
+def read_evaluation(path: str | Path, unverified: bool = False) -> Evaluation:
+    """UserError for a folder that holds no finished evaluation, for one without measures of each question and, unless
+    `unverified`, for one that is not as it was written."""
     path = Path(path)
     if not (path / "metrics.json").is_file():
         state = "an unfinished evaluation" if (path / "settings.json").is_file() else "no evaluation"
         raise UserError(f"{path}: holds {state} (no metrics.json); name a folder that `thresher eval` has finished")
     questions: dict[str, str] = {}
     measures: dict[str, Measures] = {}
-    for number, record in iter_jsonl(path / "trajectories.jsonl"):
+    figures = read_object(path / "metrics.json", unverified=unverified)
+    mark = figures.get("trajectories")
+    for number, record in read_records(path / "trajectories.jsonl", unverified=unverified, expected=mark):
         found, parts = record.get("measures"), record.get("parts")
         if not isinstance(found, dict) or not isinstance(parts, dict):
             raise UserError(
@@ -63,7 +65,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
         id_ = str(record.get("id"))
         questions[id_] = str(record.get("question"))
         measures[id_] = found
-    return Evaluation(path, read_json_object(path / "metrics.json"), questions, measures)
+    return Evaluation(path, figures, questions, measures)
 
 
 def _check_numbers(measures: Mapping[str, Any], where: str) -> None:

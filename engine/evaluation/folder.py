@@ -8,8 +8,10 @@
     table.md             the table, for people
     metrics.json         the same and what it was measured under; written last, so that it is there when all is
 
-One process at a time writes to it. Deliberately absent: any knowledge of judges and measures, which come after all that
-is costly is on the disk.
+The JSONL files have checksums (engine/store/records.py); metrics.json has the number and the digest of the
+trajectories. One process at a time writes to it.
+
+Deliberately absent: any knowledge of judges and measures, which come after all that is costly is on the disk.
 """
 
 import json
@@ -20,10 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from thresher.engine.evaluation.generated import Generated, read_generated, write_generated
-from thresher.engine.store.run_folder import lock_folder
-from thresher.policy.files import append_bytes, atomic_write_text, read_json_object, staged_folder
-from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.engine.evaluation.generated import REMEDY, Generated, read_generated, write_generated
+from thresher.engine.store.locks import lock_folder
+from thresher.engine.store.records import RecordLog, write_object, write_records
+from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
 from thresher.rewards.errors import UserError
 
 ANSWERS = "answers.jsonl"
@@ -34,7 +36,8 @@ class EvalFolder:
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path, self._lock = path, lock
-        self._generated = path / "generated.jsonl"
+        self._file = path / "generated.jsonl"
+        self._generated = RecordLog(self._file, remedy=REMEDY)
 
     @staticmethod
     def check(path: str | Path, settings: Mapping[str, Any]) -> None:
@@ -77,27 +80,19 @@ class EvalFolder:
         os.close(self._lock)
 
     def generated(self) -> list[Generated]:
-        """What was generated so far; half a line, as a kill leaves it, is cut off."""
-        if not self._generated.exists():
-            return []
-        data = self._generated.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            with self._generated.open("r+b") as file:
-                file.truncate(len(whole))
-        places = [f"{self._generated}:{number}" for number in range(1, whole.count(b"\n") + 1)]
-        return [read_generated(line, where) for line, where in zip(whole.split(b"\n"), places, strict=False)]
+        """What was generated so far; half a line, as a kill leaves it, is passed over."""
+        return [read_generated(record, f"{self._file}:{number}") for number, record in self._generated.recover()]
 
     def append(self, entries: Iterable[Generated]) -> None:
         """Add to what was generated, handed to the operating system before this returns."""
-        append_bytes(self._generated, b"".join(map(write_generated, entries)))
+        self._generated.append(*map(write_generated, entries))
 
     def finish(self, records: Iterable[dict[str, Any]], table: str, figures: Mapping[str, Any]) -> None:
         """Write the results; metrics.json, by which the evaluation counts as complete, last."""
-        write_jsonl(self.path / "trajectories.jsonl", records)
+        mark = write_records(self.path / "trajectories.jsonl", records)
         atomic_write_text(self.path / "table.md", table)
-        atomic_write_text(self.path / "metrics.json", json.dumps(figures, indent=2) + "\n")
-        self._generated.unlink(missing_ok=True)
+        write_object(self.path / "metrics.json", {**figures, "trajectories": mark})
+        self._file.unlink(missing_ok=True)
 
 
 def check_belongs(done: Sequence[Generated], ids: Sequence[str], path: Path) -> None:

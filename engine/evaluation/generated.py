@@ -4,21 +4,17 @@ What is read may have been damaged since, and nothing that was sampled can be gu
 the command ends in a sentence.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.jsonl import as_object, parse_json
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
-CHECK = "check"  # the key of a line's digest
 REMEDY = "delete this line and those behind it, and they are generated again"
 
 
@@ -43,21 +39,15 @@ def check_generated(
                 raise UserError(f"{path}:{number}: {'; '.join(wrong)}; {REMEDY}")
 
 
-def write_generated(entry: Generated) -> bytes:
-    """A line of generated.jsonl, with its line feed, and in it a digest of all else that it holds."""
-    record = asdict(entry)
-    return json.dumps(record | {CHECK: _digest(record)}).encode("ascii") + b"\n"
+def write_generated(entry: Generated) -> dict[str, Any]:
+    """The record of an entry."""
+    return asdict(entry)
 
 
-def read_generated(line: bytes, where: str) -> Generated:
-    """A line of generated.jsonl, without its line feed. UserError, starting with `where`, for one that was not written
-    so."""
+def read_generated(record: Mapping[str, Any], where: str) -> Generated:
+    """The entry of a record. UserError, starting with `where`, for one that was not written so."""
     try:
-        record = as_object(parse_json(line, where), where)
-        # A line of an earlier version has none.
-        if record.get(CHECK) not in (None, _digest({key: value for key, value in record.items() if key != CHECK})):
-            raise ValueError("its digest is another's")
-        record.pop(CHECK, None)
+        record = {key: value for key, value in record.items() if key != "check"}  # a digest of an earlier version
         entry = Generated(**{**record, "trajectory": _trajectory(record["trajectory"])})
         numbers = (entry.seconds, entry.branches_without_room)
         if not all(isinstance(x, int | float) and 0 <= x < math.inf for x in numbers):
@@ -69,10 +59,6 @@ def read_generated(line: bytes, where: str) -> Generated:
             f"{where}: no trajectory as it was written ({type(error).__name__}: {error}); {REMEDY}"
         ) from None
     return entry
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    return sha256(json.dumps(record).encode("ascii")).hexdigest()[:16]
 
 
 def _trajectory(record: Mapping[str, Any]) -> Trajectory:

@@ -7,9 +7,10 @@ token's log-prob.
     {"id", "group", "sample", "reason", "searches", "segments": [{"source", "text", "ids", "logprobs"}, ..],
      "question", "golden_answers", .., "seed", "temperature"}
 
-A sample's seed is a function of (seed, question number, sample). The file grows part by part, and what a kill leaves is
-gone on with: whole lines are kept where they are the first of what was asked for, and half a line is dropped. On a CPU
-in float32 the file is then, byte for byte, that of a command which nothing interrupted.
+A sample's seed is a function of (seed, question number, sample). The file grows part by part, with checksums
+(engine/store/records.py), and what a kill leaves is gone on with: whole lines are kept where they are the first of what
+was asked for, and half a line is dropped. On a CPU in float32 the file is then, byte for byte, that of a command which
+nothing interrupted.
 
 Deliberately absent: a record of the settings beside the file. Each line says what it answers and how it was drawn.
 """
@@ -31,8 +32,9 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import Job, seed_of
 from thresher.engine.scoring.score import asked_record, check_whole
-from thresher.policy.files import append_bytes
-from thresher.retrieval.data.jsonl import Record, as_object, parse_json
+from thresher.engine.store.locks import locked_file
+from thresher.engine.store.records import RecordLog
+from thresher.retrieval.data.jsonl import Record
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
@@ -51,8 +53,13 @@ class RolloutPlan:
 
 
 def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
-    """Write what `plan.out` lacks of the trajectories, and show the figures."""
+    """Write what `plan.out` lacks of the trajectories, and show the figures. UserError while another process does."""
     check_out(plan.out, plan.resume)
+    with locked_file(plan.out):
+        _run_rollouts(recipe, plan)
+
+
+def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     questions = read_questions(plan.questions, golds_needed=False)[: plan.limit]
     running = min(recipe.rollout.max_running, len(questions) * plan.samples)
     parts = load_parts(replace(recipe, rollout=replace(recipe.rollout, max_running=running)))
@@ -74,10 +81,12 @@ def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
         for group, question in enumerate(shown.questions)
         for sample in range(plan.samples)
     ]
-    kept = keep_whole_lines(plan.out, jobs, prompts, plan.temperature)
+    log = RecordLog(plan.out, remedy="choose another file, or delete this one to begin again")
+    kept = _kept(log, jobs, prompts, plan.temperature)
     try:
         with parts.threads():
-            figures = _draw(rollout, parts, jobs, kept, plan)
+            figures = _draw(rollout, parts, jobs, kept, plan, log)
+        log.finish()
     except UserError as error:
         if not plan.out.exists():
             raise
@@ -95,25 +104,19 @@ def check_out(out: Path, resume: bool) -> None:
         raise UserError(f"{out}: exists already; choose another file, or go on with this one by --resume")
 
 
-def keep_whole_lines(out: Path, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float) -> int:
-    """How many of the jobs the file holds; half a line behind them is cut off. UserError, naming the line, for a file,
-    left as it was, that holds anything but the first of these jobs."""
-    if not out.exists():
-        return 0
-    kept = size = 0
-    with out.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            where = f"{out}:{kept + 1}"
-            if kept == len(jobs):
-                raise UserError(
-                    f"{where}: only {kept} trajectories were asked for; resume with the --n and --limit "
-                    "that the file was begun with, or choose another file"
-                )
-            _check_belongs(as_object(parse_json(line, where), where), where, jobs[kept], prompts, temperature)
-            kept, size = kept + 1, size + len(line)
-    os.truncate(out, size)
+def _kept(log: RecordLog, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float) -> int:
+    """How many of the jobs the file holds. UserError, naming the line, for a file that holds anything but the first of
+    these jobs."""
+    kept = 0
+    for number, record in log.recover():
+        where = f"{log.path}:{number}"
+        if kept == len(jobs):
+            raise UserError(
+                f"{where}: only {kept} trajectories were asked for; resume with the --n and --limit "
+                "that the file was begun with, or choose another file"
+            )
+        _check_belongs(record, where, jobs[kept], prompts, temperature)
+        kept += 1
     return kept
 
 
@@ -135,7 +138,9 @@ def _check_belongs(record: Record, where: str, job: Job, prompts: Sequence[Seque
         )
 
 
-def _draw(rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: RolloutPlan) -> dict[str, Any]:
+def _draw(
+    rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
+) -> dict[str, Any]:
     """The trajectories that are not in the file yet, appended part by part; figures of these alone."""
     size = PART * rollout.limits.max_running
     reasons: Counter[str] = Counter()
@@ -154,7 +159,7 @@ def _draw(rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: 
         for start in range(kept, len(jobs), size):
             part = jobs[start : start + size]
             trajectories = rollout.run(part, plan.temperature, progress, recall=True)
-            _append(plan.out, _records(part, trajectories, parts, plan.temperature))
+            log.append(*_records(part, trajectories, parts, plan.temperature))
             reasons.update(trajectory.reason for trajectory in trajectories)
             clock = rollout.clock
             seconds += clock.total
@@ -187,9 +192,3 @@ def _add_logprobs(written: Sequence[Record], trajectory: Trajectory) -> None:
     for record, segment in zip(written, trajectory.segments, strict=True):
         if segment.source is Source.POLICY:
             record["logprobs"] = segment.logprobs
-
-
-def _append(out: Path, records: Sequence[Record]) -> None:
-    """At the file's end, handed to the operating system before this returns."""
-    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    append_bytes(out, data.encode("utf-8", "backslashreplace"))

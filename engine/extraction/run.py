@@ -38,6 +38,7 @@ from thresher.engine.refiners.kinds import FILCO_TEMPLATE, Refining
 from thresher.engine.refiners.load import load_refiner
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.store.journal import Journal
+from thresher.engine.store.locks import locked_file
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
@@ -130,7 +131,17 @@ def extract(
     on_progress: Callable[[int, int], None] = lambda done, of: None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Do what of the plan is not done yet; returns the figures over all of it, which F.json beside `plan.out` keeps."""
+    """Do what of the plan is not done yet; returns the figures over all of it, which F.json beside `plan.out` keeps.
+    UserError while another process writes to `plan.out`."""
+    if not Path(plan.out).parent.is_dir():
+        raise UserError(f"{plan.out}: the folder {Path(plan.out).parent} does not exist; make it first")
+    with locked_file(Path(plan.out)):
+        return _extract(plan, on_progress, say)
+
+
+def _extract(
+    plan: ExtractionPlan, on_progress: Callable[[int, int], None], say: Callable[[str], None]
+) -> dict[str, Any]:
     everything = read_questions(plan.questions, golds_needed=False)
     needed = ("answer",) if plan.generator or plan.agent else ("evidence",)
     journal = Journal(plan.out, plan.settings(everything), needed, fault_of)

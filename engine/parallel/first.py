@@ -30,11 +30,11 @@ class UnwrittenFolder(RunFolder):
     def truncate_after(self, step: int) -> None: ...
 
 
-def open_run(out: str | Path, recipe: Recipe, resume: bool, ranks: Ranks) -> RunFolder:
-    """The run folder, locked by rank 0; errors are those of `RunFolder.create` and `resume`."""
+def open_run(out: str | Path, recipe: Recipe, resume: bool, ranks: Ranks, unverified: bool = False) -> RunFolder:
+    """The run folder, locked by rank 0; errors, and `unverified`, are those of `RunFolder.create` and `resume`."""
     if not ranks.first:
         return UnwrittenFolder(Path(out))
-    return RunFolder.resume(out, recipe) if resume else RunFolder.create(out, recipe)
+    return RunFolder.resume(out, recipe, unverified) if resume else RunFolder.create(out, recipe)
 
 
 class VerdictsOfFirst:

@@ -27,9 +27,8 @@ from thresher.engine.reporting.charts import PALETTE, Chart, Series, charts_of
 from thresher.engine.reporting.pages import open_run, page_template
 from thresher.engine.reporting.plots import draw, smoothing
 from thresher.engine.reporting.report import MEASURES, duration
-from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
-from thresher.policy.files import atomic_write_text, read_json_object
-from thresher.retrieval.data.jsonl import iter_jsonl
+from thresher.engine.store.run_folder import RunFolder, step_of
+from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
 Record = Mapping[str, Any]
@@ -67,19 +66,21 @@ class ComparedRun:
         return [(record["step"], record["eval"] or {}) for record in self.records if "eval" in record]
 
 
-def write_comparison(paths: Sequence[str | Path], out: str | Path) -> list[dict[str, Any]]:
+def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: bool = False) -> list[dict[str, Any]]:
     """Write the page of these runs to the file `out`; returns what the paired tests found, the first run against each
     other whose questions it shares.
 
-    UserError for a folder that is no run, for runs that share neither a curve nor a question, and if `out` is no .html
-    file that can be written.
+    UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written, for runs
+    that share neither a curve nor a question, and if `out` is no .html file that can be written.
     """
     out = Path(out)
     if out.suffix != ".html":
         raise UserError(f"{out}: expected a file ending in .html for the page of several runs")
     if not 2 <= len(paths) <= len(LETTERS):
         raise UserError(f"expected from 2 to {len(LETTERS)} runs to hold against each other, got {len(paths)}")
-    runs = [_read(path, letter, color) for path, letter, color in zip(paths, LETTERS, PALETTE, strict=False)]
+    runs = [
+        _read(path, letter, color, unverified) for path, letter, color in zip(paths, LETTERS, PALETTE, strict=False)
+    ]
     charts = overlaid(runs)
     tests = list(_tests(runs))
     found = [test["result"] for test in tests if "result" in test]
@@ -105,16 +106,16 @@ def write_comparison(paths: Sequence[str | Path], out: str | Path) -> list[dict[
     return found
 
 
-def _read(path: str | Path, letter: str, color: str) -> ComparedRun:
-    folder, recipe = open_run(path)
-    starts = [record for _, record in iter_jsonl(folder.starts_file)] if folder.starts_file.exists() else []
+def _read(path: str | Path, letter: str, color: str, unverified: bool = False) -> ComparedRun:
+    folder, recipe = open_run(path, unverified)
+    starts = folder.starts()
     return ComparedRun(
         letter=letter,
         color=color,
         folder=folder,
         recipe=recipe,
-        records=read_metrics(folder.metrics_file),
-        summary=read_json_object(folder.summary_file) if folder.summary_file.exists() else {},
+        records=folder.metrics(),
+        summary=folder.summary() or {},
         start=starts[-1] if starts else {},
     )
 
@@ -247,8 +248,9 @@ def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]]]:
         values = [rate(run) for run in runs]
         if any(value is not None for value in values):
             yield name, ["-" if value is None else f"{value:,.0f}" for value in values]
-    if any("seconds" in run.summary for run in runs):
-        yield "In all", [duration(run.summary["seconds"]) if "seconds" in run.summary else "-" for run in runs]
+    spent = [run.summary.get("seconds") for run in runs]
+    if any(value is not None for value in spent):
+        yield "In all", ["-" if value is None else duration(value) for value in spent]
 
 
 def _shown(value: float | None, share: bool) -> str:
@@ -285,7 +287,7 @@ def _last_evaluation(run: ComparedRun) -> Evaluation | None:
         return None
     questions: dict[str, str] = {}
     measures: dict[str, Measures] = {}
-    for _, record in iter_jsonl(max(paths)):
+    for record in run.folder.stored_trajectories(max(paths)):
         values = {"reward": record.get("reward")} | (record.get("parts") or {})
         questions[str(record.get("id"))] = str(record.get("question"))
         measures[str(record.get("id"))] = {

@@ -18,7 +18,6 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.console import visible
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.systems import load_system
-from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.rewards.transcript import Source
 
 Record = Mapping[str, Any]
@@ -81,10 +80,10 @@ def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[
     if not paths:
         return []
     tags = load_system(recipe.system.name, recipe.system.options).tags if recipe.system else ()
-    before = {record.get("id"): record for record in _trajectories(paths[0])} if len(paths) > 1 else {}
+    before = {record.get("id"): record for record in _trajectories(run, paths[0])} if len(paths) > 1 else {}
     right_before = {key for key, record in before.items() if is_right(record)}
     examples = []
-    for record in choose(list(_trajectories(paths[-1])), right_before, count):
+    for record in choose(list(_trajectories(run, paths[-1])), right_before, count):
         shown: list[tuple[Record, Path]] = [(before[record["id"]], paths[0])] if record.get("id") in before else []
         shown.append((record, paths[-1]))
         examples.append(
@@ -174,9 +173,9 @@ def _step_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*.jsonl") if step_of(path.stem) is not None)
 
 
-def _trajectories(path: Path) -> Iterator[dict[str, Any]]:
+def _trajectories(run: RunFolder, path: Path) -> Iterator[dict[str, Any]]:
     """The trajectories of a file, without their token ids, which are most of it and not shown."""
-    for _, record in iter_jsonl(path):
+    for record in run.stored_trajectories(path):
         for segment in record.get("segments") or []:
             segment.pop("ids", None)
         yield record

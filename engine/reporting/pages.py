@@ -12,9 +12,9 @@ from thresher.engine.console import shown as shown_number
 from thresher.engine.store.run_folder import RunFolder, step_of
 
 
-def open_run(path: str | Path) -> tuple[RunFolder, Recipe]:
-    """A run folder to read, and its recipe. UserError if it is none."""
-    run = RunFolder.existing(path)
+def open_run(path: str | Path, unverified: bool = False) -> tuple[RunFolder, Recipe]:
+    """A run folder to read, and its recipe. UserError if it is none. unverified: as `RunFolder` has it."""
+    run = RunFolder.existing(path, unverified=unverified)
     return run, load_recipe(run.recipe_file)
 
 

@@ -31,7 +31,7 @@ from thresher.engine.reporting.charts import ENDINGS, charts_of
 from thresher.engine.reporting.excerpts import Chunk, examples_of
 from thresher.engine.reporting.pages import open_run, page_template, steps_in_words, stored_steps
 from thresher.engine.reporting.plots import draw, draw_overview, smoothing
-from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
+from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.policy.config import read_config
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.policy.model import Policy
@@ -64,15 +64,15 @@ PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the res
 OVERVIEW = ("reward", "em")
 
 
-def write_report(run: str | Path, out: str | Path | None = None) -> Path:
+def write_report(run: str | Path, out: str | Path | None = None, unverified: bool = False) -> Path:
     """Write the report of a run folder into the folder `out` (default: the run folder); returns report.html's path.
 
-    UserError if `run` is no run folder, if a file in it is malformed, or if `out` cannot be written.
+    UserError if `run` is no run folder, if a file in it is malformed or, unless `unverified`, not as it was written, or
+    if `out` cannot be written.
     """
-    folder, recipe = open_run(run)
+    folder, recipe = open_run(run, unverified)
     out = Path(out) if out is not None else folder.path
-    records = read_metrics(folder.metrics_file)
-    summary = read_json_object(folder.summary_file) if folder.summary_file.exists() else None
+    records, summary = folder.metrics(), folder.summary()
     charts = charts_of(
         records,
         kl_value=recipe.grpo.kl_value,

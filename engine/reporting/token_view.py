@@ -16,25 +16,25 @@ from typing import Any
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.reporting.pages import open_run, page_part, page_template, steps_in_words, stored_steps
 from thresher.engine.reporting.token_data import groups_of, objective_of, odd_tokens, policy_counts, to_json
-from thresher.engine.store.run_folder import RunFolder, read_metrics, step_name, step_of
+from thresher.engine.store.run_folder import RunFolder, step_name, step_of
 from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.systems import load_system
 from thresher.policy.files import atomic_write_text
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.rewards.errors import UserError
 
 MOST_BYTES = 10_000_000  # of a page: what mail servers let through
 Group = Mapping[str, Any]
 
 
-def write_token_view(run: str | Path, step: str, out: str | Path | None = None) -> Path:
+def write_token_view(run: str | Path, step: str, out: str | Path | None = None, unverified: bool = False) -> Path:
     """Write the page of a stored step, or of "all" of them with their index; returns the page's path, or the index's.
 
     out: the file, or for "all" the folder; default: the folder tokens/ of the run. UserError where the run has no such
-    step, a file of it is malformed, its tokenizer is gone, or `out` cannot be written.
+    step, a file of it is malformed or, unless `unverified`, not as it was written, its tokenizer is gone, or `out`
+    cannot be written.
     """
-    folder, recipe = open_run(run)
+    folder, recipe = open_run(run, unverified)
     stored = stored_steps(folder)
     if step == "all":
         target = Path(out) if out is not None else folder.path / "tokens"
@@ -56,7 +56,7 @@ def _write_all(folder: RunFolder, recipe: Recipe, stored: Sequence[int], target:
         links = {name: f"{step_name(other)}.html" for name, other in beside.items() if other is not None}
         links["index"] = "index.html"
         _write(target / f"{step_name(step)}.html", _page(folder, recipe, step, tokenizer, links))
-    records = {record["step"]: record for record in read_metrics(folder.metrics_file) if "eval" not in record}
+    records = {record["step"]: record for record in folder.metrics() if "eval" not in record}
     rows = [(step, f"{step_name(step)}.html", records.get(step, {})) for step in stored]
     page = page_template("token_index.html").render(
         name=str(folder.path), css=page_part("token_view.css"), recipe=recipe, rows=rows
@@ -89,8 +89,8 @@ def _page(
     run: RunFolder, recipe: Recipe, step: int, tokenizer: Tokenizer, links: Mapping[str, str] | None = None
 ) -> str:
     path = run.trajectories / f"{step_name(step)}.jsonl"
-    records = [record for _, record in iter_jsonl(path)]
-    stats = read_token_stats(path.with_suffix(".safetensors"), *policy_counts(records))
+    records = list(run.stored_trajectories(path))
+    stats = read_token_stats(path.with_suffix(".safetensors"), *policy_counts(records), unverified=run.unverified)
     tags = load_system(recipe.system.name, recipe.system.options).tags if recipe.system else ()
     groups = groups_of(records, stats, tokenizer, tags)
     facts = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.reproduction.commands import Cell, Command
-from thresher.engine.store.run_folder import lock_folder
+from thresher.engine.store.locks import lock_folder
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.rewards.errors import UserError

@@ -16,8 +16,8 @@ from thresher.engine.evaluation.compare import read_evaluation
 from thresher.engine.extraction.figures import record_measures
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable
+from thresher.engine.store.records import read_records
 from thresher.policy.files import read_json_object
-from thresher.retrieval.data.jsonl import iter_jsonl
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.statistics import RESAMPLES, compare_paired
 
@@ -122,7 +122,7 @@ def read_column(
 def read_evidence(file: Path) -> dict[str, dict[str, float | None]]:
     """An extraction's measures by question, under the names that an evaluation has for them."""
     found: dict[str, dict[str, float | None]] = {}
-    for _, record in iter_jsonl(file):
+    for _, record in read_records(file):
         row: dict[str, float | None] = dict(record_measures(record))
         row["compression"] = row.pop("compression_ratio", None)
         found[record["id"]] = row

@@ -34,7 +34,8 @@ import urllib3
 
 from thresher.engine import console
 from thresher.engine.config.sections import JudgeSection
-from thresher.policy.files import Unwritable, append_bytes
+from thresher.engine.store.records import RecordLog
+from thresher.policy.files import Unwritable
 from thresher.retrieval.serving.background import Background
 from thresher.retrieval.serving.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
 from thresher.rewards.errors import UserError
@@ -66,22 +67,33 @@ class _Called(Exception):
 
 
 class Replies:
-    """Replies by the digest of their request, in memory and, where there is a path, as JSONL on disk: made, with the
-    folders around it, when there is a first reply to keep.
+    """Replies by the digest of their request, in memory and, where there is a path, as stored records on disk: made,
+    with the folders around it, when there is a first reply to keep.
 
-    UserError for a file that cannot be read or written, or holds a line of another kind. Thread-safe; not for two
-    processes at once.
+    UserError for a file that cannot be read or written, is not as it was written, or holds a line of another kind.
+    Thread-safe; not for two processes at once.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self._path = None if path is None else Path(path)
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}
-        if self._path is not None:
-            try:
-                self._known = _read_replies(self._path)
-            except OSError as error:
-                raise UserError(f"{self._path}: cannot be used ({error.strerror}); name another file") from None
+        self._log = None if path is None else self._opened(Path(path))
+
+    def _opened(self, path: Path) -> RecordLog:
+        """The file, and what it keeps among what is known."""
+        try:
+            path.open("rb").close()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise UserError(f"{path}: cannot be used ({error.strerror}); name another file") from None
+        log = RecordLog(path, remedy="put a copy back, or remove the file")
+        for number, record in log.recover():
+            key, reply = record.get("key"), record.get("reply")
+            if not isinstance(key, str) or not isinstance(reply, str):
+                raise UserError(f'{path}:{number}: expected an object with "key" and "reply"; remove the file')
+            self._known[key] = reply
+        return log
 
     def __len__(self) -> int:
         return len(self._known)
@@ -92,38 +104,17 @@ class Replies:
 
     def put(self, key: str, request: Mapping[str, Any], reply: str) -> None:
         """Keeps a reply; when this returns, it survives a kill of the process."""
-        line = json.dumps({"key": key, "request": request, "reply": reply}).encode("ascii") + b"\n"
         with self._lock:
             self._known[key] = reply
-            if self._path is None:
+            if self._log is None:
                 return
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._log.path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise Unwritable(self._path, error) from None
-            append_bytes(self._path, line)
-
-
-def _read_replies(path: Path) -> dict[str, str]:
-    """The replies in a file, which may be absent. What stands behind its last line feed is cut off."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return {}
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
-    known = {}
-    for number, line in enumerate(data[:whole].splitlines(), 1):
-        try:
-            record = json.loads(line)
-            key, reply = record["key"], record["reply"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            key = reply = None
-        if not isinstance(key, str) or not isinstance(reply, str):
-            raise UserError(f'{path}:{number}: expected an object with "key" and "reply"; remove the line or the file')
-        known[key] = reply
-    return known
+                raise Unwritable(self._log.path, error) from None
+            if self._log.path.exists() and not self._log.as_left:  # another endpoint has kept something since
+                self._log = self._opened(self._log.path)
+            self._log.append({"key": key, "request": request, "reply": reply})
 
 
 class Endpoint:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from thresher.engine.episode import System
+from thresher.engine.store.records import read_records
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.retrieval.data.jsonl import iter_jsonl, string_field, write_jsonl
+from thresher.retrieval.data.jsonl import string_field, write_jsonl
 from thresher.rewards.attempt import Attempt, count_words, hash_uniform
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
@@ -34,15 +35,16 @@ def score_file(
     transcripts: str | Path,
     out: str | Path,
     tokenizer: str | Path | None = None,
+    unverified: bool = False,
 ) -> dict[str, Any]:
     """Rate every line of `transcripts` into `out`, in order; returns the count and the mean reward. `tokenizer` is a
-    folder that holds one."""
+    folder that holds one. UserError, unless `unverified`, for a file of ours that is not as it was written."""
     system = load_system(system_name, options)
     encoder = None if tokenizer is None else load_tokenizer(tokenizer)
     rewards: list[float] = []
 
     def scored() -> Iterator[dict[str, Any]]:
-        for number, record in iter_jsonl(transcripts):
+        for number, record in read_records(transcripts, unverified=unverified, foreign=True):
             where = f"{transcripts}:{number}"
             attempt = read_attempt(record, where, encoder)
             check_judged(attempt, system, where)

@@ -149,7 +149,8 @@ class _Lines:
                 if not line.endswith(b"\n"):
                     return
                 self._at += len(line)
-                yield json.loads(line)
+                if "step" in (record := json.loads(line)):  # not the closing line
+                    yield record
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:

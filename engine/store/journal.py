@@ -1,30 +1,31 @@
 """A JSONL file that grows record by record and survives a kill, and the settings that made it, in a JSON file beside.
 
-    F.jsonl    one record per question, appended as soon as it is known
-    F.json     {"settings": .., "figures": ..}; the figures are there once all is done
+    F.jsonl    one record per question, appended as soon as it is known, with checksums (records.py)
+    F.json     {"settings": .., "figures": .., "records": ..}; figures, and the mark of F.jsonl, once all is done
 
 Begun again with the same settings it goes on: half a line at its end, as a kill leaves it, is cut off; a record that
 lacks keys (an answer that could not be had) is handed back, and the whole one supersedes it at the end.
 
-Deliberately absent: locks. Two processes on one file would both do the work and write it twice.
+Deliberately absent: locks, which its caller takes (`locked_file`).
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import append_bytes, atomic_write_text, read_json_object
-from thresher.retrieval.data.jsonl import Record, iter_jsonl, write_jsonl
+from thresher.engine.store.records import RecordLog, read_object, write_object, write_records
+from thresher.retrieval.data.jsonl import Record
 from thresher.rewards.errors import UserError
+
+REMEDY = "put a copy back, or choose another file to write"
 
 
 class Journal:
     """done: ids with a whole record; partial: records that lack one of `needed`, by id. fault_of: what is wrong with a
     record that is there already, in words; None where nothing is.
 
-    UserError where the folder is absent, the file was made with other settings or by something else, or a line of it
+    UserError where the file was made with other settings or by something else, or a line of it
     could not be gone on with.
     """
 
@@ -38,44 +39,44 @@ class Journal:
         self.path = Path(path)
         if self.path.suffix != ".jsonl":
             raise UserError(f"{path}: expected a name that ends in .jsonl, since it grows line by line")
-        if not self.path.parent.is_dir():
-            raise UserError(f"{path}: the folder {self.path.parent} does not exist; make it first")
         self.side = self.path.with_suffix(".json")
         self.settings = json.loads(json.dumps(settings))
         self.done: set[str] = set()
         self.partial: dict[str, Record] = {}
         self._superseded = False
         self._needed, self._fault_of = tuple(needed), fault_of
+        self._log = RecordLog(self.path, remedy=REMEDY)
         if self.path.exists():
-            self._check_settings()
-            self._read()
+            self._take_up()
 
     def add(self, record: Record) -> None:
         """Append a record; when this returns, it survives a kill of the process."""
         if not self.path.exists():
             self._write_side({})  # first, for a file without it is not gone on with
-        line = json.dumps(record, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace")
-        append_bytes(self.path, line + b"\n")
+        self._log.append(record)
         self._note(record)
 
     def records(self) -> Iterator[Record]:
         """All records, once what is superseded has been dropped from the file."""
         if self._superseded:
-            last = {record["id"]: number for number, record in iter_jsonl(self.path)}
-            write_jsonl(self.path, (r for number, r in iter_jsonl(self.path) if last[r["id"]] == number))
+            last = {record["id"]: number for number, record in self._log.recover()}
+            write_records(self.path, (r for number, r in self._log.recover() if last[r["id"]] == number), closed=False)
+            for _ in self._log.recover():
+                pass
             self._superseded = False
-        return (record for _, record in iter_jsonl(self.path))
+        return (record for _, record in self._log.recover())
 
     def finish(self, figures: Mapping[str, Any]) -> None:
-        self._write_side({"figures": figures})
+        self._write_side({"figures": figures, "records": self._log.finish()})
 
     def _write_side(self, more: Mapping[str, Any]) -> None:
-        atomic_write_text(self.side, json.dumps({"settings": self.settings, **more}, indent=2) + "\n")
+        write_object(self.side, {"settings": self.settings, **more})
 
-    def _check_settings(self) -> None:
+    def _take_up(self) -> None:
         if not self.side.exists():
             raise UserError(f"{self.path}: exists, without the {self.side.name} of a run to go on with; choose another")
-        made = read_json_object(self.side).get("settings")
+        side = read_object(self.side, remedy=REMEDY)
+        made = side.get("settings")
         made = made if isinstance(made, dict) else {}
         for key in {**made, **self.settings}:
             if made.get(key) != self.settings.get(key):
@@ -83,15 +84,10 @@ class Journal:
                     f"{self.path}: was begun with {key} {json.dumps(made.get(key))}, not "
                     f"{json.dumps(self.settings.get(key))}; choose another file, or the settings in {self.side}"
                 )
-
-    def _read(self) -> None:
-        data = self.path.read_bytes()
-        if not data.endswith(b"\n"):
-            os.truncate(self.path, data.rfind(b"\n") + 1)
-        for number, record in iter_jsonl(self.path):
+        for number, record in self._log.recover(side.get("records")):
             fault = self._fault_of(record) if isinstance(record.get("id"), str) else 'has no "id"'
             if fault is not None:
-                raise UserError(f"{self.path}:{number}: {fault}; remove the line, or choose another file to write")
+                raise UserError(f"{self.path}:{number}: {fault}; choose another file to write, or delete this one")
             self._note(record)
 
     def _note(self, record: Record) -> None:

@@ -1,14 +1,17 @@
 """A run folder: the recipe, metrics, trajectories and checkpoints of one run.
 
     recipe.toml                       the resolved recipe, defaults included
-    starts.jsonl                      one line per start: from which step, which code, on what machine
-    metrics.jsonl                     one line per record; each has a "step"
+    starts.jsonl                      a record of each start: from which step, which code, on what machine
+    metrics.jsonl                     a record of each step and of each evaluation; each has a "step"
     trajectories/step_000010.jsonl    what was sampled in a step; beside it what its update found, token_stats.py
     evaluations/step_000010.jsonl     every question of an evaluation, with its trajectory
     checkpoints/step_000010/          see engine/store/checkpoint.py
     replies.jsonl                     of a chat model, where one was asked: nothing is paid for twice
     sinks/, tensorboard/, wandb/      where [run] sinks names a tracker: see engine/sinks
     summary.json, plots/, report.html at the end
+
+What a run records has checksums (records.py). metrics.jsonl has its closing line, and summary.json the number and the
+digest of its records, once the run is finished.
 
 The folder appears whole, with its recipe and its lock, or not at all. One process at a time writes to it; the
 lock is the operating system's, so a killed run leaves none behind. A killed run resumes by
@@ -23,26 +26,24 @@ before its checkpoint.
 Deliberately absent: what a metric means, when to save, and any reading of checkpoints.
 """
 
-import errno
-import fcntl
-import json
-import math
 import os
 import shutil
-import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.policy.files import append_bytes, atomic_write_bytes, atomic_write_text, staged_folder
+from thresher.engine.store.locks import lock_folder
+from thresher.engine.store.records import REMEDY as READ_REMEDY
+from thresher.engine.store.records import RecordLog, mark_of, read_object, read_records, write_object, write_records
+from thresher.engine.store.shapes import METRICS, START, SUMMARY, TRAJECTORY, check_shape
+from thresher.policy.files import staged_folder
 from thresher.rewards.errors import UserError
 
-if TYPE_CHECKING:
-    from hashlib import _Hash as HASH
+# What is said of records that are not as they were written, where a run is to go on.
+REMEDY = "put a copy back, or go back by --resume --from STEP to a checkpoint, with the records as they are"
 
 
 def step_name(step: int) -> str:
@@ -56,29 +57,17 @@ def step_of(name: str) -> int | None:
     return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
 
 
-@dataclass(slots=True)
-class _Recorded:
-    """The mark of what metrics.jsonl holds. Every checkpoint asks for it, and to read the file each time would make
-    each step of a long run slower than the last."""
-
-    records: int = 0
-    digest: "HASH" = field(default_factory=sha256)
-
-    def add(self, line: bytes) -> None:
-        self.records += 1
-        self.digest.update(line)
-
-
 class RunFolder:
     """A run's folder. `create` and `resume` lock it for writing: close it, or use it in a `with`.
 
-    `RunFolder(path)` locks and checks nothing: it is for reading, also while another process writes.
+    `RunFolder(path)` locks and checks nothing: it is for reading, also while another process writes. unverified: its
+    records are read whatever their checksums say.
     """
 
-    def __init__(self, path: Path, lock: int | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path, lock: int | None = None, unverified: bool = False) -> None:
+        self.path, self.unverified = path, unverified
         self._lock = lock
-        self._known: _Recorded | None = None
+        self._metrics: RecordLog | None = None
         self.recipe_file = path / "recipe.toml"
         self.starts_file = path / "starts.jsonl"
         self.metrics_file = path / "metrics.jsonl"
@@ -99,9 +88,11 @@ class RunFolder:
             RunFolder.existing(path, "name one to resume, or start a new run")
 
     @classmethod
-    def existing(cls, path: str | Path, advice: str = "name one that `thresher train` wrote") -> "RunFolder":
+    def existing(
+        cls, path: str | Path, advice: str = "name one that `thresher train` wrote", unverified: bool = False
+    ) -> "RunFolder":
         """A run folder to read. UserError where there is none, with `advice`, or the runs that lie in the path."""
-        run = cls(Path(path))
+        run = cls(Path(path), unverified=unverified)
         if run.recipe_file.is_file():
             return run
         if not os.path.lexists(path):
@@ -129,8 +120,9 @@ class RunFolder:
         return cls(path, lock)
 
     @classmethod
-    def resume(cls, path: str | Path, recipe: Recipe) -> "RunFolder":
-        """The run folder of a run that was killed, or that is to go on for longer.
+    def resume(cls, path: str | Path, recipe: Recipe, unverified: bool = False) -> "RunFolder":
+        """The run folder of a run that was killed, or that is to go on for longer; if `unverified`, from records that
+        are not as they were written.
 
         `recipe` may differ from the stored one in `MAY_CHANGE` only, in its steps only where the learning rate
         does not depend on them, and is stored in its place. Raises UserError if there is no such folder, if it
@@ -153,10 +145,10 @@ class RunFolder:
                     f"{path}: run.steps was {stored.run.steps}, and by optim.schedule and warmup_ratio the learning"
                     f" rate of every step depends on it; resume with run.steps={stored.run.steps}, or start a new run"
                 )
-            run = cls(path, lock)
+            run = cls(path, lock, unverified)
             for folder in (run.trajectories, run.evaluations, run.checkpoints, run.plots):
                 folder.mkdir(exist_ok=True)
-            run._keep_metrics(read_metrics(run.metrics_file))
+            run._metrics_log()  # refused before anything is written
             recipe.write(path / "recipe.toml")
         except BaseException:
             os.close(lock)
@@ -177,36 +169,62 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl; an absent file has none. UserError, naming the line, for those that are not as
+        they were written, and for less than summary.json says that a finished run has."""
+        return read_metrics(self.path, self.unverified)
+
+    def summary(self) -> dict[str, Any] | None:
+        """What summary.json holds; None where the run is not finished."""
+        if not self.summary_file.exists():
+            return None
+        values = read_object(self.summary_file, unverified=self.unverified)
+        check_shape(values, SUMMARY, str(self.summary_file))
+        return values
+
+    def stored_trajectories(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The records of a step's file in trajectories/ or evaluations/. UserError as `metrics`."""
+        for number, record in read_records(path, unverified=self.unverified, owner=self.path):
+            check_shape(record, TRAJECTORY, f"{path}:{number}")
+            yield record
+
+    def starts(self) -> list[dict[str, Any]]:
+        """The records of starts.jsonl; an absent file has none. UserError as `metrics`."""
+        log = RecordLog(self.starts_file, unverified=self.unverified)
+        return [_shaped(record, START, self.starts_file, number) for number, record in log.recover()]
+
     def append_start(self, record: Mapping[str, Any]) -> None:
-        """Append one line to starts.jsonl."""
-        append_bytes(self.starts_file, _json_line(record))
+        """Append a record to starts.jsonl."""
+        log = RecordLog(self.starts_file, unverified=self.unverified, remedy=REMEDY)
+        for _ in log.recover():
+            pass
+        log.append(record)
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl, handed to the operating system before this returns.
+        """Append a record to metrics.jsonl, handed to the operating system before this returns.
 
-        The record needs an integer "step". Numbers that are not finite become null, for JSON has none such.
+        It needs an integer "step". Numbers that are not finite become null, for JSON has none such. UserError where
+        another program has changed the file or taken it away.
         """
         if not isinstance(record.get("step"), int):
             raise ValueError(f'a metrics record needs an integer "step", got {record.get("step")!r}')
-        known, line = self._recorded(), _json_line(record)
-        append_bytes(self.metrics_file, line)
-        known.add(line)
+        self._metrics_log().append(record)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Mapping[str, Any]]) -> Path:
         """Write trajectories/step_XXXXXX.jsonl, one a line, whole or not at all; returns its path."""
         path = self.trajectories / f"{step_name(step)}.jsonl"
-        atomic_write_bytes(path, b"".join(map(_json_line, trajectories)))
+        write_records(path, trajectories)
         return path
 
     def write_evaluation(self, step: int, trajectories: Iterable[Mapping[str, Any]]) -> Path:
         """Write evaluations/step_XXXXXX.jsonl, one trajectory a line, whole or not at all; returns its path."""
         path = self.evaluations / f"{step_name(step)}.jsonl"
-        atomic_write_bytes(path, b"".join(map(_json_line, trajectories)))
+        write_records(path, trajectories)
         return path
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, whole or not at all."""
-        atomic_write_text(self.summary_file, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+        """Close metrics.jsonl and write summary.json, with the mark of the records, whole or not at all."""
+        write_object(self.summary_file, {**summary, "metrics": self._metrics_log().finish()})
 
     def truncate_after(self, step: int) -> None:
         """Forget what was recorded after a step: metrics, trajectories, checkpoints, and what a kill left unfinished.
@@ -218,7 +236,12 @@ class RunFolder:
             if saved is not None and saved > step:
                 # Renamed first, for a half-deleted folder must not have a checkpoint's name.
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
-        self._keep_metrics([record for record in read_metrics(self.metrics_file) if record["step"] <= step])
+        records = read_metrics(self.metrics_file, self.unverified)
+        kept = [record for record in records if record["step"] <= step]
+        if len(kept) < len(records):
+            write_records(self.metrics_file, kept, closed=False)
+            self.summary_file.unlink(missing_ok=True)  # of records that are no more
+            self._metrics = None
         for path in (*self.trajectories.iterdir(), *self.evaluations.iterdir()):
             recorded = step_of(path.stem)
             if recorded is not None and recorded > step:
@@ -229,15 +252,15 @@ class RunFolder:
 
     def metrics_mark(self) -> dict[str, Any]:
         """How many records metrics.jsonl holds, and their digest, for a checkpoint to remember."""
-        known = self._recorded()
-        return {"records": known.records, "sha256": known.digest.hexdigest()}
+        return self._metrics_log().mark
 
-    def _recorded(self) -> _Recorded:
-        if self._known is None:
-            self._known = _Recorded()
-            for record in read_metrics(self.metrics_file):
-                self._known.add(_json_line(record))
-        return self._known
+    def _metrics_log(self) -> RecordLog:
+        """metrics.jsonl, read once: to read it for each checkpoint would make each step slower than the last."""
+        if self._metrics is None:
+            self._metrics = RecordLog(self.metrics_file, unverified=self.unverified, remedy=REMEDY)
+            for _ in self._metrics.recover():
+                pass
+        return self._metrics
 
     def check_metrics(self, step: int, mark: Mapping[str, Any] | None) -> None:
         """UserError unless the records up to a checkpoint's step are those that it was saved with, by its
@@ -245,7 +268,8 @@ class RunFolder:
         evaluation that belongs to it may have been added."""
         if mark is None:
             return
-        records = [record for record in read_metrics(self.metrics_file) if record["step"] <= step]
+        found = read_metrics(self.metrics_file, self.unverified, REMEDY)
+        records = [record for record in found if record["step"] <= step]
         if not _belongs(records, mark) and not any(_belongs(records, told) for told in self._accepted(step)):
             raise UserError(
                 f"{self.metrics_file}: its records up to step {step} are not the {mark['records']} that the checkpoint "
@@ -253,33 +277,22 @@ class RunFolder:
             )
 
     def _accepted(self, step: int) -> list[dict[str, Any]]:
-        """The marks of records with which a person has gone on from a step; none of lines that cannot be read."""
-        lines = self.starts_file.read_bytes().split(b"\n") if self.starts_file.exists() else []
-        starts = [start for line in lines if (start := _record(line)) and start["step"] == step]
-        return [
-            mark
-            for start in starts
-            if isinstance(mark := start.get("metrics"), dict) and {"records", "sha256"} <= mark.keys()
-        ]
+        """The marks of records with which a person has gone on from a step."""
+        marks = [start.get("metrics") for start in self.starts() if start["step"] == step]
+        return [mark for mark in marks if isinstance(mark, dict) and {"records", "sha256"} <= mark.keys()]
 
     def check_checkpoints(self, step: int) -> None:
         """UserError where there are records of steps behind which a checkpoint later than `step`, the newest that is
         left, was saved."""
         every = load_recipe(self.recipe_file).run.save_every
         due = (step // every + 1) * every
-        done = max((record["step"] for record in read_metrics(self.metrics_file) if "eval" not in record), default=0)
+        records = read_metrics(self.metrics_file, self.unverified, REMEDY)
+        done = max((record["step"] for record in records if "eval" not in record), default=0)
         if done > due:
             raise UserError(
                 f"{self.checkpoints}: the newest is of step {step}, and metrics.jsonl holds step {done}: that of step "
                 f"{due} is lost; put it back, or go back by --resume --from {step}"
             )
-
-    def _keep_metrics(self, records: list[dict[str, Any]]) -> None:
-        """Rewrite metrics.jsonl to these records, if it holds anything else."""
-        self._known = None
-        data = b"".join(map(_json_line, records))
-        if (self.metrics_file.read_bytes() if self.metrics_file.exists() else b"") != data:
-            atomic_write_bytes(self.metrics_file, data)
 
 
 def saved_so_far(path: str | Path) -> str | None:
@@ -303,79 +316,23 @@ def _belongs(records: list[dict[str, Any]], mark: Mapping[str, Any]) -> bool:
     if not isinstance(count, int):
         return False
     added = records[count:]
-    return _digest(records[:count]) == mark["sha256"] and len(added) <= 1 and all("eval" in record for record in added)
+    return mark_of(records[:count]) == mark and len(added) <= 1 and all("eval" in record for record in added)
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, or of a run folder's; an absent file has none.
-
-    A last line without its end is what a kill leaves: it is dropped unless it is whole. Any other line that
-    is not a JSON object with an integer "step" is a UserError with its number.
-    """
+def read_metrics(path: str | Path, unverified: bool = False, remedy: str = READ_REMEDY) -> list[dict[str, Any]]:
+    """`RunFolder.metrics` of a run folder, or of its metrics.jsonl. remedy: as `read_records` has it."""
     path = Path(path)
     if path.is_dir():
         path /= "metrics.jsonl"
-    if not path.exists():
-        return []
-    *lines, tail = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate([*lines, tail] if _record(tail) else lines, 1):
-        record = _record(line)
-        if record is None:
-            raise UserError(f'{path}: line {number}: expected a JSON object with a "step"; fix or delete the line')
-        records.append(record)
-    return records
+    summary, expected = path.with_name("summary.json"), None
+    if summary.exists() and not unverified:
+        with suppress(UserError):  # which is said of summary.json, where that is read
+            expected = read_object(summary).get("metrics")
+    log = RecordLog(path, unverified=unverified, remedy=remedy)
+    found = log.recover(expected if isinstance(expected, dict) else None)
+    return [_shaped(record, METRICS, path, number) for number, record in found]
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def _json_line(record: Mapping[str, Any]) -> bytes:
-    try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError):  # the slow way only for records that need it
-        text = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
-    # A lone surrogate has no UTF-8; as a backslash escape it is the same character in JSON.
-    return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _digest(records: Iterable[Mapping[str, Any]]) -> str:
-    return sha256(b"".join(map(_json_line, records))).hexdigest()
-
-
-def _finite(value: Any) -> Any:
-    """Plain JSON values: None for nan and infinities, a number for a numpy or torch scalar."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def lock_folder(folder: Path) -> int:
-    """An open descriptor that holds the folder's lock until it is closed or its process ends.
-
-    The file itself stays; only the lock on it counts, which is why a dead process cannot leave one behind.
-    """
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another"
-        os.close(descriptor)
-        raise UserError(f"{folder}: process {holder} is writing to this folder; wait for it to end") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            os.close(descriptor)
-            raise
-        warnings.warn(f"{folder}: this file system has no locks; start no second run in it", stacklevel=3)
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
-    return descriptor
+def _shaped(record: dict[str, Any], shape: Any, path: Path, number: int) -> dict[str, Any]:
+    check_shape({"step": None, **record}, shape, f"{path}:{number}")  # without a step it is no record of these
+    return record

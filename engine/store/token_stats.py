@@ -9,15 +9,18 @@
     advantage_P    float32  the advantage times the token's importance weight; absent where the recipe has no weights
     branches_B     float32  log-prob when drawn, of the tokens of all branches, which are in no update
 
-All in nats, at the rollout's temperature. The update's values are those of the first pass over the batch, taken from
-the loss as it stands: no forward is run for them, and they come to the host once a step.
+All in nats, at the rollout's temperature; the file's metadata has a digest of them. The update's values are those of
+the first pass over the batch, taken from the loss as it stands: no forward is run for them, and they come to the host
+once a step.
 
 Deliberately absent: what follows from these and the recipe (ratios, KL estimators), and the text (the JSONL's ids).
 Axes: N trajectories, P their sampled tokens one behind the other, B those of branches, R rows of a micro-batch.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from thresher.engine.store.records import REMEDY, warn_unguarded
 from thresher.policy.files import atomic_write_bytes, read_bytes
 from thresher.rewards.errors import UserError
 
@@ -41,6 +45,7 @@ DTYPES = {
     "reference": np.float32,
     "advantage": np.float32,
 }
+DIGEST = "digest"  # its key in the metadata
 ALWAYS = ("sampled", "recomputed", "entropy", "clipped")
 
 
@@ -106,7 +111,7 @@ def write_token_stats(path: Path, stats: Sequence[TokenStats], most_bytes: int) 
         columns = [entry.values.get(name, _blank(name, count)) for entry, count in zip(stats, counts, strict=True)]
         arrays[f"{name}_P"] = np.concatenate(columns)
     arrays["branches_B"] = np.concatenate([np.empty(0, np.float32), *(entry.branches for entry in stats)])
-    data = save(arrays)
+    data = save(arrays, {DIGEST: _digest(arrays)})
     if len(data) > most_bytes:
         return False
     atomic_write_bytes(path, data)
@@ -118,15 +123,31 @@ def write_token_stats(path: Path, stats: Sequence[TokenStats], most_bytes: int) 
     return True
 
 
-def read_token_stats(path: Path, counts: Sequence[int], branches: Sequence[int]) -> list[TokenStats] | None:
+def _digest(arrays: Mapping[str, Array]) -> str:
+    """Of names, shapes and values."""
+    return sha256(save(dict(arrays))).hexdigest()
+
+
+def read_token_stats(
+    path: Path, counts: Sequence[int], branches: Sequence[int], unverified: bool = False
+) -> list[TokenStats] | None:
     """The values of each trajectory of the JSONL, of `counts` sampled tokens and `branches` tokens in branches, keyed
-    by their order; None where there is no file. UserError for a file that is damaged or of other trajectories."""
+    by their order; None where there is no file. UserError for a file that is damaged or of other trajectories and,
+    unless `unverified`, for one whose values are not those of its digest."""
     if not path.exists():
         return None
+    data = read_bytes(path)
     try:
-        arrays = load(read_bytes(path))
+        arrays = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{path}: cannot be read ({error}); delete it to see the text without its values") from None
+    if not unverified:
+        digest = header.get("__metadata__", {}).get(DIGEST)
+        if digest is None:
+            warn_unguarded(path.parent.parent, path)
+        elif digest != _digest(arrays):
+            raise UserError(f"{path}: was changed since it was written, by its digest; {REMEDY}")
     sizes = {f"{name}_P": sum(counts) for name in DTYPES if f"{name}_P" in arrays or name in ALWAYS}
     sizes["branches_B"] = sum(branches)
     fits = all(name in arrays and arrays[name].shape == (size,) for name, size in sizes.items())

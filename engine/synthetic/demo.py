@@ -16,6 +16,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+from thresher.engine.store.records import read_object, write_object
 from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
 from thresher.rewards.errors import UserError
 
@@ -68,9 +69,10 @@ def demo(
         say(f"$ thresher {shlex.join(arguments)}")
         run(arguments)
         _write_begun(out, seed, overrides, before + time.perf_counter() - started)
-    summary = json.loads((out / "grpo" / "summary.json").read_text(encoding="utf-8"))
+    summary = read_object(out / "grpo" / "summary.json")
+    summary.pop("metrics", None)  # the mark of a file that lies elsewhere
     summary["seconds"] = before + time.perf_counter() - started
-    atomic_write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_object(out / "summary.json", summary)
 
 
 def begin(out: Path, seed: int, overrides: list[str]) -> float:

@@ -72,11 +72,11 @@ def _called(call: Callable[[], T], what: str, path: Path) -> T:
         return call()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _fault(what, path, error) from error
 
 
-def _fault(what: str, path: Path, error: Exception) -> UserError:
+def _fault(what: str, path: Path, error: BaseException) -> UserError:
     return UserError(f"{path}: {what} raised {_described(error, path)}; fix the file")
 
 
@@ -101,7 +101,7 @@ def _own_episode(
             raise UserError(f"{path}: {what} returned {stop.value!r}; expected {expected}; fix the file") from None
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _fault(what, path, error) from error
         if not isinstance(request, wanted):
             place = "yielded first" if wanted is FIRST else "yielded behind its prompt"

@@ -28,6 +28,7 @@ from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_o
 from thresher.engine.packing.batches import Item, pack
 from thresher.engine.protocol.passages import fit
 from thresher.engine.protocol.render import Renderer
+from thresher.engine.store.records import ON_PURPOSE, read_records
 from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
 from thresher.kernels import grpo_loss
@@ -35,7 +36,7 @@ from thresher.kernels.checks import NotFinite
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import to_passage
-from thresher.retrieval.data.jsonl import as_object, iter_jsonl
+from thresher.retrieval.data.jsonl import as_object
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
@@ -56,7 +57,7 @@ def read_transcripts(
     path: str | Path, tokenizer: Tokenizer, renderer: Renderer, template: str, end_id: int | None = None
 ) -> list[Transcript]:
     """All transcripts of a JSONL file. UserError names the line of a malformed one."""
-    placed = ((f"{path}:{number}", record) for number, record in iter_jsonl(path))
+    placed = ((f"{path}:{number}", record) for number, record in read_records(path, foreign=True, remedy=ON_PURPOSE))
     result = encode_all(placed, tokenizer, renderer, template, end_id)
     if not result:
         raise UserError(f"{path}: holds no transcript; expected one JSON object a line")

@@ -33,8 +33,9 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.episode import pair_tags
 from thresher.engine.refiners.kinds import FILCO_TEMPLATE
+from thresher.engine.store.records import ON_PURPOSE, read_records
 from thresher.engine.systems import load_system
-from thresher.retrieval.data.jsonl import iter_jsonl, write_jsonl
+from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.questions import Question, passage_record
 from thresher.rewards.errors import UserError
 from thresher.rewards.papers.eviomni import full_answer
@@ -175,7 +176,7 @@ def taught_records(
 
     system = load_system("eviomni", {}) if kind == "reason-extract" else load_baseline("extract_only", {})
     records, unused = [], []
-    for number, record in iter_jsonl(transcripts):
+    for number, record in read_records(transcripts, foreign=True, remedy=ON_PURPOSE):
         attempt = read_attempt(record, f"{transcripts}:{number}")
         spans = {tag: next((span.text for span in blocks(attempt.pieces, tag)), "") for tag in TAUGHT[kind]}
         missing = next((tag for tag, text in spans.items() if not text), None)

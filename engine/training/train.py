@@ -35,7 +35,7 @@ from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.best_checkpoint import evaluations_by_dev
 from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
 from thresher.engine.store.resume import checkpoint_to_resume
-from thresher.engine.store.run_folder import RunFolder, read_metrics, step_of
+from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
@@ -95,7 +95,7 @@ def train(
     train_questions, dev_questions = load_questions(recipe, parts.system)
     rollout = parts.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
-    with open_run(out, recipe, resume, ranks) as run, parts.threads():
+    with open_run(out, recipe, resume, ranks, unverified=from_step is not None) as run, parts.threads():
         if ranks.first and from_step is None:
             _check_newest(run, checkpoint)
         if checkpoint:
@@ -112,7 +112,7 @@ def train(
             trainer.run(checkpoint, watch, before - started)
         if not ranks.first:
             return {}
-        records = read_metrics(run.metrics_file)
+        records = run.metrics()
         summary = run_summary(records, recipe, before + time.perf_counter() - started)
         run.write_summary(summary)
     return summary
@@ -197,7 +197,7 @@ class Trainer:
 
     def _recorded(self) -> int | None:
         """Looks up, in what the folder holds, which evaluation was best; the step of the last one."""
-        evaluations = [record for record in read_metrics(self.run_folder.metrics_file) if "eval" in record]
+        evaluations = [record for record in self.run_folder.metrics() if "eval" in record]
         self.best = evaluations_by_dev(evaluations)[:1]
         return max((record["step"] for record in evaluations), default=None)
 

@@ -65,9 +65,10 @@ LOOKED = 15.0  # seconds after which nobody looks any more
 class LivePage:
     """What a browser asks for, drawn anew when the run has moved on."""
 
-    def __init__(self, run: str | Path) -> None:
-        open_run(run)  # or there is nothing to serve
-        self._run = Path(run)
+    def __init__(self, run: str | Path, unverified: bool = False) -> None:
+        read_state(run, unverified)  # or there is nothing to serve
+        self._run, self._unverified = Path(run), unverified
+        self._wrong = ""  # what keeps the page from being drawn
         self._page, self._version = b"", 0
         self._drawn: Any = None  # what the folder's files were when the page was drawn
         self._looked = self._rest = -LOOKED  # on the clock of time.monotonic: last asked, and not to be drawn before
@@ -79,7 +80,7 @@ class LivePage:
             return
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            page = write_report(self._run, folder).read_text(encoding="utf-8")
+            page = write_report(self._run, folder, self._unverified).read_text(encoding="utf-8")
         head, _, _ = page.rpartition("</body>")
         self._page, self._drawn = f"{head}{FOOT}\n</html>\n".encode(), stamp
         self._version += 1
@@ -103,13 +104,14 @@ class LivePage:
             if self._version == 0 or (now - self._looked < LOOKED and now > self._rest):
                 try:
                     self.draw()
-                except (UserError, OSError):  # a file that is just being replaced; `_says` says what lasts
-                    self._rest = now + every
+                    self._wrong = ""
+                except (UserError, OSError) as error:  # a file that is just being replaced, or one that is damaged
+                    self._rest, self._wrong = now + every, str(error)
             time.sleep(every)
 
     def _says(self) -> str:
         try:
-            return read_state(self._run).says
+            return self._wrong or read_state(self._run, self._unverified).says
         except (UserError, OSError) as error:
             return str(error)
 
@@ -119,12 +121,15 @@ class LivePage:
         return [(path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in watched]
 
 
-def serve_page(run: str | Path, port: int, say: Callable[[str], None], every: float = 2.0) -> None:
+def serve_page(
+    run: str | Path, port: int, say: Callable[[str], None], every: float = 2.0, unverified: bool = False
+) -> None:
     """Serve until interrupted. port: 0 takes a free one. every: seconds between two looks at the folder.
 
-    UserError for a folder that is no run, and for a port that is taken.
+    UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written, and for a
+    port that is taken.
     """
-    page = LivePage(run)
+    page = LivePage(run, unverified)
     try:
         server = PageServer((HOST, port), handler(page))
     except OSError as error:

@@ -18,8 +18,7 @@ from typing import Any
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.reporting.pages import open_run
 from thresher.engine.reporting.report import duration
-from thresher.engine.store.run_folder import RunFolder, read_metrics
-from thresher.retrieval.data.jsonl import iter_jsonl
+from thresher.engine.store.run_folder import RunFolder
 
 Record = Mapping[str, Any]
 
@@ -110,10 +109,11 @@ class RunState:
         }
 
 
-def read_state(path: str | Path) -> RunState:
-    """UserError for a folder that is no run, and for a malformed file in it."""
-    run, recipe = open_run(path)
-    records = read_metrics(run.metrics_file)
+def read_state(path: str | Path, unverified: bool = False) -> RunState:
+    """UserError for a folder that is no run, and for a file in it that is malformed or, unless `unverified`, not as it
+    was written."""
+    run, recipe = open_run(path, unverified)
+    records = run.metrics()
     process = _process(run)
     reached = any("eval" not in record and record["step"] >= recipe.run.steps for record in records)
     return RunState(
@@ -121,7 +121,7 @@ def read_state(path: str | Path) -> RunState:
         records=records,
         process=process,
         elsewhere=_elsewhere(run),
-        finished=process is None and run.summary_file.exists() and (reached or recipe.run.steps == 0),
+        finished=process is None and run.summary() is not None and (reached or recipe.run.steps == 0),
         age=max(time.time() - run.metrics_file.stat().st_mtime, 0.0) if records else None,
     )
 
@@ -144,7 +144,7 @@ def _process(run: RunFolder) -> int | None:
 
 
 def _elsewhere(run: RunFolder) -> str | None:
-    starts = [record for _, record in iter_jsonl(run.starts_file)] if run.starts_file.exists() else []
+    starts = run.starts()
     host = str(starts[-1].get("host")) if starts else None
     return host if host != platform.node() else None
 

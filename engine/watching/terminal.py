@@ -4,8 +4,8 @@ Deliberately absent: keys. What there is to be looked into is on the page.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -19,33 +19,35 @@ from thresher.engine.console import console, shown, visible
 from thresher.engine.reporting.excerpts import is_right
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.watching.state import RunState, read_state, resident_bytes
-from thresher.retrieval.data.jsonl import Record, iter_jsonl
+from thresher.retrieval.data.jsonl import Record
 from thresher.rewards.errors import UserError
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE, SAMPLES, TEXT = 64, 4, 160  # characters of the reward's curve, samples shown, characters of a text
 
 
-def watch_terminal(run: str | Path, every: float = 1.0) -> RunState:
+def watch_terminal(run: str | Path, every: float = 1.0, unverified: bool = False) -> RunState:
     """Show the run until it has ended; the last state. every: seconds between two looks.
 
-    UserError for a folder that is no run. KeyboardInterrupt ends it earlier.
+    UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written.
+    KeyboardInterrupt ends it earlier.
     """
+    read = partial(read_state, run, unverified)
     if not console.is_terminal:
-        return _lines(run, every)
-    state = read_state(run)
-    with Live(_view(run, state), console=console, auto_refresh=False) as live:
+        return _lines(read, every)
+    state, folder = read(), RunFolder(Path(run), unverified=unverified)
+    with Live(_view(folder, state), console=console, auto_refresh=False) as live:
         while not state.ended:
             time.sleep(every)
-            state = read_state(run)
-            live.update(_view(run, state), refresh=True)
+            state = read()
+            live.update(_view(folder, state), refresh=True)
     return state
 
 
-def _lines(run: str | Path, every: float) -> RunState:
+def _lines(read: Callable[[], RunState], every: float) -> RunState:
     last = None
     while True:
-        state = read_state(run)
+        state = read()
         if last != (last := (state.step, len(state.evals))) or state.ended:
             console.print(_line(state), markup=False, soft_wrap=True)
         if state.ended:
@@ -66,7 +68,7 @@ def _memory(state: RunState) -> str:
     return "-" if resident is None else f"{resident / 2**30:.2f} GiB"
 
 
-def _view(run: str | Path, state: RunState) -> RenderableType:
+def _view(run: RunFolder, state: RunState) -> RenderableType:
     facts = state.to_dict()
     table = Table.grid(padding=(0, 3))
     rows = (
@@ -79,11 +81,13 @@ def _view(run: str | Path, state: RunState) -> RenderableType:
         table.add_row(Text(left, "dim"), shown(value), Text(right, "dim"), shown(other))
     rewards = [float(record["reward"]) for record in state.steps if record.get("reward") is not None]
     color = "green" if state.finished else "yellow" if state.ended else "cyan"
-    parts: list[RenderableType] = [Text(str(run), "bold"), Text(state.says, color), table]
+    parts: list[RenderableType] = [Text(str(run.path), "bold"), Text(state.says, color), table]
     if rewards:
         parts.append(Text.assemble(("reward ", "dim"), (sparkline(rewards), "blue"), f" {shown(rewards[-1])}"))
-    with suppress(UserError):  # a file that a resumed run has just taken away
-        parts += _samples(RunFolder(Path(run)))
+    try:
+        parts += _samples(run)
+    except UserError as error:  # a file that is damaged, or that a resumed run has just taken away
+        parts.append(Text(f"\n{error}", "red"))
     return Group(*parts)
 
 
@@ -102,7 +106,7 @@ def _samples(run: RunFolder) -> Iterator[Text]:
     if newest is None:
         return
     yield Text(f"\n{newest.parent.name}, step {step_of(newest.stem)}", "dim")
-    for record in islice(_of_different_questions(newest), SAMPLES):
+    for record in islice(_of_different_questions(run, newest), SAMPLES):
         right = is_right(record)
         answer = record.get("answer")
         searches = len(record.get("searches") or [])
@@ -114,9 +118,9 @@ def _samples(run: RunFolder) -> Iterator[Text]:
         )
 
 
-def _of_different_questions(path: Path) -> Iterator[Record]:
+def _of_different_questions(run: RunFolder, path: Path) -> Iterator[Record]:
     seen = set()
-    for _, record in iter_jsonl(path):
+    for record in run.stored_trajectories(path):
         if record.get("id") not in seen:
             seen.add(record.get("id"))
             yield record

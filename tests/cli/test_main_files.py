@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_cases import NAMES, finished_folder, recipe_in, write
+from stored_cases import stored
 
 from thresher.cli import main as cli
 
@@ -62,8 +63,7 @@ def test_the_commands_run(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (here / "run" / "summary.json").exists() and str(here / "warm") in (here / "run" / "recipe.toml").read_text()
     metrics = json.loads((here / "answers" / "metrics.json").read_text())
     assert metrics["questions"] == 3 and metrics["temperature"] == 0.0
-    lines = (here / "answers" / "trajectories.jsonl").read_text().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == NAMES[:3]
+    assert [record["id"] for record in stored(here / "answers" / "trajectories.jsonl")] == NAMES[:3]
     printed = capsys.readouterr().out
     for part in ("sft: 3 transcripts to train on, 1 held out", "train: 1 steps of 2 questions x 2 samples", "│ em "):
         assert part in printed

@@ -9,11 +9,12 @@ import pytest
 import torch
 from batch_invariance import needs_invariant_policy
 from evaluate_cases import SHORT, refusal, write_asked
+from stored_cases import stored
 
 from thresher.cli import main as cli
-from thresher.engine.evaluation import trajectories
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.rollout.samples import seed_of
+from thresher.engine.store.records import RecordLog
 from thresher.engine.systems import load_system
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def run(words: list[str], tmp_path: Path) -> Run:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return stored(path)
 
 
 def test_a_line_is_a_trajectory_with_its_tokens_and_log_probs(
@@ -106,14 +107,14 @@ def test_a_killed_rollout_goes_on_to_the_same_bytes(
     sampling = ("--n", "2", "--seed", "9")
     whole = run("whole.jsonl", *sampling).read_bytes()
     cut = tmp_path / "cut.jsonl"
-    append = trajectories._append
+    append = RecordLog.append
 
-    def killed(out: Path, records: Any) -> None:
-        append(out, records[:5])  # of six: sample 0 of a question, and not sample 1
+    def killed(self: RecordLog, *records: Any) -> None:
+        append(self, *records[:5])  # of six: sample 0 of a question, and not sample 1
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(trajectories, "_append", killed)
+        patch.setattr(RecordLog, "append", killed)
         assert cli.run([*words, *sampling, "--max-running", "3", "--out", str(cut)]) == 130
     assert cut.read_bytes() == b"".join(whole.splitlines(keepends=True)[:5])
     with cut.open("ab") as file:
@@ -166,7 +167,7 @@ def test_a_file_of_another_rollout_is_refused_and_left_as_it_was(
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize("line", [b"[1]\n", b"{}\n", b"not json\n", b"\xff\n", b"\n"])
+@pytest.mark.parametrize("line", [b"[1]\n", b"{}\n", b"not json\n", b"\xff\n"])
 def test_a_line_that_is_no_trajectory_is_named(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes
 ) -> None:

@@ -27,6 +27,7 @@ from thresher.engine.packing.items import advantages
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.checkpoint import latest_checkpoint
+from thresher.engine.store.records import read_records
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.synthetic.demo import RECIPES
 from thresher.engine.synthetic.invent import invent_files
@@ -147,7 +148,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 def _read(file: Path, vocab_size: int) -> list[tuple[Trajectory, float]]:
     """Trajectories with their advantages. UserError names the line of one that is malformed."""
     pairs = []
-    for number, record in iter_jsonl(file):
+    for number, record in read_records(file):
         try:
             segments = [Segment(Source(part["source"]), list(map(int, part["ids"]))) for part in record["segments"]]
             trajectory = Trajectory(str(record["id"]), int(record["group"]), int(record["sample"]), segments)

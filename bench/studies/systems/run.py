@@ -26,7 +26,7 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.store.run_folder import read_metrics
+from thresher.engine.store.run_folder import RunFolder, read_metrics
 from thresher.engine.synthetic.shared_base import (
     JUDGED,
     NUMBERED,
@@ -186,7 +186,7 @@ def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[st
     row: dict[str, Any] = {"name": case.name, "system": case.system, "seed": case.seed, "control": case.control}
     for name in ("reward", "em", "f1", key):
         row[f"{name}_before"], row[f"{name}_after"] = measure(evals[0], name), measure(evals[-1], name)
-    row["seconds"] = json.loads((case.folder / "summary.json").read_text(encoding="utf-8"))["seconds"]
+    row["seconds"] = (RunFolder(case.folder).summary() or {})["seconds"]
     return row
 
 

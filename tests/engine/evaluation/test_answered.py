@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from chat_server import ChatServer
 from evaluate_cases import refusal, write_asked
+from stored_cases import stored
 
 from thresher.cli import main as cli
 from thresher.engine.scoring.continuing import ContinuingEndpoint
@@ -39,7 +40,7 @@ def chat(text: str, finish: str = "stop", **more: Any) -> tuple[int, Any]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
+    return stored(folder / "trajectories.jsonl")
 
 
 def test_a_searching_system_is_played_in_messages_and_scored_as_ours_are(

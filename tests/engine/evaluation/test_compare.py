@@ -8,6 +8,7 @@ import pytest
 
 from thresher.cli import main as cli
 from thresher.engine.evaluation.compare import compare, read_evaluation
+from thresher.engine.store.records import write_object, write_records
 
 Row = tuple[str, dict[str, float | None]]
 
@@ -15,14 +16,11 @@ Row = tuple[str, dict[str, float | None]]
 def evaluation(folder: Path, rows: list[Row], **figures: Any) -> Path:
     """A finished evaluation with these questions and measures."""
     folder.mkdir()
-    lines = [
-        json.dumps({"id": id_, "question": f"Who is {id_}?", "parts": {}, "measures": measures})
-        for id_, measures in rows
-    ]
-    (folder / "trajectories.jsonl").write_text("\n".join(lines) + "\n")
+    records = [{"id": id_, "question": f"Who is {id_}?", "parts": {}, "measures": measures} for id_, measures in rows]
+    mark = write_records(folder / "trajectories.jsonl", records)
     facts = {"system": "eviomni", "baseline": None, "model": "m", "data": "d"}
     facts |= {"noise": 0, "temperature": 0.0, "seed": 0}
-    (folder / "metrics.json").write_text(json.dumps({**facts, **figures}))
+    write_object(folder / "metrics.json", {**facts, **figures, "trajectories": mark})
     return folder
 
 
@@ -106,12 +104,14 @@ def test_judges_are_named_and_unequal_ones_called_out(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = evaluation(tmp_path / "good", [("x", {"em": 1.0})])
     apart = evaluation(tmp_path / "apart", [("y", {"em": 1.0})])
-    other = evaluation(tmp_path / "other", [("x", {"em": 1.0})])
-    (other / "trajectories.jsonl").write_text(
-        (other / "trajectories.jsonl").read_text().replace("Who is x?", "Who was x?")
-    )
-    old = evaluation(tmp_path / "old", [("x", {"em": 1.0})])
-    (old / "trajectories.jsonl").write_text('{"id": "x", "question": "Who is x?", "parts": {}}\n')
+    other, old = tmp_path / "other", tmp_path / "old"
+    for folder, record in (
+        (other, {"question": "Who was x?", "parts": {}, "measures": {"em": 1.0}}),
+        (old, {"question": "Who is x?", "parts": {}}),
+    ):
+        folder.mkdir()
+        write_object(folder / "metrics.json", {})
+        write_records(folder / "trajectories.jsonl", [{"id": "x", **record}])
     strange = [evaluation(tmp_path / f"strange{n}", [("x", {"em": bad})]) for n, bad in enumerate(([7], "x", 10**400))]
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()

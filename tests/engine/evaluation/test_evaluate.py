@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from evaluate_cases import SHORT, recipe_from, refusal, searching_flags, write_asked
+from stored_cases import stored
 
 from thresher.cli import main as cli
 from thresher.engine.baselines import load_baseline
@@ -108,7 +109,7 @@ def test_an_evaluation_from_flags_alone(searching: list[str], tmp_path: Path, ca
         *(".lock", "metrics.json", "settings.json", "table.md", "trajectories.jsonl")
     ]
     metrics = json.loads((out / "metrics.json").read_text())
-    records = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()]
+    records = stored(out / "trajectories.jsonl")
     assert metrics["questions"] == len(records) == 7 and metrics["system"] == "search_r1"
     for name in ("em", "searches", "response_tokens"):
         assert metrics[name] == pytest.approx(sum(record["measures"][name] for record in records) / 7)
@@ -134,7 +135,7 @@ def test_what_was_retrieved_is_ranked_over_all_searches(searching: list[str], tm
         for record in map(json.loads, (index.parent / "corpus.jsonl").open(encoding="utf-8"))
     }
     seen = 0
-    for record in map(json.loads, (out / "trajectories.jsonl").open(encoding="utf-8")):
+    for record in stored(out / "trajectories.jsonl"):
         ids = dict.fromkeys(id_ for search in record["searches"] for id_ in search["passages"])
         holds = [record["golden_answers"][0] in texts[id_] for id_ in ids]
         measures = record["measures"]
@@ -168,10 +169,7 @@ def test_given_passages_and_noise(
     noise = [*arena, "--questions", str(given), "--noise", "2", "--out", str(tmp_path / "2")]
     assert "of 2 irrelevant passages among 21; ask for less noise" in refusal(capsys, *noise)
     assert cli.run([*noise, "--index", str(tiny_index_folder)]) == 0
-    clean, noisy = (
-        [json.loads(line) for line in (tmp_path / name / "trajectories.jsonl").read_text().splitlines()]
-        for name in "02"
-    )
+    clean, noisy = (stored(tmp_path / name / "trajectories.jsonl") for name in "02")
     for before, after in zip(clean, noisy, strict=True):
         assert len(before["passages"]) == 3 and len(after["passages"]) == 5
         kept = [passage for passage in after["passages"] if passage in before["passages"]]
@@ -188,7 +186,7 @@ def test_given_passages_and_noise(
     assert f"eval: {sentence}" in " ".join(capsys.readouterr().out.split())
     assert f"- Passages cut: {sentence}" in (tmp_path / "tight" / "table.md").read_text()
     metrics = json.loads((tmp_path / "tight" / "metrics.json").read_text())
-    shown = [json.loads(line) for line in (tmp_path / "tight" / "trajectories.jsonl").read_text().splitlines()]
+    shown = stored(tmp_path / "tight" / "trajectories.jsonl")
     lost = 0
     for whole, entry in zip(clean, shown, strict=True):
         prompt = entry["segments"][0]["text"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from evaluate_cases import PROMPT, recipe_from, refusal, searching_flags, write_asked
+from stored_cases import stored
 
 from thresher.cli import main as cli
 from thresher.engine import assemble
@@ -20,6 +21,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import score
 from thresher.engine.store.best_checkpoint import best_checkpoint, steps_by_dev
+from thresher.engine.store.records import RecordLog, read_object
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer
@@ -41,7 +43,7 @@ def searching(tiny_model_folder: Path, tiny_index_folder: Path, asked: Path) -> 
 def results(out: Path) -> dict[str, Any]:
     """All that must not depend on time, nor on whether the evaluation was cut off."""
     metrics = json.loads((out / "metrics.json").read_text())
-    timed = ("seconds", "seconds_per_question", "latency", "batch")
+    timed = ("seconds", "seconds_per_question", "latency", "batch", "digest")
     return {
         "trajectories": (out / "trajectories.jsonl").read_text(),
         "metrics": {key: value for key, value in metrics.items() if key not in timed},
@@ -114,7 +116,7 @@ def test_an_interrupt_after_the_end_deletes_nothing(tmp_path: Path) -> None:
         folder.append([])
         folder.finish([], "table", {"em": 1.0})
         raise KeyboardInterrupt
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == {"em": 1.0}
+    assert read_object(tmp_path / "out" / "metrics.json")["em"] == 1.0
 
 
 def damages(line: str) -> list[str]:
@@ -155,18 +157,24 @@ def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     kept = out / "generated.jsonl"
     first, *rest = kept.read_text().splitlines()
     system, refused = load_system("search_r1", {}), 0
-    bare = json.dumps({key: value for key, value in json.loads(first).items() if key != "check"})
-    many = damages(bare)  # as an earlier version wrote it; what is written now has a digest
-    whole = read_generated(first.encode(), "whole")
-    assert read_generated(bare.encode(), "bare") == whole
+    bare = json.dumps({key: value for key, value in json.loads(first).items() if key != "checksum"})
+    many = damages(bare)  # as an earlier version wrote it; what is written now has a checksum
+
+    def read(line: str) -> Generated:
+        kept.write_text(line + "\n")
+        ((number, record),) = RecordLog(kept).recover()
+        return read_generated(record, f"{kept}:{number}")
+
+    whole = read(first)
+    assert read(bare) == read(json.dumps(json.loads(bare) | {"check": "0123456789abcdef"})) == whole
     for damaged in damages(first):
         try:
-            assert read_generated(damaged.encode(), f"{kept}:1") == whole
+            assert read(damaged) == whole
         except UserError as error:
             assert str(error).startswith(f"{kept}:1: "), error
     for damaged in many:
         try:
-            entry = read_generated(damaged.encode(), f"{kept}:1")
+            entry = read(damaged)
             check_generated([entry], tiny_tokenizer, system.tags, 4096, kept)
             scored = score(tiny_questions[:1], [entry.trajectory], system, tiny_tokenizer)
             assert measures_of(scored[0], system.tags)["searches"] >= 0
@@ -176,9 +184,7 @@ def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     assert refused > 0.6 * len(many)
     kept.write_text("\n".join([first, rest[0].replace('"ids"', '"idx"')]) + "\n")
     with (
-        pytest.raises(
-            UserError, match=rf"^{kept}:2: no trajectory as it was written .*; delete this line and those behind"
-        ),
+        pytest.raises(UserError, match=rf"^{kept}:2: does not follow from .*; delete this line and those behind"),
         EvalFolder.open(out, json.loads((out / "settings.json").read_text())) as folder,
     ):
         folder.generated()
@@ -230,7 +236,7 @@ def test_a_judge_that_fails_costs_no_trajectory_and_scores_none(
     monkeypatch.setattr(Rollout, "run", lambda *_, **__: pytest.fail("generated again"))
     assert cli.run(command) == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    records = [json.loads(line) for line in (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()]
+    records = stored(tmp_path / "out" / "trajectories.jsonl")
     answers = [record["answer"] for record in records]
     assert sum(map(bool, answers)) > 1  # or the mean below says nothing
     assert metrics["verdict"] == pytest.approx(1 / 7) and metrics["verdict_judge"] == "verdict of a stub"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from chat_server import ChatServer
 from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, make_agentic, make_plan
+from stored_cases import stored
 
 from thresher.engine.baselines import load_baseline
 from thresher.engine.episode import Generate, Prompt, Retrieved, Search, Tools, Turn
@@ -79,7 +80,7 @@ def test_other_extractors_noise_and_a_bound_on_evidence(
         script({n: [written] for n in range(3)})
         out = str(tmp_path / f"{name}.jsonl")
         figures = extract(replace(noisy, baseline=name, out=out, overrides=(*SMALL, *options)))
-        found = [json.loads(line) for line in Path(out).read_text().splitlines()]
+        found = stored(Path(out))
         assert all(len(line["passages"]) == 5 and "rationale" not in line for line in found)
         cut = tiny_tokenizer.decode(tiny_tokenizer.encode(kept)[:3]).strip()
         assert {line["evidence"] for line in found} == {cut}

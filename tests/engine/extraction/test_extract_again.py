@@ -22,6 +22,8 @@ from thresher.engine.extraction.figures import summarise
 from thresher.engine.extraction.run import ExtractionPlan, extract
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.store.journal import Journal
+from thresher.engine.store.locks import locked_file
+from thresher.engine.store.records import read_object
 from thresher.engine.systems import load_system
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
@@ -90,7 +92,12 @@ def test_a_run_goes_on_where_it_stopped(plan: ExtractionPlan, script: Any) -> No
     script({0: [extracted("r", "two"), extracted("r", "three")]})
     seen: list[int] = []
     figures = extract(replace(plan, batch=1), lambda done, of: seen.append(done))
-    assert out.read_bytes().startswith(first) and [line["evidence"] for line in lines(plan)] == ["one", "two", "three"]
+    records = first.splitlines(keepends=True)[:1]  # without the closing line
+    assert out.read_bytes().startswith(*records) and [line["evidence"] for line in lines(plan)] == [
+        "one",
+        "two",
+        "three",
+    ]
     assert seen == [1, 2, 3] and figures["questions"] == 3
     # Nothing is left to do, not even to load a model.
     assert extract(replace(plan, batch=5)) == figures
@@ -117,6 +124,14 @@ def test_an_endpoint_that_fails_costs_nothing_that_was_done(
 
 def one_at_a_time(endpoint: Any) -> Callable[..., Any]:
     return lambda *arguments, **named: endpoint(*arguments, **named, concurrency=1)
+
+
+def test_only_one_process_writes_to_a_file(plan: ExtractionPlan) -> None:
+    with locked_file(Path(plan.out)), pytest.raises(UserError, match=r"e\.jsonl: process \d+ is writing to this file"):
+        extract(plan)
+    assert not list(Path(plan.out).parent.glob(".*.lock"))
+    with pytest.raises(UserError, match=r"the folder .* does not exist"):
+        extract(replace(plan, out=f"{plan.out}/none/e.jsonl"))
 
 
 def test_other_settings_do_not_mix(plan: ExtractionPlan, script: Any) -> None:
@@ -150,8 +165,10 @@ def test_a_line_that_was_broken_is_named(plan: ExtractionPlan, script: Any, brok
     script({n: [extracted("r", f"note {n}")] for n in range(3)})
     extract(plan)
     first, second, *_ = lines(plan)
+    side = Path(plan.out).with_suffix(".json")
+    side.write_text(json.dumps({"settings": read_object(side)["settings"]}))  # as of an earlier version
     Path(plan.out).write_text(json.dumps(first) + "\n" + json.dumps(second | broken) + "\n")
-    with pytest.raises(UserError, match=rf"e\.jsonl:2: {fault}; remove the line, or choose another file to write"):
+    with pytest.raises(UserError, match=rf"e\.jsonl:2: {fault}; choose another file to write, or delete this one"):
         extract(plan)
 
 
@@ -168,8 +185,6 @@ def test_a_journal_hands_partial_records_back(tmp_path: Path) -> None:
     path.write_text('{"n": 1}\n')
     with pytest.raises(UserError, match=r'j\.jsonl:1: has no "id"'):
         Journal(path, {"a": 1}, ["answer"])
-    with pytest.raises(UserError, match=r"the folder .* does not exist"):
-        Journal(tmp_path / "none" / "j.jsonl", {}, [])
     with pytest.raises(UserError, match=r"ends in \.jsonl"):
         Journal(tmp_path / "j.jsonl.gz", {}, [])
 

@@ -18,6 +18,7 @@ from thresher.cli.main import run
 from thresher.engine.baselines.evidence import read_evidence
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
 from thresher.engine.refiners.kinds import Name, refining
+from thresher.engine.store.records import read_object, write_object
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 
@@ -57,8 +58,13 @@ def test_a_file_of_evidence_that_is_gone_on_with(plan: ExtractionPlan, name: Nam
     assert figures["questions"] == 3 and figures["compression_ratio"] > 1 and "recall_rationale" not in figures
     assert read_evidence(plan.out) == {line["id"]: line["evidence"] for line in whole}
     # As a kill leaves it: a line, and half of the next.
-    first, second, _ = Path(plan.out).read_bytes().splitlines(keepends=True)
+    first, second, *_ = Path(plan.out).read_bytes().splitlines(keepends=True)
     Path(plan.out).write_bytes(first + second[:20])
+    side = Path(plan.out).with_suffix(".json")
+    finished = read_object(side)
+    with pytest.raises(UserError, match=r"holds 1 records, and 3 were written; put a copy back"):
+        extract(plan)
+    write_object(side, {"settings": finished["settings"]})
     seen: list[tuple[int, int]] = []
     extract(plan, lambda done, of: seen.append((done, of)))
     assert untimed(plan) == whole and seen == [(1, 3), (3, 3)]

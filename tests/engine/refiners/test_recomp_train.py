@@ -11,6 +11,7 @@ import encoder_folders as folders
 import pytest
 import torch
 import transformers
+from stored_cases import stored
 
 from thresher.cli.main import run
 from thresher.engine.refiners import recomp_train
@@ -71,7 +72,7 @@ def test_a_record_is_the_best_sentence_and_what_falls_short_of_it(
     typed = ["data", "sft", "--kind", "recomp", "--model", str(tiny_model_folder), "--questions", str(questions)]
     assert run([*typed, "--out", str(tmp_path / "c.jsonl")]) == 0
     texts = {"question": "Who?", "positive": "Two.", "negatives": ["Four is there."]}
-    assert [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()] == [{"id": "q"} | texts]
+    assert stored(tmp_path / "c.jsonl") == [{"id": "q"} | texts]
     assert json.loads((tmp_path / "c.jsonl.unused.jsonl").read_text()) == {"id": "none", "reason": "no passages"}
     assert run([*typed, "--margin", "2", "--out", str(tmp_path / "none.jsonl")]) == 2
     assert "the best by more than 2.0 nats" in " ".join(capsys.readouterr().err.split())
@@ -157,7 +158,7 @@ def test_what_is_trained_is_what_extract_keeps(tmp_path: Path, capsys: pytest.Ca
     evidence = tmp_path / "e.jsonl"
     typed = ["extract", "--refiner", "recomp", "--model", str(tmp_path / "out"), "--questions", str(questions)]
     assert run([*typed, "--out", str(evidence)]) == 0
-    kept = [json.loads(line)["evidence"] for line in evidence.read_text().splitlines()]
+    kept = [record["evidence"] for record in stored(evidence)]
     assert kept == ["The river 9.", "The born 7."]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from report_cases import CHARTS, Page, eval_record, make_run, step_record, trajectory
 from rich.console import Console
+from stored_cases import stored
 
 from thresher.engine.reporting import report
 from thresher.engine.reporting.charts import charts_of
@@ -168,7 +169,7 @@ def test_a_systems_own_parts_are_curves_and_rows_of_their_own(tmp_path: Path, no
         record = eval_record(step, 0.5)
         record["eval"] |= {"parts": parts(step), "compression": 2.0 * step, "recall_evidence": 0.25}
         run.append_metrics(record)
-    records = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    records = stored(run.metrics_file)
     charts = {chart.name: chart for chart in charts_of(records, **CHARTS)}
     own = {name: [series.label for series in chart.series] for name, chart in charts.items() if "part" in name}
     assert own == {

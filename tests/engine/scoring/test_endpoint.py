@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer, completion
+from stored_cases import stored
 
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring import endpoint as endpoint_module
@@ -127,7 +127,7 @@ def test_a_reply_is_paid_for_once_across_runs_and_addresses(server: ChatServer, 
         Endpoint(moved.url, "other", replies=replies).complete(said("a"))
         again.complete([[{"role": "system", "content": "a"}]])
         assert len(moved.asked) == 5
-    records = [json.loads(line) for line in replies.read_text().splitlines()]
+    records = stored(replies)
     assert len(records) == 7 and records[0].keys() == {"key", "request", "reply"}
     assert server.asked[0] in [record["request"] for record in records]
 
@@ -147,7 +147,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     replies = tmp_path / "r.jsonl"
     for line in ('{"key": "a"}', "[]", "nonsense", '{"key": 1, "reply": "x"}', "[" * 100_000):
         replies.write_text('{"key": "k", "reply": "x"}\n' + line + "\n")
-        with pytest.raises(UserError, match=r'r\.jsonl:2: expected an object with "key" and "reply"; remove'):
+        with pytest.raises(UserError, match=r"r\.jsonl:2: "):
             Endpoint("http://h", "m", replies=replies)
     with pytest.raises(UserError, match=r"cannot be used \(.*\); name another file"):
         Endpoint("http://h", "m", replies=tmp_path)
@@ -182,7 +182,7 @@ def test_what_is_under_way_when_one_fails_is_kept(
     problem = failure(endpoint, *"abcdef")
     assert f"refuses a request with status 400 (no); fix what it names ({replies} keeps all replies)" in problem
     assert len(server.asked) == 2  # the other four were not begun
-    assert [json.loads(line)["reply"] for line in replies.read_text().splitlines()] == ["kept"]
+    assert [record["reply"] for record in stored(replies)] == ["kept"]
     assert "kept" in Endpoint(server.url, "m", replies=replies).complete(said(*"abcdef"))
     assert len(server.asked) == 2 + 5
 
@@ -300,7 +300,7 @@ def test_an_unusable_reply_is_asked_for_once_more_and_not_kept(server: ChatServe
     server.script = ["dunno", "well,\nperhaps"]
     problem = failure(endpoint, "How many?", usable=str.isdigit)
     assert 'm gave, twice, a reply to "How many?" of no use, "well, perhaps"; name another model' in problem
-    assert [json.loads(line)["reply"] for line in replies.read_text().splitlines()] == ["42"]
+    assert [record["reply"] for record in stored(replies)] == ["42"]
     # Kept by one who could use it, asked for anew by one who cannot.
     assert endpoint.complete(said("word")) == ["re: word"]
     server.script = ["7"]

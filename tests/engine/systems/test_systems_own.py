@@ -159,6 +159,7 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
     ("body", "problem"),
     [
         ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; fix the file"),
+        ("raise SystemExit(0)", "raised SystemExit (0) at line 14; fix the file"),
         ("return 1.0", "returned float; it should return a RewardResult; fix the file"),
         ("return RewardResult(1.0, {'em': 1}, None)", "returned parts without f1 and answered, which answer_measures"),
         ("return RewardResult(1.0, None, None)", "returned parts of NoneType; they should be a dict"),
@@ -213,6 +214,7 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
             "episode(question, tools) yielded behind its prompt Prompt(",
         ),
         ("yield Generate(", "yield print(", "episode(question, tools) raised TypeError"),
+        ('return "answered"', "raise SystemExit", "episode(question, tools) raised SystemExit at line"),
         ('return "answered"', "return 1", "episode(question, tools) returned 1"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from batch_invariance import needs_invariant_policy, using_threads
 from safetensors.torch import load_file
+from stored_cases import stored
 
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
@@ -254,7 +255,7 @@ class Killed(BaseException):
 
 def what_happened(run: Path) -> dict[str, Any]:
     timed = ("seconds", "per_s", "share")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = stored(run / "metrics.jsonl")
     metrics = [{key: value for key, value in line.items() if not key.endswith(timed)} for line in lines]
     files = [*run.rglob("*.safetensors"), *run.glob("trajectories/*")]
     return {"metrics": metrics, **{str(path.relative_to(run)): path.read_bytes() for path in files}}

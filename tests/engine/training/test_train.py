@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from stored_cases import stored
 from train_cases import (
     DEV,
     GROUPS,
@@ -122,9 +123,7 @@ def test_the_first_update_is_on_policy_and_at_its_reference(uninterrupted: Path)
 def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_its_step(
     uninterrupted: Path, make_recipe: Callable[..., Recipe], tiny_questions: list[Question], step: int
 ) -> None:
-    written = [
-        json.loads(line) for line in (uninterrupted / f"evaluations/step_{step:06d}.jsonl").read_text().splitlines()
-    ]
+    written = stored(uninterrupted / f"evaluations/step_{step:06d}.jsonl")
     assert [entry["id"] for entry in written] == [question.id for question in tiny_questions[:DEV]]
     recipe = make_recipe()
     parts = load_parts(recipe, uninterrupted / f"checkpoints/step_{step:06d}" if step else None)
@@ -147,6 +146,8 @@ def test_the_summary_has_these_keys(uninterrupted: Path) -> None:
         "train_tokens_per_s",
         "seed",
         "steps",
+        "metrics",
+        "digest",
     ]
     evaluations = [record["eval"] for record in metrics(uninterrupted) if "eval" in record]
     steps = [record for record in metrics(uninterrupted) if "eval" not in record]

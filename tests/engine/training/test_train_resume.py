@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
         file.write('{"step": 3, "rewa')  # and a line was cut short
     returned = train(make_recipe(), out, resume=True)
     assert_same_run(uninterrupted, out)
-    assert json.loads((out / "summary.json").read_text()) == returned
+    assert json.loads((out / "summary.json").read_text()).items() >= returned.items()
 
 
 KILLED = """

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer
+from stored_cases import stored
 from train_cases import (
     assert_same_run,
     metrics,
@@ -214,7 +215,7 @@ def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
         server.reply = lambda content: "yes"
         train(replace(recipe, judge=JudgeSection(url=server.url, model="m")), out)
         assert bool(server.asked) == (out / "replies.jsonl").exists() == (accuracy == "judge")
-    entries = [json.loads(line) for line in (out / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
+    entries = stored(out / "trajectories" / "step_000001.jsonl")
     assert any(entry["answer"] for entry in entries)
     for entry in entries:
         assert entry.get("verdict") == (bool(entry["answer"]) if accuracy == "judge" else None)

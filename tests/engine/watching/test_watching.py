@@ -109,7 +109,7 @@ Get = Callable[..., tuple[int, dict[str, str], bytes]]
 def served(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LivePage, Get]]:
     """The page of a run, whose pictures are not drawn, and get(path, method, host) -> status, headers, body."""
 
-    def write(run: Path, out: str) -> Path:
+    def write(run: Path, out: str, unverified: bool) -> Path:
         page = Path(out) / "report.html"
         page.write_text(f"<body><main>step {read_state(run).step}</main>\n</body>\n</html>")
         return page
@@ -236,7 +236,7 @@ def test_a_taken_port_and_no_run(run: RunFolder, tmp_path: Path) -> None:
 def test_leaving_it_is_no_mistake(
     how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(terminal, "watch_terminal", interrupted)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored_cases import stored
 
 from thresher.bench.studies.mask import batch as mask_batch
 from thresher.bench.studies.mask import run as mask
@@ -116,7 +117,7 @@ def test_the_command_on_a_run(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_s_trajectories_come_with_their_signal_first(run_folder: Path) -> None:
-    lines = [json.loads(line) for line in (run_folder / "grpo/trajectories/step_000002.jsonl").read_text().splitlines()]
+    lines = stored(run_folder / "grpo/trajectories/step_000002.jsonl")
     subject = mask_batch.stored(run_folder / "grpo", 1000, "cpu")
     assert len(subject.trajectories) == len(lines) == 24
     by_place = {(line["group"], line["sample"]): line for line in lines}
@@ -134,7 +135,7 @@ def rewrite(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
 
     def apply(run: Path) -> None:
         path = run / "trajectories" / "step_000002.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+        records = stored(path)
         for record in records:
             change(record)
         path.write_text("".join(json.dumps(record) + "\n" for record in records))

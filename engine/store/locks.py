@@ -1,0 +1,57 @@
+"""Locks, by which one process at a time writes to a folder or a file. They are the operating system's, so that a
+process which was killed leaves none behind."""
+
+import errno
+import fcntl
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from thresher.policy.files import Unwritable
+from thresher.rewards.errors import UserError
+
+
+def lock_folder(folder: Path) -> int:
+    """An open descriptor that holds the folder's lock until it is closed or its process ends. The file .lock stays;
+    only the lock on it counts."""
+    return _lock(folder / ".lock", folder, "folder")
+
+
+@contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """Within it this process alone writes to the file, which need not exist yet. UserError where another one does."""
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        descriptor = _lock(lock, path, "file")
+        while not lock.exists() or not os.path.samestat(
+            os.fstat(descriptor), lock.stat()
+        ):  # its last holder deleted it
+            os.close(descriptor)
+            descriptor = _lock(lock, path, "file")
+    except OSError as error:
+        raise Unwritable(path, error) from None
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(lock: Path, written: Path, kind: str) -> int:
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another"
+        os.close(descriptor)
+        raise UserError(f"{written}: process {holder} is writing to this {kind}; wait for it to end") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            os.close(descriptor)
+            raise
+        warnings.warn(f"{written}: this file system has no locks; start no second process on it", stacklevel=4)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor

@@ -1,0 +1,348 @@
+"""Stored records: JSONL in which a record that was changed, lost, doubled or moved is noticed.
+
+    {"step": 1, .., "checksum": "1f4a.."}      a record a line; 16 hex digits, always the last key
+    {"step": 2, .., "checksum": "90c3.."}
+    {"records": 2, "digest": "90c3.."}         the closing line of a finished file: their number, and 64 hex digits
+
+A checksum is the beginning of the SHA-256 of all records so far, each as its line of JSON without the checksum and with
+its line feed. So it follows from every line before it. The digest of the closing line is the whole of the last one.
+
+    RecordLog        a file that grows and survives a kill
+    write_records    a file that is written at once, whole or not at all
+    read_records     reads either, and raises UserError for one that is not as it was written
+
+A file without any checksum is of an earlier version, or of another program. It is read with a warning, one a folder,
+where the caller expects a file of ours. `write_object` and `read_object` do the same for one JSON object.
+
+Deliberately absent: protection from people, who can compute a checksum too; repair; and locks (locks.py).
+"""
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from thresher.policy.files import Unwritable, append_bytes, atomic_path, atomic_write_text, read_json_object
+from thresher.retrieval.data.jsonl import BOM, Record, as_object, iter_lines, parse_json
+from thresher.rewards.errors import UserError
+
+CHECKSUM, DIGITS = "checksum", 16
+REMEDY = "put a copy back, or read it as it is by --unverified"
+# For files that people make others from.
+ON_PURPOSE = (
+    "put a copy back, or take the checksums out of a file that was changed on purpose: "
+    "jq -c 'select(.checksum) | del(.checksum)'"
+)
+
+_warned: set[Path] = set()
+
+
+class _Chain:
+    """What the records so far are: their number and their digest."""
+
+    def __init__(self) -> None:
+        self.records, self._hash = 0, sha256()
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        return {"records": self.records, "sha256": self.digest}
+
+    def copy(self) -> "_Chain":
+        other = _Chain()
+        other.records, other._hash = self.records, self._hash.copy()
+        return other
+
+    def add(self, line: bytes) -> bytes:
+        """Count a record in, given as its line without a checksum; returns the line that is stored."""
+        self.records += 1
+        self._hash.update(line)
+        return line[:-2] + _tail(self.digest[:DIGITS]) + b"\n"
+
+    def closing_line(self) -> bytes:
+        return json_line({"records": self.records, "digest": self.digest})
+
+
+def _tail(checksum: str) -> bytes:
+    return f', "{CHECKSUM}": "{checksum}"}}'.encode()
+
+
+_TAIL = len(_tail("0" * DIGITS))
+_CLOSING = re.compile(rb'\{"records": \d+, "digest": "[0-9a-f]{64}"\}\n?')
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of JSON. Numbers that are not finite become null, for JSON has none such."""
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError):  # the slow way only for records that need it
+        text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    # A lone surrogate has no UTF-8; as a backslash escape it is the same character in JSON.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def finite(value: Any) -> Any:
+    """Plain JSON values: None for nan and infinities, a number for a numpy or torch scalar."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def mark_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The number of these records and their digest: what a file that holds them says of itself."""
+    chain = _Chain()
+    for record in records:
+        chain.add(json_line(record))
+    return chain.mark
+
+
+def write_records(path: Path, records: Iterable[Mapping[str, Any]], *, closed: bool = True) -> dict[str, Any]:
+    """Write a file of records, whole or not at all; returns their mark. closed: nothing more is to come."""
+    chain = _Chain()
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        for record in records:
+            file.write(chain.add(_plain_line(record)))
+        if closed:
+            file.write(chain.closing_line())
+    return chain.mark
+
+
+def _plain_line(record: Mapping[str, Any]) -> bytes:
+    if not record or CHECKSUM in record:
+        raise ValueError(f'a stored record needs a key, and none that is "{CHECKSUM}", got {str(record)[:80]}')
+    return json_line(record)
+
+
+def read_records(
+    path: str | Path,
+    *,
+    unverified: bool = False,
+    growing: bool = False,
+    foreign: bool = False,
+    expected: Mapping[str, Any] | None = None,
+    owner: Path | None = None,
+    remedy: str = REMEDY,
+) -> Iterator[tuple[int, Record]]:
+    """Yields (line number from 1, record without its checksum). UserError for a file that is not as it was written, in
+    a sentence that ends with `remedy`.
+
+    unverified: whatever its checksums say. growing: it may be unfinished and end in half a line, as a kill leaves it.
+    foreign: it may be anyone's, so that no checksum is no reason to warn. expected: the mark of its first records, with
+    no others behind them unless it is growing. owner: the folder to warn of; default: the file's own.
+    """
+    reader = _Reader(Path(path), unverified, growing, foreign, owner, remedy)
+    yield from reader.records(expected)
+
+
+class _Reader:
+    """One pass over a file of records. When it is over: chain has all of them, end and size are the bytes up to the
+    last one's end and those of all, and closed says whether a closing line is there. as_written: the lines are those
+    that the chain would write, so that more can be appended."""
+
+    def __init__(
+        self, path: Path, unverified: bool, growing: bool, foreign: bool, owner: Path | None, remedy: str
+    ) -> None:
+        self.path, self.unverified, self.growing, self.foreign = path, unverified, growing, foreign
+        self.owner, self.remedy = owner or path.parent, remedy
+        self.chain = _Chain()
+        self.end = self.size = 0
+        self.closed, self.as_written = False, True
+        self._guarded: bool | None = None  # whether lines have checksums, once there is one
+
+    def records(self, expected: Mapping[str, Any] | None = None) -> Iterator[tuple[int, Record]]:
+        wanted = None if expected is None else expected.get("records")
+        for number, line in iter_lines(self.path):
+            self.size += len(line)
+            record = self._record(number, line)
+            if record is None:
+                continue
+            yield number, record
+            if self.chain.records == wanted and self.chain.mark != expected:
+                self._refuse(self.path, f"its first {wanted} records are not those that were counted at the end")
+        count = self.chain.records
+        if isinstance(wanted, int) and (count < wanted or (count > wanted and not self.growing)):
+            self._refuse(self.path, f"holds {count} records, and {wanted} were written")
+        finished = not self.growing if wanted is None else count == wanted
+        if self._guarded is False and not (self.foreign or self.unverified):
+            warn_unguarded(self.owner, self.path)
+        elif self._guarded is not False and finished and not self.closed and not (self.foreign and count == 0):
+            self._refuse(self.path, "has no closing line: it was cut, or what writes it has not finished")
+
+    def _record(self, number: int, line: bytes) -> Record | None:
+        """The record of a line; None for one that holds none."""
+        where = f"{self.path}:{number}"
+        line = line.removeprefix(BOM) if number == 1 else line
+        if not line.strip() and (self.unverified or not self._guarded):
+            return None
+        guarded, closing = _checksum(line) is not None, _CLOSING.fullmatch(line) is not None
+        if self._guarded is None:
+            self._guarded = guarded or closing
+        verified = self._guarded and not self.unverified
+        if not line.endswith(b"\n"):
+            if (self.growing or self.unverified) and (verified or not _is_object(line)):
+                return None
+            if verified:
+                self._refuse(where, "is half a line")
+        if closing:
+            if self.closed or line != self.chain.closing_line():
+                self._refuse(where, f"closes other records than the {self.chain.records} before it")
+            self.closed = True
+            return None
+        if self.closed:
+            self._refuse(where, "stands behind the closing line")
+            self.closed = False
+        if verified and not guarded:
+            self._refuse(where, "has no checksum, unlike the lines before it")
+        if verified:
+            if self.chain.add(line[: -_TAIL - 1] + b"}\n") != line:
+                self._refuse(where, "does not follow from the lines before it: one was changed, lost, doubled or moved")
+            record = as_object(parse_json(line.rstrip(), where), where)
+        else:
+            record = as_object(parse_json(line.rstrip(), where), where)
+            if isinstance(found := record.get(CHECKSUM), str) and len(found) == DIGITS:
+                self._refuse(where, "has a checksum, unlike the lines before it" if guarded else "was written anew")
+            self.chain.add(json_line({key: value for key, value in record.items() if key != CHECKSUM}))
+            self.as_written = False
+        self.end = self.size
+        record.pop(CHECKSUM, None)
+        return record
+
+    def _refuse(self, where: object, what: str) -> None:
+        if not self.unverified:
+            raise UserError(f"{where}: {what}; {self.remedy}")
+
+
+def _checksum(line: bytes) -> str | None:
+    tail = line.removesuffix(b"\n")[-_TAIL:]
+    found = tail[-DIGITS - 2 : -2].decode("ascii", "replace")
+    return found if tail == _tail(found) else None
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def warn_unguarded(owner: Path, path: Path) -> None:
+    """Say, once for a folder, that a file in it has no checksums."""
+    if owner not in _warned:
+        _warned.add(owner)
+        name = path.relative_to(owner) if path.is_relative_to(owner) else path
+        print(
+            f"thresher: {owner}: {name} is of an earlier version, without checksums: whether a record was changed or "
+            "lost since cannot be told",
+            file=sys.stderr,
+        )
+
+
+class RecordLog:
+    """A file of records that grows, of which this process is the only writer. What is there is taken up by `recover`;
+    nothing is written before the first `append` or `finish`.
+
+    Half a line at the end, as a kill leaves it, and a closing line are cut off by the next append. A file without
+    checksums, or one that is read unverified, is then written anew, with them.
+    """
+
+    def __init__(
+        self, path: str | Path, *, unverified: bool = False, owner: Path | None = None, remedy: str = REMEDY
+    ) -> None:
+        self.path = Path(path)
+        self._opened = partial(_Reader, self.path, unverified, True, False, owner, remedy)
+        self._found = self._opened()
+
+    def recover(self, expected: Mapping[str, Any] | None = None) -> Iterator[tuple[int, Record]]:
+        """The records that are there, as `read_records` of a growing file; all must be taken before an append."""
+        self._found = self._opened()
+        if self.path.exists():
+            yield from self._found.records(expected)
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """The number of all records, and their digest."""
+        return self._found.chain.mark
+
+    @property
+    def as_left(self) -> bool:
+        """Whether the file has the size with which this log last left it."""
+        return (self.path.stat().st_size if self.path.exists() else 0) == self._found.size
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Add records; when this returns, they survive a kill of the process. UserError where they cannot be written,
+        and where somebody else has changed the file or taken it away."""
+        lines = [_plain_line(record) for record in records]
+        self._write(lambda chain: b"".join(map(chain.add, lines)))
+        self._found.end, self._found.closed = self._found.size, False
+
+    def finish(self) -> dict[str, Any]:
+        """Add the closing line, if it is not there; returns the mark of all records."""
+        if not self._found.closed:
+            self._write(_Chain.closing_line)
+            self._found.closed = True
+        return self.mark
+
+    def _write(self, make: Callable[[_Chain], bytes]) -> None:
+        """Put at the end of the records what `make` gives for them."""
+        found = self._found
+        if not self.as_left:
+            what = "changed" if self.path.exists() else "deleted"
+            raise UserError(
+                f"{self.path}: was {what} by another program while this one writes to it; put a copy back, and run the "
+                "same command again"
+            )
+        if not found.as_written:
+            kept = read_records(self.path, unverified=True)
+            write_records(self.path, (record for _, record in kept), closed=False)
+            found.end = found.size = self.path.stat().st_size
+            found.as_written = True
+        chain = found.chain.copy()
+        data = make(chain)
+        try:
+            if found.size != found.end:
+                os.truncate(self.path, found.end)
+                found.size = found.end
+            append_bytes(self.path, data)
+        except Unwritable:
+            with suppress(OSError):  # of what was written in part
+                os.truncate(self.path, found.end)
+            raise
+        except OSError as error:
+            raise Unwritable(self.path, error) from None
+        found.chain, found.size = chain, found.end + len(data)
+
+
+def write_object(path: Path, values: Mapping[str, Any]) -> None:
+    """Write one JSON object with a digest of it, whole or not at all. Numbers that are not finite become null."""
+    plain = finite(values)
+    text = json.dumps(plain | {"digest": sha256(json_line(plain)).hexdigest()}, indent=2, allow_nan=False)
+    atomic_write_text(path, text + "\n")
+
+
+def read_object(
+    path: Path, *, unverified: bool = False, owner: Path | None = None, remedy: str = REMEDY
+) -> dict[str, Any]:
+    """What `write_object` wrote, without its digest. The arguments are those of `read_records`."""
+    values = read_json_object(path)
+    digest = values.pop("digest", None)
+    if unverified:
+        return values
+    if digest is None:
+        warn_unguarded(owner or path.parent, path)
+    elif digest != sha256(json_line(values)).hexdigest():
+        raise UserError(f"{path}: was changed since it was written, by its digest; {remedy}")
+    return values

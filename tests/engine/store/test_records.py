@@ -1,0 +1,380 @@
+"""Stored records: each way to damage each kind of file, met by each of its readers; old files; and kills."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report_cases import eval_record, make_run, step_record, trajectory
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from stored_cases import stored
+
+from thresher.cli import main as cli
+from thresher.engine.baselines.evidence import read_evidence
+from thresher.engine.evaluation.compare import compare, read_evaluation
+from thresher.engine.evaluation.folder import EvalFolder
+from thresher.engine.evaluation.generated import Generated
+from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.reporting import comparison, report
+from thresher.engine.reporting.comparison import write_comparison
+from thresher.engine.reporting.report import write_report
+from thresher.engine.reporting.token_view import write_token_view
+from thresher.engine.scoring.endpoint import Replies
+from thresher.engine.scoring.transcripts import score_file
+from thresher.engine.store import records as records_module
+from thresher.engine.store.best_checkpoint import best_checkpoint
+from thresher.engine.store.journal import Journal
+from thresher.engine.store.records import RecordLog, read_records, write_records
+from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.store.token_stats import TokenStats, write_token_stats
+from thresher.engine.training.sft_data import taught_records
+from thresher.engine.watching.page import LivePage
+from thresher.engine.watching.state import read_state
+from thresher.policy.tokenizer import Tokenizer
+from thresher.rewards.errors import UserError
+from thresher.rewards.transcript import Source
+
+Lines = list[bytes]
+Reader = Callable[[Path, bool], object]  # of a world, unverified or not
+
+
+def another(line: bytes) -> bytes:
+    """A line in which one digit or letter is another."""
+    at = next(n for n, byte in enumerate(line) if n > 12 and chr(byte).isalnum() and line[n - 1 : n] in b'" ')
+    return line[:at] + (b"7" if line[at : at + 1] != b"7" else b"8") + line[at + 1 :]
+
+
+def wrong_type(line: bytes) -> bytes:
+    record = json.loads(line)
+    record[next(iter(record))] = [{"x": []}]
+    return json.dumps(record).encode() + b"\n"
+
+
+def bare(line: bytes) -> bytes:
+    record = json.loads(line)
+    del record["checksum"]
+    return json.dumps(record).encode() + b"\n"
+
+
+# Three records and, in a file that is finished, a closing line.
+INSIDE: dict[str, Callable[[Lines], Lines]] = {
+    "changed": lambda lines: [lines[0], another(lines[1]), *lines[2:]],
+    "first changed": lambda lines: [another(lines[0]), *lines[1:]],
+    "wrong type": lambda lines: [lines[0], wrong_type(lines[1]), *lines[2:]],
+    "lost": lambda lines: [lines[0], *lines[2:]],
+    "first lost": lambda lines: lines[1:],
+    "doubled": lambda lines: [lines[0], lines[1], *lines[1:]],
+    "swapped": lambda lines: [lines[1], lines[0], *lines[2:]],
+    "without a checksum": lambda lines: [lines[0], bare(lines[1]), *lines[2:]],
+}
+AT_THE_END: dict[str, Callable[[Lines], Lines]] = {
+    "cut at a line's end": lambda lines: lines[:2],
+    "half a line": lambda lines: [*lines[:2], lines[2][:20]],
+    "not closed": lambda lines: lines[:3],
+    "last lost": lambda lines: [*lines[:2], lines[3]],
+    "emptied": lambda lines: [],
+}
+TOLD = ("lost", "half a line")  # among those that can be read unverified; token statistics fit all trajectories or none
+
+
+def report_of(world: Path, unverified: bool) -> object:
+    return write_report(world / "run", world / "out", unverified)
+
+
+def compared_runs(world: Path, unverified: bool) -> object:
+    return write_comparison([world / "run", world / "other"], world / "out" / "page.html", unverified)
+
+
+def resumed(world: Path, unverified: bool) -> object:
+    run = RunFolder(world / "run", unverified=unverified)
+    run.check_checkpoints(2)
+    run.check_metrics(2, json.loads((world / "mark.json").read_text()) if not unverified else None)
+    return run.metrics_mark()
+
+
+def compared(world: Path, unverified: bool) -> object:
+    return compare(read_evaluation(world / "eval", unverified), read_evaluation(world / "eval", unverified))
+
+
+def scored(world: Path, unverified: bool) -> object:
+    return score_file("search_r1", {}, world / "r.jsonl", world / "out" / "s.jsonl", unverified=unverified)
+
+
+READERS: dict[str, list[Reader]] = {
+    "run/metrics.jsonl": [
+        report_of,
+        compared_runs,
+        resumed,
+        lambda world, unverified: read_state(world / "run", unverified),
+        lambda world, unverified: LivePage(world / "run", unverified),
+    ],
+    "run/evaluations/step_000002.jsonl": [report_of, compared_runs],
+    "run/trajectories/step_000002.jsonl": [
+        lambda world, unverified: write_token_view(world / "run", "2", world / "out" / "t.html", unverified)
+    ],
+    "eval/trajectories.jsonl": [compared],
+    "r.jsonl": [scored],
+}
+# Without --unverified: what goes on with a file, or makes something of it that lasts.
+ONLY_VERIFIED: dict[str, list[Callable[[Path], object]]] = {
+    "run/metrics.jsonl": [lambda world: best_checkpoint(world / "run")],
+    "e.jsonl": [
+        lambda world: Journal(world / "e.jsonl", {}, ["answer"]),
+        lambda world: read_evidence(world / "e.jsonl"),
+    ],
+    "r.jsonl": [lambda world: taught_records(world / "r.jsonl", "extract")],
+}
+# Of what is not finished nobody knows how much there should be.
+UNFINISHED: dict[str, list[Callable[[Path], object]]] = {
+    "run/starts.jsonl": [lambda world: RunFolder(world / "run").starts(), lambda world: read_state(world / "run")],
+    "replies.jsonl": [lambda world: Replies(world / "replies.jsonl")],
+    "left/generated.jsonl": [lambda world: opened(world).generated()],
+}
+
+
+def opened(world: Path) -> EvalFolder:
+    return EvalFolder(world / "left", 0)
+
+
+@pytest.fixture
+def world(tmp_path: Path, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of each kind, with three records each. Pictures are not drawn."""
+    for module, name in ((report, "draw"), (report, "draw_overview"), (comparison, "draw")):
+        monkeypatch.setattr(module, name, lambda _, path: path.write_bytes(b"PNG"))
+    monkeypatch.setattr(records_module, "_warned", set())
+    (tmp_path / "out").mkdir()
+    tiny_tokenizer.save(tmp_path / "model")
+    said = {
+        "ids": tiny_tokenizer.encode("<answer> Bel </answer>"),
+        "source": "policy",
+        "text": "<answer> Bel </answer>",
+    }
+    sampled = [trajectory(f"q{n}", n == 1, group=0, sample=n, advantage=0.5, segments=[said]) for n in range(3)]
+    for name in ("run", "other"):
+        run = make_run(tmp_path / name, str(tmp_path / "model"))
+        for step in range(3):
+            run.append_start({"step": step, "host": "elsewhere", "at": "2026-01-01"})
+        run.append_metrics(step_record(1))
+        run.append_metrics(step_record(2))
+        run.append_metrics(eval_record(2, 0.5))
+        (tmp_path / "mark.json").write_text(json.dumps(run.metrics_mark()))
+        run.write_trajectories(2, sampled)
+        count = len(said["ids"])
+        values = {name: np.zeros(count, np.float32) for name in ("sampled", "recomputed", "entropy", "clipped")}
+        stats = [TokenStats(key=(0, n), values=values, branches=np.empty(0, np.float32)) for n in range(3)]
+        write_token_stats(run.trajectories / "step_000002.safetensors", stats, 10**6)
+        run.write_evaluation(2, [trajectory(f"q{n}", n == 1) for n in range(3)])
+        (run.checkpoints / "step_000002").mkdir()
+        run.write_summary({"em_before": 0.25, "em_after": 0.5, "seconds": 3.0})
+    with EvalFolder.open(tmp_path / "eval", {}) as folder:
+        answers = ({"id": str(n), "question": "?", "parts": {}, "measures": {"em": n % 2}} for n in range(3))
+        folder.finish(answers, "table", {"em": 0.5, "system": "s"})
+    with EvalFolder.open(tmp_path / "left", {}) as folder:
+        one = Trajectory("q", 0, 0, [Segment(Source.PROMPT, [1])], "ended")
+        folder.append([Generated(one, 0.5, [])] * 2)
+        folder.append([Generated(one, 0.25, [True])])
+    journal = Journal(tmp_path / "e.jsonl", {}, ["answer"])
+    for n in range(3):
+        journal.add({"id": str(n), "evidence": "It is.", "answer": "so"})
+    journal.finish({"questions": 3})
+    log = RecordLog(tmp_path / "r.jsonl")
+    log.append(*sampled[:2])
+    log.append(sampled[2])
+    log.finish()
+    replies = Replies(tmp_path / "replies.jsonl")
+    for n in range(3):
+        replies.put(str(n), {"n": n}, "so")
+    return tmp_path
+
+
+def damaged(file: Path, attack: Callable[[Lines], Lines]) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    found = attack(lines)
+    assert found != lines
+    file.write_bytes(b"".join(found))
+
+
+def refused(file: Path, read: Callable[[], object], named: bool) -> None:
+    with pytest.raises(UserError) as caught:
+        read()
+    message = str(caught.value)
+    assert message.startswith(f"{file}:") and "\n" not in message
+    assert not named or message.removeprefix(f"{file}:")[:1].isdigit(), message
+
+
+@pytest.mark.parametrize("name", [*READERS])
+def test_every_reader_refuses_what_is_not_as_it_was_written(
+    name: str, world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = world / name
+    whole = file.read_bytes()
+    for read in READERS[name]:
+        read(world, False)
+    assert capsys.readouterr().err == ""
+    for attack, change in (INSIDE | AT_THE_END).items():
+        damaged(file, change)
+        for read in READERS[name]:
+            refused(file, lambda read=read: read(world, False), attack in INSIDE)
+            if attack in ("changed", "without a checksum") or (attack in TOLD and "trajectories" not in name):
+                read(world, True)
+        for call in ONLY_VERIFIED.get(name, ()) if attack != "emptied" else ():
+            refused(file, lambda call=call: call(world), attack in INSIDE)
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", [*UNFINISHED, "e.jsonl"])
+def test_who_goes_on_with_a_file_refuses_it_too(name: str, world: Path) -> None:
+    file, calls = world / name, UNFINISHED.get(name) or ONLY_VERIFIED[name]
+    whole = file.read_bytes()
+    for call in calls:
+        call(world)
+    for attack, change in (INSIDE | (AT_THE_END if name not in UNFINISHED else {})).items():
+        damaged(file, change)
+        for call in calls[:1] if attack == "emptied" else calls:  # an empty file may be anybody's
+            refused(file, lambda call=call: call(world), attack in INSIDE)
+        file.write_bytes(whole)
+    if name in UNFINISHED:
+        file.write_bytes(whole[:-20])  # as a kill leaves it
+        for call in calls:
+            call(world)
+
+
+@pytest.mark.parametrize("name", ["run/summary.json", "eval/metrics.json", "e.json"])
+def test_a_summary_that_was_changed_is_refused(name: str, world: Path) -> None:
+    file = world / name
+    file.write_text(file.read_text().replace("5", "6").replace("3.0", "9.0").replace(": 3", ": 4", 1))
+    readers: list[Reader] = {"run": [report_of, compared_runs], "eval": [compared]}.get(name.split("/")[0], [])
+    for read in readers:
+        refused(file, lambda read=read: read(world, False), False)
+        read(world, True)
+    if name == "e.json":
+        refused(file, lambda: Journal(world / "e.jsonl", {}, ["answer"]), False)
+
+
+def test_token_statistics_have_a_digest(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = world / "run" / "trajectories" / "step_000002.safetensors", world / "out" / "t.html"
+    arrays = load_file(file)
+    with safe_open(file, "numpy") as opened_file:
+        metadata = opened_file.metadata()
+    save_file({**arrays, "sampled_P": arrays["sampled_P"] - 1}, file, metadata)
+    refused(file, lambda: write_token_view(world / "run", "2", page), False)
+    write_token_view(world / "run", "2", page, unverified=True)
+    save_file(arrays, file)  # as an earlier version wrote it
+    write_token_view(world / "run", "2", page)
+    assert capsys.readouterr().err.count("of an earlier version") == 1
+
+
+def older(file: Path) -> None:
+    """The file as an earlier version wrote it."""
+    if file.suffix == ".jsonl":
+        file.write_bytes(b"".join(map(bare, file.read_bytes().splitlines(keepends=True)[:3])))
+    else:
+        values = json.loads(file.read_text())
+        file.write_text(json.dumps({key: value for key, value in values.items() if key not in ("digest", "metrics")}))
+
+
+def test_an_old_folder_is_read_with_one_warning(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = RunFolder(world / "run").metrics()
+    page = report_of(world, False)
+    assert isinstance(page, Path)
+    text = page.read_text()
+    for file in (*(world / "run").rglob("*.jsonl"), world / "run" / "summary.json"):
+        older(file)
+    assert report_of(world, False) == page and page.read_text() == text
+    read_state(world / "run")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"thresher: {world / 'run'}: ") and "is of an earlier version, without checksums" in line
+    assert RunFolder(world / "run").metrics() == before
+    # Who goes on with it writes it anew.
+    run = RunFolder(world / "run")
+    run.append_metrics(step_record(3))
+    assert stored(run.metrics_file) == [*before, step_record(3)] and b"checksum" in run.metrics_file.read_bytes()
+    older(world / "r.jsonl")  # anybody's, to be scored
+    scored(world, False)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_commands_have_the_flag(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("eval/trajectories.jsonl", "r.jsonl", "run/metrics.jsonl"):
+        damaged(world / name, INSIDE["changed"])
+    for words in (
+        ["compare", str(world / "eval"), str(world / "eval")],
+        ["score", "--system", "search_r1", "--transcripts", str(world / "r.jsonl"), "--out", str(world / "s.jsonl")],
+        ["report", str(world / "run"), "--out", str(world / "out")],
+        ["report", str(world / "run"), str(world / "other"), "--out", str(world / "out" / "c.html")],
+        ["watch", str(world / "run"), "--tty"],
+    ):
+        assert cli.run(words) == 2
+        assert "read it as it is by --unverified" in capsys.readouterr().err
+        if words[0] != "watch":  # a run that seems to be on another host is watched without end
+            assert cli.run([*words, "--unverified"]) == 0
+
+
+def test_a_kill_at_any_byte_and_what_goes_on_from_it_give_the_same_file(tmp_path: Path) -> None:
+    path, records = tmp_path / "a.jsonl", [{"id": n, "text": "ä\udc80", "x": n / 3} for n in range(2)]
+    log = RecordLog(path)
+    for record in records:
+        log.append(record)
+    mark = log.finish()
+    whole = path.read_bytes()
+    assert log.finish() == mark and path.read_bytes() == whole
+    assert write_records(tmp_path / "b.jsonl", records) == mark and (tmp_path / "b.jsonl").read_bytes() == whole
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        log = RecordLog(path)
+        kept = [record for _, record in log.recover()]
+        assert path.read_bytes() == whole[:length]  # until there is more to write
+        for record in records[len(kept) :]:
+            log.append(record)
+        assert log.finish() == mark and path.read_bytes() == whole, length
+    log.append({"id": 2})  # and longer than it was to be
+    assert log.finish()["records"] == 3 and stored(path) == [*records, {"id": 2}]
+    assert [record for _, record in read_records(path)] == stored(path)
+
+
+def test_what_cannot_be_a_record(tmp_path: Path) -> None:
+    for record in ({}, {"checksum": "x"}):
+        with pytest.raises(ValueError, match="a stored record needs a key"):
+            RecordLog(tmp_path / "a.jsonl").append(record)
+    assert not list(tmp_path.iterdir())
+
+
+WRONG: tuple[Any, ...] = (True, 10**400, "x", [7], [None], {"a": {"b": []}}, None)
+
+
+def test_values_of_wrong_types_end_in_a_sentence(world: Path) -> None:
+    """In an old run, whose records have no checksum."""
+    for file in (*(world / "run").rglob("*.jsonl"), world / "run" / "summary.json"):
+        older(file)
+
+    def tried(file: Path, readers: list[Reader]) -> int:
+        lines, count = file.read_text().splitlines(), 0
+        if file.suffix == ".json":
+            lines = [json.dumps(json.loads(file.read_text()))]
+        for key in json.loads(lines[-1]):
+            for value in WRONG:
+                file.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {key: value})]) + "\n")
+                for read in readers:
+                    try:
+                        read(world, False)
+                    except UserError as error:
+                        assert "\n" not in str(error)
+                        count += 1
+        file.write_text("\n".join(lines) + "\n")
+        return count
+
+    def state(world: Path, unverified: bool) -> object:
+        return read_state(world / "run", unverified).to_dict()
+
+    (token_page,) = READERS["run/trajectories/step_000002.jsonl"]
+    for name, readers in (
+        ("run/metrics.jsonl", [state, compared_runs]),
+        ("run/evaluations/step_000002.jsonl", [report_of]),
+        ("run/trajectories/step_000002.jsonl", [token_page]),
+        ("run/summary.json", [state, compared_runs]),
+        ("run/starts.jsonl", [state, compared_runs]),
+    ):
+        assert tried(world / name, readers) > 0, name
