@@ -22,7 +22,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-console = Console(highlight=False)
+# Text is printed as it is: "thresher[bench]" and "[/INST]" are no markup of rich's.
+console = Console(highlight=False, markup=False)
 
 
 @dataclass
@@ -98,11 +99,11 @@ def progress_line(label: str, total: int) -> Iterator["Line"]:
             yield line
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
     )
     with Progress(*columns, console=console, transient=False, disable=not console.is_terminal) as bars:
         line = _BarLine(label, total, bars)
@@ -278,8 +279,8 @@ def counting(what: str) -> Iterator[Counter]:
     if not _lines_shown:
         yield Counter(what, lambda text: None)
     elif console.is_terminal:
-        with console.status(what) as status:
-            yield Counter(what, lambda text: status.update(text))
+        with console.status(Text(what)) as status:
+            yield Counter(what, lambda text: status.update(Text(text)))
     else:
         yield Counter(what, lambda text: console.print(text, markup=False, soft_wrap=True))
 

@@ -145,3 +145,21 @@ def test_quiet_shows_tables_and_no_lines(capsys: pytest.CaptureFixture[str]) -> 
     with console.progress_line("train", 2) as line:
         line.to(1, "x")
     assert "train 1/2" in capsys.readouterr().out
+
+
+def test_brackets_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "[bold]a[/INST] of thresher[bench]"
+    console.console.print(said)
+    console.figures(said, {said: said})
+    assert capsys.readouterr().out.count(said) == 4
+
+    # On a terminal, with its codes: a line that moves, with a stage, and a count.
+    terminal = io.StringIO()
+    monkeypatch.setattr(console.console, "_file", terminal)
+    monkeypatch.setattr(console.console, "_force_terminal", True)
+    with console.progress_line(said, 2) as line:
+        line.to(1, "[/x] text[y]")
+    with console.counting(said) as counter:
+        counter.to(1, said)
+    printed = terminal.getvalue()
+    assert "[/x] text[y]" in printed and "[/INST] of thresher[bench]" in printed
