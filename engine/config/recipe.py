@@ -14,7 +14,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ from thresher.rewards.errors import UserError
 S = TypeVar("S", bound=Section)
 
 # What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
-# though that only at a constant learning rate (OptimSection.depends_on_steps).
+# as long as the learning rate of no step depends on that (Recipe.scheduled_steps).
 MAY_CHANGE = frozenset(
     {
         "run.steps",
@@ -71,7 +71,7 @@ MAY_CHANGE = frozenset(
         "grpo.reference",
     }
     | {"optim.attention", "optim.share_prefix", "optim.checkpoint_activations", "optim.offload"}
-    | {"optim.micro_batch_tokens", "optim.loss_workspace_bytes"}
+    | {"optim.micro_batch_tokens", "optim.loss_workspace_bytes", "optim.schedule_steps"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
     | {"judge.concurrency", "judge.replies"}
@@ -113,6 +113,28 @@ class Recipe(Section):
                 f'expected "none" or "moments" with {without}, where the policy\'s own weights are trained and there '
                 "are no masters",
             )
+        if self.optim.schedule != "constant" and (self.optim.schedule_steps or self.run.steps) < self.run.steps:
+            raise FieldError(
+                "optim.schedule_steps",
+                f"expected at least run.steps = {self.run.steps} with schedule = {shown(self.optim.schedule)}, by which "
+                f"the learning rate is 0 from there on, got {self.optim.schedule_steps}",
+            )
+
+    def scheduled_steps(self) -> int | None:
+        """The steps that the learning rate's schedule is laid out for; None where every step has the same."""
+        if self.optim.schedule == "constant" and self.optim.warmup_ratio == 0:
+            return None
+        return self.optim.schedule_steps or self.run.steps
+
+    def going_on(self, stored: "Recipe") -> "Recipe":
+        """This recipe for a run that was begun with `stored`. At a learning rate that is constant after a warm-up, the
+        warm-up keeps its length in steps where run.steps is another, unless this recipe names `schedule_steps`."""
+        began = stored.scheduled_steps()
+        if self.optim.schedule != "constant" or self.optim.schedule_steps is not None:
+            return self
+        if began is None or self.scheduled_steps() in (None, began):
+            return self
+        return replace(self, optim=replace(self.optim, schedule_steps=began))
 
     def need(self, kind: type[S]) -> S:
         """The section of this class. UserError if the recipe has none."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from thresher.engine import console
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
-from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
@@ -74,6 +74,8 @@ def train(
     check_sinks(recipe.run.sinks)
     if ranks.first:
         RunFolder.check(out, resume)
+    if resume:
+        recipe = recipe.going_on(load_recipe(RunFolder(Path(out)).recipe_file))
     checkpoint = checkpoint_to_resume(Path(out) / "checkpoints", from_step, recipe.run.verify) if resume else None
     check_ranks(recipe, ranks, out, checkpoint.path if checkpoint else None)
     if ranks.first:
@@ -310,8 +312,10 @@ def _check_resumed(recipe: Recipe, out: Path, checkpoint: Checkpoint | None, tol
         RunFolder(out).check_checkpoints(step)
         RunFolder(out).check_metrics(step, checkpoint.state.get("metrics") if checkpoint else None)
     where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
+    laid_out = recipe.optim.schedule_steps
+    schedule = "" if laid_out is None else f"; its learning rate is laid out for {laid_out} steps, optim.schedule_steps"
     console.console.print(
-        f"train: goes on behind step {step} of {recipe.run.steps}, from {where}", markup=False, soft_wrap=True
+        f"train: goes on behind step {step} of {recipe.run.steps}, from {where}{schedule}", markup=False, soft_wrap=True
     )
 
 
