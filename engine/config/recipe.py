@@ -116,8 +116,8 @@ class Recipe(Section):
         if self.optim.schedule != "constant" and (self.optim.schedule_steps or self.run.steps) < self.run.steps:
             raise FieldError(
                 "optim.schedule_steps",
-                f"expected at least run.steps = {self.run.steps} with schedule = {shown(self.optim.schedule)}, by which "
-                f"the learning rate is 0 from there on, got {self.optim.schedule_steps}",
+                f"expected at least run.steps = {self.run.steps} with schedule = {shown(self.optim.schedule)}, by "
+                f"which the learning rate is 0 from there on, got {self.optim.schedule_steps}",
             )
 
     def scheduled_steps(self) -> int | None:

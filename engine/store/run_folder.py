@@ -133,8 +133,8 @@ class RunFolder:
         """The run folder of a run that was killed, or that is to go on for longer.
 
         `recipe` may differ from the stored one in `MAY_CHANGE` only, in its steps only where the learning rate
-        does not depend on them (`Recipe.going_on` sees to that where it can), and is stored in its place. Raises UserError if there is no such folder, if it
-        belongs to another recipe, or while another process writes to it.
+        does not depend on them (`Recipe.going_on` sees to that where it can), and is stored in its place. Raises
+        UserError if there is no such folder, if it belongs to another recipe, or while another process writes to it.
         """
         path = Path(path)
         cls.check(path, resume=True)
@@ -152,9 +152,9 @@ class RunFolder:
                 optim = stored.optim
                 raise UserError(
                     f"{path}: the learning rate of every step follows from optim.schedule = {optim.schedule}, "
-                    f"optim.warmup_ratio = {optim.warmup_ratio:g} (set by the recipe or by its system's preset) and the "
-                    f"{began} steps that they were laid out for, now {recipe.scheduled_steps()}; resume with run.steps="
-                    f"{stored.run.steps}, or start a new run, in which optim.schedule_steps may be more than run.steps"
+                    f"optim.warmup_ratio = {optim.warmup_ratio:g} (set by the recipe or by its system's preset) and "
+                    f"the {began} steps that they were laid out for, now {recipe.scheduled_steps()}; resume with "
+                    f"run.steps={stored.run.steps}, or start a new run, whose optim.schedule_steps may be more"
                 )
             run = cls(path, lock)
             for folder in (run.trajectories, run.evaluations, run.checkpoints, run.plots):
