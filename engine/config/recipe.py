@@ -32,6 +32,7 @@ from thresher.engine.config.sections import (
     SftSection,
     SystemSection,
 )
+from thresher.engine.config.shipped import find_recipe
 from thresher.engine.config.tables import (
     FieldError,
     Section,
@@ -48,6 +49,7 @@ from thresher.policy.files import atomic_write_text
 from thresher.rewards.errors import UserError
 
 S = TypeVar("S", bound=Section)
+SHIPPED = ", or the name of one that came with Thresher (thresher recipe --list)"
 
 # What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
 # as long as the learning rate of no step depends on that (Recipe.scheduled_steps).
@@ -206,13 +208,13 @@ def load_recipe(
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file, of any content."""
-    path = Path(path)
+    """The tables of a TOML file, of any content; by its name one that came with Thresher (shipped.py)."""
+    path = find_recipe(path)
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         found = min(path.glob("*.toml"), default=None)  # in a run's folder, or one of recipes
-        inside = "" if found is None else f", such as {found}"
+        inside = f", such as {found}" if found is not None else "" if path.exists() else SHIPPED
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); give the path of a recipe in TOML{inside}"
         ) from None
