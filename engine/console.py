@@ -53,7 +53,7 @@ PLAIN_WIDTH = 200
 
 @contextmanager
 def answering(quiet: bool = False) -> Iterator[Answer]:
-    """Keep what is shown inside. quiet: show no progress lines, also not those of commands inside."""
+    """Keep what is shown inside. quiet: show no progress lines and announcements, also not those of commands inside."""
     global _lines_shown
     before = _lines_shown
     _lines_shown = before and not quiet
@@ -63,6 +63,12 @@ def answering(quiet: bool = False) -> Iterator[Answer]:
     finally:
         _answers.pop()
         _lines_shown = before
+
+
+def announce(text: str) -> None:
+    """Print a line on what a command has begun to do; --quiet leaves it out, as it does progress."""
+    if _lines_shown:
+        console.print(text, soft_wrap=True)
 
 
 def answer(values: Mapping[str, Any]) -> None:

@@ -107,6 +107,7 @@ def train(
         if from_step is not None and ranks.first:
             start["metrics"] = run.metrics_mark()  # what was told to go on is not asked again
         run.append_start(start)
+        _announce(recipe, out, ranks)
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         sinks = sending(run, recipe.run.sinks if ranks.first else (), checkpoint.step if checkpoint else -1)
@@ -314,8 +315,17 @@ def _check_resumed(recipe: Recipe, out: Path, checkpoint: Checkpoint | None, tol
     where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
     laid_out = recipe.optim.schedule_steps
     schedule = "" if laid_out is None else f"; its learning rate is laid out for {laid_out} steps, optim.schedule_steps"
-    console.console.print(
-        f"train: goes on behind step {step} of {recipe.run.steps}, from {where}{schedule}", markup=False, soft_wrap=True
+    console.announce(f"train: goes on behind step {step} of {recipe.run.steps}, from {where}{schedule}")
+
+
+def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
+    """Say what is trained, once everything that it needs has been loaded and its folder is there to be watched."""
+    rollout = recipe.rollout
+    console.announce(
+        f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples, "
+        f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {out}"
+        + (f", on {ranks.count} ranks" if ranks.several else "")
+        + f"; thresher watch {out} shows it as it goes"
     )
 
 
