@@ -195,18 +195,18 @@ class Line:
         self.done = done
 
     def left(self) -> str:
-        """The time left, at the pace so far; "?" until there is one."""
+        """The time left, at the pace so far, as "left 40 s"; nothing until there is a pace."""
         if self.done <= self._before and self.done < self.total:
-            return "?"
+            return ""
         pace = (self._moved - self._started) / max(self.done - self._before, 1)
         left = pace * (self.total - self.done) - (time.monotonic() - self._moved)
-        return show_time(max(left, 0.0))
+        return f"left {show_time(max(left, 0.0))}"
 
     def shown(self) -> str:
         """As a plain line, or as a part of another."""
         if not self.total:
             return self.label
-        return "  ".join(filter(None, (f"{self.label} {self.done}/{self.total}", f"left {self.left()}", self.text)))
+        return "  ".join(filter(None, (f"{self.label} {self.done}/{self.total}", self.left(), self.text)))
 
     def due(self) -> bool:
         """Whether `refresh` would show something."""
@@ -248,7 +248,7 @@ class _BarLine(Line):
             return
         self._drawn = time.monotonic()
         if console.is_terminal:
-            parts = [f"left {self.left()}", self.text, *(line.shown() for line in _lines[1:])]
+            parts = [self.left(), self.text, *(line.shown() for line in _lines[1:])]
             self._bars.update(self._task, completed=self.done, text="  ".join(filter(None, parts)))
         else:
             console.print("  ".join([self.shown(), *(line.shown() for line in _lines[1:])]), soft_wrap=True)

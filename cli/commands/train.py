@@ -64,7 +64,7 @@ def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
                 return
             text = f"reward {record['reward']:.3f}  EM {record['em']:.3f}"
             text += f"  greedy {greedy[-1]:.3f}" if greedy else ""
-            text += f"  gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "  no update"
+            text += f"  log-prob gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "  no update"
             line.to(progress.step, text)
 
         summary = train(recipe, options.out, options.resume, watch, ranks, options.from_step, options.allow_key)

@@ -335,4 +335,6 @@ def _retrieval(retrieval: RetrievalSection) -> str:
         manifest = read_manifest(Path(retrieval.index))
     except UserError:
         return f"{retrieval.index}; {shown}"
-    return f"{manifest.passages:,} passages, {manifest.encoder} encoder, {manifest.dim:,} dimensions; {shown}"
+    # An index of words, and one that fuses others, has no vectors of its own.
+    made_of = f"{manifest.encoder} encoder, {manifest.dim:,} dimensions" if manifest.dim else manifest.kind
+    return f"{manifest.passages:,} passages, {made_of}; {shown}"

@@ -66,9 +66,9 @@ def test_inside_a_step_a_plain_line_comes_every_half_minute_with_what_is_within(
                 nested.to(1, "")
             line.to(step, "reward 1")
     assert written.getvalue().splitlines() == [
-        "train 40/100  left ?  rollout 30/60  left 30 s  7 searches",
-        "train 40/100  left ?  rollout 60/60  left 0 s  7 searches",
-        "train 40/100  left ?  evaluation  eval 1/4  left 2 min",
+        "train 40/100  rollout 30/60  left 30 s  7 searches",
+        "train 40/100  rollout 60/60  left 0 s  7 searches",
+        "train 40/100  evaluation  eval 1/4  left 2 min",
         "train 41/100  left 103 min  reward 1  rollout 30/60  left 30 s  7 searches",
         "train 41/100  left 102 min  reward 1  rollout 60/60  left 0 s  7 searches",
         "train 41/100  left 102 min  reward 1  evaluation  eval 1/4  left 2 min",
