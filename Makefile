@@ -8,7 +8,7 @@
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
 #   make torture     kills, damaged files, hostile requests, full disks: an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
 #   make gpu-check   all that a GPU has to confirm, in eight minutes, in the Python that is there (PYTHON=.., RESULTS=..)
-#   make .venv       only the environment                             (PYTHON=python3.12)
+#   make .venv       only the environment, of the demo and the tests  (PYTHON=python3.12)
 #   make clean       remove environments and caches; runs/ stays
 
 PYTHON ?= python3
@@ -31,13 +31,14 @@ export PYTHONSAFEPATH := 1
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-# An environment is finished once its stamp is written, which is last, and holds the checkout's path: a set-up that was
+# .venv has two stages: what the program itself needs, which is all of `make demo`'s, and what the tests need beside it.
+# A stage is finished once its stamp is written, which is last, and holds the checkout's path: a set-up that was
 # interrupted, or an environment that was moved or copied here, is made anew; a finished one is only brought up to date.
 define NEEDS_PYTHON
 import sys
 python, version = sys.argv[1], "%d.%d" % sys.version_info[:2]
-if version not in ("3.11", "3.12"):
-    sys.exit("%s is Python %s, and Thresher needs 3.11 or 3.12: install one, then run make PYTHON=python3.12" % (python, version))
+if version not in ("3.11", "3.12", "3.13"):
+    sys.exit("%s is Python %s, and Thresher needs 3.11, 3.12 or 3.13: install one, then run make PYTHON=python3.12" % (python, version))
 try:
     import ensurepip, venv
 except ImportError:
@@ -46,33 +47,39 @@ endef
 export NEEDS_PYTHON
 
 define SET_UP
-if [ "$$(cat $@ 2>/dev/null)" = "$(CURDIR)" ] && $(@D)/bin/python -c '' 2>/dev/null; then
+if grep -qsxF "$(CURDIR)" $(STAMPS) && $(@D)/bin/python -c '' 2>/dev/null; then
     echo "Bringing $(@D) up to date"
 else
-    command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not found: install Python 3.11 or 3.12, or run make PYTHON=/path/to/python" >&2; exit 1; }
+    command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not found: install Python 3.11, 3.12 or 3.13, or run make PYTHON=/path/to/python" >&2; exit 1; }
     "$(PYTHON)" -c "$$NEEDS_PYTHON" "$(PYTHON)"
     echo "Making $(@D) (a few minutes, most of them torch's download)"
-    rm -f $@
+    rm -f $(STAMPS)
     "$(PYTHON)" -m venv --clear $(@D)
 fi
-rm -f $@
+rm -f $(STAMPS)
 pip="$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt"
 $$pip setuptools
-$$pip --no-build-isolation --editable ".[$(1)]"
-echo "$(CURDIR)" >$@
+$$pip --no-build-isolation --editable ".$(1)"
+for stamp in $(2); do echo "$(CURDIR)" >"$(@D)/$$stamp"; done
 endef
+STAMPS = $(@D)/.program $(@D)/.finished
 
 .PHONY: .venv .venv-bench
 .venv: $(VENV)/.finished
 .venv-bench: $(BENCH)/.finished
 
+$(VENV)/.program: setup.py constraints.txt
+	@$(call SET_UP,,.program)
 $(VENV)/.finished: setup.py constraints.txt
-	@$(call SET_UP,cpu$(,)test)
+	@$(call SET_UP,[cpu$(,)test],.program .finished)
 $(BENCH)/.finished: setup.py constraints.txt
-	@$(call SET_UP,cpu$(,)test$(,)bench)
+	@$(call SET_UP,[cpu$(,)test$(,)bench],.finished)
 , := ,
 
 .PHONY: FORCE
+ifneq ($(shell cat $(VENV)/.program 2>/dev/null),$(CURDIR))
+$(VENV)/.program: FORCE
+endif
 ifneq ($(shell cat $(VENV)/.finished 2>/dev/null),$(CURDIR))
 $(VENV)/.finished: FORCE
 endif
@@ -80,9 +87,12 @@ ifneq ($(shell cat $(BENCH)/.finished 2>/dev/null),$(CURDIR))
 $(BENCH)/.finished: FORCE
 endif
 
+# The tests' environment holds the program too, and is the one to keep up to date where it is there.
+DEMO_NEEDS := $(VENV)/$(if $(wildcard $(VENV)/.finished),.finished,.program)
+
 # A second demo gets a folder of its own: runs/demo, runs/demo-2, ..
 .PHONY: demo
-demo: .venv
+demo: $(DEMO_NEEDS)
 	@out="$(OUT)"
 	if [ -z "$$out" ]; then
 	    out=runs/demo

@@ -1,5 +1,6 @@
-"""Packaging: the folders at the top of the repository are the packages `thresher.<folder>`."""
+"""Packaging: the folders at the top of the repository are the packages `thresher.<folder>`, `package` is `thresher`."""
 
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -11,16 +12,25 @@ ARROW = "pyarrow>=15"
 ROOT = Path(__file__).resolve().parent
 TOPS = ("kernels", "rewards", "policy", "retrieval", "engine", "bench", "cli", "recipes")
 FOLDERS = sorted(str(init.parent.relative_to(ROOT)) for top in TOPS for init in (ROOT / top).rglob("__init__.py"))
+VERSION = re.search(r'^__version__ = "(.+?)"', (ROOT / "package" / "__init__.py").read_text("utf-8"), re.MULTILINE)
+assert VERSION is not None
 
 setup(
     name="thresher",
-    version="0.1.0",
+    version=VERSION[1],
     description="GRPO for Qwen models that reason over retrieved text, from scratch on torch and Triton",
+    long_description=(ROOT / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11,<3.13",
-    packages=["thresher." + folder.replace("/", ".") for folder in FOLDERS],
-    package_dir={"thresher." + folder.replace("/", "."): folder for folder in FOLDERS},
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.14",
+    packages=["thresher", *("thresher." + folder.replace("/", ".") for folder in FOLDERS)],
+    package_dir={
+        "thresher": "package",
+        **{"thresher." + folder.replace("/", "."): folder for folder in FOLDERS},
+    },
     package_data={
+        "thresher": ["py.typed"],
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
         "thresher.engine.reporting": ["*.css", "*.html", "*.js"],
         "thresher.engine.reproduction": ["papers/*.toml"],

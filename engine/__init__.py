@@ -22,3 +22,7 @@ def __getattr__(name: str) -> Any:
     from thresher.engine.decoding import generator
 
     return getattr(generator, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -49,7 +49,8 @@ class SafeConsole(Console):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
-console = SafeConsole(highlight=False)
+# Text is printed as it is: "thresher[bench]" and "[/INST]" are no markup of rich's.
+console = SafeConsole(highlight=False, markup=False)
 
 
 @dataclass
@@ -79,7 +80,7 @@ PLAIN_WIDTH = 200
 
 @contextmanager
 def answering(quiet: bool = False) -> Iterator[Answer]:
-    """Keep what is shown inside. quiet: show no progress lines, also not those of commands inside."""
+    """Keep what is shown inside. quiet: show no progress lines and announcements, also not those of commands inside."""
     global _lines_shown
     before = _lines_shown
     _lines_shown = before and not quiet
@@ -89,6 +90,12 @@ def answering(quiet: bool = False) -> Iterator[Answer]:
     finally:
         _answers.pop()
         _lines_shown = before
+
+
+def announce(text: str) -> None:
+    """Print a line on what a command has begun to do; --quiet leaves it out, as it does progress."""
+    if _lines_shown:
+        console.print(text, soft_wrap=True)
 
 
 def answer(values: Mapping[str, Any]) -> None:
@@ -125,11 +132,11 @@ def progress_line(label: str, total: int) -> Iterator["Line"]:
             yield line
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
     )
     with Progress(*columns, console=console, transient=False, disable=not console.is_terminal) as bars:
         line = _BarLine(label, total, bars)
@@ -215,18 +222,18 @@ class Line:
         self.done = done
 
     def left(self) -> str:
-        """The time left, at the pace so far; "?" until there is one."""
+        """The time left, at the pace so far, as "left 40 s"; nothing until there is a pace."""
         if self.done <= self._before and self.done < self.total:
-            return "?"
+            return ""
         pace = (self._moved - self._started) / max(self.done - self._before, 1)
         left = pace * (self.total - self.done) - (time.monotonic() - self._moved)
-        return show_time(max(left, 0.0))
+        return f"left {show_time(max(left, 0.0))}"
 
     def shown(self) -> str:
         """As a plain line, or as a part of another."""
         if not self.total:
             return self.label
-        return "  ".join(filter(None, (f"{self.label} {self.done}/{self.total}", f"left {self.left()}", self.text)))
+        return "  ".join(filter(None, (f"{self.label} {self.done}/{self.total}", self.left(), self.text)))
 
     def due(self) -> bool:
         """Whether `refresh` would show something."""
@@ -268,7 +275,7 @@ class _BarLine(Line):
             return
         self._drawn = time.monotonic()
         if console.is_terminal:
-            parts = [f"left {self.left()}", self.text, *(line.shown() for line in _lines[1:])]
+            parts = [self.left(), self.text, *(line.shown() for line in _lines[1:])]
             self._bars.update(self._task, completed=self.done, text=visible("  ".join(filter(None, parts))))
         else:
             console.print("  ".join([self.shown(), *(line.shown() for line in _lines[1:])]), soft_wrap=True)
@@ -305,8 +312,8 @@ def counting(what: str) -> Iterator[Counter]:
     if not _lines_shown:
         yield Counter(what, lambda text: None)
     elif console.is_terminal:
-        with console.status(what) as status:
-            yield Counter(what, lambda text: status.update(text))
+        with console.status(Text(what)) as status:
+            yield Counter(what, lambda text: status.update(Text(text)))
     else:
         yield Counter(what, lambda text: console.print(text, markup=False, soft_wrap=True))
 

@@ -1,6 +1,7 @@
 """Statistics over questions: intervals for means, and two runs compared on the same questions.
 
-    interval     percentile bootstrap: questions drawn with replacement, the mean of each draw, its 2.5% and 97.5%
+    interval     of a share of questions, Wilson's; of another mean the percentile bootstrap: questions drawn with
+                 replacement, the mean of each draw, its 2.5% and 97.5%
     difference   second - first, question by question, with the interval of its mean and the p-value of a sign flip
                  test: if the runs were alike, every difference would as likely have the other sign, so the p-value is
                  the share of sign patterns whose sum is at least as far from 0 as the one found
@@ -16,8 +17,9 @@ of one run say nothing.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -33,24 +35,25 @@ _CELLS = 4_000_000  # of a matrix that is held at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean over `count` questions, and between what its bootstrap draws lie."""
+    """A mean over `count` questions and its interval; None where all have one value, which a bootstrap can only draw
+    again."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two runs on the `count` questions for which both have a value: their means, second - first with its interval, and
-    the p-value of `test`."""
+    """Two runs on the `count` questions for which both have a value: their means, second - first with its interval
+    (None where it is the same in all of them), and the p-value of `test`."""
 
     first: float
     second: float
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p: float
     test: str
     count: int
@@ -67,12 +70,26 @@ class Overlap:
     count: int
 
 
+def wilson(share: float, count: int, level: float = LEVEL) -> tuple[float, float]:
+    """Wilson's interval of a share of `count` questions; of 0 of 8 it is 0 to 32%."""
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
 def intervals(
-    columns: Mapping[str, Values], *, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL
+    columns: Mapping[str, Values],
+    *,
+    shares: Collection[str] = (),
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    level: float = LEVEL,
 ) -> dict[str, Interval]:
     """The interval of each column's mean; a column without any value has none.
 
-    columns: name -> values [Q], one a question and in the same order. The draws are those of `seed`, the same for all
+    columns: name -> values [Q], one a question and in the same order. shares: the names of columns whose values lie
+    between 0 and 1; where they are all 0 or 1 the interval is Wilson's. The draws are those of `seed`, the same for all
     columns. ValueError where columns differ in length.
     """
     names = [name for name, values in columns.items() if any(value is not None for value in values)]
@@ -83,15 +100,18 @@ def intervals(
     drawn_RM = _bootstrap_means(np.where(known_QM, values_QM, 0.0), known_QM.astype(np.float64), resamples, seed)
     tail = (1 - level) / 2
     low_M, high_M = np.nanquantile(drawn_RM, [tail, 1 - tail], axis=0)
-    return {
-        name: Interval(
-            mean=float(values_QM[known_QM[:, column], column].mean()),
-            low=float(low_M[column]),
-            high=float(high_M[column]),
-            count=int(known_QM[:, column].sum()),
-        )
-        for column, name in enumerate(names)
-    }
+    found = {}
+    for column, name in enumerate(names):
+        known_K = values_QM[known_QM[:, column], column]
+        mean, count = float(known_K.mean()), len(known_K)
+        low: float | None = float(low_M[column])
+        high: float | None = float(high_M[column])
+        if name in shares and np.isin(known_K, (0, 1)).all():
+            low, high = wilson(mean, count, level)
+        elif (known_K == known_K[0]).all():
+            low = high = None
+        found[name] = Interval(mean=mean, low=low, high=high, count=count)
+    return found
 
 
 def compare_paired(

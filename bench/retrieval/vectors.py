@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.vectors.exact import Rows, faiss
+from thresher.retrieval.vectors.exact import Rows
+from thresher.retrieval.vectors.faiss_library import faiss
 
 CHUNK = 4096
 RANKS = (1, 5, 10, 100)

@@ -5,7 +5,8 @@ own over the finished sequences and to one of the peer's model; measure the mach
 take turns. A row is one peer beside ours. A peer that cannot run gets its reason in place of figures.
 
     ours_tokens_per_s    sampled tokens by wall seconds, and so the peer's
-    ratio, cpu_ratio     the peer's seconds by ours, of neighbouring rounds; wall, and CPU of all threads
+    ratio, cpu_ratio     the peer's seconds by ours, of neighbouring rounds; wall, and CPU of all threads; p20, p50, p80
+    ratio_rollout        the median of `ratio`, a number under the name that `bench step` has for it
     prefill_tokens       asked: contexts as somebody submits them who has but a function from contexts to tokens; ours
                          and peer: what went through the model, sampled tokens that were fed back left out
     floor_share          the floor (floor.py) by ours, by the peer's
@@ -199,6 +200,7 @@ def _ours(shape: RolloutShape, ours: Side, rounds: Sequence[Round]) -> dict[str,
         "peer_tokens_per_s": None,
         "peer_s": None,
         "peer_cpu_s": None,
+        "ratio_rollout": None,
         "ratio": None,
         "cpu_ratio": None,
         "prefill_tokens": {"asked": shape.asked, "ours": last.prefilled, "peer": None},
@@ -220,11 +222,13 @@ def _beside(
     work, pairs = rounds[-1].work, list(zip(found.ours, rounds, strict=True))
     assert work.forwards is not None
     floor = common["floor"]["seconds"]
+    ratio = spread([theirs.wall / ours.wall for ours, theirs in pairs])
     return row | {
         "peer_tokens_per_s": spread([shape.tokens / r.wall for r in rounds]),
         "peer_s": spread([r.wall for r in rounds]),
         "peer_cpu_s": spread([r.cpu for r in rounds]),
-        "ratio": spread([theirs.wall / ours.wall for ours, theirs in pairs]),
+        "ratio_rollout": ratio["p50"],
+        "ratio": ratio,
         "cpu_ratio": spread([theirs.cpu / ours.cpu for ours, theirs in pairs]),
         "prefill_tokens": common["prefill_tokens"] | {"peer": work.prefilled},
         "tokens_a_forward": common["tokens_a_forward"] | {"peer": shape.tokens / work.forwards},

@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
         patience=options.patience,
     )
     by = plan.model if options.refiner is None else f"{options.refiner} of {plan.model}"
-    console.console.print(f"extract: {options.loop}, from {plan.questions} with {by}, into {plan.out}")
+    console.announce(f"extract: {options.loop}, from {plan.questions} with {by}, into {plan.out}")
     with interrupt.keeping(lambda: interrupt.lines_in(Path(plan.out))), console.stages() as on_stage:
         figures = extract(
             plan,

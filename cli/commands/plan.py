@@ -134,7 +134,9 @@ def _lines(found: "Plan") -> list[str]:
     lines = [f"{found.total_bytes / GB:.1f} GB of {found.memory_bytes / GB:.1f}: it {verdict}"]
     lines += found.advice
     if found.largest:
-        lines.append("largest that fit, each alone: " + ", ".join(f"{k} = {v:,}" for k, v in found.largest.items()))
+        bounds = {name: f" ({why})" for name, why in found.bounds.items()}
+        each = (f"{name} = {value:,}{bounds.get(name, '')}" for name, value in found.largest.items())
+        lines.append("largest that fit, each alone: " + ", ".join(each))
     if found.host:
         lines.append("in the machine's memory: " + ", ".join(f"{k} {v / GB:.1f} GB" for k, v in found.host.items()))
     if found.checkpointed:

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL=NAME",
         help="what that server calls it; default: the same",
     )
+    add("--prompts", metavar="DIR", help="with --scale paper: SYSTEM.txt or BASELINE.txt in place of our own prompts")
     flags.add_allow_key(parser, "send this environment variable's key to this host, a judge's or a model's server")
     add("--out", help="folder; what is finished there is not done again; default: runs/PAPER-TABLE")
 
@@ -92,6 +93,7 @@ def run(options: argparse.Namespace) -> None:
     out = Path(options.out or f"runs/{'-'.join([options.paper, *options.tables])}")
     keys = tuple(options.allow_key)
     servers = servers_of(read_manifest(options.paper), options.answer_url, options.answer_model, keys)
-    scale = Scale(options.scale, range(options.seeds), tuple(options.set), options.limit, keys, servers)
+    prompts = None if options.prompts is None else Path(options.prompts)
+    scale = Scale(options.scale, range(options.seeds), tuple(options.set), options.limit, keys, servers, prompts)
     found = reproduce(options.paper, options.tables, scale, out, options.run_command)
     console.answer(found)

@@ -42,7 +42,7 @@ def run_sft(recipe: "Recipe", out: Path) -> None:
         raise UserError(f"{out}: exists already; choose another folder for the model")
     tuning = load_fine_tuning(recipe)
     need_room(out, tuning.saved_bytes, "the model")
-    console.console.print(
+    console.announce(
         f"sft: {len(tuning.trainer.training):,} transcripts to train on, {len(tuning.trainer.held_out):,} held out, "
         f"{tuning.trained:,} parameters, at most {sft.steps} steps"
     )

@@ -50,15 +50,6 @@ def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
     if options.from_step is not None and not options.resume:
         raise UserError("--from is for going back in a run that is there; give it with --resume")
     recipe = flags.read_recipe(options)
-    rollout = recipe.rollout
-    console.console.print(
-        f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples, "
-        f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {options.out}"
-        + (f", on {ranks.count} ranks" if ranks.several else "")
-        + f"; thresher watch {options.out} shows it as it goes",
-        markup=False,
-        soft_wrap=True,
-    )
     greedy: list[float] = []
     with console.progress_line("train", recipe.run.steps) as line:
 
@@ -73,7 +64,7 @@ def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
                 return
             text = f"reward {record['reward']:.3f}  EM {record['em']:.3f}"
             text += f"  greedy {greedy[-1]:.3f}" if greedy else ""
-            text += f"  gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "  no update"
+            text += f"  log-prob gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "  no update"
             line.to(progress.step, text)
 
         summary = train(recipe, options.out, options.resume, watch, ranks, options.from_step, options.allow_key)

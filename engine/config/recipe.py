@@ -12,9 +12,10 @@ Deliberately absent: inheritance between files, and environment variables or tem
 
 import hashlib
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from thresher.engine.config.sections import (
     SftSection,
     SystemSection,
 )
+from thresher.engine.config.shipped import find_recipe
 from thresher.engine.config.tables import (
     FieldError,
     Section,
@@ -48,9 +50,10 @@ from thresher.policy.files import MOST_TEXT, atomic_write_text, read_bytes
 from thresher.rewards.errors import UserError
 
 S = TypeVar("S", bound=Section)
+SHIPPED = ", or the name of one that came with Thresher (thresher recipe --list)"
 
 # What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
-# though that only at a constant learning rate (OptimSection.depends_on_steps).
+# as long as the learning rate of no step depends on that (Recipe.scheduled_steps).
 MAY_CHANGE = frozenset(
     {
         "run.steps",
@@ -71,7 +74,7 @@ MAY_CHANGE = frozenset(
         "grpo.reference",
     }
     | {"optim.attention", "optim.share_prefix", "optim.checkpoint_activations", "optim.offload"}
-    | {"optim.micro_batch_tokens", "optim.loss_workspace_bytes"}
+    | {"optim.micro_batch_tokens", "optim.loss_workspace_bytes", "optim.schedule_steps"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
     | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
     | {"judge.concurrency", "judge.replies"}
@@ -113,6 +116,28 @@ class Recipe(Section):
                 f'expected "none" or "moments" with {without}, where the policy\'s own weights are trained and there '
                 "are no masters",
             )
+        if self.optim.schedule != "constant" and (self.optim.schedule_steps or self.run.steps) < self.run.steps:
+            raise FieldError(
+                "optim.schedule_steps",
+                f"expected at least run.steps = {self.run.steps} with schedule = {shown(self.optim.schedule)}, by "
+                f"which the learning rate is 0 from there on, got {self.optim.schedule_steps}",
+            )
+
+    def scheduled_steps(self) -> int | None:
+        """The steps that the learning rate's schedule is laid out for; None where every step has the same."""
+        if self.optim.schedule == "constant" and self.optim.warmup_ratio == 0:
+            return None
+        return self.optim.schedule_steps or self.run.steps
+
+    def going_on(self, stored: "Recipe") -> "Recipe":
+        """This recipe for a run that was begun with `stored`. At a learning rate that is constant after a warm-up, the
+        warm-up keeps its length in steps where run.steps is another, unless this recipe names `schedule_steps`."""
+        began = stored.scheduled_steps()
+        if self.optim.schedule != "constant" or self.optim.schedule_steps is not None:
+            return self
+        if began is None or self.scheduled_steps() in (None, began):
+            return self
+        return replace(self, optim=replace(self.optim, schedule_steps=began))
 
     def need(self, kind: type[S]) -> S:
         """The section of this class. UserError if the recipe has none."""
@@ -184,12 +209,14 @@ def load_recipe(
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file, of any content."""
-    path = Path(path)
+    """The tables of a TOML file, of any content; by its name one that came with Thresher (shipped.py)."""
+    path = find_recipe(path)
     if path.is_dir():
         found = min(path.glob("*.toml"), default=None)  # in a run's folder, or one of recipes
         inside = "" if found is None else f", such as {found}"
         raise UserError(f"{path}: is a folder; give the path of a recipe in TOML{inside}")
+    if not os.path.exists(path):
+        raise UserError(f"{path}: no such file; give the path of a recipe in TOML{SHIPPED}")
     try:
         return tomllib.loads(read_bytes(path, MOST_TEXT, stream=True).decode("utf-8-sig"))
     except UserError:

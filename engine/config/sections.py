@@ -157,7 +157,8 @@ class GrpoSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSection(Section):
-    """[optim] AdamW on float32 weights. `lr`, `warmup_ratio`, `schedule` are GRPO's, the rest SFT's too."""
+    """[optim] AdamW on float32 weights. `lr`, `warmup_ratio`, `schedule`, `schedule_steps` are GRPO's, the rest SFT's
+    too."""
 
     lr: NotNegative = 1e-6  # learning rate
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # decay of AdamW's first and second moment
@@ -165,6 +166,7 @@ class OptimSection(Section):
     weight_decay: NotNegative = 0.0  # of AdamW, decoupled
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of lr, after the warm-up; 0 after the last step
+    schedule_steps: Count | None = None  # steps that warm-up and schedule are laid out for; None: run.steps
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # of gradients; inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
     attention: Attention = "auto"  # what computes attention, forward and backward
@@ -173,10 +175,6 @@ class OptimSection(Section):
     checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: recomputed in backward; auto: by plan
     moments: Literal["float32", "8bit"] = "float32"  # of AdamW; 8bit: in blocks, 2 bytes a weight in place of 8
     offload: Literal["none", "moments", "masters"] = "none"  # to CPU memory: moments, or float32 masters with them
-
-    def depends_on_steps(self) -> bool:
-        """Whether the learning rate of a step depends on how many there are in all."""
-        return self.schedule != "constant" or self.warmup_ratio > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,10 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
         if first.questions[id_] != second.questions[id_]:
             raise UserError(f"question {id_} is another in {second.path} than in {first.path}; give ids that differ")
     differences = {}
+    incomparable = _incomparable(first, second)
     for name in _common_names(first, second, ids):
+        if name in incomparable:
+            continue
         a, b = ([run.measures[id_].get(name) for id_ in ids] for run in (first, second))
         if (found := compare_paired(a, b)) is not None:
             differences[name] = asdict(found)
@@ -100,7 +103,7 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
         "only_in_second": len(second.measures) - len(ids),
         "differences": differences,
         "recalled": _recalled(first, second, ids),
-        "notes": _notes(first, second, len(ids), "entailment" in differences, "verdict" in differences),
+        "notes": _notes(first, second, len(ids), set(differences), incomparable),
     }
 
 
@@ -161,19 +164,31 @@ def _recalled(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> list
     return found
 
 
-def _notes(first: Evaluation, second: Evaluation, matched: int, entailment: bool, verdict: bool) -> list[str]:
+JUDGED = {"entailment": ("entailment_judge", "Entailment"), "verdict": ("verdict_judge", "Answers")}
+
+
+def _incomparable(first: Evaluation, second: Evaluation) -> dict[str, str]:
+    """Measures that mean something else in the two runs, and why."""
+    found = {}
+    if first.rewarded_by != second.rewarded_by:
+        found["reward"] = "The two are rewarded differently: their rewards do not compare, and are left out."
+    for name, (key, what) in JUDGED.items():
+        one, other = (run.figures.get(key) for run in (first, second))
+        has = all(any(name in measures for measures in run.measures.values()) for run in (first, second))
+        if one != other and has:
+            found[name] = f"{what} judged by {one} and {other}: their numbers do not compare, and are left out."
+    return found
+
+
+def _notes(
+    first: Evaluation, second: Evaluation, matched: int, compared: set[str], incomparable: Mapping[str, str]
+) -> list[str]:
     notes = [f"{matched:,} questions are in both runs."]
     for run, which in ((first, "first"), (second, "second")):
         if alone := len(run.measures) - matched:
             notes.append(f"{alone:,} questions of the {which} are in it alone and left out.")
-    for key, used, what in (("entailment_judge", entailment, "Entailment"), ("verdict_judge", verdict, "Answers")):
-        names = [run.figures.get(key) for run in (first, second)]
-        if used:
-            by = str(names[0]) if names[0] == names[1] else f"{names[0]} and {names[1]}, whose numbers do not compare"
-            notes.append(f"{what} judged by {by}.")
-    if first.rewarded_by != second.rewarded_by:
-        notes.append("The two are rewarded differently: their rewards do not compare.")
-    return notes
+    notes += [f"{what} judged by {first.figures.get(key)}." for name, (key, what) in JUDGED.items() if name in compared]
+    return notes + list(incomparable.values())
 
 
 def _described(run: Evaluation) -> dict[str, Any]:
@@ -188,7 +203,8 @@ def difference_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for key, found in result["differences"].items():
         scale, digits = (100, 1) if NAMES[key][1] == "share" else (1, 2)
-        between = f"{scale * found['low']:+,.{digits}f} to {scale * found['high']:+,.{digits}f}"
+        low, high = (f"{scale * end:+,.{digits}f}" if end is not None else "" for end in (found["low"], found["high"]))
+        between = f"{low} to {high}" if low else "-"
         rows.append(
             (
                 key,

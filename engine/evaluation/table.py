@@ -42,12 +42,12 @@ def figures_of(measures: Sequence[Values], parts: Sequence[Values]) -> dict[str,
     averages, part_averages = means(measures), means(parts)
     columns = {name: [row.get(name) for row in measures] for name in averages}
     columns |= {f"parts.{name}": [row.get(name) for row in parts] for name in part_averages}
-    found = intervals(columns)
+    found = intervals(columns, shares=[name for name in columns if _is_share(name)])
     return {
         "questions": len(measures),
         **averages,
         "parts": part_averages,
-        "intervals": {name: [interval.low, interval.high] for name, interval in found.items()},
+        "intervals": {name: [each.low, each.high] for name, each in found.items() if each.low is not None},
         "counted": {
             name: sum(value is not None for value in column)
             for name, column in columns.items()
@@ -61,6 +61,10 @@ def figures_of(measures: Sequence[Values], parts: Sequence[Values]) -> dict[str,
     }
 
 
+def _is_share(name: str) -> bool:
+    return NAMES.get(name.removeprefix("parts."), ("", ""))[1] == "share"
+
+
 def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
     """(key, mean, interval, questions) of all that `figures_of` found, as words."""
     values = {name: figures[name] for name in figures if name in NAMES}
@@ -68,7 +72,7 @@ def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
     rows = []
     for key, value in values.items():
         interval = figures["intervals"].get(key)
-        between = f"{shown(key, interval[0])} to {shown(key, interval[1])}" if interval else ""
+        between = f"{shown(key, interval[0])} to {shown(key, interval[1])}" if interval else "-"
         rows.append((key, shown(key, value), between, figures["counted"].get(key, figures["questions"])))
     return rows
 
@@ -85,8 +89,8 @@ def markdown(title: str, figures: Mapping[str, Any]) -> str:
         lines += ["", f"Standard deviations over questions: {deviations}."]
     lines += [
         "",
-        "Intervals: percentile bootstrap over questions, 10,000 resamples. They say nothing of training seeds, and"
-        " where all questions have one value they have nothing to draw from.",
+        "Intervals: Wilson's where every question counts as yes or no, else percentile bootstrap over questions, 10,000"
+        " resamples; - where all questions have one value. They say nothing of training seeds.",
     ]
     return "\n".join(lines) + "\n"
 

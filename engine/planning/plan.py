@@ -28,7 +28,8 @@ LORA = (16, ("q", "k", "v", "o", "gate", "up", "down"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Bytes of one GPU. total_bytes and parts: of the phase that needs most, `peak`; phases: of each. fits: None
-    where no memory was named. checkpointed: whether activations are computed anew; reference: where its copy lies,
+    where no memory was named. largest: the largest settings that fit, each alone; bounds: of those that memory does not
+    bound, what does. checkpointed: whether activations are computed anew; reference: where its copy lies,
     "device" or "cpu", None where there is none. Both as the plan chose where the recipe says "auto". host: parts beside
     a GPU, in the machine's memory. seconds: {"rollout", "update"}, predicted, where rates were given. links: bytes a
     second that a GPU sends to the others in them, None where that is not counted."""
@@ -44,6 +45,7 @@ class Plan:
     reference: Place | None = None
     host: dict[str, int] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
+    bounds: dict[str, str] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
     seconds: dict[str, float] | None = None
     links: float | None = None
@@ -57,7 +59,7 @@ class Plan:
         names = ("total_bytes", "parts", "peak", "phases", "gpus", "memory_bytes", "fits", "checkpointed")
         plain: dict[str, Any] = {name: getattr(self, name) for name in names}
         plain |= {"reference": self.reference, "host": self.host}
-        plain |= {"largest": self.largest, "advice": self.advice}
+        plain |= {"largest": self.largest, "bounds": self.bounds, "advice": self.advice}
         return plain | {"seconds_per_step": self.seconds_per_step, "seconds": self.seconds}
 
     def sentence(self) -> str:
@@ -96,6 +98,7 @@ def plan(
         reference=settled.reference if setting.frozen_copy else None,
         host=needed.host,
         largest=largest,
+        bounds=_bounds(config, setting, largest),
         advice=advice,
         seconds=None if rates is None else seconds_per_step(config, setting, rates, checkpointed),
         links=None if rates is None else link_rate(rates, gpus),
@@ -164,10 +167,25 @@ def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]
 
 def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
     """The largest micro-batch that fits, in tokens: no less than a context takes, no more than an update has."""
-    of_update = max(setting.groups_of_update * setting.computed_tokens, setting.length)
     return _last(
-        lambda tokens: _fits(config, replace(setting, micro_batch_tokens=tokens), memory), setting.length, of_update
+        lambda tokens: _fits(config, replace(setting, micro_batch_tokens=tokens), memory),
+        setting.length,
+        _update_tokens(setting),
     )
+
+
+def _update_tokens(setting: PlanSetting) -> int:
+    """What an update computes at most, which a micro-batch need not exceed."""
+    return max(setting.groups_of_update * setting.computed_tokens, setting.length)
+
+
+def _bounds(config: ModelConfig, setting: PlanSetting, largest: dict[str, int]) -> dict[str, str]:
+    """Of the largest settings, those that more memory would not raise, with the reason."""
+    most = {
+        "optim.micro_batch_tokens": (_update_tokens(setting), "all that an update computes"),
+        "rollout.max_context": (config.max_position_embeddings, "all positions of the model"),
+    }
+    return {name: why for name, (bound, why) in most.items() if largest.get(name) == bound}
 
 
 def _advised_tokens(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:

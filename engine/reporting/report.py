@@ -13,7 +13,6 @@ Deliberately absent: any figure that is not in the run's files, and comparisons 
 """
 
 import base64
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +37,7 @@ from thresher.policy.model import Policy
 from thresher.policy.models.registry import find_family
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.rewards.errors import UserError
+from thresher.rewards.statistics import wilson
 from thresher.rewards.transcript import Source
 
 Record = Mapping[str, Any]
@@ -213,10 +213,8 @@ def _interval(measures: Record) -> str:
     share, count = measures.get("em"), measures.get("questions")
     if share is None or not count:
         return ""
-    z = 1.96
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return f"{max(middle - half, 0):.1%} to {min(middle + half, 1):.1%}"
+    low, high = wilson(share, count)
+    return f"{low:.1%} to {high:.1%}"
 
 
 def _time_sentence(steps: Sequence[Record], evals: Sequence[tuple[int, Record]], summary: Record | None) -> str:
@@ -337,4 +335,6 @@ def _retrieval(retrieval: RetrievalSection) -> str:
         manifest = read_manifest(Path(retrieval.index))
     except UserError:
         return f"{retrieval.index}; {shown}"
-    return f"{manifest.passages:,} passages, {manifest.encoder} encoder, {manifest.dim:,} dimensions; {shown}"
+    # An index of words, and one that fuses others, has no vectors of its own.
+    made_of = f"{manifest.encoder} encoder, {manifest.dim:,} dimensions" if manifest.dim else manifest.kind
+    return f"{manifest.passages:,} passages, {made_of}; {shown}"

@@ -269,11 +269,12 @@ class PaperChain(Chain):
 
     def recipe(self, policy: str) -> list[str]:
         assert self.trained.recipe is not None
-        return [str(RECIPES / self.trained.recipe), f"model.path={policy}"]
+        return [str(RECIPES / self.trained.recipe), f"model.path={policy}", *self.scale.prompt_of(self.trained)]
 
     def eval_words(self, policy: str) -> list[str]:
         own = self.manifest.models[self.row.model].overrides
-        sets = sets_of(*switches_of(self.method), *own, *self.overrides(self.method), *self.scale.of_answers)
+        asked = [*switches_of(self.method), *self.scale.prompt_of(self.method)]
+        sets = sets_of(*asked, *own, *self.overrides(self.method), *self.scale.of_answers)
         return ["eval", *self.named(policy), *sets]
 
     def extract_words(self, answerer: Answerer) -> list[str]:
@@ -281,7 +282,8 @@ class PaperChain(Chain):
             named = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
         else:
             named = ["--best", answerer.folder] if answerer.run else self.named(answerer.folder)
-        wider = sets_of(*self.method.extract_overrides)
+        asked = [] if answerer.run or self.method.refiner else self.scale.prompt_of(self.method)
+        wider = sets_of(*self.method.extract_overrides, *asked)
         return [*named, *self.method.refiner, *wider, *self.of_extract(answerer), *self.baseline()]
 
     def answer_words(self, generator: str) -> list[str]:

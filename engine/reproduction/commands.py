@@ -30,8 +30,8 @@ def without(overrides: Iterable[str], *sections: str) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class Scale:
     """At which scale a table is run, "paper" or "world", with which seeds; overrides of every recipe that has their
-    section, how many questions an evaluation has at most, which keys may go to which hosts, and the servers of models
-    by their names."""
+    section, how many questions an evaluation has at most, which keys may go to which hosts, the servers of models by
+    their names, and a folder of prompts that replace ours, NAME.txt for each system or baseline."""
 
     name: str
     seeds: Sequence[int] = (0,)
@@ -39,6 +39,12 @@ class Scale:
     limit: int | None = None
     allow_keys: tuple[str, ...] = ()
     servers: Mapping[str, ServedModel] = field(default_factory=dict)
+    prompts: Path | None = None
+
+    def prompt_of(self, method: Method) -> list[str]:
+        """The user's own prompt of a method's system or baseline, as an override; none where there is no such file."""
+        file = None if self.prompts is None else self.prompts / f"{prompt_name(method)}.txt"
+        return [f"system.template={file}"] if file is not None and file.is_file() else []
 
     @property
     def invented(self) -> bool:
@@ -136,6 +142,11 @@ class Cell:
 
     def every(self) -> tuple[Command, ...]:
         return *self.before, *(command for chain in self.columns.values() for command in chain)
+
+
+def prompt_name(method: Method) -> str | None:
+    """Whose prompt a method asks in: its baseline's, or its system's."""
+    return method.baseline or method.system
 
 
 def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from thresher.engine import console
 from thresher.engine.reproduction.chains import cells_of
-from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, rows_in_world
+from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, prompt_name, rows_in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.records import check_folder, locked
 from thresher.engine.reproduction.tables import markdown, read_overrides, results_of
@@ -39,6 +39,7 @@ def reproduce(
     name. `run_command` runs a command of `thresher` from its words. UserError at the end where it refused any."""
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables, scale.invented)
+    _check_prompts(manifest, chosen, scale)
     out.mkdir(parents=True, exist_ok=True)
     cells_by_table = {name: cells_of(manifest, table, scale, out) for name, table in chosen.items()}
     every = [cell for cells in cells_by_table.values() for cell in cells]
@@ -68,6 +69,21 @@ def reproduce(
         console.console.print(markdown(found[name]), markup=False, soft_wrap=True)
     runner.check()
     return found
+
+
+def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], scale: Scale) -> None:
+    """UserError for a folder of prompts that nothing would read, or a file in it."""
+    if scale.prompts is None:
+        return
+    if scale.invented:
+        raise UserError("--prompts: the invented world's base knows its own short prompts; give it with --scale paper")
+    rows = [row for table in tables.values() for row in table.rows]
+    methods = [manifest.methods[name] for row in rows for name in (row.method, manifest.trains(row))]
+    names = sorted({name for method in methods if (name := prompt_name(method)) is not None})
+    files = sorted(scale.prompts.glob("*.txt"))
+    if not files or (other := next((file for file in files if file.stem not in names), None)) is not None:
+        where = f"{other}: nothing of these tables asks in it" if files else f"{scale.prompts}: holds no prompt"
+        raise UserError(f"{where}; name a file after whose prompt it is, such as {', '.join(names)}, with .txt behind")
 
 
 def _write_table(

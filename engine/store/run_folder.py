@@ -125,8 +125,8 @@ class RunFolder:
         are not as they were written.
 
         `recipe` may differ from the stored one in `MAY_CHANGE` only, in its steps only where the learning rate
-        does not depend on them, and is stored in its place. Raises UserError if there is no such folder, if it
-        belongs to another recipe, or while another process writes to it.
+        does not depend on them (`Recipe.going_on` sees to that where it can), and is stored in its place. Raises
+        UserError if there is no such folder, if it belongs to another recipe, or while another process writes to it.
         """
         path = Path(path)
         cls.check(path, resume=True)
@@ -140,10 +140,13 @@ class RunFolder:
                     f"{path}: the run folder belongs to another recipe ({'; '.join(differences[:3])}{more});"
                     " resume with its own recipe.toml, or choose another folder"
                 )
-            if stored.run.steps != recipe.run.steps and stored.optim.depends_on_steps():
+            if (began := stored.scheduled_steps()) != recipe.scheduled_steps():
+                optim = stored.optim
                 raise UserError(
-                    f"{path}: run.steps was {stored.run.steps}, and by optim.schedule and warmup_ratio the learning"
-                    f" rate of every step depends on it; resume with run.steps={stored.run.steps}, or start a new run"
+                    f"{path}: the learning rate of every step follows from optim.schedule = {optim.schedule}, "
+                    f"optim.warmup_ratio = {optim.warmup_ratio:g} (set by the recipe or by its system's preset) and "
+                    f"the {began} steps that they were laid out for, now {recipe.scheduled_steps()}; resume with "
+                    f"run.steps={stored.run.steps}, or start a new run, whose optim.schedule_steps may be more"
                 )
             run = cls(path, lock, unverified)
             for folder in (run.trajectories, run.evaluations, run.checkpoints, run.plots):

@@ -1,11 +1,16 @@
 """A user's own system: a Python file at any path, imported anew, tried out, and its errors made into sentences.
 
+While it is imported, it can import modules and packages that lie beside it. They are imported anew too, and forgotten
+afterwards, so that files of equal names beside two systems do not meet; imports that run later do not find them.
+
 Whatever such a file raises, when it is imported or later in its functions, is the user's to fix, and so a UserError
 that names the file and the line.
 """
 
+import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import partial
 from hashlib import blake2b, sha256
@@ -36,11 +41,18 @@ def is_path(name: str) -> bool:
 
 
 def own_digest(name: str) -> str | None:
-    """SHA-256, in hex, of the file of a user's own system; None for the name of a built-in one."""
+    """SHA-256, in hex, of the file of a user's own system, and of those that it imported from beside it; None for the
+    name of a built-in one."""
     if not is_path(name):
         return None
-    _check_file(Path(name))
-    return sha256(read_bytes(name, MOST_TEXT)).hexdigest()
+    path = Path(name)
+    _check_file(path)
+    if path.resolve() not in _beside:
+        _import_file(path)
+    content = read_bytes(path, MOST_TEXT)
+    for file in _beside[path.resolve()]:
+        content += f"\n{file.relative_to(path.resolve().parent).as_posix()}\n".encode() + file.read_bytes()
+    return sha256(content).hexdigest()
 
 
 def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
@@ -158,11 +170,41 @@ def _import_file(path: Path) -> ModuleType:
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
     try:
-        exec(compile(read_bytes(path, MOST_TEXT), str(path), "exec"), module.__dict__)
+        with _importing_beside(path.resolve()):
+            exec(compile(read_bytes(path, MOST_TEXT), str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # whatever the file does, it is the file that must be fixed
         del sys.modules[name]
         raise UserError(f"{path}: importing it raised {_described(error, path)}; fix the file") from error
     return module
+
+
+_beside: dict[Path, list[Path]] = {}  # a system's file -> the files that it imported from beside it
+
+
+@contextmanager
+def _importing_beside(path: Path) -> Iterator[None]:
+    """The folder of `path` is the first that is searched for modules; what was found there is noted and forgotten."""
+    folder, known, writing = path.parent, set(sys.modules), sys.dont_write_bytecode
+    importlib.invalidate_caches()
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True  # it would leave __pycache__ beside the user's file
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = writing
+        sys.path.remove(str(folder))
+        found = [name for name in sys.modules if name not in known and _lies_in(folder, name)]
+        files = [file for name in found if (file := getattr(sys.modules[name], "__file__", None))]
+        _beside[path] = sorted(Path(file).resolve() for file in files)
+        for name in found:
+            del sys.modules[name]
+
+
+def _lies_in(folder: Path, name: str) -> bool:
+    """Whether a loaded module is one directly in the folder, or of a package that is."""
+    top = sys.modules.get(name.partition(".")[0])
+    places = list(getattr(top, "__path__", ())) or [getattr(top, "__file__", None)]
+    return any(place is not None and Path(place).resolve().parent == folder for place in places)
 
 
 def _check_file(path: Path) -> None:

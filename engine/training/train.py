@@ -17,7 +17,7 @@ from typing import Any
 
 from thresher.engine import console
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
-from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
@@ -74,6 +74,8 @@ def train(
     check_sinks(recipe.run.sinks)
     if ranks.first:
         RunFolder.check(out, resume)
+    if resume:
+        recipe = recipe.going_on(load_recipe(RunFolder(Path(out)).recipe_file))
     checkpoint = checkpoint_to_resume(Path(out) / "checkpoints", from_step, recipe.run.verify) if resume else None
     check_ranks(recipe, ranks, out, checkpoint.path if checkpoint else None)
     if ranks.first:
@@ -105,6 +107,7 @@ def train(
         if from_step is not None and ranks.first:
             start["metrics"] = run.metrics_mark()  # what was told to go on is not asked again
         run.append_start(start)
+        _announce(recipe, out, ranks)
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         sinks = sending(run, recipe.run.sinks if ranks.first else (), checkpoint.step if checkpoint else -1)
@@ -311,8 +314,19 @@ def _check_resumed(recipe: Recipe, out: Path, checkpoint: Checkpoint | None, tol
         RunFolder(out).check_checkpoints(step)
         RunFolder(out).check_metrics(step, checkpoint.state.get("metrics") if checkpoint else None)
     where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
-    console.console.print(
-        f"train: goes on behind step {step} of {recipe.run.steps}, from {where}", markup=False, soft_wrap=True
+    laid_out = recipe.optim.schedule_steps
+    schedule = "" if laid_out is None else f"; its learning rate is laid out for {laid_out} steps, optim.schedule_steps"
+    console.announce(f"train: goes on behind step {step} of {recipe.run.steps}, from {where}{schedule}")
+
+
+def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
+    """Say what is trained, once everything that it needs has been loaded and its folder is there to be watched."""
+    rollout = recipe.rollout
+    console.announce(
+        f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples, "
+        f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {out}"
+        + (f", on {ranks.count} ranks" if ranks.several else "")
+        + f"; thresher watch {out} shows it as it goes"
     )
 
 

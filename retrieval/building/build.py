@@ -44,7 +44,8 @@ from thresher.retrieval.indexes.manifest import (
     write_index_hashes,
 )
 from thresher.retrieval.vectors.approximate import ApproximateSearch
-from thresher.retrieval.vectors.exact import ExactRows, RowScores, faiss, largest_row_norm
+from thresher.retrieval.vectors.exact import ExactRows, RowScores, largest_row_norm
+from thresher.retrieval.vectors.faiss_library import faiss, need_faiss
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 
@@ -98,6 +99,8 @@ def build_folder(
     """
     folder = Path(folder)
     refuse_existing(folder)
+    if not settings.kind.exact:
+        need_faiss(f"an index of kind {settings.kind.name}")  # before hours of encoding
     work = work_folder(folder)
     work.mkdir(parents=True, exist_ok=True)
     with _locked(work):
@@ -180,7 +183,7 @@ def fill_folder(
         parameters=parameters,
         recall=recall,
         reason=settings.reason,
-        faiss_version=faiss.__version__,
+        faiss_version="" if index is None else faiss.__version__,
         hashed=True,
     )
     manifest.write(work)

@@ -26,7 +26,8 @@ from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.kind import Kind
 from thresher.retrieval.indexes.lists import PQ_CENTROIDS
 from thresher.retrieval.vectors.approximate import ApproximateSearch
-from thresher.retrieval.vectors.exact import ExactRows, faiss
+from thresher.retrieval.vectors.exact import ExactRows
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.rewards.errors import UserError
 

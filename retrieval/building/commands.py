@@ -90,6 +90,8 @@ def build(
     else:
         encoder = _encoder(encoder_name, corpus, embed, dim, encoder_options or {}, report)
         settings = _settings(kind, memory, len(corpus), encoder.dim, embed, recall, keep)
+        if on_stage is not None and not work_folder(out).exists():
+            on_stage("encoding", 0, len(corpus))  # a trained encoder takes a minute or two for its first batch
         manifest = build_folder(corpus, encoder, out, settings, report)
         figures |= {"dim": encoder.dim, "encoder": encoder_name, "embed": embed, "kind": manifest.factory}
         figures["vectors_mib"] = len(corpus) * encoder.dim * 4 / 2**20

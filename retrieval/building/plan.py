@@ -40,7 +40,7 @@ from thresher.retrieval.indexes.graph import EF_CONSTRUCTION, Graph
 from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALARS, TRAIN_CODES, Kind, OnStage
 from thresher.retrieval.indexes.kinds import CLASSES, choose_kind, estimate, parse_kind, show_bytes
 from thresher.retrieval.indexes.lists import KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS, Lists, default_lists, pq_sizes
-from thresher.retrieval.vectors.exact import faiss
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.rewards.errors import UserError
 
 ALL, WORDS = "all", "bm25"

@@ -23,7 +23,8 @@ from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.dense import checked_vectors
 from thresher.retrieval.indexes.kind import OnStage
 from thresher.retrieval.vectors.approximate import ApproximateSearch
-from thresher.retrieval.vectors.exact import MARGIN, Found, Rows, RowScores, best_of, faiss
+from thresher.retrieval.vectors.exact import MARGIN, Found, Rows, RowScores, best_of
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import VectorFile, sample_rows
 
 QUERIES = 200

@@ -16,7 +16,8 @@ from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.dense import DenseIndex, find_encoder
 from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALAR_BYTES, Estimate, Kind
 from thresher.retrieval.indexes.manifest import Manifest, check_file, find_corpus, kept_vectors, open_folder
-from thresher.retrieval.vectors.exact import ExactRows, Found, faiss
+from thresher.retrieval.vectors.exact import ExactRows, Found
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import SLICE_BYTES, Array
 from thresher.rewards.errors import UserError
 

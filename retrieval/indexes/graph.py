@@ -33,7 +33,8 @@ from thresher.retrieval.indexes.kind import (
     read_flags,
 )
 from thresher.retrieval.vectors.approximate import Candidates, Projection
-from thresher.retrieval.vectors.exact import Rows, faiss
+from thresher.retrieval.vectors.exact import Rows
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import VectorFile, sample_rows
 from thresher.retrieval.vectors.structure import attach, behind, projected, reserve, rotated, rotation, write
 from thresher.rewards.errors import UserError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from thresher.retrieval.vectors.approximate import Candidates
-from thresher.retrieval.vectors.exact import faiss
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import SLICE_BYTES, VectorFile
 from thresher.retrieval.vectors.structure import attach, behind, bounded_reading, in_range
 from thresher.rewards.errors import UserError

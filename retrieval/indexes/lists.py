@@ -42,7 +42,8 @@ from thresher.retrieval.indexes.kind import (
     OnStage,
 )
 from thresher.retrieval.vectors.approximate import Candidates, Projection
-from thresher.retrieval.vectors.exact import ExactRows, Rows, faiss
+from thresher.retrieval.vectors.exact import ExactRows, Rows
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import SLICE_BYTES, Array, VectorFile, sample_rows
 from thresher.retrieval.vectors.gpu import GpuLists
 from thresher.retrieval.vectors.structure import inner, projected, rotated, rotation, write

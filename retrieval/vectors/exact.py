@@ -14,7 +14,6 @@ Deliberately absent: encoders and passages; this file knows rows only. Not threa
 Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a block.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,14 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.vectors.faiss_library import faiss, faiss_installed
 from thresher.retrieval.vectors.file import SLICE_BYTES, Array
-from thresher.rewards.errors import UserError
-
-try:
-    # Its type stubs leave out half of what is used here.
-    faiss: Any = importlib.import_module("faiss")
-except ModuleNotFoundError:
-    raise UserError("faiss is not installed; install thresher with its extra [cpu] or [gpu]") from None
 
 # Candidates fetched beyond k: enough that, but for real ties, looking through the whole matrix is rare (no
 # query of HotpotQA's 500 needs it), few enough to cost nothing beside the matmul.
@@ -169,8 +162,9 @@ class ExactRows(RowScores):
 def rough_top(query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]], fetch: int) -> tuple[Vectors, Rows]:
     """The `fetch` best of all `rows` for every query by float32's inner products, best first: scores and rows, [Q, F],
     row -1 where a score is no number. `blocks` has all rows, float32 or float16: (the first one's number, [B, D]).
-    Equal scores are cut off as it happens. What takes about a millisecond is FAISS's, which needs no torch."""
-    if rows * query_QD.size > SMALL:
+    Equal scores are cut off as it happens. What takes about a millisecond is FAISS's, which needs no torch, where it
+    is installed."""
+    if rows * query_QD.size > SMALL or not faiss_installed():
         top = _load_torch()(query_QD, fetch)
         for start, block_BD in blocks:
             top.add(start, block_BD)

@@ -12,7 +12,8 @@ from typing import Any
 
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.vectors.approximate import Candidates
-from thresher.retrieval.vectors.exact import Rows, best_of, faiss
+from thresher.retrieval.vectors.exact import Rows, best_of
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.retrieval.vectors.structure import inner
 from thresher.rewards.errors import UserError

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from thresher.policy.files import atomic_path
-from thresher.retrieval.vectors.exact import faiss
+from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import Array, VectorFile
 from thresher.rewards.errors import UserError
 

@@ -76,10 +76,15 @@ def test_the_commands_run(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [(entry["id"], entry["hits"][0]["id"]) for entry in hits] == [(name, name) for name in NAMES]
 
 
-def test_a_run_that_is_there_can_be_resumed(here: Path) -> None:
-    train = [*commands(here)["train"], "--set", "optim.warmup_ratio=0"]
+def test_a_run_is_announced_once_it_begins_and_can_be_resumed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = commands(here)["train"]  # with the warm-up of a preset
+    assert cli.run([*train, "--set", "data.train=absent.jsonl"]) == 2
+    shown = capsys.readouterr()
+    assert "absent.jsonl" in shown.err and "train:" not in shown.out and not (here / "out").exists()
     assert cli.run(train) == 0
-    assert cli.run([*train, "--resume", "--set", "run.steps=2"]) == 0
+    assert f"into {here / 'out'}; thresher watch {here / 'out'} shows it" in capsys.readouterr().out
+    assert cli.run([*train, "--resume", "--set", "run.steps=2", "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("train: run in")  # the table
     assert json.loads((here / "out" / "summary.json").read_text())["steps"] == 2
 
 

@@ -24,14 +24,16 @@ printf '%s\\n' "$@" >"$RECORD.$$"
 PYTHON = """#!/bin/bash
 case "$*" in
     "-m thresher.cli "*) shift 2; printf '%s\\n' "$@" >"$RECORD.$$" ;;
+    *"-m pip "* | "-m venv "*) echo "$*" >>"$RECORD.pip" ;;
     "-m pytest "*) printf '%s\\n' "${@:3}" >"$RECORD.pytest" ;;
     *get_device_name*) echo some-gpu ;;
 esac
 """
 
 
-def recorded(target: str, folder: Path) -> tuple[Path, list[Command]]:
-    """The folder in which the target ran, and the commands that it came to."""
+def recorded(target: str, folder: Path, stamps: Sequence[str] = (".finished",)) -> tuple[Path, list[Command]]:
+    """The folder in which the target ran, and the commands that it came to. stamps: of the stages of its environment
+    that are finished."""
     make = shutil.which("make")
     if make is None:
         pytest.skip("make is not installed")
@@ -43,10 +45,11 @@ def recorded(target: str, folder: Path) -> tuple[Path, list[Command]]:
         path.chmod(0o755)
     for name in ("Makefile", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, here)
-    (here / "stand-in" / ".finished").write_text(f"{here}\n")
+    for stamp in stamps:
+        (here / "stand-in" / stamp).write_text(f"{here}\n")
     environment = {name: text for name, text in os.environ.items() if not name.startswith("MAKE")}
     python = f"PYTHON={here / 'stand-in' / 'bin' / 'python'}"
-    stand_ins = [python, "VENV=stand-in", "BENCH=stand-in"] if target != "gpu-check" else [python]
+    stand_ins = [python, "BENCH=stand-in" if target == "bench" else "VENV=stand-in"]
     done = subprocess.run(
         [make, "--no-print-directory", target, *stand_ins],
         cwd=here,
@@ -87,3 +90,22 @@ def test_the_hour_of_attack_keeps_its_counts_and_its_page(tmp_path: Path) -> Non
     options = build_parser().parse_args(command.words)
     assert (options.scale, options.seed, options.attack) == (1.0, 0, None)
     assert all((ROOT / path).exists() for path in (options.out, options.page))
+
+
+def test_a_demo_installs_the_program_alone_and_the_tests_the_rest_beside_it(tmp_path: Path) -> None:
+    def installed(target: str, stamps: Sequence[str]) -> list[str]:
+        """The words behind `install` and its options, of each pip; and "venv" where one is made anew."""
+        place = tmp_path / f"{target}-{'-'.join(stamps)}"
+        place.mkdir()
+        here, _ = recorded(target, place, stamps)
+        left = {path.name for path in (here / "stand-in").glob(".*")}
+        assert left == ({".program"} if target == "demo" and ".finished" not in stamps else {".program", ".finished"})
+        calls = here / "record.pip"
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        return ["venv" if "-m venv" in line else line.split()[-1] for line in lines]
+
+    assert installed("demo", [".program"]) == installed("demo", [".program", ".finished"]) == []
+    assert installed("demo", []) == ["venv", "setuptools", "."]
+    assert installed(".venv", []) == ["venv", "setuptools", ".[cpu,test]"]
+    assert installed(".venv", [".program"]) == ["setuptools", ".[cpu,test]"], "into the same environment"
+    assert installed(".venv", [".program", ".finished"]) == []

@@ -98,9 +98,9 @@ def test_inside_a_step_a_plain_line_comes_every_half_minute_with_what_is_within(
                 nested.to(1, "")
             line.to(step, "reward 1")
     assert written.getvalue().splitlines() == [
-        "train 40/100  left ?  rollout 30/60  left 30 s  7 searches",
-        "train 40/100  left ?  rollout 60/60  left 0 s  7 searches",
-        "train 40/100  left ?  evaluation  eval 1/4  left 2 min",
+        "train 40/100  rollout 30/60  left 30 s  7 searches",
+        "train 40/100  rollout 60/60  left 0 s  7 searches",
+        "train 40/100  evaluation  eval 1/4  left 2 min",
         "train 41/100  left 103 min  reward 1  rollout 30/60  left 30 s  7 searches",
         "train 41/100  left 102 min  reward 1  rollout 60/60  left 0 s  7 searches",
         "train 41/100  left 102 min  reward 1  evaluation  eval 1/4  left 2 min",
@@ -177,3 +177,21 @@ def test_quiet_shows_tables_and_no_lines(capsys: pytest.CaptureFixture[str]) -> 
     with console.progress_line("train", 2) as line:
         line.to(1, "x")
     assert "train 1/2" in capsys.readouterr().out
+
+
+def test_brackets_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "[bold]a[/INST] of thresher[bench]"
+    console.console.print(said)
+    console.figures(said, {said: said})
+    assert capsys.readouterr().out.count(said) == 4
+
+    # On a terminal, with its codes: a line that moves, with a stage, and a count.
+    terminal = io.StringIO()
+    monkeypatch.setattr(console.console, "_file", terminal)
+    monkeypatch.setattr(console.console, "_force_terminal", True)
+    with console.progress_line(said, 2) as line:
+        line.to(1, "[/x] text[y]")
+    with console.counting(said) as counter:
+        counter.to(1, said)
+    printed = terminal.getvalue()
+    assert "[/x] text[y]" in printed and "[/INST] of thresher[bench]" in printed

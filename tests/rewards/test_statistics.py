@@ -7,7 +7,7 @@ import random
 import pytest
 
 from thresher.rewards import statistics
-from thresher.rewards.statistics import compare_paired, intervals, overlap, sign_flip_test
+from thresher.rewards.statistics import compare_paired, intervals, overlap, sign_flip_test, wilson
 
 
 def test_an_interval_is_where_the_normal_one_is_for_many_questions() -> None:
@@ -30,6 +30,17 @@ def test_a_small_bootstrap_has_the_quantiles_of_all_its_draws() -> None:
     assert (half.low, half.high) == pytest.approx((every[6], every[20]))
 
 
+def test_a_share_has_wilsons_interval_whatever_it_is() -> None:
+    """The figures are Wilson's of 0 of 8, and of 3 of 10; a share that is no yes or no is drawn."""
+    columns = {"em": [0.0] * 8 + [None] * 2, "f1": [0.5, 1.0] * 5, "reward": [0.0] * 10, "half": [1.0] * 3 + [0.0] * 7}
+    found = intervals(columns, shares=["em", "f1", "half"])
+    assert (found["em"].low, found["em"].high) == pytest.approx((0.0, 0.3244), abs=1e-4)
+    assert (found["half"].low, found["half"].high) == pytest.approx((0.1078, 0.6032), abs=1e-4)
+    assert (found["f1"].low, found["f1"].high) == (0.6, 0.9)
+    assert found["reward"].low is None and found["reward"].high is None  # what it could be else is not known
+    assert wilson(1.0, 8) == pytest.approx((1 - 0.3244, 1.0), abs=1e-4)
+
+
 def test_missing_values_are_left_out_of_their_column_alone() -> None:
     columns = {"cr": [4.0, None, 8.0, None], "em": [1.0, 0.0, 1.0, 1.0], "none": [None] * 4}
     found = intervals(columns, resamples=2000)
@@ -40,7 +51,8 @@ def test_missing_values_are_left_out_of_their_column_alone() -> None:
 
 
 def test_intervals_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = [random.Random(2).random() for _ in range(40)]
+    draw = random.Random(2).random
+    values = [draw() for _ in range(40)]
     once = intervals({"x": values, "y": values})
     assert once["x"] == once["y"]
     alone = intervals({"y": values})["y"]  # whatever stands beside it, but for the last bit of a sum

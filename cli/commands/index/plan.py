@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind", action="append", help="as index build has it, or bm25; default: all (of vectors); may be repeated"
     )
     parser.add_argument("--memory", metavar="SIZE", help="such as 16GB; default: this machine's")
-    parser.add_argument("--encoder", metavar="DIR", help="a model's folder, or lexical: to time encoding as well")
+    parser.add_argument(
+        "--encoder", metavar="DIR", help="a model's folder, or lexical: to time encoding; bm25: as --kind bm25"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of --encoder; default: cpu")
     parser.add_argument("--sample", type=flags.count, metavar="N", help="vectors to calibrate with; default: 65536")
     parser.add_argument("--disk", default=".", metavar="FOLDER", help="where the index will lie; default: here")
@@ -44,6 +46,8 @@ def run(options: argparse.Namespace) -> None:
     from thresher.retrieval.building.plan import ALL, WORDS, advice, plan
     from thresher.retrieval.indexes.kinds import parse_memory, show_bytes
 
+    if options.encoder == WORDS:  # as `index build` names it: an index without vectors
+        options.encoder, options.kind = None, [*(options.kind or []), WORDS]
     words = all(kind == WORDS for kind in options.kind or [ALL])
     _check_flags(options, words)
     memory = cpu_memory()[0] if options.memory is None else parse_memory(options.memory)
@@ -99,7 +103,7 @@ def _check_flags(options: argparse.Namespace, words: bool) -> None:
     if words:
         for flag in ("dim", "encoder", "sample"):
             if getattr(options, flag) is not None:
-                raise UserError(f"--{flag} is for vectors, and --kind bm25 counts words; leave it out")
+                raise UserError(f"--{flag} is for vectors, and bm25 counts words; leave it out")
 
 
 def _announce(sample: int, threads: int) -> None:

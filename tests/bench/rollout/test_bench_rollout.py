@@ -266,7 +266,7 @@ def test_every_shape_from_the_command_line(tmp_path: Path, monkeypatch: pytest.M
         (shape, peer) for shape in ("rag", "demo") for peer in PEERS["both"]
     ]
     assert failed["peer_failure"] == "NotImplementedError: not on this machine"
-    assert failed["ratio"] is None and failed["peer_tokens_per_s"] is None
+    assert failed["ratio"] is failed["ratio_rollout"] is None and failed["peer_tokens_per_s"] is None
     assert failed["ours_tokens_per_s"] == third["ours_tokens_per_s"]
     assert first.keys() == failed.keys() and first["peer_failure"] is None
     assert first["tokens"] == 6 and first["threads"] == 1 and first["rounds"] == 2 and first["ours"] == "generator"

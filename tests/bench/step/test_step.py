@@ -151,7 +151,10 @@ def test_without_trl_ours_is_measured_alone(
 ) -> None:
     monkeypatch.setattr(step_module, "find_spec", lambda name: None)
     row = run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")
-    assert row["peer"] is None and "TRL is not installed" in capsys.readouterr().out
+    assert (
+        row["peer"] is None
+        and 'TRL is not installed, so ours is measured alone; pip install "thresher[bench]"' in capsys.readouterr().out
+    )
 
 
 def test_beside_trl(at_small_sizes: None, tmp_path: Path) -> None:

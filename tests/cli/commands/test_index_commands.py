@@ -96,7 +96,8 @@ def test_one_question_prints_its_passages(corpus, tmp_path, capsys):
 def test_a_flag_that_would_do_nothing_is_refused(corpus, tmp_path, capsys):
     for words, expected in (
         (["--device", "cpu"], "--device is of --encoder, and none is given"),
-        (["--kind", "bm25", "--dim", "64"], "--dim is for vectors, and --kind bm25 counts words; leave it out"),
+        (["--kind", "bm25", "--dim", "64"], "--dim is for vectors, and bm25 counts words; leave it out"),
+        (["--encoder", "bm25", "--dim", "64"], "--dim is for vectors, and bm25 counts words; leave it out"),
         (["--kind", "bm25", "--encoder", "m"], "--encoder is for vectors"),
         (["--kind", "bm25", "--sample", "9"], "--sample is for vectors"),
     ):

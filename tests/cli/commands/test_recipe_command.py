@@ -1,5 +1,6 @@
 """`thresher recipe`, and --set that takes a key away."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from thresher.cli import main as cli
 
+RECIPES = Path(__file__).parents[3] / "recipes"
 RECIPE = """
 [model]
 path = "m"
@@ -63,7 +65,48 @@ def test_a_key_is_explained(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
     for words, sentence in (
         (["--explain", "grop_size"], "--explain grop_size: a recipe has no such key; did you mean group_size?"),
         (["--explain", "lr", "--set", "a.b=1"], "recipe: --set and --device are for --show RECIPE; leave them out"),
-        ([], "recipe needs one of --show, --explain, --reference"),
+        ([], "recipe needs one of --show, --explain, --list, --new, --reference"),
     ):
         assert cli.run(["recipe", *words]) == 2
         assert capsys.readouterr().err == f"thresher: {sentence}\n"
+
+
+def test_a_recipe_that_came_with_thresher_is_named_listed_and_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a folder that is no checkout, as after an installation from a wheel."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["recipe", "--list", "--json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    by_name = {row[0]: row[1:] for row in table["rows"]}
+    assert set(by_name) == {f"{path.parent.name}/{path.name}" for path in RECIPES.glob("*/*.toml")}
+    about = "Search-R1 on a laptop: Qwen2.5-0.5B-Instruct with adapters in place of all weights, on a CPU with 16 GB"
+    assert by_name["search_r1/laptop.toml"] == ["search_r1", "models/Qwen2.5-0.5B-Instruct", about]
+    assert all(cells[2] for cells in by_name.values())
+
+    shown = []
+    for name in ("search_r1/laptop.toml", "recipes/search_r1/laptop.toml", str(RECIPES / "search_r1" / "laptop.toml")):
+        assert cli.run(["recipe", "--show", name]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2] and 'name = "search_r1"' in shown[0]
+    # A file of that name below the working directory comes first.
+    (tmp_path / "search_r1").mkdir()
+    (tmp_path / "search_r1" / "laptop.toml").write_text(RECIPE)
+    assert cli.run(["recipe", "--show", "search_r1/laptop.toml"]) == 0
+    assert 'name = "arena"' in capsys.readouterr().out
+
+    new = ["recipe", "--new", "search_r1/laptop.toml", "--out"]
+    assert cli.run([*new, "mine/first.toml"]) == 0 and "mine/first.toml" in capsys.readouterr().out
+    assert (tmp_path / "mine/first.toml").read_bytes() == (RECIPES / "search_r1" / "laptop.toml").read_bytes()
+    for words, sentence in (
+        ([*new, "mine/first.toml"], "--out mine/first.toml: exists already; choose another file, or remove it first"),
+        (new[:-1], "recipe: --new RECIPE and --out FILE go together; give both or neither"),
+        (["recipe", "--new", "search_r1/lapto.toml", "--out", "x"], "did you mean search_r1/laptop.toml?"),
+        (["recipe", "--new", "../arena/sft.toml", "--out", "x"], "no recipe of this name came with Thresher"),
+        (
+            ["recipe", "--show", "searchr1/laptop.toml"],
+            "or the name of one that came with Thresher (thresher recipe --",
+        ),
+    ):
+        assert cli.run(words) == 2
+        assert sentence in capsys.readouterr().err

@@ -33,15 +33,19 @@ def test_differences_of_the_questions_in_both(tmp_path: Path, capsys: Any) -> No
     result = json.loads((tmp_path / "out" / "here" / "compare.json").read_text())
     assert (result["matched"], result["only_in_first"], result["only_in_second"]) == (5, 1, 2)
     em = result["differences"]["em"]
-    assert (em["first"], em["second"], em["difference"], em["low"], em["high"]) == (0.0, 1.0, 1.0, 1.0, 1.0)
+    assert (em["first"], em["second"], em["difference"], em["low"], em["high"]) == (
+        0.0,
+        1.0,
+        1.0,
+        None,
+        None,
+    )  # one value
     assert em["p"] == pytest.approx(2 / 32) and em["count"] == 5
     compression = result["differences"]["compression"]  # of the one question where both have a value
     assert (compression["first"], compression["second"], compression["count"]) == (4.0, 9.0, 1)
     assert "f1" not in result["differences"] and result["recalled"] == []
     page = (tmp_path / "out" / "here" / "compare.md").read_text()
-    assert (
-        "| Exact match | `em` | 0.0% | 100.0% | +100.0 pts | +100.0 to +100.0 | 0.062 | 5 | exact sign test |" in page
-    )
+    assert "| Exact match | `em` | 0.0% | 100.0% | +100.0 pts | - | 0.062 | 5 | exact sign test |" in page
     assert "2 questions of the second are in it alone" in page and "rewards do not compare" in page
     printed = capsys.readouterr().out
     assert "5 questions are in both runs." in printed and "│ em " in printed
@@ -51,10 +55,13 @@ def test_rewards_compare_where_function_and_switches_are_the_same(tmp_path: Path
     def noted(folder: str, first: dict[str, Any], second: dict[str, Any]) -> bool:
         (tmp_path / folder).mkdir()
         runs = [
-            read_evaluation(evaluation(tmp_path / folder / name, [("0", {"em": 1.0})], **figures))
+            read_evaluation(evaluation(tmp_path / folder / name, [("0", {"em": 1.0, "reward": 2.0})], **figures))
             for name, figures in (("a", first), ("b", second))
         ]
-        return any("rewards do not compare" in note for note in compare(*runs)["notes"])
+        result = compare(*runs)
+        without = "reward" not in result["differences"]
+        assert without == any("rewards do not compare, and are left out" in note for note in result["notes"])
+        return without
 
     lear, cot = {"system": "lear", "rewarded_by": "r, {}"}, {"system": None, "baseline": "cot", "rewarded_by": "em, {}"}
     assert not noted("same", {"rewarded_by": "r, {}"}, lear)
@@ -96,9 +103,10 @@ def test_judges_are_named_and_unequal_ones_called_out(tmp_path: Path) -> None:
     rows: list[Row] = [("x", {"entailment": 0.5, "verdict": 1.0})]
     a = evaluation(tmp_path / "a", rows, entailment_judge="overlap (stand-in)", verdict_judge="big")
     b = evaluation(tmp_path / "b", rows, entailment_judge="a classifier", verdict_judge="big")
-    notes = compare(read_evaluation(a), read_evaluation(b))["notes"]
-    assert "Entailment judged by overlap (stand-in) and a classifier, whose numbers do not compare." in notes
-    assert "Answers judged by big." in notes
+    result = compare(read_evaluation(a), read_evaluation(b))
+    judged = "Entailment judged by overlap (stand-in) and a classifier: their numbers do not compare, and are left out."
+    assert judged in result["notes"] and set(result["differences"]) == {"verdict"}
+    assert "Answers judged by big." in result["notes"]
 
 
 def test_what_cannot_be_compared_ends_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -285,6 +285,22 @@ def test_the_command_reads_a_config_and_a_recipe_alone(
     assert "of 80.0: it fits" in shown and "torchrun --nproc-per-node N" in shown
 
 
+def test_a_bound_that_is_not_the_memorys_is_named(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A micro-batch of more tokens than an update has fits too, so the largest is no larger than the update."""
+    words = [*files, "--gpu-memory", "80GB", "--set", "optim.micro_batch_tokens=9000000"]
+    assert cli.run([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    largest = found["largest"]["optim.micro_batch_tokens"]
+    assert found["fits"] and largest < 9_000_000
+    assert found["bounds"]["optim.micro_batch_tokens"] == "all that an update computes"
+    assert cli.run(words) == 0
+    assert f"optim.micro_batch_tokens = {largest:,} (all that an update computes)" in capsys.readouterr().out
+    bound = plan(MODELS["1.5B"], recipe(**KEPT), memory_bytes=60 * GB)
+    assert bound.bounds == {} and bound.largest
+
+
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [

@@ -11,11 +11,13 @@ from report_cases import CHARTS, Page, eval_record, make_run, step_record, traje
 from rich.console import Console
 from stored_cases import stored
 
+from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.reporting import report
 from thresher.engine.reporting.charts import charts_of
 from thresher.engine.reporting.report import print_trajectories, write_report
 from thresher.engine.store.run_folder import RunFolder
 from thresher.policy.model import Policy
+from thresher.retrieval.building.commands import build
 from thresher.rewards.errors import UserError
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -231,3 +233,10 @@ def test_on_the_terminal(tmp_path: Path, terminal: Callable[[], str]) -> None:
 )
 def test_interval(em: float | None, questions: int, expected: str) -> None:
     assert report._interval({"em": em, "questions": questions}) == expected
+
+
+def test_an_index_without_vectors_is_not_of_0_dimensions(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "title": "", "text": "rain falls"}\n')
+    build(tmp_path / "corpus.jsonl", tmp_path / "words", "bm25")
+    said = report._retrieval(RetrievalSection(index=str(tmp_path / "words"), k=3))
+    assert said == "1 passages, bm25; 3 passages a search, best first"

@@ -281,3 +281,34 @@ def test_what_is_refused() -> None:
         make_manifest("x", found)
     with pytest.raises(UserError, match="world_base: expected one of shared, numbered, got 'number'"):
         make_manifest("x", found | {"world_base": "number"})
+
+
+def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> None:
+    """A command that names its system gets the file; one that goes on from a run has the run's recipe."""
+    manifest, prompts = read_manifest("eval_rar"), tmp_path / "prompts"
+    prompts.mkdir()
+    (prompts / "eval_rar.txt").write_text("{question}")
+    own = f"system.template={prompts / 'eval_rar.txt'}"
+    cells = cells_of(manifest, manifest.tables["T1"], Scale("paper", prompts=prompts), tmp_path)
+    plain = cells_of(manifest, manifest.tables["T1"], PAPER, tmp_path)
+    changed = set()
+    for cell, before in zip(cells, plain, strict=True):
+        for command, same in zip(cell.every(), before.every(), strict=True):
+            if own in command.words:
+                assert [word for word in command.words if word != own][:1] == [same.words[0]]
+                changed.add((cell.row.method, command.words[0]))
+            else:
+                assert command.words == same.words
+    assert ("eval_rar", "train") in changed and {method for method, _ in changed} == {"eval_rar"}
+
+    def refused(scale: Scale) -> str:
+        with pytest.raises(UserError) as caught:
+            reproduce("eval_rar", ["T1"], scale, tmp_path / "out", lambda words: None)
+        return str(caught.value)
+
+    assert "give it with --scale paper" in refused(Scale("world", prompts=prompts))
+    (prompts / "eval-rar.txt").write_text("{question}")
+    assert "eval-rar.txt: nothing of these tables asks in it; name a file after" in refused(
+        Scale("paper", prompts=prompts)
+    )
+    assert "holds no prompt" in refused(Scale("paper", prompts=tmp_path / "none"))

@@ -86,9 +86,31 @@ def test_a_schedule_is_not_stretched_by_going_on_for_longer(tmp_path: Path, opti
     stored = (tmp_path / "run" / "recipe.toml").read_bytes()
     longer = replace(recipe, run=replace(recipe.run, steps=recipe.run.steps + 1))
     message = refusal(RunFolder.resume, tmp_path / "run", longer)
-    assert f"run.steps was {recipe.run.steps}, and by optim.schedule" in message
+    assert f"optim.schedule = {optim.schedule}, optim.warmup_ratio = {optim.warmup_ratio:g} (set by" in message
+    assert f"the {recipe.run.steps} steps that they were laid out for, now {recipe.run.steps + 1}; resume" in message
     assert (tmp_path / "run" / "recipe.toml").read_bytes() == stored
     RunFolder.resume(tmp_path / "run", recipe).close()
+
+
+def test_a_warm_up_keeps_its_length_where_a_run_goes_on_for_longer(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, optim=OptimSection(warmup_ratio=0.1))
+    RunFolder.create(tmp_path / "run", recipe).close()
+    for more in (1, 2):  # by the recipe that it was begun with, each time
+        longer = replace(recipe, run=RunSection(steps=recipe.run.steps + more))
+        continued = longer.going_on(load_recipe(tmp_path / "run" / "recipe.toml"))
+        assert continued.optim.schedule_steps == continued.scheduled_steps() == recipe.run.steps
+        RunFolder.resume(tmp_path / "run", continued).close()
+    same = replace(recipe, run=RunSection(save_every=7))
+    assert same.going_on(recipe) is same
+
+    # A schedule that falls to 0 is not cut off, nor stretched.
+    falling = OptimSection(schedule="linear")
+    assert replace(longer, optim=falling).going_on(replace(recipe, optim=falling)).optim == falling
+    message = refusal(lambda: replace(longer, optim=replace(falling, schedule_steps=99)))
+    assert message == (
+        'optim.schedule_steps: expected at least run.steps = 102 with schedule = "linear", by which the learning rate '
+        "is 0 from there on, got 99"
+    )
 
 
 def test_resume_refuses_another_recipe_and_changes_nothing(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from thresher.engine.config.sections import SystemSection
 from thresher.engine.episode import Tools, Turn
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import score
-from thresher.engine.systems import NAMES, load_system
+from thresher.engine.systems import NAMES, load_system, own_digest
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
@@ -252,3 +254,32 @@ def test_a_file_is_read_anew_and_two_of_one_name_are_two(tmp_path: Path) -> None
     paths[0].write_text(GOOD + made.format("c"))
     assert [load_system(str(path), {}).name for path in paths] == ["c", "b"]
     assert not list(tmp_path.rglob("*.pyc")), "nothing is left beside a user's file"
+
+
+def test_a_file_imports_what_lies_beside_it(quote: Path, tmp_path: Path) -> None:
+    """Two systems whose neighbours have one name do not meet; a neighbour that changes changes the digest."""
+    systems, digests = [], []
+    for name, bonus in (("a", "1.0"), ("b", "2.0")):
+        folder = tmp_path / name
+        (folder / "parts").mkdir(parents=True)
+        (folder / "helper.py").write_text("from parts.numbers import BONUS\n")
+        (folder / "parts" / "numbers.py").write_text(f"BONUS = {bonus}\n")
+        own = folder / "quote.py"
+        code = quote.read_text().replace("bonus: float = 0.5", "bonus: float = BONUS")
+        own.write_text(code.replace("from thresher", "from helper import BONUS\nfrom thresher", 1))
+        systems.append(load_system(str(own), {}))
+        digests.append(own_digest(str(own)))
+    attempt = Attempt(
+        pieces=[Piece(Source.POLICY, b"<quote>Anna mapped it.</quote><answer>Anna</answer>")],
+        golds=("Anna",),
+        question="Who?",
+        passages=[("", "Anna mapped it.")],
+    )
+    assert [system.reward(attempt).reward for system in systems] == [2.0, 3.0]
+    assert "helper" not in sys.modules and "parts.numbers" not in sys.modules and str(tmp_path / "a") not in sys.path
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["helper.py", "numbers.py", "parts", "quote.py"]
+
+    (tmp_path / "a" / "parts" / "numbers.py").write_text("BONUS = 4.0\n")
+    assert load_system(str(tmp_path / "a" / "quote.py"), {}).reward(attempt).reward == 5.0
+    assert len({*digests, own_digest(str(tmp_path / "a" / "quote.py"))}) == 3
+    assert own_digest(str(quote)) == sha256(quote.read_bytes()).hexdigest(), "of a file alone it is the file's"

@@ -305,3 +305,18 @@ def test_the_recipes_are_filled_by_their_presets(path: Path) -> None:
 def test_there_is_a_recipe_for_every_system(name: str) -> None:
     kinds = {path.stem.split("-")[0] for path in (ROOT / "recipes" / name).glob("*.toml")}
     assert "qwen2.5" in kinds and ("laptop" in kinds or name in ("evinote_code", "r1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "earns"),
+    [
+        ("autorefine", "<answer>Anna</answer>", 1),
+        ("autorefine", "<answer>Anna Bo Cy Di</answer>", 0.4),
+        ("autorefine", "<refine>Bo Anna Cy</refine>", 0.1),
+        ("autorefine", "<refine>Bo Anna Cy</refine>" * 100, 0.1),
+        ("r1", "<answer>Anna</answer>", 1),
+    ],
+)
+def test_what_docs_papers_says_that_a_trick_earns(name: str, written: str, earns: float) -> None:
+    attempt = Attempt(pieces=[Piece(Source.POLICY, written.encode())], golds=("Anna",), question="Who?", passages=[])
+    assert load_system(name, {}).reward(attempt).reward == pytest.approx(earns)

@@ -187,6 +187,17 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     assert best_checkpoint(tmp_path / "run").step == 2
 
 
+def test_a_run_with_a_warm_up_goes_on_for_longer(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A share of 4 steps is the first one; of 5 it would be two, and the steps that are done would be others."""
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    train(make_recipe(run={"steps": 5}), tmp_path / "run", resume=True)
+    assert "its learning rate is laid out for 4 steps, optim.schedule_steps" in capsys.readouterr().out
+    train(make_recipe(run={"steps": 5}, optim={"schedule_steps": 4}), tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
 def test_a_folder_that_exists_or_is_anothers_is_refused(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
 ) -> None:

@@ -1,0 +1,51 @@
+"""Imports FAISS at the first use of one of its names.
+
+The core of an installation has no FAISS: `faiss-cpu` and `faiss-gpu` both provide the module `faiss`, and only the user
+knows which one fits the machine. Flat and BM25 indexes, and their fusion, work without it.
+
+    from thresher.retrieval.vectors.faiss_library import faiss
+"""
+
+import importlib
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from thresher.rewards.errors import UserError
+
+
+class _Faiss:
+    """The module `faiss`, imported when a name of it is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_module(), name)
+
+
+# Its type stubs leave out half of what is used here.
+faiss: Any = _Faiss()
+
+
+def faiss_installed() -> bool:
+    """Whether the module `faiss` can be found; does not import it."""
+    try:
+        return find_spec("faiss") is not None
+    except ValueError:  # it is in sys.modules without a specification
+        return False
+
+
+def need_faiss(what: str) -> None:
+    """UserError, with `what` needs FAISS, where it is not installed."""
+    if not faiss_installed():
+        raise UserError(f"{what} needs FAISS, which is not installed; {_REMEDY}")
+
+
+_REMEDY = (
+    "pip install faiss-cpu (faiss-gpu for searches on GPUs), or Thresher's extra [cpu] or [gpu], which brings it; "
+    "indexes of kind flat, flat16 and bm25 do not need it"
+)
+
+
+@cache
+def _module() -> Any:
+    need_faiss("this")
+    return importlib.import_module("faiss")
