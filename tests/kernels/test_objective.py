@@ -9,7 +9,7 @@ from loss_cases import Case, run
 from torch import Tensor
 
 from thresher.kernels import grpo_loss
-from thresher.kernels.objective import CHOICES, ESTIMATORS, kl_coefficient, kl_values
+from thresher.kernels.objective import CHOICES, ESTIMATORS, LossResult, kl_coefficient, kl_values
 
 
 def rows_at(logp: float, count: int = 1, dtype: torch.dtype = torch.float32) -> Case:
@@ -136,3 +136,22 @@ def test_expected_gradients_against_exact_reverse_kl() -> None:
     # the biased ones are biased
     assert (expected_gradient("k2", behaviour, logits, ref) - reverse).abs().max() > 0.05
     assert (forward - reverse).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_on_the_clips_border_keeps_its_gradient(advantage: float) -> None:
+    """With clips of 0 the whole first update stands there: every ratio is 1."""
+    case = rows_at(0.0)
+    hidden = case.hidden.requires_grad_()
+    head = case.head + torch.tensor([[0.0], [0.1]])  # or the hidden state would have no say in the log-prob
+
+    def loss(old: Tensor | None) -> LossResult:
+        advantages = torch.tensor([advantage])
+        return grpo_loss(hidden, head, case.targets, old, advantages, case.weights, clip_low=0.0, clip_high=0.0)
+
+    for old in (None, loss(None).logprobs):
+        hidden.grad = None
+        result = loss(old)
+        result.loss.backward()
+        assert result.ratios.item() == 1.0 and not result.clipped.any()
+        assert hidden.grad is not None and bool((hidden.grad * advantage > 0).all())

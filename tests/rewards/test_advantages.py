@@ -16,6 +16,7 @@ BY_HAND = [
     ([0.49, 0.51], {"std_floor": 0.0}, [-1.0, 1.0]),
     ([0.49, 0.51], {"std_floor": 0.1}, [-0.1, 0.1]),
     ([0.49, 0.51], {}, [-0.1, 0.1]),
+    ([0.49, 0.51], {"std_floor": 0.1, "eps": 0.1}, [-0.05, 0.05]),  # eps is added to the floor, too
     ([0.0, 1.0], {}, [-1.0, 1.0]),
     ([0.0, 1.0], {"sample_std": True, "std_floor": 0.0}, [-ROOT_HALF, ROOT_HALF]),
     (
@@ -50,6 +51,8 @@ def test_rewards_that_differ_by_rounding_are_equal() -> None:
     assert group_advantages([0.1 + 0.2, 0.3], std_floor=0.0) == [0.0, 0.0]
     assert group_advantages([0.0, 5e-324], std_floor=0.0) == [0.0, 0.0]
     assert group_advantages([0.3, 0.3 + 1e-9], std_floor=0.0) == pytest.approx([-1.0, 1.0])
+    # The last bit of a reward of a million is 1e-10: what is rounding grows with the rewards.
+    assert group_advantages([1e6, math.nextafter(1e6, 2e6)], std_floor=0.0) == [0.0, 0.0]
 
 
 GROUPS = st.lists(st.floats(-20, 20).map(lambda x: round(x, 6)), min_size=1, max_size=16)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
-from thresher.engine.evaluation.compare import compare, read_evaluation
+from thresher.engine.evaluation.compare import compare, difference_rows, read_evaluation
 from thresher.engine.store.records import write_object, write_records
 
 Row = tuple[str, dict[str, float | None]]
@@ -97,6 +97,25 @@ def test_what_only_one_of_two_texts_recalls(tmp_path: Path) -> None:
     assert same["count"] == across["count"] == 4  # the last question's passages lack the gold in the first run
     assert [same[key] for key in ("both", "only_first", "only_second", "neither")] == [0.25, 0.25, 0.5, 0.0]
     assert [across[key] for key in ("both", "only_first", "only_second", "neither")] == [0.5, 0.0, 0.25, 0.25]
+
+
+def test_where_nobody_knows_of_the_passages_all_questions_count(tmp_path: Path) -> None:
+    known: list[float | None] = [0.0, 1.0, None]
+    a: list[Row] = [(str(n), {"recall_evidence": 1.0, "recall_passages": p}) for n, p in enumerate(known)]
+    b: list[Row] = [(str(n), {"recall_evidence": 0.0}) for n in range(3)]
+    result = compare(read_evaluation(evaluation(tmp_path / "a", a)), read_evaluation(evaluation(tmp_path / "b", b)))
+    (row,) = result["recalled"]
+    assert row["count"] == 2 and row["only_first"] == 1.0  # not the one whose passages are known to lack the gold
+
+
+@pytest.mark.parametrize(("count", "shown"), [(9, "0.0039"), (13, "0.00024"), (20, "< 0.0001")])
+def test_p_values_are_shown_down_to_one_in_ten_thousand(tmp_path: Path, count: int, shown: str) -> None:
+    runs = [
+        read_evaluation(evaluation(tmp_path / name, [(str(n), {"em": em}) for n in range(count)]))
+        for name, em in (("a", 0.0), ("b", 1.0))
+    ]
+    (row,) = difference_rows(compare(*runs))
+    assert row[5] == shown  # all of `count` questions better: 2 / 2^count
 
 
 def test_judges_are_named_and_unequal_ones_called_out(tmp_path: Path) -> None:

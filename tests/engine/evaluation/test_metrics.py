@@ -75,6 +75,10 @@ def test_answers_work_and_a_judge() -> None:
     }
     papers = measured("search_r1", "<answer>New_York no</answer>", golds=("new york",))
     assert (papers["em"], papers["em_arena"]) == (0.0, 0.0) and papers["f1_arena"] == pytest.approx(0.8) != papers["f1"]
+    spaced = measured("search_r1", "<answer>New_York</answer>", golds=("new york",))
+    assert (spaced["em"], spaced["em_arena"]) == (0.0, 1.0)
+    joined = measured("search_r1", "<answer>U.S.</answer>", golds=("us",))
+    assert (joined["em"], joined["em_arena"]) == (1.0, 0.0)
     no = measured("search_r1", "<answer>no way</answer>", golds=("no",))
     assert (no["f1"], no["f1_plain"], no["f1_arena"]) == (0.0, pytest.approx(2 / 3), pytest.approx(2 / 3))
     nothing = measured("search_r1", "hm")

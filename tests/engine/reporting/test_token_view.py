@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from browser import run_page
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
@@ -16,6 +19,7 @@ from thresher.engine.reporting.token_data import half, line_breaks, prompt_parts
 from thresher.engine.reporting.token_view import assemble, write_token_view
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.store.token_stats import TokenStats, write_token_stats
+from thresher.kernels.objective import kl_values
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError
 
@@ -220,3 +224,132 @@ def test_parts_of_a_prompt_and_of_a_line() -> None:
     assert line_breaks("<a>🌾</a> <b>x</b>\n <a>y</a><b>", tags) == [10, 28]
     assert line_breaks("<a><b>", ()) == []
     assert halves(half(np.array([1e9, -np.inf, np.nan]))).tolist()[:2] == [65504.0, -65504.0]
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-").replace(",", ""))
+
+
+OPEN = """
+const detail = () => Object.fromEntries(texts("#detail dt").map((name, n) => [name, texts("#detail dd")[n]]));
+const spans = (s) => document.querySelectorAll(`.sample[data-s="${s}"] span[data-at]:not([data-b])`);
+const option = (id, value) => { const box = document.getElementById(id); box.value = value; fire("change", box); };
+"""
+
+
+def test_the_pages_script_shows_the_kernels_numbers(run: RunFolder, tmp_path: Path) -> None:
+    page = write_token_view(run.path, "2", tmp_path / "F.html").read_text(encoding="utf-8")
+    found = run_page(
+        page,
+        OPEN
+        + """
+        const first = { hidden: document.getElementById("app").hidden, asked: texts("h2")[0], address: log.address,
+          names: texts("#figures dt"), figures: texts("#figures dd"), notes: texts("p.note"),
+          strips: document.querySelectorAll("canvas").map((canvas) => canvas.filled) };
+        first.text = spans(1).map((span) => span.textContent).join("");
+        const seen = spans(1).map((span) => { click(span); return detail(); });
+        const help = click(document.getElementById("ask")) || document.getElementById("help").open;
+        return { first, seen, help };
+        """,
+    )
+    first, seen = found["first"], found["seen"]
+    assert not first["hidden"] and first["asked"] == "Who?" and found["help"]
+    assert first["address"] == "#g=1&s=0&c=gradient&f=all"  # the first group that has a signal
+    assert first["text"] == "<answer> Bel </answer>" and first["notes"] == []
+    count = len(seen)
+    figures = dict(zip(first["names"], first["figures"], strict=True))
+    d, entropy = halves(half(np.array([np.float32(0.5) + np.float32(1e-4)])))[0], 0.25
+    k3 = float(kl_values(torch.tensor(float(d)), torch.tensor(1.0))["k3"])
+    assert figures == {
+        "groups": "2",
+        "samples": "4",
+        "mean reward": "0.5",
+        "right": "50%",
+        "tokens written": str(4 * count),
+        "entropy": "0.25",
+        "clipped": f"{100 / count:.1f}%",
+        "KL, k3": f"{k3:.3g}",
+    }
+    for i, row in enumerate(seen):
+        drawn = -(i + 1) / 8
+        expected = {
+            "log-prob when drawn": drawn,
+            "p": math.exp(drawn),
+            "advantage": 0.5,
+            "log-prob in the update": drawn + 1e-4,
+            "ratio to the rollout": math.exp(1e-4),
+            "ratio to the reference": math.exp(d),
+            "k1": d,
+            "k2": d * d / 2,
+            "k3": k3,
+            "entropy": entropy,
+        }
+        # The loss of this token alone: its log-prob's derivative, times 1 - p, over the trajectory's length.
+        pull = (0.0 if i == 1 else math.exp(1e-4) * 0.5) - 1e-3 * (1 - math.exp(-d))
+        expected["gradient"] = pull * (1 - math.exp(drawn + 1e-4)) / count
+        assert row.pop("clipped") == ("yes" if i == 1 else "no")
+        assert {name: number(text) for name, text in row.items()} == pytest.approx(expected, rel=6e-3, abs=1e-6)
+    shown = first["strips"][1]
+    assert len(shown) == count and shown[1] != shown[2] != "transparent"
+    assert all(fill.startswith("rgba(1,2,4,") for fill in shown[2:])  # --up: all are made likelier
+
+
+TOUR = """
+const colours = {}, filters = {};
+const usable = document.querySelectorAll("#colour option").filter((node) => !node.attributes.has("disabled"));
+for (const value of usable.map((node) => node.getAttribute("value"))) {
+  option("colour", value);
+  const tinted = spans(1).filter((span) => span.style.background).length;
+  colours[value] = [texts("#legend")[0], texts(".strong button")[0] ?? "", tinted];
+}
+for (const value of document.querySelectorAll("#filter option").map((node) => node.getAttribute("value"))) {
+  option("filter", value);
+  filters[value] = document.querySelectorAll(".sample:not([hidden])").length;
+}
+option("filter", "all");
+const went = [..."kjpnp"].map((key) => { press(key); return log.address.slice(1, 8); });
+for (const key of ["c", "C", "o", "?"]) press(key);
+document.getElementById("help").open = false;
+press("/");
+const box = document.activeElement, count = () => document.getElementById("found").value, matches = [];
+box.value = "bel";
+fire("input", box);
+matches.push(count());
+for (const shiftKey of [false, false, true]) {
+  fire("keydown", box, { key: "Enter", shiftKey });
+  matches.push(count(), log.highlighted.at(-1).startContainer.data.slice(log.highlighted.at(-1).start));
+}
+return { colours, filters, went, matches, notes: texts("p.note"), branches: texts("span[data-b]").join("") };
+"""
+
+
+def test_every_colour_filter_and_key_of_the_page(run: RunFolder, tmp_path: Path) -> None:
+    page = write_token_view(run.path, "2", tmp_path / "F.html").read_text(encoding="utf-8")
+    found = run_page(page, OPEN + TOUR, address="#g=1&s=1&c=k2&f=all")
+    assert found["colours"] == {  # the legend, the first of the largest values, and how many of nine tokens are tinted
+        "gradient": ["less likelylikelier· full at 0.0375", ">−0.0376", 8],
+        "source": ["templatequestionpolicyretrievedfeedback", "", 0],
+        "logprob": ["sureunlikely· full at −5, largest −1.13", ">−1.13 ×2", 9],
+        "rollout": ["fallsrises· full at 1.2, largest 1", "<1 ×2", 0],
+        "reference": ["belowabove· full at 1.65", "<1.65 ×2", 9],
+        "k1": ["−0.50.5", "<+0.5 ×2", 9],
+        "k2": ["00.125", "<0.125 ×2", 9],
+        "k3": ["00.107", "<0.107 ×2", 9],
+        "entropy": ["00.25", "<0.25 ×2", 9],
+        "advantage": ["−0.50.5", "", 9],
+        "clipped": ["–clipped· largest clipped", "answerclipped ×2", 1],
+    }
+    assert found["filters"] == {"all": 2, "wrong": 1, "right": 1, "clipped": 2, "longest": 2, "signal": 2}
+    assert found["went"] == ["g=0&s=1", "g=1&s=0", "g=0&s=0", "g=1&s=0", "g=0&s=0"]
+    assert found["matches"] == ["4 matches", "1 of 4", "Be", "2 of 4", "Be", "1 of 4", "Be"]
+    assert found["branches"] == "abcabc" and found["notes"] == []
+    page = write_token_view(run.path, "4", tmp_path / "F.html").read_text(encoding="utf-8")
+    bare = run_page(page, OPEN + TOUR, address="#g=1&s=1&c=k2&f=all")
+    assert bare["colours"] == {name: found["colours"][name] for name in ("source", "advantage")}
+    assert bare["filters"] == found["filters"] | {"clipped": 0} and len(bare["notes"]) == 1
+    assert bare["notes"][0].startswith("This step has no log-probs") and bare["matches"] == found["matches"]
+
+
+def test_a_page_without_groups_says_so(tmp_path: Path) -> None:
+    page = assemble("run", from_dict(Recipe, TABLE, "t"), [], {"step": 1, "objective": {}}, {})
+    assert run_page(page, "return texts('#group')") == ["No group is on this page."]

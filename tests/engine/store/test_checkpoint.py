@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from thresher.engine.store import checkpoint
 from thresher.engine.store.checkpoint import (
     OPTIMIZER,
     STATE,
@@ -269,6 +270,22 @@ def test_prune_spares_the_best_whatever_its_age(tmp_path: Path) -> None:
     assert prune(tmp_path, 2, spare=1) == [tmp_path / "step_000002"]  # beside the two newest, not in their place
     assert prune(tmp_path, 2, spare=4) == [tmp_path / "step_000001"]  # one of the newest itself
     assert names(tmp_path) == ["step_000003", "step_000004"]
+
+
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a kill while its files are deleted would leave a folder that looks like a checkpoint."""
+    for step in (1, 2):
+        saved(tmp_path, step)
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step_000001.tmp", "step_000002"]
+    assert prune(tmp_path, 1) == [] and names(tmp_path) == ["step_000002"]  # the next one clears it away
 
 
 def test_an_interim_checkpoint_is_kept_while_it_is_the_newest(tmp_path: Path) -> None:

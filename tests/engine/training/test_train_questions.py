@@ -1,22 +1,29 @@
 """What a run is given: questions, their passages and seeds; what does not fit is refused before there is a folder."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from train_cases import (
+    GROUPS,
     NAMES,
+    SAMPLES,
     metrics,
     sampled,
     single_threaded,
 )
 
-from thresher.engine.assemble import load_questions
+from thresher.engine.assemble import load_parts, load_questions
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.rollout.samples import seed_of
+from thresher.engine.rollout.samples import Job, seed_of
+from thresher.engine.scoring.score import Judges
 from thresher.engine.systems import load_system
-from thresher.engine.training.step import questions_of_step
+from thresher.engine.training.step import GrpoStep, questions_of_step
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
@@ -43,6 +50,35 @@ def test_seeds_are_the_same_on_every_machine() -> None:
     assert seed_of(0, 1, 2, 3) == 3252311618909706447
     assert len({seed_of(*parts) for parts in ((1, 2), (2, 1), (12,), ("1", 2), (1, 2, 0))}) == 5
     assert all(0 <= seed_of(number) < 2**63 for number in range(100))
+
+
+class Sampled(Exception):
+    """Ends a step where its rollout would begin."""
+
+
+def test_a_samples_noise_depends_on_the_runs_seed_the_step_the_group_and_the_sample(
+    make_recipe: Callable[..., Recipe],
+) -> None:
+    jobs: list[Job] = []
+
+    def run(given: list[Job], _: float) -> None:
+        jobs.extend(given)
+        raise Sampled
+
+    rollout = SimpleNamespace(run=run, retriever=None)
+    updater = SimpleNamespace(weights=SimpleNamespace(rolling_out=nullcontext))
+    questions = [Question("q", "Who?", ("a",))]  # the same in every group of every step
+    for seed in (0, 1):
+        parts = load_parts(make_recipe(run={"seed": seed}))
+        given: dict[str, Any] = {"parts": parts, "rollout": rollout, "updater": updater}
+        step = GrpoStep(questions=questions, judges=Judges(), **given)
+        for number in (1, 2, 3):
+            with pytest.raises(Sampled):
+                step(number)
+    places = itertools.product((0, 1), (1, 2, 3), range(GROUPS), range(SAMPLES))
+    assert [(job.group, job.sample) for job in jobs] == [*itertools.product(range(GROUPS), range(SAMPLES))] * 6
+    assert [job.seed for job in jobs] == [seed_of(*place) for place in places]
+    assert len({job.seed for job in jobs}) == len(jobs) == 6 * GROUPS * SAMPLES
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_there_is_a_folder(

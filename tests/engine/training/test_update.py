@@ -333,6 +333,27 @@ def test_an_update_moves_the_policy_towards_what_was_rewarded() -> None:
     assert after[0] > before[0] and after[1] < before[1]
 
 
+def test_the_optimiser_steps_on_the_gradient_clipped_to_the_recipes_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW's first step is nearly the same for a gradient of any size, so the weights alone would not tell."""
+    policy, grpo = make_policy(0), GrpoSection(beta=0)
+    items = make_items(spoken(policy, 0, 0.2), ADVANTAGES, grpo)
+    found: list[torch.Tensor] = []
+
+    def catch(optimizer: torch.optim.Optimizer, _: float) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+        optimizer.zero_grad()
+
+    monkeypatch.setattr(grpo_module, "step_optimizer", catch)
+    norms = []
+    for largest in (math.inf, 0.01):
+        updater = Updater(MasterWeights(policy), None, OptimSection(max_grad_norm=largest), grpo, VOCAB, 10)
+        norms.append(updater.update(items, 0, 1.0).grad_norm)
+    whole, clipped = found
+    assert norms == pytest.approx([float(whole.norm())] * 2) and norms[0] > 0.1
+    torch.testing.assert_close(clipped, whole * (0.01 / norms[0]), rtol=1e-4, atol=0)
+
+
 def test_bfloat16_is_a_copy_of_float32_weights_that_are_trained() -> None:
     master = make_policy(0).float()
     policy = make_policy(0).bfloat16()

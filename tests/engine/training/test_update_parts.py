@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing.items import advantages, make_items
+from thresher.engine.packing.items import Totals, advantages, make_items
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
@@ -61,6 +61,20 @@ def test_a_trajectory_without_a_token_counts_in_the_mean_and_trains_nothing() ->
         (2, pytest.approx(1 / 6)),
         (4, pytest.approx(1 / 12)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("grpo", "expected"),
+    [
+        (GrpoSection(), [1 / 30, 1 / 50]),
+        (GrpoSection(aggregation="token"), [1 / 40, 1 / 40]),
+        (GrpoSection(aggregation="constant", aggregation_constant=50.0), [1 / 500, 1 / 500]),
+    ],
+)
+def test_weights_are_shares_of_the_totals_that_are_given(grpo: GrpoSection, expected: list[float]) -> None:
+    """As where the optimiser step has 10 trajectories of 40 tokens, eight of them on other ranks."""
+    items = make_items([bare(3), bare(5)], [1.0, -1.0], grpo, Totals(trajectories=10, tokens=40))
+    assert [item.weight for item in items] == pytest.approx(expected)
 
 
 def test_dropping_groups_without_a_signal_leaves_the_weights_of_the_others() -> None:
