@@ -30,7 +30,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -262,10 +262,12 @@ class RunFolder:
             if isinstance(mark := start.get("metrics"), dict) and {"records", "sha256"} <= mark.keys()
         ]
 
-    def check_checkpoints(self, step: int) -> None:
+    def check_checkpoints(
+        self, step: int, period: Callable[[Recipe], int] = lambda recipe: recipe.run.save_every
+    ) -> None:
         """UserError where there are records of steps behind which a checkpoint later than `step`, the newest that is
-        left, was saved."""
-        every = load_recipe(self.recipe_file).run.save_every
+        left, was saved. period: the steps between checkpoints, by the stored recipe."""
+        every = period(load_recipe(self.recipe_file))
         due = (step // every + 1) * every
         done = max((record["step"] for record in read_metrics(self.metrics_file) if "eval" not in record), default=0)
         if done > due:
@@ -280,6 +282,19 @@ class RunFolder:
         data = b"".join(map(_json_line, records))
         if (self.metrics_file.read_bytes() if self.metrics_file.exists() else b"") != data:
             atomic_write_bytes(self.metrics_file, data)
+
+
+def sft_folder(out: str | Path) -> Path:
+    """The run folder of a `thresher sft` that is not finished; the model folder `out` appears when it is."""
+    out = Path(out)
+    return out.parent / f"{out.name}.training"
+
+
+def to_be_resumed(command: str, out: str | Path) -> bool:
+    """Whether `thresher train --out OUT` or `thresher sft --out OUT` was begun before, so that it needs --resume. False
+    for every other command."""
+    folder = {"train": Path, "sft": sft_folder}.get(command)
+    return folder is not None and folder(out).exists()
 
 
 def saved_so_far(path: str | Path) -> str | None:
