@@ -19,6 +19,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.store.run_folder import lock_folder, saved_so_far, sft_folder, to_be_resumed
 from thresher.engine.training.sft import SftTrainer
+from thresher.engine.training.sft_run import FineTuning
 from thresher.rewards.errors import UserError
 
 STEPS, PERIOD = 5, 2
@@ -145,7 +146,17 @@ def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch
         assert steps_saved(out)[-1] == f"step_{step // 2 * 2:06d}"
         run_sft(recipe, out, resume=True)
         assert files(out) == files(tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):  # the gate has opened; the model is not written yet
+        patch.setattr(FineTuning, "_save", lambda *_: raise_killed())
+        run_sft(recipe, tmp_path / "last")
+    monkeypatch.setattr(SftTrainer, "_backward", lambda *_: raise_killed())
+    run_sft(recipe, tmp_path / "last", resume=True)
+    assert files(tmp_path / "last") == files(tmp_path / "whole")
     assert len(measured) == 4
+
+
+def raise_killed() -> None:
+    raise Killed
 
 
 SIGKILLED = """
