@@ -20,6 +20,7 @@ from random import Random
 from typing import Any, Literal
 
 from thresher.bench.torture.worker import Ended, Worker
+from thresher.engine.store.run_folder import to_be_resumed
 
 Verdict = Literal["right", "refused", "read", "wrong"]
 
@@ -145,6 +146,12 @@ def _untimed(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _untimed(v) for k, v in value.items() if not k.endswith("seconds") and k not in CLOCK}
     return [_untimed(part) for part in value] if isinstance(value, list) else value
+
+
+def begun_again(words: Sequence[str], out: Path) -> list[str]:
+    """The words that go on with a command which may have been begun before, into `out`."""
+    resumes = to_be_resumed(words[0], out) or (words[0] == "rollout" and out.exists())
+    return [*words, *(["--resume"] if resumes else [])]
 
 
 def is_legible(path: Path) -> bool:

@@ -15,7 +15,7 @@ from random import Random
 from thresher.bench.torture.attack import Field, Tried, Verdict, content, different, is_legible, judge, shuffled
 from thresher.bench.torture.kills import clear
 from thresher.bench.torture.worker import ForkLimits
-from thresher.bench.torture.world import eval_words, extract_words, search_words, train_words
+from thresher.bench.torture.world import eval_words, extract_words, search_words, sft_words, train_words
 
 MUTANTS = 1000
 LIMITS = ForkLimits(seconds=60)
@@ -45,7 +45,7 @@ def _raw(at: Path, out: Path) -> list[str]:
 
 
 def _sft(at: Path, out: Path) -> list[str]:
-    return ["sft", str(at / "recipe.toml"), "--out", str(out)]
+    return sft_words(at, out)
 
 
 def _score(at: Path, out: Path) -> list[str]:

@@ -227,7 +227,7 @@ def _left(started: Started, before: tuple[int, int], lurkers: list[socket.socket
 
 def post(body: bytes, path: str = "/retrieve", length: int | None = None, more: bytes = b"") -> bytes:
     size = len(body) if length is None else length
-    return b"POST %s HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n%s\r\n%s" % (path.encode(), size, more, body)
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n%s\r\n%s" % (path.encode(), size, more, body)
 
 
 def posted(value: Any, path: str = "/retrieve") -> bytes:
@@ -298,7 +298,7 @@ def _paths(draw: Random) -> Hostile:
         ["/", "//", "/../../etc/passwd", "/retrieve/", "/%2e%2e", "*", "/retrieve?x=" + "y" * 900, "/RETRIEVE"]
     )
     method = draw.choice(["GET", "PUT", "DELETE", "OPTIONS", "TRACE", "POST", "PATCH", "get", "X"])
-    return Hostile(f"{method} {path} HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n".encode(), ends=True)
+    return Hostile(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode(), ends=True)
 
 
 def _no_http(draw: Random) -> Hostile:
@@ -307,11 +307,11 @@ def _no_http(draw: Random) -> Hostile:
         b"GET / HTTP/9.9\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost h\r\n\r\n",
         b"GET / HTTP/1.1\r\n: x\r\n\r\n",
-        b"GET  / HTTP/1.1\r\nHost: h\r\n\r\n",
-        b"POST /retrieve HTTP/1.1\nHost: h\n\n",
-        b"GET / HTTP/1.1\r\nHost: h\r\n" + b"a: b\r\n" * 9000 + b"\r\n",
-        b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: h\r\nx: " + b"\x00\r\n\r\n",
+        b"GET  / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /retrieve HTTP/1.1\nHost: localhost\n\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 9000 + b"\r\n",
+        b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"\x00\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         draw.randbytes(200) + b"\r\n\r\n",
     ]
@@ -320,7 +320,7 @@ def _no_http(draw: Random) -> Hostile:
 
 
 def _lengths(draw: Random) -> Hostile:
-    head = b"POST /retrieve HTTP/1.1\r\nHost: h\r\n"
+    head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\n"
     heads = [
         head + b"Content-Length: -1\r\n\r\n",
         head + b"Content-Length: 1e3\r\n\r\n",
@@ -341,7 +341,7 @@ def _too_much(draw: Random) -> Hostile:
     if draw.random() < 0.5:
         return Hostile(post(b"x" * size), frozenset({413}), ends=True)
     chunk = b"%x\r\n%s\r\n" % (8192, b"x" * 8192)
-    head = b"POST /retrieve HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     return Hostile(head + chunk * 10 + b"0\r\n\r\n", frozenset({413}), ends=True)
 
 
