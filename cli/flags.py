@@ -8,10 +8,13 @@ Deliberately absent: flags and bounds that only one command has, which stand in 
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from thresher.engine.config.sampling import BOUNDS
+from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
@@ -54,6 +57,40 @@ samples = checked(int, BOUNDS["n"].words, BOUNDS["n"].admits)
 def add_set(parser: ArgumentParser, metavar: str = "SECTION.KEY=VALUE", text: str = OVERRIDE) -> None:
     """`--set`, which may be repeated: a list of assignments."""
     parser.add_argument("--set", action="append", default=[], metavar=metavar, help=text)
+
+
+def add_resume(parser: ArgumentParser, run: str) -> None:
+    """`--resume` and `--from`, of commands that write checkpoints. run: whose checkpoints, in words. `resumed` reads
+    them."""
+    parser.add_argument("--resume", action="store_true", help=f"go on from the {run}'s last checkpoint")
+    parser.add_argument(
+        "--from",
+        dest="from_step",
+        type=natural,
+        metavar="STEP",
+        help="with --resume: go back to this step's checkpoint, and delete what came after it; 0: the beginning",
+    )
+
+
+@contextmanager
+def resumable(options: Namespace, folder: Path) -> Iterator[None]:
+    """An interrupt inside says up to which step the run in `folder` is saved, and the command that goes on. UserError
+    for --from without --resume.
+
+    Once the run has gone back to the step of --from, that command has no --from, or it would lose what was learned
+    since."""
+    from thresher.engine import interrupt
+    from thresher.engine.store.run_folder import count_starts, saved_so_far
+
+    if options.from_step is not None and not options.resume:
+        raise UserError("--from is for going back in a run that is there; give it with --resume")
+    starts = count_starts(folder)
+
+    def spent() -> str:
+        return "--from" if count_starts(folder) > starts else ""
+
+    with interrupt.keeping(lambda: saved_so_far(folder), "--resume", spent):
+        yield
 
 
 def add_model_device(parser: ArgumentParser) -> None:

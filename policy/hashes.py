@@ -135,6 +135,16 @@ def write_list(path: Path, files: Mapping[str, Path]) -> None:
     atomic_write_text(path, json.dumps(record, indent=0) + "\n")
 
 
+def content_digest(files: Iterable[Path]) -> str:
+    """A SHA-256, in hex and cut to 128 bits, of the names and contents of these files. UserError where one cannot be
+    read."""
+    listed = []
+    for path in files:
+        size = path.stat().st_size
+        listed.append([path.name, size, _digests(path, BLOCK, range(-(-size // BLOCK)))])
+    return _digest(json.dumps(listed).encode("utf-8", "surrogatepass"))
+
+
 def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashes | None:
     """The hashes of a folder, in its list `file`; None where it has none. Damaged where it has none and they are
     `expected`, and where the list is not what was written."""

@@ -12,14 +12,17 @@ A traceback, another status, a signal, time or memory beyond the limits, and ano
 
 import hashlib
 import json
+import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from thresher.bench.torture.worker import Ended, Worker
+from thresher.bench.torture.worker import Ended, ForkLimits, Worker
+from thresher.engine.store.run_folder import to_be_resumed
+from thresher.rewards.errors import UserError
 
 Verdict = Literal["right", "refused", "read", "wrong"]
 
@@ -95,6 +98,25 @@ def judge(
     return ("read", "") if is_read() else ("wrong", "another result without a word")
 
 
+def tried(kind: str, what: str, ended: Ended, passes: bool = False) -> Tried:
+    """An attempt that must be refused; passes: it may also be taken for what it is."""
+    verdict, word = judge(ended, lambda: False, lambda: passes)
+    return Tried(kind, verdict, f"{what}: {word}")
+
+
+def called(worker: Worker, call: Callable[[], int], limits: ForkLimits | None = None) -> Ended:
+    """A function in a fork; its UserError ends as a command's does."""
+
+    def call_or_refuse() -> int:
+        try:
+            return call()
+        except UserError as error:
+            print(f"thresher: {error}", file=sys.stderr)
+            return 2
+
+    return worker.play_call(call_or_refuse, limits)
+
+
 def fault_of(ended: Ended) -> str | None:
     """What is wrong with the way in which a command ended, whatever its result; None where nothing is."""
     if ended.timed_out:
@@ -114,12 +136,13 @@ def last_line(ended: Ended) -> str:
     return (ended.err.strip().splitlines() or [""])[-1][:300]
 
 
-def content(path: Path) -> dict[str, str]:
-    """What a command wrote, file by file, as digests; what the clock says is left out. Equal where it is the same."""
+def content(path: Path, but: Collection[str] = NOT_COMPARED) -> dict[str, str]:
+    """What a command wrote, file by file, as digests; without what the clock says and files named in `but`. Equal where
+    it is the same."""
     if not path.is_dir():
         return {path.name: _digest(path)} if path.exists() else {}
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    kept = [file for file in files if file.name not in NOT_COMPARED and file.suffix not in (".png", ".tmp")]
+    kept = [file for file in files if file.name not in but and file.suffix not in (".png", ".tmp")]
     return {str(file.relative_to(path)): _digest(file) for file in kept}
 
 
@@ -145,6 +168,12 @@ def _untimed(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _untimed(v) for k, v in value.items() if not k.endswith("seconds") and k not in CLOCK}
     return [_untimed(part) for part in value] if isinstance(value, list) else value
+
+
+def begun_again(words: Sequence[str], out: Path) -> list[str]:
+    """The words that go on with a command which may have been begun before, into `out`."""
+    resumes = to_be_resumed(words[0], out) or (words[0] == "rollout" and out.exists())
+    return [*words, *(["--resume"] if resumes else [])]
 
 
 def is_legible(path: Path) -> bool:

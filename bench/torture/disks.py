@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thresher.bench.torture.attack import Field, Tried, Verdict, content, fault_of, last_line
+from thresher.bench.torture.attack import Field, Tried, Verdict, begun_again, content, fault_of, last_line
 from thresher.bench.torture.kills import clear
 from thresher.bench.torture.worker import ForkLimits
-from thresher.bench.torture.world import eval_words, extract_words, index_words, search_words, train_words
+from thresher.bench.torture.world import eval_words, extract_words, index_words, search_words, sft_words, train_words
 
 SIZES = (0, 40, 3000)  # bytes that every command meets at full scale, beside drawn ones
 DRAWN = 4  # of each command
@@ -28,11 +28,10 @@ LIMITS = ForkLimits(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A command that writes `out`. again: what is added to its words once that is there."""
+    """A command that writes `out`."""
 
     words: Callable[[Path, Path], list[str]]
     out: str = "out"
-    again: tuple[str, ...] = ()
 
 
 def _index(kind: str) -> Writer:
@@ -43,16 +42,15 @@ WRITERS = {
     "init": Writer(
         lambda at, out: ["init", "--config", f"{at}/config.json", "--tokenizer", f"{at}/model", "--out", str(out)]
     ),
-    "train": Writer(lambda at, out: train_words(at, out, "--set", "run.steps=2"), again=("--resume",)),
-    "sft": Writer(lambda at, out: ["sft", f"{at}/recipe.toml", "--out", str(out)]),
-    "sft of adapters": Writer(lambda at, out: ["sft", f"{at}/recipe.toml", "--set", "lora.rank=2", "--out", str(out)]),
+    "train": Writer(lambda at, out: train_words(at, out, "--set", "run.steps=2")),
+    "sft": Writer(lambda at, out: sft_words(at, out, "sft.save_every=3")),
+    "sft of adapters": Writer(lambda at, out: sft_words(at, out, "sft.save_every=3", "lora.rank=2")),
     "eval": Writer(eval_words),
     "rollout": Writer(
         lambda at, out: [
             *("rollout", "--recipe", f"{at}/recipe.toml", "--questions", f"{at}/questions.jsonl", "--out", str(out))
         ],
         out="out.jsonl",
-        again=("--resume",),
     ),
     "extract": Writer(extract_words, out="out.jsonl"),
     "score": Writer(
@@ -104,8 +102,7 @@ def try_disk(field: Field, writer: Writer, limits: ForkLimits, expected: dict[st
         return "wrong", f"at most {limits.file_bytes} bytes: names no file: {last_line(ended)}"
     refused = ended.status == 2
     if refused:
-        again = writer.again if out.exists() else ()
-        ended = field.worker.play([*writer.words(field.at, out), *again], LIMITS)
+        ended = field.worker.play(begun_again(writer.words(field.at, out), out), LIMITS)
         if ended.status != 0:
             clear(out)
             return "wrong", f"behind {limits.file_bytes} bytes, with room: {fault_of(ended) or last_line(ended)}"

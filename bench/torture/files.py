@@ -6,16 +6,29 @@ anew and that no hash is known of; a mutant of theirs that is still of their for
 """
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from thresher.bench.torture.attack import Field, Tried, Verdict, content, different, is_legible, judge, shuffled
+from thresher.bench.torture.attack import (
+    NOT_COMPARED,
+    Field,
+    Tried,
+    Verdict,
+    content,
+    different,
+    fault_of,
+    is_legible,
+    judge,
+    last_line,
+    shuffled,
+)
 from thresher.bench.torture.kills import clear
-from thresher.bench.torture.worker import ForkLimits
-from thresher.bench.torture.world import eval_words, extract_words, search_words, train_words
+from thresher.bench.torture.worker import Ended, ForkLimits
+from thresher.bench.torture.world import eval_words, extract_words, search_words, sft_words, train_words
 
 MUTANTS = 1000
 LIMITS = ForkLimits(seconds=60)
@@ -24,12 +37,17 @@ LIMITS = ForkLimits(seconds=60)
 @dataclass(frozen=True, slots=True)
 class Readable:
     """Files to be damaged, as patterns in the world, and the command that reads them. words: from the world and a free
-    path to a command. result: what it writes, in the world; None: the free path. open: see above."""
+    path to a command. result: what it writes, in the world; None: the free path. open: see above. pages: its pages are
+    compared too. spoken: its result is what it says. anyway: behind which damages
+    `--unverified` must read what was refused."""
 
     files: tuple[str, ...]
     words: Callable[[Path, Path], list[str]]
     result: str | None = None
     open: bool = False
+    pages: bool = False
+    spoken: bool = False
+    anyway: Callable[[str], bool] | None = None
 
 
 def _resumed(at: Path, out: Path) -> list[str]:
@@ -45,7 +63,7 @@ def _raw(at: Path, out: Path) -> list[str]:
 
 
 def _sft(at: Path, out: Path) -> list[str]:
-    return ["sft", str(at / "recipe.toml"), "--out", str(out)]
+    return sft_words(at, out)
 
 
 def _score(at: Path, out: Path) -> list[str]:
@@ -93,17 +111,24 @@ TARGETS = {
 
 def attack(field: Field) -> Iterator[Tried]:
     """Every kind of file, by every kind of damage."""
-    draw = field.draw("files")
+    yield from damage_all(field, field.draw("files"), TARGETS, list(DAMAGES), field.count(MUTANTS, len(TARGETS)))
+
+
+def damage_all(
+    field: Field, draw: Random, targets: Mapping[str, Readable], damages: Sequence[str], count: int
+) -> Iterator[Tried]:
+    """So many attempts on the targets, each as often as any other but for one, by damages that are drawn."""
     pristine = field.scratch / "pristine"
     shutil.copytree(field.at, pristine)
-    expected = _unharmed(field, pristine)
-    for kind in shuffled(draw, list(TARGETS), field.count(MUTANTS, len(TARGETS))):
-        target = TARGETS[kind]
+    chosen = shuffled(draw, list(targets), count)
+    expected = _unharmed(field, pristine, {kind: targets[kind] for kind in dict.fromkeys(chosen)})
+    for kind in chosen:
+        target = targets[kind]
         path = draw.choice(sorted(path for name in target.files for path in field.at.glob(name)))
-        damage = draw.choice(list(DAMAGES))
+        damage = draw.choice(damages)
         yield Tried(kind, *try_mutant(field, pristine, target, path, damage, draw, expected[kind]))
-    if _unharmed(field, pristine) != expected:  # or what came before proves nothing
-        raise RuntimeError("the world is not whole again behind the attempts")
+    if _unharmed(field, pristine, {kind: targets[kind] for kind in expected}) != expected:
+        raise RuntimeError("the world is not whole again behind the attempts, so they prove nothing")
 
 
 def try_mutant(
@@ -118,30 +143,41 @@ def try_mutant(
     """One damaged file and the command that reads it; the verdict. The world is whole again behind it."""
     name = path.relative_to(field.at)
     before = path.stat()
-    said = DAMAGES[damage](path, pristine / name, draw)
+    said = (DAMAGES | RECORD_DAMAGES)[damage](path, pristine / name, draw)
     if path.exists() and draw.random() < 0.5:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     out = field.scratch / "out"
     ended = field.worker.play(target.words(field.at, out), LIMITS)
-    result = out if target.result is None else field.at / target.result
-    found = content(result)
+    found = _found(field, target, out, ended)
     verdict, word = judge(
         ended, lambda: found == expected, lambda: target.open and (damage == "gone" or is_legible(path))
     )
     if verdict == "wrong":
         word += f" ({', '.join(different(found, expected))})"
     clear(out)
+    if verdict == "refused" and target.anyway is not None and target.anyway(damage):
+        verdict, word = _read_anyway(field, target, out, word)
+        clear(out)
     restore(field.at, pristine, {str(name), target.result or str(name)})
     if left := different(content(field.at), content(pristine)):  # or what comes next would prove nothing
         raise RuntimeError(f"{name}: the world is not whole again: {', '.join(left)}")
     return verdict, f"{name}, {damage} {said}: {word}"
 
 
-def _unharmed(field: Field, pristine: Path) -> dict[str, dict[str, str]]:
+def _read_anyway(field: Field, target: Readable, out: Path, refusal: str) -> tuple[Verdict, str]:
+    """What `--unverified` makes of records that were refused: it reads them, or they are refused for what they say."""
+    ended = field.worker.play([*target.words(field.at, out), "--unverified"], LIMITS)
+    fault = fault_of(ended)
+    if fault is None and ended.status == 2 and "--unverified" in last_line(ended):
+        fault = f"refused all the same: {last_line(ended)}"
+    return ("wrong", f"{refusal}; with --unverified: {fault}") if fault else ("refused", refusal)
+
+
+def _unharmed(field: Field, pristine: Path, targets: Mapping[str, Readable]) -> dict[str, dict[str, str]]:
     """What every target's command comes to where nothing is damaged."""
     found: dict[str, dict[str, str]] = {}
-    for kind, target in TARGETS.items():
-        same = next((name for name in found if TARGETS[name].words is target.words), None)
+    for kind, target in targets.items():
+        same = next((name for name in found if targets[name].words is target.words), None)
         found[kind] = _result(field, pristine, target) if same is None else found[same]
     return found
 
@@ -151,10 +187,19 @@ def _result(field: Field, pristine: Path, target: Readable) -> dict[str, str]:
     ended = field.worker.play(target.words(field.at, out), LIMITS)
     if ended.status != 0:
         raise RuntimeError(f"thresher {' '.join(target.words(field.at, out))}: {ended.err}")
-    found = content(out if target.result is None else field.at / target.result)
+    found = _found(field, target, out, ended)
     clear(out)
     restore(field.at, pristine, {target.result} if target.result else set())
     return found
+
+
+def _found(field: Field, target: Readable, out: Path, ended: Ended) -> dict[str, str]:
+    """What a command came to."""
+    if target.spoken:
+        return {"said": ended.out}
+    but = () if target.pages else NOT_COMPARED
+    written = [out, *out.parent.glob(f"{out.name}.*")] if target.result is None else [field.at / target.result]
+    return {name: digest for path in written for name, digest in content(path, but).items()}
 
 
 def restore(at: Path, pristine: Path, names: set[str]) -> None:
@@ -251,11 +296,46 @@ def _character(path: Path, whole: Path, draw: Random) -> str:
     return f"at byte {place}"
 
 
+def _lines(path: Path, draw: Random, change: Callable[[bytes], list[bytes]]) -> str:
+    """Put what `change` makes of a line in its place; of a file without lines, change a character."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    if path.suffix != ".jsonl" or not lines:
+        return _character(path, path, draw)
+    number = draw.randrange(len(lines))
+    lines[number : number + 1] = change(lines[number])
+    path.write_bytes(b"".join(lines))
+    return f"line {number + 1}"
+
+
+def _line_lost(path: Path, whole: Path, draw: Random) -> str:
+    return _lines(path, draw, lambda line: [])
+
+
+def _line_doubled(path: Path, whole: Path, draw: Random) -> str:
+    return _lines(path, draw, lambda line: [line, line])
+
+
+def _number_changed(path: Path, whole: Path, draw: Random) -> str:
+    """One number of a record, in JSON that is as whole as before."""
+    text = path.read_text(encoding="utf-8") if path.suffix in (".json", ".jsonl") else ""
+    if not (found := list(re.finditer(r"(?<=: )-?[0-9]+(\.[0-9]+)?(?=[,}\n])", text))):
+        return _character(path, whole, draw)
+    one = draw.choice(found)
+    value = "1.5" if one[1] else str(int(one[0]) + 1)
+    path.write_text(text[: one.start()] + value + text[one.end() :], encoding="utf-8")
+    return f"at {one.start()}: {one[0]} is now {value}"
+
+
 def _gone(path: Path, whole: Path, draw: Random) -> str:
     path.unlink()
     return ""
 
 
+RECORD_DAMAGES: dict[str, Callable[[Path, Path, Random], str]] = {
+    "a line lost": _line_lost,
+    "a line doubled": _line_doubled,
+    "a number changed": _number_changed,
+}
 DAMAGES: dict[str, Callable[[Path, Path, Random], str]] = {
     "one bit flipped": _one_bit,
     "bits flipped": _bits,

@@ -284,6 +284,62 @@ HOLES: dict[str, list[Hole]] = {
     ],
 }
 HOLES["lear"] = HOLES["eviomni"]
+HOLES["r1"] = [hole for hole in HOLES["search_r1"] if "search" not in hole.what] + [
+    Hole("the form, with nothing in it", "<think></think><answer></answer>", 0),
+    Hole("a guess without a thought", "<answer>Paris</answer>", 1, "EM looks at the answer alone"),
+]
+HOLES["autorefine"] = [
+    *(hole for hole in _EM if hole.what != "every candidate in one answer"),
+    Hole("every candidate in one answer", "<answer>Rome, Madrid, Paris</answer>", 0.5, "F1 pays a share: 2/(3 + 1)"),
+    Hole(
+        "the whole passage is copied into refine, the answer is wrong",
+        policy(SEARCH, "<refine>Paris is the capital of France.</refine><answer>Rome</answer>"),
+        0.1,
+        "the .1 asks only that refine holds a gold",
+    ),
+    Hole(
+        "every candidate is named in refine, and no answer given",
+        "<refine>Rome, Madrid, Paris</refine>",
+        0.1,
+        "the .1 needs no answer (`require_answer` asks for one) and no search",
+    ),
+    Hole("the same, where an answer is asked for", "<refine>Paris</refine>", 0, options={"require_answer": True}),
+    Hole("a hundred refinements", "<refine>Paris</refine>" * 100, 0.1, "once, however many there are"),
+    Hole("a refinement in a passage", [("retrieved", "<refine>Paris</refine>")], 0),
+    Hole("a refinement behind the answer", "<answer>Rome</answer><refine>Paris</refine>", 0),
+    Hole("a refinement that is never closed", "<refine>Paris", 0),
+    Hole(
+        "a gold put together from two refinements",
+        "<refine>New</refine><refine>York</refine>",
+        0,
+        more={"golden_answers": ["New York"]},
+    ),
+    Hole("a gold inside a longer word", "<refine>a party</refine>", 0, more={"golden_answers": ["art"]}),
+    Hole("the gold yes in any sentence", "<refine>yes, perhaps</refine>", 0, more={"golden_answers": ["yes"]}),
+]
+# The code's marks are pairs of * and #: what carries the paper's marks carries none here, and earns nothing by them.
+HOLES["evinote_code"] = [
+    *(hole for hole in HOLES["evinote"] if not hole.what.startswith(("marks around", "a note that claims"))),
+    Hole(
+        "a pair of marks around nothing",
+        policy(SEARCH, "<summary>**</summary><answer>Rome</answer>"),
+        0.1,
+        "note-taking asks for a pair of marks alone",
+        more={"entailment": 0.0},
+    ),
+    Hole(
+        "a note that claims whatever might be asked, a wrong answer",
+        policy(SEARCH, "<summary>#Paris#</summary><answer>Rome</answer>"),
+        0.1 + 0.99,
+        ".1 and the entailment of the policy's own note, which nothing holds to the passages",
+        more={"entailment": 0.99},
+    ),
+    Hole("the paper's marks", policy(SEARCH, "<summary>* a\n- b</summary><answer>Rome</answer>"), 0),
+    Hole("pairs that cross", policy(SEARCH, "<summary>*a#b*c#</summary><answer>Rome</answer>"), 0),
+    Hole("a mark that is not closed", policy(SEARCH, "<summary>*a* *b</summary><answer>Rome</answer>"), 0),
+    Hole("a mark in a passage", [*policy(SEARCH, ""), ("policy", "<summary>a</summary><answer>Rome</answer>")], 0),
+    Hole("a pair across two notes and no answer", policy(SEARCH, "<summary>*a*</summary>"), 0),
+]
 
 
 def attack(field: Field) -> Iterator[Tried]:

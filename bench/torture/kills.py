@@ -12,12 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from thresher.bench.torture.attack import Field, Tried, Verdict, content, different, fault_of, last_line, shuffled
+from thresher.bench.torture.attack import (
+    Field,
+    Tried,
+    Verdict,
+    begun_again,
+    content,
+    different,
+    fault_of,
+    last_line,
+    shuffled,
+)
 from thresher.bench.torture.worker import Ended
 from thresher.bench.torture.world import (
     eval_words,
     extract_words,
     index_words,
+    sft_words,
     train_words,
     write_lines,
 )
@@ -32,26 +43,33 @@ PASSAGES = 4000  # of the corpus whose index is built
 
 @dataclass(frozen=True, slots=True)
 class Killable:
-    """A command that writes `out`, and the words by which it is begun again once that is there."""
+    """A command that writes `out`."""
 
     words: Callable[[Path, Path], list[str]]
     out: str = "out"
-    again: tuple[str, ...] = ()
 
 
 def _built(kind: str) -> Callable[[Path, Path], list[str]]:
     return lambda at, out: index_words(at, out, kind, "big.jsonl")
 
 
+def _tuned(*sets: str) -> Callable[[Path, Path], list[str]]:
+    return lambda at, out: sft_words(at, out, "sft.steps=30", "sft.save_every=4", *sets)
+
+
 JOBS = {
-    "train": Killable(lambda at, out: train_words(at, out), again=("--resume",)),
+    "train": Killable(lambda at, out: train_words(at, out)),
     "train, two updates a step": Killable(
         lambda at, out: train_words(
             at, out, "--set", "rollout.questions_per_step=4", "--set", "grpo.updates_per_batch=2"
-        ),
-        again=("--resume",),
+        )
     ),
-    "sft": Killable(lambda at, out: ["sft", str(at / "recipe.toml"), "--set", "sft.steps=30", "--out", str(out)]),
+    "sft": Killable(_tuned()),
+    "sft, adapters and restarts": Killable(
+        _tuned(
+            "lora.rank=2", "sft.steps=12", "sft.held_out=0.2", "sft.gate=1", "sft.gate_every=5", "sft.max_restarts=1"
+        )
+    ),
     "eval": Killable(eval_words),
     "extract": Killable(extract_words, out="out.jsonl"),
     "index build, flat": Killable(_built("flat")),
@@ -104,7 +122,8 @@ def kill_and_resume(
         if ended.status not in (0, 2) and (fault := _fault(ended, number)):
             return "wrong", f"{', '.join(said)}: {fault}"
     ended = field.worker.play(_words(field, job, out))
-    done = ended.status == 2 and "exists already" in ended.err  # it was, when the signal came
+    # It was, when the signal came.
+    done = ended.status == 2 and ("exists already" in ended.err or "is finished" in ended.err)
     if (fault := fault_of(ended)) or (ended.status == 2 and not done):
         return "wrong", f"{', '.join(said)}: {fault or last_line(ended)}"
     found = content(out)
@@ -125,7 +144,7 @@ def struck(field: Field, job: Killable, out: Path, number: signal.Signals, momen
 
 
 def _words(field: Field, job: Killable, out: Path) -> list[str]:
-    return [*job.words(field.at, out), *(job.again if out.exists() else ())]
+    return begun_again(job.words(field.at, out), out)
 
 
 def _fault(ended: Ended, number: signal.Signals) -> str | None:

@@ -24,6 +24,7 @@ from thresher.bench.torture.worker import ForkLimits, Started
 REQUESTS = 100_000
 SOUND_EVERY = 40  # requests
 LURKERS = 100  # connections that send nothing, or half a head, all along
+FLOOD = 300  # idle connections to the live page
 PATIENCE = 15.0  # seconds for an answer; with other work on the machine a search takes a while
 MAX_BODY = 65_536
 GROWTH = 256 << 20  # bytes of memory that a server may keep behind the attack
@@ -122,6 +123,38 @@ def attack(field: Field) -> Iterator[Tried]:
         ended = started.wait()
     trace = "Traceback (most recent call last)" in ended.err
     yield Tried("the server's log", "wrong" if trace else "right", ended.err[-500:] if trace else "")
+    yield from _watched(field)
+
+
+def _watched(field: Field) -> Iterator[Tried]:
+    """The live page: foreign names are refused, and many idle connections cost a bounded number of threads."""
+    started = field.worker.start(["watch", str(field.at / "run"), "--port", "0"], ForkLimits(seconds=600))
+    flood: list[socket.socket] = []
+    try:
+        address = served_at(started)
+        for host in HOSTS:
+            hostile = foreign_host(host, b"/")
+            yield Tried("the live page: foreign hosts", *sent(Connection(address), hostile))
+        two = Hostile(
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", REFUSED | {403, 421}, ends=True
+        )
+        yield Tried("the live page: foreign hosts", *sent(Connection(address), two))
+        for _ in range(FLOOD):
+            with suppress(OSError):
+                flood.append(socket.create_connection(address, timeout=1))
+        time.sleep(0.5)
+        threads = len(os.listdir(f"/proc/{started.pid}/task"))
+        said = f"{threads} threads for {len(flood)} connections"
+        yield Tried("the live page: a flood", "right" if threads < FLOOD // 2 else "wrong", said)
+        for one in flood:
+            one.close()
+        asked = Hostile(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", frozenset({200}), ends=True)
+        yield Tried("the live page: behind it", *sent(Connection(address), asked))
+    finally:
+        for one in flood:
+            one.close()
+        started.kill(signal.SIGTERM)
+        started.wait()
 
 
 def served_at(started: Started) -> tuple[str, int]:
@@ -364,7 +397,6 @@ def _headers(draw: Random) -> Hostile:
             b"Connection: upgrade\r\nUpgrade: websocket\r\n",
             b"Content-Type: application/xml\r\n",
             b"Content-Encoding: gzip\r\n",
-            b"Host: other\r\n",
             b"X-Forwarded-For: 1.2.3.4\r\nAuthorization: x\r\n",
             b"Cookie: " + b"c" * 8000 + b"\r\n",
         ]
@@ -372,7 +404,27 @@ def _headers(draw: Random) -> Hostile:
     return Hostile(post(json.dumps(SOUND).encode(), more=more), whole=False, ends=True)
 
 
+HOSTS = (b"evil.example", b"127.0.0.1.evil.example", b"localhost.evil.example", b"", b"a b", b"localhost@evil.example")
+
+
+def foreign_host(host: bytes, path: bytes = b"/health") -> Hostile:
+    return Hostile(b"GET %s HTTP/1.1\r\nHost: %s\r\n\r\n" % (path, host), frozenset({400, 403, 421}), ends=True)
+
+
+def _hosts(draw: Random) -> Hostile:
+    """A name that is not this machine's, none, or two: what a page in a browser may make of its own name."""
+    body = json.dumps(SOUND).encode()
+    if draw.random() < 0.3:
+        data = post(body, more=b"Host: " + draw.choice(HOSTS) + b"\r\n")
+    elif draw.random() < 0.2:
+        data = post(body).replace(b"Host: localhost\r\n", b"")
+    else:
+        data = post(body).replace(b"Host: localhost", b"Host: " + draw.choice(HOSTS))
+    return Hostile(data, frozenset({400, 403, 421}), ends=True)
+
+
 KINDS: dict[str, Callable[[Random], Hostile]] = {
+    "foreign hosts": _hosts,
     "bodies that are no JSON": _bad_json,
     "values of other types": _bad_values,
     "out of bounds": _bounds,

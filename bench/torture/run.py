@@ -5,6 +5,12 @@
     records    malformed questions, transcripts, corpora and predictions        records.py
     requests   hostile requests to a retrieval server                           requests.py
     holes      attempts to be rewarded without merit                            holes.py
+    stored     stored results changed, lost and doubled, for every reader      stored.py
+    inputs     models, tokenizers and files that are none, FIFOs, huge sizes    inputs.py
+    sampling   stop sets, seeds, parameters at their ends                       sampling.py
+    mishaps    rewards that exit, deleted records, two writers at once          mishaps.py
+    answers    servers that answer without end                                  answers.py
+    terminal   control bytes on a terminal                                      terminal.py
     disks      a full and a read-only disk for every command that writes        disks.py
     endurance  many small steps, with flat memory and descriptors               endurance.py
 
@@ -24,7 +30,21 @@ from typing import Any
 
 from thresher.bench.machine import facts
 from thresher.bench.rows import append_rows, check_files
-from thresher.bench.torture import disks, endurance, files, holes, kills, records, requests
+from thresher.bench.torture import (
+    answers,
+    disks,
+    endurance,
+    files,
+    holes,
+    inputs,
+    kills,
+    mishaps,
+    records,
+    requests,
+    sampling,
+    terminal,
+)
+from thresher.bench.torture import stored as stored_results
 from thresher.bench.torture.attack import Counts, Field, Tried
 from thresher.bench.torture.worker import Worker
 from thresher.bench.torture.world import make_world
@@ -38,6 +58,12 @@ ATTACKS: dict[str, Callable[[Field], Iterator[Tried]]] = {
     "records": records.attack,
     "requests": requests.attack,
     "holes": holes.attack,
+    "stored": stored_results.attack,
+    "inputs": inputs.attack,
+    "sampling": sampling.attack,
+    "mishaps": mishaps.attack,
+    "answers": answers.attack,
+    "terminal": terminal.attack,
     "disks": disks.attack,
     "endurance": endurance.attack,
 }

@@ -123,6 +123,11 @@ def train_words(at: Path, out: Path, *more: str) -> list[str]:
     return ["train", str(at / "recipe.toml"), "--out", str(out), *more]
 
 
+def sft_words(at: Path, out: Path, *sets: str) -> list[str]:
+    overrides = [word for text in sets for word in ("--set", text)]
+    return ["sft", str(at / "recipe.toml"), *overrides, "--out", str(out)]
+
+
 def eval_words(at: Path, out: Path) -> list[str]:
     return ["eval", str(at / "recipe.toml"), "--questions", str(at / "questions.jsonl"), "--out", str(out)]
 
@@ -161,7 +166,7 @@ def make_world(at: Path, worker: Worker) -> None:
     (at / "found.jsonl").unlink()
     _must(worker, train_words(at, at / "whole"))
     shutil.rmtree(at / "whole")
-    _must(worker, ["sft", str(at / "recipe.toml"), "--out", str(at / "warm")])
+    _must(worker, sft_words(at, at / "warm"))
     _left(worker, train_words(at, at / "run"), lambda: (at / "run/checkpoints/step_000002").is_dir())
     seeded = train_words(at, at / "run2", "--set", "run.seed=1")
     _left(worker, seeded, lambda: (at / "run2/checkpoints/step_000002").is_dir())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from thresher.cli import flags
 from thresher.engine import console
+from thresher.engine.store.run_folder import sft_folder
 from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ EXAMPLE = "thresher sft recipe.toml --out models/warm"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_recipe(parser)
     parser.add_argument("--out", required=True, help="model folder to write")
+    flags.add_resume(parser, "unfinished run")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -27,21 +29,19 @@ def run(options: argparse.Namespace) -> None:
     with joined() as ranks:
         if ranks.several:
             raise UserError(f"sft trains in one process, and torchrun has started {ranks.count}; leave torchrun out")
-    run_sft(flags.read_recipe(options), Path(options.out))
+    with flags.resumable(options, sft_folder(options.out)):
+        run_sft(flags.read_recipe(options), Path(options.out), options.resume, options.from_step)
 
 
-def run_sft(recipe: "Recipe", out: Path) -> None:
+def run_sft(recipe: "Recipe", out: Path, resume: bool = False, from_step: int | None = None) -> None:
     """Fine-tune `model.path`, all of it or adapters; `out` becomes a model folder with its measurements beside."""
     from thresher.engine.config.sections import SftSection
     from thresher.engine.training.sft_data import say_unused
-    from thresher.engine.training.sft_run import load_fine_tuning
-    from thresher.policy.files import need_room
+    from thresher.engine.training.sft_run import check_out, load_fine_tuning
 
     sft = recipe.need(SftSection)
-    if out.exists():
-        raise UserError(f"{out}: exists already; choose another folder for the model")
+    check_out(out, resume)
     tuning = load_fine_tuning(recipe)
-    need_room(out, tuning.saved_bytes, "the model")
     console.announce(
         f"sft: {len(tuning.trainer.training):,} transcripts to train on, {len(tuning.trainer.held_out):,} held out, "
         f"{tuning.trained:,} parameters, at most {sft.steps} steps"
@@ -53,14 +53,16 @@ def run_sft(recipe: "Recipe", out: Path) -> None:
             if "copying" in record:
                 copying.append(record["copying"])
             text = f"loss {record['loss']:.3f}" + (f"  names copied right {copying[-1]:.0%}" if copying else "")
+            if line.done == 0:
+                line.from_before(record["step"] - 1)  # of a run that is resumed
             line.to(record["step"], text)
 
-        figures = tuning.train(watch)
-    tuning.save(out, figures)
+        figures = tuning.run(out, watch, resume, from_step)
     console.figures(f"sft: model in {out}", figures)
     say_unused(tuning.unused, tuning.questions, out / "unused.jsonl")
     if not figures["passed"]:
         console.console.print(
-            f"The gate was not reached: {copying[-1]:.0%} of the names were copied right, {sft.gate:.0%} wanted. "
-            "The model is written all the same; GRPO may learn little from it. Try more sft.steps or another run.seed."
+            f"The gate was not reached: {figures['names copied right']:.0%} of the names were copied right, "
+            f"{sft.gate:.0%} wanted. The model is written all the same; GRPO may learn little from it. "
+            "Try more sft.steps or another run.seed."
         )

@@ -1,12 +1,11 @@
 """`thresher train`: GRPO into a run folder, with a line that moves. The work is engine/training/train.py's."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
-from thresher.engine import console, interrupt
-from thresher.engine.store.run_folder import count_starts, saved_so_far
-from thresher.rewards.errors import UserError
+from thresher.engine import console
 
 if TYPE_CHECKING:
     from thresher.engine.parallel.ranks import Ranks
@@ -20,35 +19,20 @@ EXAMPLE = "thresher train recipe.toml --out runs/first --set run.steps=50"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_recipe(parser)
     parser.add_argument("--out", required=True, help="run folder to write")
-    parser.add_argument("--resume", action="store_true", help="go on from the run folder's last checkpoint")
+    flags.add_resume(parser, "run folder")
     flags.add_allow_key(parser)
-    parser.add_argument(
-        "--from",
-        dest="from_step",
-        type=flags.natural,
-        metavar="STEP",
-        help="with --resume: go back to this step's checkpoint, and delete what came after it; 0: the beginning",
-    )
 
 
 def run(options: argparse.Namespace) -> None:
     from thresher.engine.parallel.ranks import joined
 
-    starts = count_starts(options.out)
-
-    def spent() -> str:
-        """Once the run has gone back, it goes on; asked to go back again, it would lose what it learned since."""
-        return "--from" if count_starts(options.out) > starts else ""
-
-    with interrupt.keeping(lambda: saved_so_far(options.out), "--resume", spent), joined() as ranks:
+    with flags.resumable(options, Path(options.out)), joined() as ranks:
         _train(options, ranks)
 
 
 def _train(options: argparse.Namespace, ranks: "Ranks") -> None:
     from thresher.engine.training.train import train
 
-    if options.from_step is not None and not options.resume:
-        raise UserError("--from is for going back in a run that is there; give it with --resume")
     recipe = flags.read_recipe(options)
     greedy: list[float] = []
     with console.progress_line("train", recipe.run.steps) as line:

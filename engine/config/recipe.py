@@ -64,6 +64,7 @@ MAY_CHANGE = frozenset(
         "run.threads",
         "run.verify",
         "run.sinks",
+        "sft.save_every",
     }
     | {
         "model.device",

@@ -221,6 +221,7 @@ class SftSection(Section):
     gate_every: Count = 50  # steps between two looks at the gate
     min_steps: Natural = 0  # the gate is not asked before
     max_restarts: Natural = 2  # from another seed, where the gate is not reached
+    save_every: Count = 200  # steps between checkpoints, from which a killed run goes on by --resume
 
     def check(self) -> None:
         if (self.transcripts is None) == (self.data is None):

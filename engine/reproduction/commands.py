@@ -17,6 +17,7 @@ from pathlib import Path
 
 from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
 from thresher.engine.reproduction.servers import ServedModel
+from thresher.engine.store.run_folder import to_be_resumed
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING
 from thresher.policy.files import read_json_object
 
@@ -97,13 +98,12 @@ class Command:
         return self.folder.exists() if last is None else (self.folder / last).is_file()
 
     def to_run(self, scale: Scale) -> list[str]:
-        """The words to run now: a training that was begun goes on, what may ask a judge may send the keys, and a
-        server's model has its address. None of these decides what is made."""
-        begun = self.words[0] == "train" and self.folder.exists()
+        """The words to run now: a training or a fine-tuning that was begun goes on, what may ask a judge may send the
+        keys, and a server's model has its address. None of these decides what is made."""
         keys = scale.allow_keys if self.words[0] in ("train", "eval") else ()
         served = [word for server in scale.servers.values() for word in server.flags(self.words)]
         allowed = [word for key in keys for word in ("--allow-key", key)]
-        return [*self.words, *served, *allowed, *(["--resume"] if begun else [])]
+        return [*self.words, *served, *allowed, *(["--resume"] if to_be_resumed(self.words[0], self.folder) else [])]
 
 
 @dataclass(frozen=True, slots=True)

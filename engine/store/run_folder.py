@@ -28,7 +28,7 @@ Deliberately absent: what a metric means, when to save, and any reading of check
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -284,10 +284,12 @@ class RunFolder:
         marks = [start.get("metrics") for start in self.starts() if start["step"] == step]
         return [mark for mark in marks if isinstance(mark, dict) and {"records", "sha256"} <= mark.keys()]
 
-    def check_checkpoints(self, step: int) -> None:
+    def check_checkpoints(
+        self, step: int, period: Callable[[Recipe], int] = lambda recipe: recipe.run.save_every
+    ) -> None:
         """UserError where there are records of steps behind which a checkpoint later than `step`, the newest that is
-        left, was saved."""
-        every = load_recipe(self.recipe_file).run.save_every
+        left, was saved. period: the steps between checkpoints, by the stored recipe."""
+        every = period(load_recipe(self.recipe_file))
         due = (step // every + 1) * every
         records = read_metrics(self.metrics_file, self.unverified, REMEDY)
         done = max((record["step"] for record in records if "eval" not in record), default=0)
@@ -296,6 +298,19 @@ class RunFolder:
                 f"{self.checkpoints}: the newest is of step {step}, and metrics.jsonl holds step {done}: that of step "
                 f"{due} is lost; put it back, or go back by --resume --from {step}"
             )
+
+
+def sft_folder(out: str | Path) -> Path:
+    """The run folder of a `thresher sft` that is not finished; the model folder `out` appears when it is."""
+    out = Path(out)
+    return out.parent / f"{out.name}.training"
+
+
+def to_be_resumed(command: str, out: str | Path) -> bool:
+    """Whether `thresher train --out OUT` or `thresher sft --out OUT` was begun before, so that it needs --resume. False
+    for every other command."""
+    folder = {"train": Path, "sft": sft_folder}.get(command)
+    return folder is not None and folder(out).exists()
 
 
 def saved_so_far(path: str | Path) -> str | None:

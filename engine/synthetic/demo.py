@@ -6,7 +6,7 @@ Every stage is a command that can be typed by hand; the demo prints it, runs it 
 into one folder. What is special to the demo is in recipes/demo and nowhere else.
 
 Run again into the same folder it goes on: a stage whose folder is there is done, for each appears whole, an index
-resumes by itself, and a training run by --resume. demo.json holds what the folder was begun with.
+resumes by itself, and a training or fine-tuning by --resume. demo.json holds what the folder was begun with.
 """
 
 import json
@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from thresher.engine.store.records import read_object, write_object
+from thresher.engine.store.run_folder import to_be_resumed
 from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
 from thresher.rewards.errors import UserError
 
@@ -64,7 +65,7 @@ def demo(
         elif (into / "summary.json" if arguments[0] == "train" else into).exists():
             say(f"{into} is finished")
             continue
-        elif into.exists():  # a run folder
+        elif to_be_resumed(arguments[0], into):
             arguments = [*arguments, "--resume"]
         say(f"$ thresher {shlex.join(arguments)}")
         run(arguments)

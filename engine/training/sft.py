@@ -11,9 +11,12 @@ of their tokens come out right on held-out transcripts is the gate: copying a na
 seeds, and reinforcement cannot teach a policy that never does it.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -176,6 +179,15 @@ class SftResult:
     passed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A training that was begun before. records: of its steps so far, at least one. restore: puts the weights behind
+    the last of them back into the policy, and the moments into the optimiser."""
+
+    records: Sequence[Mapping[str, Any]]
+    restore: Callable[[torch.optim.Optimizer], None]
+
+
 class SftTrainer:
     """Trains a policy in place on transcripts, until the gate opens or the steps are used up."""
 
@@ -195,28 +207,56 @@ class SftTrainer:
         if not self.training:
             raise UserError("sft: every transcript is held out; lower sft.held_out or give more transcripts")
 
-    def run(self, log: Callable[[dict[str, Any]], None]) -> SftResult:
-        """`log` gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured."""
+    @property
+    def data_digest(self) -> str:
+        """SHA-256, in hex, of the tokens of all transcripts, in their order."""
+        digest = sha256()
+        for transcript in (*self.held_out, *self.training):
+            for numbers in (transcript.ids, transcript.positions, transcript.copied):
+                digest.update(array("q", [len(numbers), *numbers]).tobytes())
+        return digest.hexdigest()
+
+    def run(
+        self,
+        log: Callable[[dict[str, Any]], None],
+        begun: Begun | None = None,
+        keep: Callable[[int, torch.optim.Optimizer], None] = lambda done, optimizer: None,
+    ) -> SftResult:
+        """Train, from the policy's weights on.
+
+        `log` gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured.
+        begun: go on behind its records; the policy's weights are those with which it began. keep: called behind each
+        step with the number of steps of all attempts so far, and the optimiser.
+        """
         trained = {name: value for name, value in self.policy.named_parameters() if value.requires_grad}
         start = {name: value.detach().clone() for name, value in trained.items()}
-        for restart in range(self.sft.max_restarts + 1):
-            if restart:
+        first = begun.records[-1]["restart"] if begun else 0
+        for restart in range(first, self.sft.max_restarts + 1):
+            if restart > first:
                 self.policy.load_state_dict(start, strict=False)
-            result = self._attempt(restart, log)
+            result = self._attempt(restart, log, begun if restart == first else None, keep)
             if result.passed:
                 break
         return result
 
-    def _attempt(self, restart: int, log: Callable[[dict[str, Any]], None]) -> SftResult:
+    def _attempt(
+        self,
+        restart: int,
+        log: Callable[[dict[str, Any]], None],
+        begun: Begun | None,
+        keep: Callable[[int, torch.optim.Optimizer], None],
+    ) -> SftResult:
         sft = self.sft
         optimizer = make_optimizer(self.policy, self.optim, sft.lr)
-        rng = Random(f"sft {self.seed} {restart}")
-        order: list[Transcript] = []
-        copying, loss = None, float("nan")
-        for step in range(sft.steps):
-            while len(order) < sft.batch_size:
-                order.extend(rng.sample(self.training, len(self.training)))
-            batch, order = order[: sft.batch_size], order[sft.batch_size :]
+        copying, loss, done = None, float("nan"), 0
+        if begun is not None:
+            begun.restore(optimizer)
+            for record in begun.records:
+                if record["restart"] == restart:
+                    done, loss, copying = record["step"], record["loss"], record.get("copying", copying)
+        for step, batch in itertools.islice(enumerate(self._batches(restart)), done, sft.steps):
+            if self._opens(copying):
+                break
             lr = scheduled_lr(sft.lr, sft.schedule, sft.warmup_ratio, step, sft.steps)
             try:
                 loss, tokens = self._backward(batch)
@@ -241,9 +281,23 @@ class SftTrainer:
                     copying = self.copying()
                 record["copying"] = copying
             log(record)
-            if sft.gate is not None and copying is not None and copying >= sft.gate:
-                return SftResult(step + 1, restart, loss, copying, True)
-        return SftResult(sft.steps, restart, loss, copying, sft.gate is None)
+            done = step + 1
+            keep(restart * sft.steps + done, optimizer)
+        return SftResult(done, restart, loss, copying, sft.gate is None or self._opens(copying))
+
+    def _opens(self, copying: float | None) -> bool:
+        """Whether the gate, if there is one, lets a policy pass that copies so well."""
+        return self.sft.gate is not None and copying is not None and copying >= self.sft.gate
+
+    def _batches(self, restart: int) -> Iterator[list[Transcript]]:
+        """The batches of an attempt, without end: a function of the seed and the restart."""
+        rng = Random(f"sft {self.seed} {restart}")
+        order: list[Transcript] = []
+        while True:
+            while len(order) < self.sft.batch_size:
+                order.extend(rng.sample(self.training, len(self.training)))
+            yield order[: self.sft.batch_size]
+            order = order[self.sft.batch_size :]
 
     def _backward(self, batch: Sequence[Transcript]) -> tuple[float, int]:
         rows = sum(len(transcript.positions) for transcript in batch)

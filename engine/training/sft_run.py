@@ -2,39 +2,73 @@
 
     recipe -> transcripts or questions -> SftTrainer -> model folder with metrics.jsonl, sft.json and unused.jsonl
 
-Deliberately absent: printing, and a resume; a run is short, and leaves its folder whole or not at all.
+Until the model folder OUT appears, whole, OUT.training is a run folder (engine/store/run_folder.py) with the newest
+checkpoint: weights or adapters, moments, and digests of the transcripts and of the first model. A killed run goes on
+from it, on a CPU in float32 with the bits that it would have had: batches and learning rate are functions of seed,
+restart and step. The steps of OUT.training count those of all attempts.
+
+Deliberately absent: printing, but for what a resume says.
 """
 
 import json
+import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from thresher.engine import interrupt
 from thresher.engine.assemble import Parts, load_parts
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
-from thresher.engine.training.sft import SftTrainer, read_data, read_transcripts
+from thresher.engine.planning.demand import MOMENT_BYTES
+from thresher.engine.planning.sizes import FP32
+from thresher.engine.store.checkpoint import Checkpoint, SavablePolicy, load_optimizer, prune, save_checkpoint
+from thresher.engine.store.records import write_records
+from thresher.engine.store.resume import checkpoint_to_resume
+from thresher.engine.store.run_folder import RunFolder, sft_folder
+from thresher.engine.training.resumed import check_newest, check_resumed, start_record
+from thresher.engine.training.sft import Begun, SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
 from thresher.engine.training.weights import put_adapters
-from thresher.policy.files import atomic_write_text, staged_folder
-from thresher.policy.hashes import write_hashes
-from thresher.policy.model import Policy
-from thresher.retrieval.data.jsonl import write_jsonl
+from thresher.policy.files import atomic_write_text, need_room, staged_folder
+from thresher.policy.hashes import content_digest, write_hashes
+from thresher.policy.lora import FOLDER, load_adapters, save_adapters
+from thresher.policy.model import Policy, load_policy
+from thresher.rewards.errors import UserError
+
+KEPT = 1  # checkpoints: the newest is all that going on needs
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapters:
+    """A policy whose adapters alone are saved: the rest of it is the recipe's model."""
+
+    policy: Policy
+
+    def save(self, path: Path, /) -> None:
+        save_adapters(self.policy, path / FOLDER)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.policy.named_parameters()
 
 
 @dataclass(slots=True)
 class FineTuning:
-    """One run: `train`, then `save`. `unused` are those of `questions` questions that gave no transcript."""
+    """One run: `run` trains, and writes the model. `unused` are those of `questions` questions that gave no
+    transcript."""
 
+    recipe: Recipe
     parts: Parts
     policy: Policy
     sft: SftSection
     trainer: SftTrainer
     unused: list[Unused]
     questions: int
-    records: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def trained(self) -> int:
@@ -42,20 +76,77 @@ class FineTuning:
         return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
 
     @property
-    def saved_bytes(self) -> int:
-        """Of what `save` writes: all in float32, adapters merged and by themselves."""
-        return 4 * sum(parameter.numel() for parameter in self.policy.parameters())
+    def most_steps(self) -> int:
+        """Of all attempts."""
+        return self.sft.steps * (1 + (self.sft.max_restarts if self.sft.gate is not None else 0))
 
-    def train(self, watch: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Train, with a call of `watch` for each step's record; the figures of sft.json."""
+    @property
+    def model_bytes(self) -> int:
+        """Of the model that is written: all in float32, adapters merged and by themselves."""
+        return FP32 * sum(parameter.numel() for parameter in self.policy.parameters())
+
+    @property
+    def checkpoints_bytes(self) -> int:
+        """Of the checkpoints that lie there at a time, the one being written among them."""
+        each = int((FP32 + MOMENT_BYTES[self.recipe.optim.moments]) * self.trained)
+        return min(KEPT + 1, self.most_steps // self.sft.save_every) * each
+
+    def run(
+        self, out: Path, watch: Callable[[dict[str, Any]], None], resume: bool = False, from_step: int | None = None
+    ) -> dict[str, Any]:
+        """Train, with a call of `watch` for each step's record, and write the model folder `out`; the figures of
+        sft.json. resume, from_step: as `train` has them."""
         started = time.perf_counter()
+        recipe, folder, told = self.recipe, sft_folder(out), from_step is not None
+        digests = self._digests()
+        checkpoint = checkpoint_to_resume(folder / "checkpoints", from_step, recipe.run.verify) if resume else None
+        if resume:
+            check_resumed("sft", folder, checkpoint, self.most_steps, told, _period)
+            self._check_digests(checkpoint, digests)
+        need_room(out, self.model_bytes + self.checkpoints_bytes - _size(folder), "the model, with its checkpoints,")
+        with RunFolder.resume(folder, recipe, unverified=told) if resume else RunFolder.create(folder, recipe) as run:
+            if not told:
+                check_newest(run, checkpoint)
+            run.truncate_after(checkpoint.step if checkpoint else -1)
+            run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
+            before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
+            clock = partial(_since, started - before)
+            figures = self._train(run, checkpoint, watch, clock, digests)
+            records = [_of_attempt(record, self.sft) for record in run.metrics()]
+            self._save(out, records, figures)
+            _remove(folder)
+        return figures
+
+    def _train(
+        self,
+        run: RunFolder,
+        checkpoint: Checkpoint | None,
+        watch: Callable[[dict[str, Any]], None],
+        clock: Callable[[], float],
+        digests: dict[str, str | None],
+    ) -> dict[str, Any]:
+        begun = None
+        if checkpoint is not None:
+            records = [_of_attempt(record, self.sft) for record in run.metrics()]
+            begun = Begun(records, partial(self._restore, checkpoint.path))
 
         def log(record: dict[str, Any]) -> None:
-            self.records.append(record)
+            run.append_metrics(record | {"step": record["restart"] * self.sft.steps + record["step"]})
             watch(record)
 
-        with self.parts.threads():
-            result = self.trainer.run(log)
+        def keep(done: int, optimizer: torch.optim.Optimizer) -> None:
+            due, stopped = done % self.sft.save_every == 0, interrupt.noted() is not None
+            if due or stopped:
+                state = {"seconds": clock(), "metrics": run.metrics_mark(), **digests}
+                kept: SavablePolicy = self.policy if self.recipe.lora is None else _Adapters(self.policy)
+                save_checkpoint(run.checkpoints, done, kept, optimizer, state, interim=not due)
+                prune(run.checkpoints, KEPT)
+            if stopped:
+                with interrupt.released():
+                    pass
+
+        with self.parts.threads(), interrupt.held("a step that is being learned is finished, and saved"):
+            result = self.trainer.run(log, begun, keep)
         return {
             "steps": result.steps,
             "restarts": result.restarts,
@@ -65,18 +156,71 @@ class FineTuning:
             "passed": result.passed,
             "parameters trained": self.trained,
             "questions unused": len(self.unused),
-            "seconds": time.perf_counter() - started,
+            "seconds": clock(),
         }
 
-    def save(self, out: Path, figures: dict[str, Any]) -> None:
+    def _restore(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Weights and moments of a checkpoint, with the bits that they were saved with."""
+        if self.recipe.lora is not None:
+            load_adapters(self.policy, checkpoint / FOLDER)
+        else:  # verified when it was chosen
+            saved = load_policy(checkpoint, self.policy.dtype, self.policy.device, verify=False)
+            self.policy.load_state_dict(saved.state_dict())
+        load_optimizer(checkpoint, optimizer, self.policy.named_parameters())
+
+    def _digests(self) -> dict[str, str | None]:
+        """What a resumed run must find as it was: the transcripts' tokens, and, unless run.verify is off, the model
+        with which it began."""
+        folder = Path(self.recipe.model.path)
+        files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+        model = content_digest(files) if self.recipe.run.verify else None
+        return {"transcripts": self.trainer.data_digest, "model": model}
+
+    def _check_digests(self, checkpoint: Checkpoint | None, digests: dict[str, str | None]) -> None:
+        if checkpoint is None:
+            return
+        changed = [
+            name
+            for name, digest in digests.items()
+            if None not in (digest, checkpoint.state.get(name)) and checkpoint.state[name] != digest
+        ]
+        if "transcripts" in changed:
+            raise UserError(
+                f"{self.sft.transcripts or self.sft.data}: its transcripts have other tokens than those that the run "
+                "was trained on until its checkpoint; put the file, its prompt and the tokenizer back, or start again "
+                "with another --out"
+            )
+        if changed:
+            raise UserError(
+                f"{self.recipe.model.path}: its weights are not those with which the run began; put them back, or "
+                "start again with another --out"
+            )
+
+    def _save(self, out: Path, records: list[dict[str, Any]], figures: dict[str, Any]) -> None:
         """Write the model folder, with what was measured beside the weights."""
         with staged_folder(out) as staged:
             self.policy.save(staged)
             self.parts.tokenizer.save(staged)
-            write_jsonl(staged / "metrics.jsonl", self.records)
+            write_records(staged / "metrics.jsonl", records)
             write_unused(self.unused, staged / "unused.jsonl")
             atomic_write_text(staged / "sft.json", json.dumps(figures, indent=2) + "\n")
             write_hashes(staged)
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """UserError where `FineTuning.run` would refuse its folder at once; for asking before anything is loaded."""
+    folder = sft_folder(out)
+    if out.exists():
+        if not resume:
+            raise UserError(f"{out}: exists already; choose another folder for the model")
+        left = f"; {folder} is no longer needed, delete it" if folder.exists() else ""
+        raise UserError(f"{out}: the fine-tuning is finished; choose another --out to begin a new one{left}")
+    if resume and not folder.exists():
+        raise UserError(f"{out}: no fine-tuning was begun there; leave out --resume to begin one")
+    if not resume and folder.exists():
+        raise UserError(f"{folder}: a fine-tuning that is not finished; go on by --resume, or delete it to begin again")
+    if resume:
+        RunFolder.existing(folder, "delete it, and begin again without --resume")
 
 
 def load_fine_tuning(recipe: Recipe) -> FineTuning:
@@ -96,4 +240,28 @@ def load_fine_tuning(recipe: Recipe) -> FineTuning:
     else:
         put_adapters(recipe, policy)
     trainer = SftTrainer(policy, transcripts, sft, recipe.optim, parts.vocab_size, recipe.run.seed)
-    return FineTuning(parts, policy, sft, trainer, unused, questions)
+    return FineTuning(recipe, parts, policy, sft, trainer, unused, questions)
+
+
+def _period(recipe: Recipe) -> int:
+    return recipe.need(SftSection).save_every
+
+
+def _since(moment: float) -> float:
+    return time.perf_counter() - moment
+
+
+def _of_attempt(record: dict[str, Any], sft: SftSection) -> dict[str, Any]:
+    """A record of the run folder with its step within its attempt."""
+    return record | {"step": record["step"] - record["restart"] * sft.steps}
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _remove(folder: Path) -> None:
+    """Delete a run folder that has done its work. Renamed first, for a half-deleted one must not have its name."""
+    hidden = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    shutil.rmtree(folder.rename(hidden))

@@ -22,7 +22,6 @@ from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
 from thresher.engine.interrupt import Interrupted, held
-from thresher.engine.machine import origin
 from thresher.engine.parallel.agreement import check_ranks
 from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
@@ -35,10 +34,11 @@ from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.best_checkpoint import evaluations_by_dev
 from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
 from thresher.engine.store.resume import checkpoint_to_resume
-from thresher.engine.store.run_folder import RunFolder, step_of
+from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
+from thresher.engine.training.resumed import check_newest, check_resumed, start_record
 from thresher.engine.training.step import Diverged, GrpoStep, StepResult, divergence
 from thresher.engine.training.update import Updater
 from thresher.engine.training.weights import load_updater, starting_weights
@@ -80,7 +80,13 @@ def train(
     check_ranks(recipe, ranks, out, checkpoint.path if checkpoint else None)
     if ranks.first:
         if resume:
-            _check_resumed(recipe, Path(out), checkpoint, told=from_step is not None)
+            laid_out = recipe.optim.schedule_steps
+            also = (
+                ""
+                if laid_out is None
+                else f"; its learning rate is laid out for {laid_out} steps, optim.schedule_steps"
+            )
+            check_resumed("train", Path(out), checkpoint, recipe.run.steps, told=from_step is not None, also=also)
         check_disk(recipe, recipe.model.path, out)
     decided, planned = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
     decided = ranks.from_first(lambda: decided)  # a rank with less memory would otherwise compute in another way
@@ -99,14 +105,12 @@ def train(
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
     with open_run(out, recipe, resume, ranks, unverified=from_step is not None) as run, parts.threads():
         if ranks.first and from_step is None:
-            _check_newest(run, checkpoint)
+            check_newest(run, checkpoint)
         if checkpoint:
             updater.load_moments(checkpoint.path)
         run.truncate_after(checkpoint.step if checkpoint else -1)
-        start = {"step": checkpoint.step if checkpoint else 0, **origin(recipe.model.device == "cuda")}
-        if from_step is not None and ranks.first:
-            start["metrics"] = run.metrics_mark()  # what was told to go on is not asked again
-        run.append_start(start)
+        told = from_step is not None and ranks.first
+        run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
         _announce(recipe, out, ranks)
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
@@ -298,25 +302,6 @@ class Trainer:
         self.run_folder.append_metrics(record)
         self.best = evaluations_by_dev([*self.best, record])[:1]
         watch(Progress(step, self.recipe.run.steps, record))
-
-
-def _check_newest(run: RunFolder, checkpoint: Checkpoint | None) -> None:
-    """UserError where another process has saved a checkpoint since ours was chosen, before the folder was locked."""
-    newest = max((step for path in run.checkpoints.iterdir() if (step := step_of(path.name)) is not None), default=0)
-    if newest > (checkpoint.step if checkpoint else 0):
-        raise UserError(f"{run.path}: another process has just saved step {newest}; run the same command again")
-
-
-def _check_resumed(recipe: Recipe, out: Path, checkpoint: Checkpoint | None, told: bool) -> None:
-    """Say from where the run goes on. UserError where records are lost; told: by --from, which step it is to be."""
-    step = checkpoint.step if checkpoint else 0
-    if not told:
-        RunFolder(out).check_checkpoints(step)
-        RunFolder(out).check_metrics(step, checkpoint.state.get("metrics") if checkpoint else None)
-    where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
-    laid_out = recipe.optim.schedule_steps
-    schedule = "" if laid_out is None else f"; its learning rate is laid out for {laid_out} steps, optim.schedule_steps"
-    console.announce(f"train: goes on behind step {step} of {recipe.run.steps}, from {where}{schedule}")
 
 
 def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:

@@ -49,7 +49,10 @@ COMMANDS: dict[str, tuple[str, Any, str, int, str | None, str]] = {
         *(Rollout, "run", 2, "{out}/generated.jsonl keeps what is done, 2 lines", ""),
     ),
     "eval, at its beginning": ("eval {at}/recipe.toml --out {out}", Rollout, "run", 1, None, ""),
-    "sft": ("sft {at}/recipe.toml --out {out}", SftTrainer, "_backward", 2, None, ""),
+    "sft": (
+        "sft {at}/recipe.toml --out {out}",
+        *(SftTrainer, "_backward", 1, "{out}.training is saved up to step 1", " --resume"),
+    ),
     "train, before its first step": (
         "train {at}/recipe.toml --out {out}",
         *(Rollout, "run", 1, "{out} has finished no step yet", " --resume"),

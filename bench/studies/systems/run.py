@@ -26,7 +26,7 @@ from typing import Any
 from thresher.engine import console
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.store.run_folder import RunFolder, read_metrics
+from thresher.engine.store.run_folder import RunFolder, read_metrics, to_be_resumed
 from thresher.engine.synthetic.shared_base import (
     JUDGED,
     NUMBERED,
@@ -110,10 +110,12 @@ def make_world(world: Path, seed: int, systems: Collection[str], run_command: Ca
     judged = any(system in JUDGED for system in systems)
     bases = dict.fromkeys(map(base_of, systems))
     for typed in dict.fromkeys(tuple(words) for base in bases for words in world_stages(world, seed, judged, base)):
-        if Path(typed[typed.index("--out") + 1]).exists():
+        into = Path(typed[typed.index("--out") + 1])
+        if into.exists():
             continue
-        console.console.print(f"$ thresher {shlex.join(typed)}", style="bold", markup=False, soft_wrap=True)
-        run_command(list(typed))
+        words = [*typed, *(["--resume"] if to_be_resumed(typed[0], into) else [])]
+        console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+        run_command(words)
 
 
 def base_of(system: str) -> str:

@@ -10,7 +10,21 @@ HELP = "kills, damaged files, malformed records, hostile requests, full disks: w
 PLACE = 60
 EXAMPLE = "thresher bench torture --scale 0.02"
 
-ATTACKS = ("kills", "files", "records", "requests", "holes", "disks", "endurance")
+ATTACKS = (
+    "kills",
+    "files",
+    "records",
+    "requests",
+    "holes",
+    "stored",
+    "inputs",
+    "sampling",
+    "mishaps",
+    "answers",
+    "terminal",
+    "disks",
+    "endurance",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

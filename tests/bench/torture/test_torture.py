@@ -22,6 +22,7 @@ from thresher.bench.torture.endurance import judged_descriptors, judged_memory
 from thresher.bench.torture.run import ATTACKS, stored, summary
 from thresher.bench.torture.worker import Ended, ForkLimits, Worker
 from thresher.cli.commands.bench.torture import ATTACKS as NAMED
+from thresher.engine.systems import NAMES
 from thresher.policy.files import atomic_write_text
 from thresher.policy.hashes import read_hashes, write_hashes
 from thresher.rewards.errors import UserError
@@ -298,7 +299,7 @@ def test_a_reward_that_pays_more_is_reported(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_every_system_has_ten_holes_and_the_page_lists_what_is_paid() -> None:
     page = (ROOT / "docs" / "papers.md").read_text()
-    assert {"eviomni", "lear", "evinote", "arena", "eval_rar", "search_r1", "naive_grpo"} == set(holes.HOLES)
+    assert set(NAMES) == set(holes.HOLES)
     for system, tried in holes.HOLES.items():
         assert len(tried) >= 10 and len({hole.what for hole in tried}) == len(tried)
         assert all(hole.by if hole.earns else True for hole in tried), system

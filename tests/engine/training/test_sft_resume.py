@@ -1,0 +1,280 @@
+"""A fine-tuning that was killed or interrupted goes on to the model, to the bit, that it would have come to."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_cases import Killed, single_threaded
+
+from thresher.cli.commands.sft import run_sft
+from thresher.engine import interrupt
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.tables import from_dict
+from thresher.engine.store.run_folder import lock_folder, saved_so_far, sft_folder, to_be_resumed
+from thresher.engine.training.sft import SftTrainer
+from thresher.engine.training.sft_run import FineTuning
+from thresher.rewards.errors import UserError
+
+STEPS, PERIOD = 5, 2
+NAMES = ("Anna", "Carl", "Eva", "Gil", "Ida", "Karl", "Mia")
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture(autouse=True)
+def handled() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with single_threaded(), interrupt.handling():
+        yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def make(tiny_model_folder: Path, tmp_path: Path) -> Make:
+    """make(sft={..}, lora={..}, ..) -> Recipe of five steps on seven transcripts, of which one is held out."""
+    write_transcripts(tmp_path, NAMES)
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"path": str(tiny_model_folder)},
+        "system": {"name": "search_r1"},
+        "rollout": {"max_context": 512},
+        "sft": {
+            "transcripts": str(tmp_path / "transcripts.jsonl"),
+            "steps": STEPS,
+            "save_every": PERIOD,
+            "batch_size": 4,
+            "held_out": 0.1,
+            "lr": 0.01,
+            "schedule": "cosine",
+            "warmup_ratio": 0.3,
+        },
+    }
+
+    def made(**changes: dict[str, Any]) -> Recipe:
+        return from_dict(Recipe, {n: tables.get(n, {}) | changes.get(n, {}) for n in {**tables, **changes}}, "test")
+
+    return made
+
+
+def write_transcripts(folder: Path, names: tuple[str, ...]) -> None:
+    records = [
+        {"question": f"Who is {name}?", "segments": [{"source": "policy", "text": name, "copied": [[0, len(name)]]}]}
+        for name in names
+    ]
+    (folder / "transcripts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def files(model: Path) -> dict[str, bytes]:
+    """All that a fine-tuning wrote, but for its seconds, and hashes of them."""
+    found = {str(path.relative_to(model)): path.read_bytes() for path in sorted(model.rglob("*")) if path.is_file()}
+    figures = json.loads(found.pop("sft.json"))
+    found["figures"] = json.dumps({name: value for name, value in figures.items() if name != "seconds"}).encode()
+    del found["hashes.json"]
+    return found
+
+
+def kill_after(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Have the process end, as far as this one can, in the update behind so many."""
+    whole, calls = SftTrainer._backward, [0]
+
+    def fatal(self: SftTrainer, batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > step:
+            raise Killed
+        return whole(self, batch)
+
+    patch.setattr(SftTrainer, "_backward", fatal)
+
+
+def killed(recipe: Recipe, out: Path, step: int, resume: bool = False) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_after(patch, step)
+        run_sft(recipe, out, resume)
+    assert not out.exists() and to_be_resumed("sft", out)
+
+
+def steps_saved(out: Path) -> list[str]:
+    return sorted(path.name for path in (sft_folder(out) / "checkpoints").iterdir())
+
+
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "all weights": {},
+    "adapters on bfloat16": {"lora": {"rank": 8, "alpha": 16}, "model": {"dtype": "bfloat16"}},
+    "8-bit moments, from bfloat16": {"optim": {"moments": "8bit"}, "model": {"dtype": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_fine_tuning_goes_on_to_the_same_bits(make: Make, tmp_path: Path, kind: str) -> None:
+    """Killed before its first checkpoint, behind it, and once more while it goes on."""
+    recipe, out = make(**KINDS[kind]), tmp_path / "out"
+    run_sft(recipe, tmp_path / "whole")
+    killed(recipe, out, 1)
+    assert steps_saved(out) == []
+    killed(recipe, out, 3, resume=True)
+    assert steps_saved(out) == ["step_000002"]
+    killed(recipe, out, 2, resume=True)
+    assert steps_saved(out) == ["step_000004"]
+    run_sft(recipe, out, resume=True)
+    assert files(out) == files(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir() if "out" in path.name} == {"out"}
+
+
+def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate that opens in the second attempt: killed in it, where it begins, and just before it opens."""
+    recipe = make(sft={"gate": 0.7, "gate_every": 2, "steps": 4, "save_every": 2, "max_restarts": 2})
+    measured: list[str] = []
+
+    def copying(self: SftTrainer) -> float:
+        """Of the weights alone, so that a resumed run measures what the whole one did."""
+        value = float(sum(p.detach().double().abs().sum() for p in self.policy.parameters()))
+        if repr(value) not in measured:
+            measured.append(repr(value))
+        return [0.1, 0.2, 0.3, 0.8][measured.index(repr(value))]  # at steps 2 and 4 of both attempts
+
+    monkeypatch.setattr(SftTrainer, "copying", copying)
+    run_sft(recipe, tmp_path / "whole")
+    assert json.loads((tmp_path / "whole" / "sft.json").read_text())["restarts"] == 1
+    for place, step in enumerate((4, 5, 7)):
+        out = tmp_path / f"out{place}"
+        killed(recipe, out, step)
+        assert steps_saved(out)[-1] == f"step_{step // 2 * 2:06d}"
+        run_sft(recipe, out, resume=True)
+        assert files(out) == files(tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):  # the gate has opened; the model is not written yet
+        patch.setattr(FineTuning, "_save", lambda *_: raise_killed())
+        run_sft(recipe, tmp_path / "last")
+    monkeypatch.setattr(SftTrainer, "_backward", lambda *_: raise_killed())
+    run_sft(recipe, tmp_path / "last", resume=True)
+    assert files(tmp_path / "last") == files(tmp_path / "whole")
+    assert len(measured) == 4
+
+
+def raise_killed() -> None:
+    raise Killed
+
+
+SIGKILLED = """
+import os, signal, sys
+import torch
+from thresher.cli.commands.sft import run_sft
+from thresher.engine.config.recipe import load_recipe
+from thresher.engine.store import checkpoint
+from pathlib import Path
+
+torch.set_num_threads(1)
+save_tensors, calls = checkpoint.save_tensors, []
+
+def fatal(*arguments):
+    save_tensors(*arguments)
+    calls.append(arguments)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint.save_tensors = fatal
+run_sft(load_recipe(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_sigkill_while_a_checkpoint_is_written(make: Make, tmp_path: Path) -> None:
+    recipe, out = make(), tmp_path / "out"
+    recipe.write(tmp_path / "recipe.toml")
+    command = [sys.executable, "-P", "-c", SIGKILLED, str(tmp_path / "recipe.toml"), str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert len(steps_saved(out)) == 2 and steps_saved(out)[-1] == "step_000002"  # and half of the next
+    run_sft(recipe, out, resume=True)
+    run_sft(recipe, tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("step", [1, 3, STEPS])
+def test_an_interrupt_finishes_the_update_and_saves_it(
+    make: Make, tmp_path: Path, step: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the last one, behind which nothing is left but to write the model."""
+    recipe, out = make(), tmp_path / "out"
+    whole, calls = SftTrainer._backward, [0]
+
+    def signalling(self: SftTrainer, batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(interrupt.Interrupted):
+        patch.setattr(SftTrainer, "_backward", signalling)
+        run_sft(recipe, out)
+    assert calls == [step] and steps_saved(out)[-1] == f"step_{step:06d}"
+    assert saved_so_far(sft_folder(out)) == f"{out}.training is saved up to step {step}"
+    with interrupt.handling():
+        run_sft(recipe, out, resume=True)
+    assert f"sft: goes on behind step {step} of 5, from {out}.training" in capfd.readouterr().out
+    run_sft(recipe, tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_model_folder: Path) -> None:
+    recipe, out = make(), tmp_path / "out"
+
+    def refused(sentence: str, recipe: Recipe = recipe, resume: bool = True, from_step: int | None = None) -> None:
+        with pytest.raises(UserError, match=sentence):
+            run_sft(recipe, out, resume, from_step)
+
+    refused(r"out: no fine-tuning was begun there; leave out --resume")
+    killed(recipe, out, 3)
+    refused(r"out\.training: a fine-tuning that is not finished; go on by --resume, or delete it", resume=False)
+    refused(r"belongs to another recipe \(sft\.lr is 0\.01, not 0\.02\)", make(sft={"lr": 0.02}))
+    refused(r"no checkpoint of step 3; there are 2; 0 is the run's beginning", from_step=3)
+
+    write_transcripts(tmp_path, (*NAMES[:-1], "Otto"))
+    refused(r"transcripts\.jsonl: its transcripts have other tokens than those that the run was trained on")
+    write_transcripts(tmp_path, NAMES)
+
+    weights = (tiny_model_folder / "model.safetensors").read_bytes()
+    (tiny_model_folder / "model.safetensors").write_bytes(weights[:-4] + b"\0\0\0\0")
+    refused(r"tiny-model: its weights are not those with which the run began")
+    (tiny_model_folder / "model.safetensors").write_bytes(weights)
+
+    lock = lock_folder(sft_folder(out))
+    refused(rf"out\.training: process {os.getpid()} is writing to this folder")
+    os.close(lock)
+
+    metrics = sft_folder(out) / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[1:]))
+    refused(r"metrics\.jsonl: its records up to step 2 are not the 2 that the checkpoint was saved with")
+    metrics.write_bytes(b"".join(lines))
+
+    checkpoint = sft_folder(out) / "checkpoints" / "step_000002"
+    moments = bytearray((checkpoint / "optimizer.safetensors").read_bytes())
+    moments[-1] ^= 1
+    (checkpoint / "optimizer.safetensors").write_bytes(moments)
+    refused(r"optimizer\.safetensors: damaged .* begin again by --resume --from 0")
+    shutil.copytree(sft_folder(out), tmp_path / "lost.training")
+    run_sft(recipe, out, resume=True, from_step=0)
+    refused(r"out: the fine-tuning is finished; choose another --out")
+    refused(r"out: exists already; choose another folder for the model", resume=False)
+    run_sft(recipe, tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
+
+    shutil.rmtree(tmp_path / "lost.training" / "checkpoints" / "step_000002")
+    with (tmp_path / "lost.training" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**json.loads(lines[-1]), "step": 4}) + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl holds step 4: that of step 2 is lost"):
+        run_sft(recipe, tmp_path / "lost", resume=True)
+
+
+def test_a_resumed_fine_tuning_may_be_saved_at_other_steps(make: Make, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    killed(make(), out, 2)
+    killed(make(sft={"save_every": 3}), out, 2, resume=True)
+    assert steps_saved(out) == ["step_000003"]
+    run_sft(make(sft={"save_every": 100}), out, resume=True)
+    run_sft(make(), tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
