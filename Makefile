@@ -3,6 +3,7 @@
 #   make demo        train a small model to search, from nothing      (SEED=1, OUT=runs/other)
 #   make test        formatter, linter, type checker, tests
 #   make lint        all of that but the tests
+#   make test-margins  how near every numeric threshold of the tests is, over CPU settings and seeds: hours  (SEEDS=20, TESTS=tests/kernels)
 #   make docs        docs/recipe.md, from the recipe's sections
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
 #   make torture     kills, damaged files, hostile requests, full disks: an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
@@ -12,6 +13,8 @@
 
 PYTHON ?= python3
 SEED ?= 0
+SEEDS ?= 20
+TESTS ?= tests
 OUT ?=
 SCALE ?= 1
 
@@ -102,6 +105,11 @@ lint: .venv
 .PHONY: test
 test: lint
 	@$(VENV)/bin/pytest
+
+# OUT: a folder to leave all figures in; else they lie in a temporary one, which is printed.
+.PHONY: test-margins
+test-margins: .venv
+	@PYTHONPATH=tests exec $(VENV)/bin/python tests/margins.py $(TESTS) --seeds $(SEEDS) $(if $(OUT),--out "$(OUT)")
 
 .PHONY: docs
 docs: .venv

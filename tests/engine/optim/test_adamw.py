@@ -123,7 +123,7 @@ def test_moments_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 def test_an_8_bit_step_is_float64s_from_the_moments_that_are_stored() -> None:
     """The third step: its weights up to float32's rounding, its moments up to half a step of the table."""
-    lr, beta1, beta2, eps, decay = 0.01, 0.8, 0.95, 1e-2, 0.1
+    lr, beta1, beta2, eps, decay = 0.01, 0.75, 0.9375, 1e-2, 0.1  # betas that float32 has
     optim = OptimSection(betas=(beta1, beta2), eps=eps, weight_decay=decay, moments="8bit")
     weights, optimizer = trained(optim, 2)
     state = optimizer.state[weights.large]
@@ -140,9 +140,11 @@ def test_an_8_bit_step_is_float64s_from_the_moments_that_are_stored() -> None:
     m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g.square()
     rate = lr / (1 - beta1**3) / ((v / (1 - beta2**3)).sqrt() + eps)
     error = (weights.large.detach().double() - (w * (1 - lr * decay) - rate * m)).abs()
-    # A decay and a difference round the weight; constants, the roots, the division and the product the step.
-    assert bool((error <= 2**-24 * (3 * w.abs() + 10 * rate * m.abs()) + rate * error_of_m).all())
-    for moment, found, half in zip((m, v), stored(), (0.45 / 64, 0.45 / 128), strict=True):
+    rounding = 2**-24 * (3 * w.abs() + 10 * rate * m.abs()) + rate * error_of_m
+    assert bool((error <= rounding).all())  # bound: a decay, a difference; constants, roots, a division, products
+    rounded = error_of_m + 2**-23 * m.abs(), 2**-21 * v  # the table's value times the scale rounds twice
+    for moment, found, half, slack in zip((m, v), stored(), (0.45 / 64, 0.45 / 128), rounded, strict=True):
         for columns in (slice(0, 256), slice(256, 300)):
-            largest = moment[:, columns].abs().amax(1, keepdim=True)
-            assert bool(((found - moment)[:, columns].abs() <= half * largest * (1 + 1e-5)).all())
+            largest, of_rounding = (x[:, columns].abs().amax(1, keepdim=True) for x in (moment, slack))
+            error = (found - moment)[:, columns].abs()
+            assert bool((error <= half * largest + 2 * of_rounding).all())  # bound: half a step of the table
