@@ -91,10 +91,11 @@ def compare(names: Sequence[str], *operands: Any) -> Any:
     values = [numbers(operand) for operand in operands]
     floats = [value is not None and value.dtype.kind == "f" for value in values]
     ends = values[0], values[-1]
-    if len(operands) == 3 and all(floats) and all(end.ndim == 0 and end != 0 for end in ends):
+    if len(operands) == 3 and all(floats) and all(end.ndim == 0 for end in ends):
         middle, half = (ends[0] + ends[1]) / 2, abs(ends[1] - ends[0]) / 2
-        note(abs(values[1] - middle), half)
-        values = [None] * 3
+        if half < 0.6 * abs(middle):  # a window, its ends not far apart; else two limits, each by itself
+            note(abs(values[1] - middle), half)
+            values = [None] * 3
     result: Any = True
     for number, name in enumerate(names):
         one, other = values[number : number + 2]
@@ -191,6 +192,7 @@ def watch_tolerances() -> None:
         return equals(self, actual)
 
     scalar.__eq__ = approx_equals
+    scalar.__ne__ = lambda self, actual: not equals(self, actual)  # which says that they differ, and by how much not
 
 
 def shift_seeds(offset: int) -> None:

@@ -1,4 +1,4 @@
-"""What is recorded of a test's thresholds: each kind of comparison, the largest figure, other seeds, and the table."""
+"""What is recorded of a test's thresholds: each kind of comparison, other seeds, and the table."""
 
 import json
 import os
@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from margins import TESTS, compare, failures, table
+from margins import TESTS, compare, failures, shift_seeds, table
 
 THRESHOLDS = """
 import numpy as np
@@ -27,12 +28,6 @@ def test_kinds():
     assert all(x <= 0.5 for x in (0.1, 0.2) if x < 0.15)
     assert len("abc") < 4
 
-def test_seed():
-    assert torch.rand((), generator=torch.Generator().manual_seed(0)) < 2
-    torch.manual_seed(0)
-    assert torch.rand(()) < 2
-    assert np.random.default_rng(0).random() < 2.0
-
 def test_beyond():
     assert 3.0 < 2.0
 """
@@ -41,21 +36,21 @@ def test_beyond():
 CONFTEST = "import margins, pathlib; margins.TESTS = pathlib.Path(__file__).parent"
 
 
-def recorded(folder: Path, seed: int) -> list[dict[str, Any]]:
+def recorded(folder: Path) -> list[dict[str, Any]]:
     (folder / "test_thresholds.py").write_text(THRESHOLDS)
     (folder / "conftest.py").write_text(CONFTEST)
-    lines = folder / f"{seed}.jsonl"
-    environment = {"THRESHER_MARGINS": str(lines), "THRESHER_TEST_SEED": str(seed), "PYTHONPATH": str(TESTS)}
+    lines = folder / "rows.jsonl"
+    environment = {"THRESHER_MARGINS": str(lines), "PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-P", "-m", "pytest", "-p", "margins", "-p", "no:cacheprovider", str(folder)]
     done = subprocess.run(
         command, env={**os.environ, **environment}, cwd=folder, capture_output=True, text=True, check=False
     )
-    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
-    return [json.loads(line) | {"setting": f"seed +{seed}"} for line in lines.read_text().splitlines()]
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    return [json.loads(line) for line in lines.read_text().splitlines()]
 
 
-def test_every_kind_of_threshold_is_recorded_and_other_seeds_move_those_of_noise(tmp_path: Path) -> None:
-    rows = recorded(tmp_path, 0)
+def test_every_kind_of_threshold_is_recorded(tmp_path: Path) -> None:
+    rows = recorded(tmp_path)
     by_line = {int(row["at"].rpartition(":")[2]): row["figure"] for row in rows if "at" in row}
     lines = THRESHOLDS.splitlines()
     figures = {lines[number - 1].strip(): figure for number, figure in by_line.items()}
@@ -67,12 +62,37 @@ def test_every_kind_of_threshold_is_recorded_and_other_seeds_move_those_of_noise
         (found,) = (found for line, found in figures.items() if line.startswith(start))
         assert found == pytest.approx(figure, rel=1e-4), start
     assert not any("bound of" in line or "len(" in line for line in figures)
-    more = recorded(tmp_path, 1)
-    assert sum(1 for one, other in zip(rows, more, strict=True) if one != {**other, "setting": "seed +0"}) == 3
-    printed = "\n".join(table(rows + more, 10))
-    assert "12 thresholds, of which 3 have another figure" in printed
-    beyond, otherwise = failures(rows + more)
-    assert len(beyond) == 1 and "test_beyond (seed +0)" in beyond[0] and otherwise == []
+    beyond, otherwise = failures([row | {"setting": "as it is"} for row in rows])
+    assert len(beyond) == 1 and "test_beyond (as it is)" in beyond[0] and otherwise == []
+
+
+def test_thresholds_whose_figure_moves_are_ranked() -> None:
+    def row(at: str, figure: float, setting: str) -> dict[str, Any]:
+        return {"test": f"{at}[a]", "at": f"{at}:1", "figure": figure, "value": figure, "limit": 1, "setting": setting}
+
+    rows = [row("same", 0.9, "one"), row("same", 0.9, "other"), row("wide", 0.1, "one"), row("wide", 0.2, "other")]
+    rows += [row("near", 0.5, "one"), row("near", 0.4, "other")]
+    first, second, *rest = table(rows, 1)
+    assert (first, second) == (
+        "3 thresholds, of which 2 have another figure in another run",
+        "of those, 1 are nearer than three times what was seen",
+    )
+    assert [line.split() for line in rest] == [["0.5", "=", "0.5", "/", "1", "near:1"], ["near[a]", "(one)"]]
+
+
+def test_other_seeds_give_other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> list[float]:
+        torch.manual_seed(0)
+        noise = torch.Generator().manual_seed(0)
+        return [float(torch.rand(())), float(torch.rand((), generator=noise)), np.random.default_rng(0).random()]
+
+    before = drawn()
+    for module, name in ((torch, "Generator"), (torch, "manual_seed"), (np.random, "default_rng")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+    shift_seeds(1)
+    assert all(one != other for one, other in zip(drawn(), before, strict=True))
+    shift_seeds(-1)
+    assert drawn() == before
 
 
 def test_a_chain_is_compared_as_python_compares_it() -> None:

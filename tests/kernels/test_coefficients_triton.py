@@ -83,7 +83,7 @@ def test_every_kl_gradient_against_the_torch_backend(kl_gradient: str) -> None:
 def test_extreme_logits(scale: float) -> None:
     case = make_case(90, H=64, V=400, seed=5, scale=scale)
     logits = case.hidden @ case.head.t()
-    assert scale < 100 or logits.abs().max() > 8e3
+    assert scale < 100 or logits.abs().max() > 3e3
     case = replace(case, weights=case.weights / 90)
     assert_within_float32(case, beta=0.1, kl_value="k2", entropy_coef=0.01)
 
