@@ -84,10 +84,10 @@ def test_8_bits_are_torchs_up_to_the_tables_steps(monkeypatch: pytest.MonkeyPatc
     assert eight.state[coarse.small]["exp_avg"].dtype == torch.float32
     for name, signed in module.MOMENTS:
         found = module._take(state, name, signed, slice(0, len(plain.large)), torch.device("cpu"))
-        # Half a step of the table each time, carried on by a beta of .9: at most ten times the largest's half step.
+        # Half a step of the table each time, and half of that on average, carried on by a beta of .9: six make 4.7.
         half = (0.45 / 64 if signed else 0.45 / 128) * float(truth[name].abs().max())
         error = (found - truth[name]).abs()
-        assert 0 < float(error.max()) <= 10 * half and float(error.mean()) < half
+        assert 0 < float(error.max()) <= 4.7 * half and float(error.mean()) <= 2.35 * half
     parts = trained(OptimSection(**settings, moments="8bit", offload="moments"))[0]
     assert same(coarse, parts)
     monkeypatch.setattr(module, "AT_A_TIME", 700)  # two rows
