@@ -4,6 +4,7 @@
 #   make test        formatter, linter, type checker, tests: six minutes on two cores   (WORKERS=8)
 #   make test-all    the same, then the slow tests: peers, documents, processes, every CPU setting
 #   make lint        formatter, linter, type checker
+#   make test-margins  how near every numeric threshold of the tests is, over CPU settings and seeds: hours  (SEEDS=20, TESTS=tests/kernels)
 #   make docs        docs/recipe.md, from the recipe's sections
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
 #   make torture     kills, damaged files, hostile requests, full disks: an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
@@ -13,6 +14,8 @@
 
 PYTHON ?= python3
 SEED ?= 0
+SEEDS ?= 20
+TESTS ?= tests
 OUT ?=
 SCALE ?= 1
 
@@ -129,6 +132,11 @@ test: .venv
 .PHONY: test-all
 test-all: test
 	@$(PYTEST) -m slow
+
+# OUT: a folder to leave all figures in; else they lie in a temporary one, which is printed.
+.PHONY: test-margins
+test-margins: .venv
+	@PYTHONPATH=tests exec $(VENV)/bin/python tests/margins.py $(TESTS) --seeds $(SEEDS) $(if $(OUT),--out "$(OUT)")
 
 .PHONY: docs
 docs: .venv

@@ -123,7 +123,7 @@ def test_gradcheck(kl: str) -> None:
 def test_float32_error_is_within_its_budget(T: int, H: int, V: int, scale: float) -> None:
     case = make_case(T, H, V, seed=5, scale=scale, spread=0.2).to(torch.float32)
     if scale > 100:
-        assert (case.hidden @ case.head.t()).abs().max() > 8e3
+        assert (case.hidden @ case.head.t()).abs().max() > 3e3
     options: dict[str, Any] = {"beta": 0.1, "kl_value": "k2", "entropy_coef": 0.01, "temperature": 0.9}
     # the log-probs above are those of temperature 1; at .9 the ratios spread further, at scale 300 very far
     case = replace(case, old=(base := brute(case, **options)["logprobs"]).float() + 0.1, ref=base.float() - 0.1)
@@ -150,7 +150,7 @@ def test_low_precision_inputs_keep_float32_log_probs(dtype: torch.dtype, monkeyp
     for name in ("hidden_grad", "head_grad"):
         # float32 inside, rounded once to the inputs' dtype at the end
         unit = torch.finfo(dtype).eps * truth[name].abs() + 1e-7
-        assert ((ours[name].double() - truth[name]).abs() <= unit).all(), name
+        assert ((ours[name].double() - truth[name]).abs() <= unit).all(), name  # bound: half of it, and float32's
 
 
 def test_the_path_of_mixed_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,8 @@ def test_the_path_of_mixed_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
     truth, ours = brute(case, beta=0.1), run(case, chunk_rows=33, beta=0.1)
     assert (ours["logprobs"] - truth["logprobs"]).abs().max() < 1e-5
     for name in ("hidden_grad", "head_grad"):
-        # the logits' gradients are bfloat16 operands here: relative error 2^-9 each, averaged out by the sum
-        assert (ours[name] - truth[name]).norm() < 4e-3 * truth[name].norm(), name
+        # the logits' gradients are bfloat16 operands here: 2^-9 of each is lost, and their sums may cancel to a quarter
+        assert (ours[name] - truth[name]).norm() < 2**-7 * truth[name].norm(), name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

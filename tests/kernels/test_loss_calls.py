@@ -30,7 +30,7 @@ def test_the_upstream_scale_is_not_rounded_to_the_hidden_states_dtype() -> None:
         found = run(low, upstream=upstream)
         for name in ("hidden_grad", "head_grad"):
             error = (found[name].double() - truth[name]).norm()
-            assert error <= torch.finfo(dtype).eps / 2 * truth[name].norm(), name
+            assert error <= torch.finfo(dtype).eps / 2 * truth[name].norm(), name  # bound: a value is rounded once
 
 
 def test_backward_twice_and_two_losses_in_one_graph() -> None:

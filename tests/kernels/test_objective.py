@@ -36,7 +36,8 @@ def test_k3_stays_exact_near_zero_in_float32() -> None:
     d = torch.tensor([1e-3, -1e-3, 1e-5])
     exact = (-d.double()).expm1() + d.double()
     values = kl_values(d, torch.ones(3))["k3"].double()
-    assert ((values - exact).abs() <= 1e-3 * exact).all()
+    # expm1, about -d, is off by its last place; the sum is exact. An exp near 1 would be off by 2^-24.
+    assert ((values - exact).abs() <= 2**-22 * d.double().abs()).all()
 
 
 def test_coefficients_are_the_derivatives() -> None:

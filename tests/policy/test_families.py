@@ -116,7 +116,7 @@ def test_a_toy_family_is_sampled_from_and_adapted(
         run = tiny_rollout(policy=policy, max_turn_tokens=9)
         trajectories = run.run(make_jobs(tiny_questions[:3], samples=2), 1.0)
         assert all(trajectory.policy_positions() for trajectory in trajectories)
-        assert_logprobs_match(run, trajectories, 1.0, 2e-5)
+        assert_logprobs_match(run, trajectories, 1.0)
         loss = F.cross_entropy(policy.logits(IDS[:-1]), IDS[1:])
         loss.backward()
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

@@ -68,7 +68,8 @@ def test_fresh_adapters_change_no_bit_and_are_all_that_is_trained() -> None:
     for name, adapter in adapters(policy):
         inputs = adapter.a_RI.shape[1]
         assert adapter.b_OR.count_nonzero() == 0 and adapter.scale == 2
-        assert 0.5 / math.sqrt(inputs) < adapter.a_RI.abs().max() <= 1 / math.sqrt(inputs), name
+        largest = adapter.a_RI.abs().max()
+        assert 0.5 / math.sqrt(inputs) < largest <= 1 / math.sqrt(inputs), name  # bound: where the draws end
 
 
 def test_adapters_are_a_function_of_their_seed() -> None:

@@ -1,6 +1,7 @@
 """The transformer against transformers' Qwen2ForCausalLM: logits, gradients, and files in both directions."""
 
 import json
+import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_logits_and_gradients_equal_transformers(shape: Any, tmp_path: Path) -> 
         ids_T = random_ids(config, count, seed=count)
         ours_TV, theirs_TV = policy.logits(ids_T), theirs(ids_T[None]).logits[0]
         assert ours_TV.shape == (count, config.vocab_size)
-        assert theirs_TV.std() > 0.3, "logits too flat to tell a difference"
+        assert theirs_TV.std() > 0.2, "logits too flat to tell a difference"
         torch.testing.assert_close(ours_TV, theirs_TV, rtol=0, atol=1e-4)
 
     weights_TV = torch.randn(ours_TV.shape, generator=torch.Generator().manual_seed(3)) / count
@@ -187,7 +188,8 @@ def test_init_is_a_function_of_the_seed() -> None:
         assert torch.equal(tensor, second[name]), name
         if tensor.dim() == 2:
             assert not torch.equal(tensor, other[name]), name
-            assert abs(tensor.mean()) < 0.003 and 0.047 < tensor.std() < 0.053, name
+            deviations = 6 * 0.05 / math.sqrt(tensor.numel())  # six of a mean; of a deviation over eight
+            assert abs(tensor.mean()) < deviations and abs(tensor.std() - 0.05) < deviations, name  # bound: chance
         else:
             assert torch.all(tensor == (1.0 if "norm" in name else 0.0)), name
     matrices = [tensor.flatten()[:64] for tensor in first.values() if tensor.dim() == 2]

@@ -46,8 +46,9 @@ def test_a_value_becomes_the_nearest_of_its_blocks(count: int, signed: bool) -> 
         part, largest = x[start : start + BLOCK].double(), x[start : start + BLOCK].abs().max()
         distances = (part[:, None] - (code_table(signed).double() * largest.double())[None]).abs()
         error = (found[start : start + BLOCK].double() - part).abs()
-        assert bool((error <= distances.min(1).values + 1e-7 * largest).all())
-        assert bool((error <= (0.45 / 64 if signed else 0.45 / 128) * largest * (1 + 1e-5)).all())
+        assert bool((error <= distances.min(1).values + 1e-7 * largest).all())  # bound: the nearest
+        half = 0.45 / 64 if signed else 0.45 / 128
+        assert bool((error <= half * largest * (1 + 1e-4)).all())  # bound: and float32's rounding of the table
         assert found[start : start + BLOCK].abs().max() == largest or signed  # a negative one is at most .993 of it
     again = quantise(found[None], signed)
     assert signed or torch.equal(again[0][0], codes_RC[1])

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from batch_invariance import needs_invariant_policy
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_cases import record
+from rollout_cases import assert_logprobs_match, record
 
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.sections import GrpoSection
@@ -104,11 +103,7 @@ def test_a_branch_knows_only_its_context(
     scripted(script, 7, trunk, "Bel</answer>", "Nobody</answer>")
     run = tiny_rollout(SYSTEM, max_passage_tokens=200)
     (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
-    for one in (trajectory, *trajectory.branches.values()):
-        ids, rows = torch.tensor(one.ids()), torch.tensor(one.policy_positions())
-        logits_TV = run.policy.logits(ids)[:, : tiny_tokenizer.vocab_size]
-        fresh = torch.log_softmax(logits_TV, -1)[rows - 1, ids[rows]]
-        torch.testing.assert_close(torch.tensor(one.policy_logprobs()), fresh, rtol=0, atol=1e-5)
+    assert_logprobs_match(run, [trajectory, *trajectory.branches.values()], 1.0)
 
 
 def test_hidden_tokens_change_no_bit_of_a_branch(

@@ -84,7 +84,7 @@ def test_room_changes_no_sample_and_page_size_nothing_but_rounding(
     jobs = make_jobs(tiny_questions[:5], samples=2)
     run = tiny_rollout(page_size=page_size)
     trajectories = run.run(jobs, 1.0)
-    assert_logprobs_match(run, trajectories, 1.0, 1e-5)
+    assert_logprobs_match(run, trajectories, 1.0)
     needs_invariant_policy(tiny_policy)
     for max_running in (1, 3, 7):
         narrow = tiny_rollout(page_size=page_size, max_running=max_running).run(jobs, 1.0)
@@ -157,7 +157,7 @@ def test_decode_equals_prefill(temperature: float, tiny_rollout: Make, tiny_ques
     run = tiny_rollout()
     trajectories = run.run(make_jobs(tiny_questions), temperature)
     assert sum(len(trajectory.searches) for trajectory in trajectories) > 5
-    assert_logprobs_match(run, trajectories, temperature, 1e-4)
+    assert_logprobs_match(run, trajectories, temperature)
 
 
 def test_bfloat16_decodes_near_its_prefill(
@@ -166,7 +166,7 @@ def test_bfloat16_decodes_near_its_prefill(
     run = tiny_rollout(policy=tiny_policy.bfloat16())
     trajectories = run.run(make_jobs(tiny_questions[:10]), 1.0)
     assert run.decoder.cache.k_LPKDS.dtype == torch.bfloat16
-    assert_logprobs_match(run, trajectories, 1.0, 0.5)
+    assert_logprobs_match(run, trajectories, 1.0)
 
 
 def test_every_trajectory_keeps_its_invariants(
@@ -192,7 +192,7 @@ def test_columns_beyond_the_tokenizer_are_never_sampled(
     tempting = torch.softmax(tiny_policy.logits(torch.tensor(ids)), -1)[:, vocab:].sum(-1)
     assert tempting.mean() > 0.05
     assert max(max(trajectory.ids()) for trajectory in trajectories) < vocab
-    assert_logprobs_match(run, trajectories, 1.0, 1e-4)
+    assert_logprobs_match(run, trajectories, 1.0)
 
 
 def test_a_scripted_episode_token_by_token(
@@ -223,7 +223,7 @@ def test_a_scripted_episode_token_by_token(
     assert trajectory.searches[0]["passages"] == [hit.passage.id for hit in first]
     assert shown.startswith(f'\n\n<information>Doc 1(Title: "{first[0].passage.title}") {first[0].passage.text}')
     assert shown.endswith("</information>\n\n")
-    assert_logprobs_match(run, [trajectory], 1.0, 1e-4)
+    assert_logprobs_match(run, [trajectory], 1.0)
     clock = run.clock
     assert clock.sampled_tokens == sum(len(s.ids) for s in written)
     # All that was fed but single sampled tokens: the prompt, and appended pieces with the token that came before each.

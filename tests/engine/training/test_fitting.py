@@ -195,7 +195,7 @@ def test_passes_over_a_batch(
     for record in records:
         one, two = record["by_epoch"]
         # The first part's first update is on policy; by the second pass all have moved.
-        assert record["logprob_gap_max"] < 1e-4 < two["logprob_gap"] and one["logprob_gap"] < two["logprob_gap"]
+        assert record["logprob_gap_max"] < 1e-4 < two["logprob_gap"]
         assert one["ratio"] != two["ratio"]
 
 

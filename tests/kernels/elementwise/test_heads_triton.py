@@ -97,7 +97,7 @@ def check(T: int, N: int, K: int, D: int, dtype: torch.dtype, found: list[torch.
     for name, ours, true, budget in zip(("y", "dqkv", "dwq", "dwk"), found, truth, budgets, strict=True):
         assert ours.dtype == dtype and ours.shape == true.shape
         error = (ours.double().cpu() - true).abs()
-        assert (error <= budget + 1e-40).all(), (name, (error / budget).max())
+        assert (error <= budget + 1e-40).all(), name  # bound: roundings, counted
 
 
 def small_launches() -> dict[str, Callable[[], None]]:

@@ -98,7 +98,7 @@ def check(T: int, H: int, dtype: torch.dtype, found: list[torch.Tensor] | None =
     for name, ours, true in zip(("sum", "y", "dx", "dw"), (*found[:3], found[4]), (*truth[:3], truth[4]), strict=True):
         assert ours is not None and ours.dtype == dtype
         error = (ours.double().cpu() - true).abs()
-        assert (error <= 1.01 * budget[name] + 1e-40).all(), (name, (error / budget[name]).max())
+        assert (error <= 1.01 * budget[name] + 1e-40).all(), name  # bound: roundings, counted
 
 
 def small_launches() -> dict[str, Callable[[], None]]:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from interpreter import DEVICE
-from loss_cases import make_case
+from loss_cases import make_case, on_grid
 
 from thresher.kernels.head.tiling import HOPPER, PERSISTENT, capability
 
@@ -47,6 +47,7 @@ def check(T: int, H: int, V: int) -> None:
 @pytest.mark.parametrize(("T", "H", "V"), [(1, 64, 40), (300, 72, 601), (130, 128, 1281)])
 def test_bits_of_the_plain_kernel(T: int, H: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(T, H=H, V=V, seed=T, scale=0.3)
+    case = case if CUDA else on_grid(case)
     hidden, head = case.hidden.to(DEVICE, torch.bfloat16), case.head.to(DEVICE, torch.bfloat16)
     targets = case.targets.to(DEVICE)
     guess = case.old.to(DEVICE, torch.float32) + 100.0 * (torch.arange(T, device=DEVICE) == T // 2)

@@ -99,7 +99,7 @@ def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth,
     assert min(manifest.recall["recall_at_5"], manifest.recall["recall_at_10"]) >= 0.9
     found, exact = index.search(QUERIES, 5), truth.search(QUERIES, 5)
     # Other queries than those it was tuned on.
-    assert overlap(found, exact) >= 0.85
+    assert overlap(found, exact) >= 0.82  # bound: .9, less five deviations of 350 hits
     known = scores(truth, 50)
     for query, hits in zip(QUERIES, found, strict=True):
         assert len(hits) == 5 and [hit.score for hit in hits] == sorted((h.score for h in hits), reverse=True)
@@ -371,7 +371,8 @@ def test_queries_are_turned_alone_as_in_a_crowd(directions, dim):
     turned_QP = turn(query_QD)
     wanted_QP = query_QD.astype(np.float64) @ rotation_PD.T.astype(np.float64)
     assert turned_QP.dtype == np.float32 and turned_QP.shape == (21, directions)
-    assert np.abs(turned_QP - wanted_QP).max() <= 2.0**-24 * np.abs(wanted_QP).max()
+    error = np.abs(turned_QP - wanted_QP).max()
+    assert error <= 2.0**-24 * np.abs(wanted_QP).max()  # bound: float64, rounded once
     assert (np.concatenate([turn(query_QD[place : place + 1]) for place in range(21)]) == turned_QP).all()
     assert Projection(None)(query_QD) is query_QD
 
