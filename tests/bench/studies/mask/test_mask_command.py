@@ -16,6 +16,7 @@ from thresher.bench.studies.mask.steps import TREATMENTS
 from thresher.cli import main as cli
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
+from thresher.engine.store.records import write_records
 from thresher.engine.training.train import train
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -138,7 +139,7 @@ def rewrite(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
         records = stored(path)
         for record in records:
             change(record)
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_records(path, records)
 
     return apply
 
