@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    print(script(options.whole_parser), end="")
+    print(script(options.build_parser()), end="")
 
 
 def script(parser: argparse.ArgumentParser) -> str:
