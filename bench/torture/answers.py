@@ -1,4 +1,4 @@
-"""Hostile servers: one that a command asks for passages, answers or verdicts, and that answers without end.
+"""Hostile servers: one that a command asks for passages or answers, and that answers without end.
 
 The server runs in a fork and answers every request in the same way. The command must end in a sentence, within its own
 limits of time and within `MEMORY` bytes.
@@ -16,12 +16,11 @@ from thresher.bench.torture.worker import ForkLimits
 from thresher.bench.torture.world import eval_words
 
 LEAST = 2
-MEMORY = 1 << 30
+MEMORY = 2 << 30
 LIMITS = ForkLimits(seconds=75, memory=MEMORY)
 SECONDS = 120.0  # that a server lives
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-PATIENCE = ("--set", "retrieval.patience=1", "--set", "retrieval.timeout=3")
-JUDGED = ("--set", "judge.patience=1", "--set", "judge.timeout=3")
+PATIENCE = [w for of in ("retrieval", "judge") for k in ("patience=1", "timeout=3") for w in ("--set", f"{of}.{k}")]
 
 
 def _whole(body: bytes) -> bytes:
@@ -47,7 +46,6 @@ Words = Callable[[Path, Path, str], list[str]]
 ASKED: dict[str, Words] = {
     "for passages": lambda at, out, url: [*eval_words(at, out), "--url", url, *PATIENCE],
     "for answers": lambda at, out, url: [*eval_words(at, out), "--answer-url", url, "--answer-model", "m", *PATIENCE],
-    "for verdicts": lambda at, out, url: [*eval_words(at, out), "--judge-url", url, "--judge-model", "m", *JUDGED],
 }
 
 

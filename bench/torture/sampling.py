@@ -87,7 +87,8 @@ def stop_sets(at: Path, seed: int) -> int:
         {"prompt_text": f"Anna {n}", "max_new_tokens": LENGTH, "seed": draw.randrange(2**31)} for n in range(STRINGS)
     ]
     texts = [result.text for (result,) in generator.generate([request(**values) for values in plain])]
-    stops = [_drawn_stops(text, draw) for text in texts]
+    longest = draw.choice((8, 130))  # characters of a string that does not come
+    stops = [_drawn_stops(text, longest, draw) for text in texts]
     asked = [request(**values, stop=stop) for values, stop in zip(plain, stops, strict=True)]
     wrong = 0
     for text, stop, (found,) in zip(texts, stops, generator.generate(asked), strict=True):
@@ -99,7 +100,7 @@ def stop_sets(at: Path, seed: int) -> int:
     return 1 if wrong else 0
 
 
-def _drawn_stops(text: str, draw: Random) -> tuple[str, ...]:
+def _drawn_stops(text: str, longest: int, draw: Random) -> tuple[str, ...]:
     """Some strings that stand in a text, of characters that one token spells alone, and some that do not."""
     plain = [n for n, letter in enumerate(text) if letter.isascii() and letter.isprintable()]
     found = []
@@ -108,7 +109,7 @@ def _drawn_stops(text: str, draw: Random) -> tuple[str, ...]:
         while end < len(text) and end - begin < 4 and text[end].isascii() and text[end].isprintable():
             end += 1
         found.append(text[begin:end])
-    absent = [draw.choice("xyz") * draw.randrange(20, 130) + str(n) for n in range(draw.randrange(1, 4))]
+    absent = [draw.choice("xyz") * draw.randrange(4, longest) + str(n) for n in range(draw.randrange(1, 4))]
     return tuple(dict.fromkeys([*found, *absent]))
 
 

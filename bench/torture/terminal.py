@@ -10,6 +10,7 @@ import pty
 import re
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -81,9 +82,11 @@ def on_terminal(worker: Worker, words: list[str]) -> Ended:
         if pid == 0:
             status = 1
             try:
-                sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")  # noqa: SIM115
                 status = worker.run(words)
                 sys.stdout.flush()
+                sys.stderr.flush()
+            except BaseException:
+                traceback.print_exc()
                 sys.stderr.flush()
             finally:
                 os._exit(status)
