@@ -1,6 +1,4 @@
 """The command line: main.py runs a command, registry.py finds all of them, flags.py has what their flags share.
-Imports: cli/commands, cli/parsing, engine/assemble.py, engine/config, engine/console.py, engine/interrupt.py,
-engine/store, policy, rewards.
 
 Deliberately absent: work. Whatever is not reading arguments, or printing, lies in the rooms that come in.
 """

@@ -1,7 +1,4 @@
 """The engine: from questions to trajectories to gradients, a room for each stage.
-Imports: engine/config, engine/decoding, engine/decoding/cache, engine/protocol, engine/rollout, engine/scoring,
-engine/systems, kernels/attention/backends, policy, retrieval/data, retrieval/encoders, retrieval/indexes,
-retrieval/questions.py, retrieval/retriever.py, retrieval/serving, rewards.
 
 A new stage may come in as a room; names that users import are here. Those that need torch are looked up when asked for.
 """

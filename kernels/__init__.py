@@ -1,5 +1,4 @@
 """What is computed on tensors: loss, log-probs, attention, sampling, the parts of a layer. Maths on top of each file.
-Imports: kernels/drawing, kernels/head, kernels/launch.
 
 What may come in: a function of tensors with a reference to be held to. No file here imports from another room.
 

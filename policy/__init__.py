@@ -1,5 +1,4 @@
 """What lives here: a model folder in and out: config, weights, transformer, adapters, tokenizer; families in models/.
-Imports: kernels/attention, kernels/elementwise, rewards.
 
 What may come in: another model family (docs/add/model.md), adapter or tokenizer; nothing that samples or trains.
 

@@ -1,3 +1,1 @@
-"""Recipes and the files they name: data, no code.
-Imports: nothing.
-"""
+"""Recipes and the files they name: data, no code."""

@@ -1,5 +1,4 @@
 """Rewards as pure functions of a transcript and the gold answers: tags, text measures, statistics, group advantages.
-Imports: nothing.
 
 Another pure function of these may come in, a paper's reward into papers/; neither torch nor any other folder may.
 """

@@ -1,5 +1,4 @@
 """Baselines, which need no training: ways to get an answer out of any instruct model, one file each.
-Imports: engine/config, engine/episode.py, engine/systems, policy, retrieval/data, retrieval/questions.py, rewards.
 
 A new one may come in as a file like those of `thresher.engine.systems`, with `Options` (a frozen dataclass of its
 switches) and `system(options) -> System`; every file here but common.py is a baseline, under the file's name. They

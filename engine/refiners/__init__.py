@@ -1,7 +1,4 @@
 """Compressors that keep a part of the passages and write nothing: rows of evidence that an extractor is compared with.
-Imports: engine/assemble.py, engine/baselines, engine/config, engine/console.py, engine/episode.py, engine/packing,
-engine/protocol, engine/threads.py, kernels, kernels/attention/backends, policy, retrieval/data, retrieval/encoders,
-retrieval/questions.py, rewards.
 
 One a file, listed by kinds.py; and the supervised data of one that writes, FilCo. Another may come in, as a class with
 `refine` and `count_tokens`; who answers from what is kept, and the file of it, are extraction's business.

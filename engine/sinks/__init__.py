@@ -1,5 +1,4 @@
 """What else gets a run's metrics: TensorBoard, Weights & Biases, trackio.
-Imports: engine/console.py, engine/store, rewards.
 
 Another tracker may come in, as a class of send.py; nothing that a run waits for.
 """

@@ -1,5 +1,4 @@
 """Trained systems, one file per paper: its protocol, its switches, its preset; the prompt lies beside it.
-Imports: engine/config, engine/episode.py, policy, retrieval/questions.py, rewards, rewards/papers.
 
 A new paper may come in as a file with `Options` (a frozen dataclass of its switches) and `system(options) -> System`;
 every file here whose name does not begin with an underscore is a system, under that name. docs/add/paper.md has the

@@ -1,5 +1,4 @@
 """What a token is drawn by: each row's rules, its noise, and a way to the token for a GPU and one for a CPU.
-Imports: kernels/launch.
 
 What may come in: a step between logits and a drawn id. The door is kernels/sampling.py.
 

@@ -1,6 +1,5 @@
 """What all Triton files have in common: how they are found, and what each compiles its kernels for.
-Imports: nothing.
 
-    dispatch.py    which tensors Triton serves, and what a launcher asks of them
-    registry.py    every *_triton.py of kernels/, and the specialisations that it lists
+dispatch.py    which tensors Triton serves, and what a launcher asks of them
+registry.py    every *_triton.py of kernels/, and the specialisations that it lists
 """

@@ -1,6 +1,4 @@
 """From a corpus to an index folder: encode, resume, build the structure, measure recall; and plan all that beforehand.
-Imports: policy, retrieval/data, retrieval/encoders, retrieval/indexes, retrieval/questions.py, retrieval/retriever.py,
-retrieval/vectors, rewards.
 
 May come in: policy, rewards; of retrieval, all but datasets and serving. `commands` is what `thresher index` does.
 """

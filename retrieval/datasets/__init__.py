@@ -1,5 +1,4 @@
 """The question sets of the field, each in the files it is published in, turned into one `Question` record.
-Imports: policy, retrieval/data, retrieval/questions.py, rewards.
 
 May come in: policy, rewards; of retrieval, data and questions.py.
 

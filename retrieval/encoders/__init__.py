@@ -1,5 +1,4 @@
 """Texts to vectors, and pairs of texts to classes: hashed words, models of the BERT family, their tokenizers.
-Imports: kernels, policy, rewards.
 
 May come in: policy, rewards; no other room of retrieval.
 """

@@ -1,5 +1,4 @@
 """Index folders: a file for each kind, the table of them (`kinds`), the manifest, and the door to any folder (`load`).
-Imports: policy, retrieval/data, retrieval/encoders, retrieval/retriever.py, retrieval/vectors, rewards.
 
 May come in: policy, rewards; of retrieval, all below building: data, questions, retriever, encoders, vectors.
 """

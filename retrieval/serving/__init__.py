@@ -1,5 +1,4 @@
 """A retriever behind a URL: the server, its wire format, and the client that is a `Retriever` itself.
-Imports: retrieval/data, retrieval/indexes, retrieval/retriever.py, rewards.
 
 May come in: policy, rewards, indexes; in client, http and wire, of retrieval only data and retriever.py.
 """

@@ -1,5 +1,4 @@
 """Rows of numbers: files of them, exact and approximate search over them, with FAISS underneath.
-Imports: policy, retrieval/encoders, rewards.
 
 May come in: policy, rewards; of retrieval, encoders for the type of a vector.
 """

@@ -1,5 +1,4 @@
 """Each paper's reward, one file a paper or family of papers.
-Imports: rewards.
 
 A new paper's reward may come in as a file: `Attempt` in, `RewardResult` out, no model and no randomness of its own.
 """

@@ -1,7 +1,4 @@
-"""`thresher bench ..`: one file a measurement; the measuring itself is done in bench/.
-Imports: bench/compile, bench/decode, bench/gpu_check, bench/loss, bench/retrieval, bench/rollout, bench/roofline,
-bench/step, bench/torture, cli/flags.py, engine/console.py.
-"""
+"""`thresher bench ..`: one file a measurement; the measuring itself is done in bench/."""
 
 HELP = "measure, beside peers"
 PLACE = 120
