@@ -63,6 +63,7 @@ def recorded(target: str, folder: Path, stamps: Sequence[str] = (".finished",)) 
 
 
 @pytest.mark.parametrize("target", ["demo", "bench", "gpu-check"])
+@pytest.mark.slow
 def test_what_a_target_runs_runs(
     target: str,
     tmp_path: Path,

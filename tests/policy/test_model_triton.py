@@ -59,6 +59,7 @@ def results(policy: Policy) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.fast_cases(2)
 def test_hidden_states_and_gradients(family: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each within 1e-5 of float64, in norm: some hundred roundings of float32; the torch path is held to the same."""
     policy = make_policy(family, lora)

@@ -58,6 +58,7 @@ def test_without_triton_the_command_refuses(
     assert capsys.readouterr().err.startswith("thresher: Triton is not installed")
 
 
+@pytest.mark.slow
 def test_another_triton_is_found_by_its_folder(tmp_path: Path) -> None:
     """A stand-in for one that was unpacked: it is imported in place of the installed one, by a process of its own."""
     package = tmp_path / "other" / "triton"

@@ -59,6 +59,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return said(("-c", READ), tmp_path_factory.mktemp("cache"), Path(__file__).parent)
 
 
+@pytest.mark.slow
 def test_code_reads_as_it_does_by_itself(read: Any) -> None:
     """Products in loops, spills, and neither; each with its own number of instructions."""
     assert read["together"] == read["alone"]

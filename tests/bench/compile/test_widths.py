@@ -26,6 +26,7 @@ def accesses(row: Any, *kinds: str) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_layers_kernels_load_and_store_16_bytes(ours: Any) -> None:
     rows = of_modules(ours, "gate_triton", "heads_triton", "norm_triton", "rope_triton")
     assert len(rows) > 40

@@ -77,6 +77,7 @@ def test_recall_counts_what_was_found(made: VectorSet, truth: ExactAnswers) -> N
 
 
 @pytest.mark.parametrize("name", ["IVF16,Flat", "HNSW8", "PCA18,HNSW8", "PCA18,HNSW8_SQ8", "PCA18,IVF16,Flat"])
+@pytest.mark.fast_cases(1)
 def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: ExactAnswers, tmp_path: Path, name: str) -> None:
     kind = parse_kind(name, N, D)
     index = grow(kind, made.vectors, tmp_path, lambda *_: None)

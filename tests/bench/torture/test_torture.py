@@ -320,6 +320,7 @@ def test_the_page_shows_the_stored_row() -> None:
     assert [kind for kind in row["kinds"] if kind["wrong"]] == []
 
 
+@pytest.mark.slow
 def test_a_slice_of_the_campaign(tmp_path: Path) -> None:
     """In a process of its own: threads of torch do not survive a fork, and this one may have computed."""
     command = [sys.executable, "-m", "thresher.cli", "bench", "torture", "--scale", "0.001", "--seed", "1", "--json"]

@@ -50,6 +50,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.fast_cases(2)
 def test_whatever_is_asked_the_results_are_those_of_one_sequence_at_a_time(
     seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer
 ) -> None:

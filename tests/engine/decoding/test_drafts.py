@@ -87,6 +87,7 @@ def test_no_guess_changes_a_result(seed: int, tiny_policy: Policy, tiny_tokenize
 
 @pytest.mark.parametrize("speculate", [1, 8, "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.fast_cases(2)
 def test_episodes_repeat_what_they_wrote_in_fewer_forwards(
     speculate: Any, temperature: float, tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
 ) -> None:

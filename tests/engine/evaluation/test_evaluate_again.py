@@ -69,6 +69,7 @@ def cut_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.fast_cases(1)
 def test_a_killed_evaluation_goes_on_to_the_same_end(
     searching: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, temperature: str
 ) -> None:

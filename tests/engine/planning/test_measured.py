@@ -108,6 +108,7 @@ steps = 1
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("case", [SHARED, APART], ids=["shared", "apart"])
+@pytest.mark.slow
 def test_a_run_takes_what_was_planned(tmp_path: Path, folder: Path, case: tuple[str, str, str]) -> None:
     """Within a tenth, of more than 500 MiB where there is a reference."""
     write_recipe(folder, tmp_path, *case)

@@ -77,6 +77,7 @@ def test_samples_are_batch_invariant_with_other_heads(
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.fast_cases(1)
 def test_room_changes_no_sample_and_page_size_nothing_but_rounding(
     page_size: int, tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
 ) -> None:

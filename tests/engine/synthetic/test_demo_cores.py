@@ -40,6 +40,7 @@ def digests(out: Path) -> dict[str, str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not bind a process to cores")
+@pytest.mark.slow
 def test_one_core_and_two_give_the_same_bits(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:

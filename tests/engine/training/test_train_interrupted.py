@@ -70,6 +70,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.fast_cases(1)
 def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
     tmp_path: Path,
     make_recipe: Callable[..., Recipe],

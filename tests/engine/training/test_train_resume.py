@@ -40,6 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.fast_cases(1)
 def test_a_killed_run_goes_on_to_the_same_bits(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, step: int
 ) -> None:
@@ -85,6 +86,7 @@ train(load_recipe(recipe), out, watch=counted)
 
 
 @pytest.mark.parametrize("where", ["update", "save"])
+@pytest.mark.fast_cases(1)
 def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, where: str) -> None:
     """In the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
     recipe, out = make_recipe(), tmp_path / "run"

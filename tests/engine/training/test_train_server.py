@@ -91,6 +91,7 @@ def assert_same_but_for_the_recipe(one: Path, other: Path) -> None:
     assert [key for key in first if first[key] != second[key]] == ["recipe"]
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
     tmp_path: Path,
     make_recipe: Callable[..., Recipe],

@@ -8,6 +8,7 @@ from compiling import said
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_all_lengths_share_one_binary(tmp_path: Path) -> None:
     """A kernel that counted_lengths.py does not launch has 0: give it a launch there."""
     found = said((str(Path(__file__).with_name("counted_lengths.py")),), tmp_path)

@@ -144,6 +144,7 @@ def dying(name: str) -> Callable[..., dict[str, Any]]:
     return run
 
 
+@pytest.mark.slow
 def test_a_study_that_is_interrupted_goes_on(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

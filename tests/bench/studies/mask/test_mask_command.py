@@ -108,6 +108,7 @@ def run_folder(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_the_command_on_a_run(run_folder: Path, tmp_path: Path) -> None:
     """Named by the folder around it, as `thresher demo` leaves it."""
     common = ["study", "mask", "--limit", "10", "--repeats", "1", "--run"]
