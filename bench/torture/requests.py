@@ -162,9 +162,10 @@ def served_at(started: Started) -> tuple[str, int]:
     until = time.monotonic() + 60
     while time.monotonic() < until and started.running():
         said = "".join((started.folder / name).read_text() for name in ("stdout", "stderr"))
-        if found := re.search(r"http://127\.0\.0\.1:([0-9]+)", said):
+        if found := re.search(r"http://(?:127\.0\.0\.1|localhost):([0-9]+)", said):
             return "127.0.0.1", int(found[1])
         time.sleep(0.02)
+    started.kill(signal.SIGKILL)
     raise RuntimeError(f"no server: {started.wait().err}")
 
 
