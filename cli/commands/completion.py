@@ -4,6 +4,8 @@ parser, so that it knows what the program knows; files are the shell's."""
 import argparse
 from collections.abc import Iterator
 
+from thresher.engine import console
+
 HELP = "a script for the shell's completion of commands and flags"
 PLACE = 150
 EXAMPLE = "thresher completion bash"
@@ -33,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    print(script(options.build_parser()), end="")
+    text = script(options.build_parser())
+    console.say(text, end="", exact=True)
+    console.answer({"shell": options.shell, "script": text})
 
 
 def script(parser: argparse.ArgumentParser) -> str:

@@ -52,6 +52,10 @@ def _lock(lock: Path, written: Path, kind: str) -> int:
             os.close(descriptor)
             raise
         warnings.warn(f"{written}: this file system has no locks; start no second process on it", stacklevel=4)
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except OSError:
+        os.close(descriptor)  # or this process would find itself writing
+        raise
     return descriptor

@@ -19,6 +19,7 @@ SHOWN = {
     "plan": ("--recipe {at}/recipe.toml --gpu-memory 80GB", "fits phases"),
     "recipe": ("--show {at}/recipe.toml", "model rollout"),
     "reproduce": ("--list", "rows left_out"),
+    "completion": ("bash", "shell script"),
     "train": ("{at}/recipe.toml --out {at}/run", "out"),
     "generate": ("--model {at}/model --prompt Who --max-new-tokens 2", "prompt_ids samples"),
     "rollout": ("--recipe {at}/recipe.toml --questions {at}/questions.jsonl --out {at}/r.jsonl", "trajectories out"),

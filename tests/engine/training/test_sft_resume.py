@@ -17,7 +17,9 @@ from thresher.cli.commands.sft import run_sft
 from thresher.engine import interrupt
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.store.run_folder import lock_folder, saved_so_far, sft_folder, to_be_resumed
+from thresher.engine.store.locks import lock_folder
+from thresher.engine.store.records import RecordLog, write_records
+from thresher.engine.store.run_folder import saved_so_far, sft_folder, to_be_resumed
 from thresher.engine.training.sft import SftTrainer
 from thresher.engine.training.sft_run import FineTuning
 from thresher.rewards.errors import UserError
@@ -248,6 +250,10 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
     metrics = sft_folder(out) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join(lines[1:]))
+    refused(r"metrics\.jsonl:1: does not follow from the lines before it: one was changed, lost, doubled or moved")
+    metrics.write_bytes(b"".join(lines))
+    records = [record for _, record in RecordLog(metrics).recover()]
+    write_records(metrics, records[1:], closed=False)
     refused(r"metrics\.jsonl: its records up to step 2 are not the 2 that the checkpoint was saved with")
     metrics.write_bytes(b"".join(lines))
 
@@ -264,8 +270,8 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
     assert files(out) == files(tmp_path / "whole")
 
     shutil.rmtree(tmp_path / "lost.training" / "checkpoints" / "step_000002")
-    with (tmp_path / "lost.training" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({**json.loads(lines[-1]), "step": 4}) + "\n")
+    log = RecordLog(tmp_path / "lost.training" / "metrics.jsonl")
+    log.append({**list(log.recover())[-1][1], "step": 4})
     with pytest.raises(UserError, match=r"metrics\.jsonl holds step 4: that of step 2 is lost"):
         run_sft(recipe, tmp_path / "lost", resume=True)
 
