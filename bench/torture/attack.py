@@ -31,6 +31,7 @@ Verdict = Literal["right", "refused", "read", "wrong"]
 CLOCK = frozenset(
     {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "forwards", "forward_rows", "drafted_tokens"}
     | {"accepted_tokens", "search_calls", "queries_per_second", "seconds_per_question", "latency", "sha256"}
+    | {"checksum", "digest"}
 )
 NOT_COMPARED = frozenset(
     {".lock", "hashes.json", "report.html", "starts.jsonl"}
@@ -142,7 +143,7 @@ def content(path: Path, but: Collection[str] = NOT_COMPARED) -> dict[str, str]:
     if not path.is_dir():
         return {path.name: _digest(path)} if path.exists() else {}
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    kept = [file for file in files if file.name not in but and file.suffix not in (".png", ".tmp")]
+    kept = [file for file in files if file.name not in but and file.suffix not in (".png", ".tmp", ".lock")]
     return {str(file.relative_to(path)): _digest(file) for file in kept}
 
 

@@ -100,7 +100,7 @@ TARGETS = {
         ("evaluation/generated.jsonl", "evaluation/settings.json"), _continued(eval_words, "evaluation"), "evaluation"
     ),
     "extraction: evidence.jsonl": Readable(
-        ("evidence.jsonl", "evidence.json"), _continued(extract_words, "evidence.jsonl"), "evidence.jsonl", open=True
+        ("evidence.jsonl", "evidence.json"), _continued(extract_words, "evidence.jsonl"), "evidence.jsonl"
     ),
     "questions": Readable(("questions.jsonl",), _raw, open=True),
     "transcripts": Readable(("transcripts.jsonl",), _sft, open=True),
