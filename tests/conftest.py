@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Everything here is tiny, and a second thread would only wait for the first. Torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As the program sets it, so that a run's records are the same in every process.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 

@@ -49,6 +49,7 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_kind_of_threshold_is_recorded(tmp_path: Path) -> None:
     rows = recorded(tmp_path)
     by_line = {int(row["at"].rpartition(":")[2]): row["figure"] for row in rows if "at" in row}

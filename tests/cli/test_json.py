@@ -88,6 +88,7 @@ def test_every_command_is_here() -> None:
     assert sorted(names) == sorted([*SHOWN, *LONG])
 
 
+@pytest.mark.slow
 def test_a_command_prints_one_object(run: Run, tmp_path: Path) -> None:
     at = finished_folder(tmp_path)
     asked = {"id": "a", "question": "Who is Anna Bell?", "gold_titles": ["Anna Bell"]}

@@ -104,6 +104,7 @@ def test_a_wrong_guess_of_the_log_prob_is_corrected(wrong: float) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e4])
+@pytest.mark.fast_cases(1)
 def test_masked_rows_are_left_out_whatever_they_hold(poison: float) -> None:
     case = make_case(100, seed=2).to(torch.float32)
     masked = case.weights == 0
@@ -195,6 +196,7 @@ def test_strides_do_not_matter(masked: bool) -> None:
             torch.testing.assert_close(found[name], plain[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_more_columns_than_one_block_of_tiles_reduces() -> None:
     case = make_case(20, H=16, V=9000, seed=8)
     assert_within_float32(case, beta=0.1, kl_value="k2", entropy_coef=0.1)

@@ -14,7 +14,7 @@ from thresher.policy.streamed import StreamedPolicy
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 def test_hidden_states_are_the_policys(
     make_tiny_policy: Callable[..., Policy], layers: int, dtype: torch.dtype
 ) -> None:

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from thresher.bench.compile.elf import merged
 
+pytestmark = pytest.mark.slow
+
 READ = """
 import contextlib, io, json, subprocess, sys, tempfile
 from triton import knobs
@@ -59,7 +61,6 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return said(("-c", READ), tmp_path_factory.mktemp("cache"), Path(__file__).parent)
 
 
-@pytest.mark.slow
 def test_code_reads_as_it_does_by_itself(read: Any) -> None:
     """Products in loops, spills, and neither; each with its own number of instructions."""
     assert read["together"] == read["alone"]

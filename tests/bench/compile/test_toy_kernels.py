@@ -8,8 +8,9 @@ pytest.importorskip("triton")
 
 from thresher.bench.compile.target import TARGETS
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_nothing_is_left_in_the_cache(ours: Any, toys: Any) -> None:
     """Nor taken from it: a kernel that is found there leaves no log to read."""
     assert ours.left_in_cache == toys.left_in_cache == []

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 VOCABULARY = 151_665  # the trainer's, an odd number
 
@@ -26,7 +27,6 @@ def accesses(row: Any, *kinds: str) -> Counter[str]:
     return found
 
 
-@pytest.mark.slow
 def test_a_layers_kernels_load_and_store_16_bytes(ours: Any) -> None:
     rows = of_modules(ours, "gate_triton", "heads_triton", "norm_triton", "rope_triton")
     assert len(rows) > 40

@@ -159,6 +159,7 @@ def test_what_is_wrong_or_fails_is_not_timed(case: LossCase) -> None:
     assert "ms" in row["ours"]["ours, in place"] and row["ratio"] == {"ours, in place": {}}
 
 
+@pytest.mark.slow
 def test_rows_hold_what_they_must(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--hidden", "16", "8", "--vocab", "300", "--tokens", "64", "--density", "50"]
     command = ["bench", "loss", "--device", "cpu", *sizes, "--peers", "naive,chunked"]

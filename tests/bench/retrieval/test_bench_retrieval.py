@@ -238,6 +238,7 @@ def test_the_picture_holds_several_sets(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_server_is_started_asked_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval_service, "DIFFERENT", 200)
     different, repeated = retrieval_service.measure_service(None, tmp_path / "made up", 0.2, passages=30)

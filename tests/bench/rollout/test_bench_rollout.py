@@ -230,6 +230,7 @@ class Side:
         return Work(prefilled=1, forwards=1)
 
 
+@pytest.mark.slow
 def test_sides_take_turns_and_a_peer_may_leave() -> None:
     order: list[str] = []
     found = Rounds()

@@ -45,6 +45,7 @@ def at_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.fast_cases(1)
 def test_a_step_alone_from_the_command_line(at_small_sizes: None, tmp_path: Path, name: str) -> None:
     """Regression: the bench made a Renderer that refuses its own passage format, so `make bench` measured nothing."""
     out, plot = tmp_path / "new" / "step.jsonl", tmp_path / "step.png"

@@ -248,7 +248,7 @@ def test_what_is_streamed_is_what_was_written(
 
 
 @pytest.mark.parametrize("speculate", [0, 2])
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_on_the_kernels_themselves(
     speculate: int,
     tiny_policy: Policy,

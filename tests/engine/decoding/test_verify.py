@@ -124,6 +124,7 @@ def test_those_stand_that_would_have_been_drawn_one_by_one(
 
 
 @pytest.mark.filterwarnings("ignore:.*(encountered|All-NaN).*:RuntimeWarning")  # numpy, on what is masked
+@pytest.mark.slow
 def test_drawn_as_on_a_gpu_a_rollout_has_the_same_tokens(
     tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def damages(line: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     searching: list[str],
     tmp_path: Path,

@@ -112,6 +112,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.fast_cases(1)
 def test_a_killed_fine_tuning_goes_on_to_the_same_bits(make: Make, tmp_path: Path, kind: str) -> None:
     """Killed before its first checkpoint, behind it, and once more while it goes on."""
     recipe, out = make(**KINDS[kind]), tmp_path / "out"
@@ -183,6 +184,7 @@ run_sft(load_recipe(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 def test_sigkill_while_a_checkpoint_is_written(make: Make, tmp_path: Path) -> None:
     recipe, out = make(), tmp_path / "out"
     recipe.write(tmp_path / "recipe.toml")

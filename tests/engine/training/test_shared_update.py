@@ -133,6 +133,7 @@ def test_shared_and_whole_are_one_update(items: list[Item], adapters: bool, budg
 
 @given(items=tries(), adapters=st.booleans())
 @settings(max_examples=60, derandomize=True, deadline=None)
+@pytest.mark.slow
 def test_float32_is_as_close_to_float64_shared_as_whole(items: list[Item], adapters: bool) -> None:
     """Over all gradients together: of a few tokens whose advantages cancel, float32 leaves little by either way."""
     stats, truth = run(items, False, torch.float64, adapters)

@@ -28,7 +28,7 @@ def groups(length: int) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize("per_kv", [1, 4, 6, 7, 8])
 @pytest.mark.parametrize("slots", [16, 64])
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 def test_rows_with_shared_prefixes_are_right(per_kv: int, slots: int, poisoned: None) -> None:
     """Ragged groups, one that does not exist, D 64 and 128; a prefix of 48 keys ends within a step."""
     dim = 64 if per_kv % 2 else 128
@@ -39,7 +39,7 @@ def test_rows_with_shared_prefixes_are_right(per_kv: int, slots: int, poisoned: 
 
 @pytest.mark.parametrize("queries", [2, 5])
 @pytest.mark.parametrize("splits", [1, 2, 4])
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_drafts_and_absent_rows_behind_a_prefix(queries: int, splits: int, poisoned: None) -> None:
     """Two KV heads; with 5 x 7 rows of three members a tile ends within a member. One member is absent."""
     lengths = [70, 90, 75, 140]
@@ -93,6 +93,7 @@ def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="shuffles the interpreter's programs")
+@pytest.mark.slow
 def test_any_order_of_programs_gives_the_same_bits(poisoned: None) -> None:
     case = CachedCase((6, 2, 32), 16, LENGTHS, groups(48))
     q_BQND, rows, _ = case.decode([1, 2, 1, 0, 2], 2, share=True)

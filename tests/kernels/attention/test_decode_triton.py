@@ -25,7 +25,7 @@ BORDERS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200]
 
 @pytest.mark.parametrize("per_kv", range(1, 9))
 @pytest.mark.parametrize("slots", [16, 64])
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 def test_rows_are_right_for_any_number_of_heads(per_kv: int, slots: int, poisoned: None) -> None:
     """And any number of parts, with lengths on both sides of a block's end; D 64 and 128."""
     rng = Random(10 * per_kv + slots)

@@ -78,6 +78,7 @@ def results(
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS, ids=lambda one: type(one).__name__)
 @given(forest=forests(), heads=st.sampled_from([(4, 2, 8), (1, 1, 4), (6, 2, 16)]))
 @settings(max_examples=60, derandomize=True, deadline=None)
+@pytest.mark.fast_cases(1)
 def test_a_forest_is_a_mask(attention: PartialAttention, forest: Forest, heads: tuple[int, int, int]) -> None:
     layout = PrefixForest(*forest, attention=attention)
     truth = results(masked, torch.float64, layout, heads)

@@ -141,6 +141,7 @@ def test_every_tiling_draws_the_same(tiling: DrawTiling, use_tiling: Any) -> Non
 
 
 @pytest.mark.parametrize("columns", [256, 257, 700])
+@pytest.mark.fast_cases(1)
 def test_more_column_tiles_than_the_reduction_takes_at_once(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_draw_triton, "REDUCE_TILES", 2)
     case = Case(17, columns, width=16)
@@ -159,6 +160,7 @@ def test_one_temperature_for_all_rows_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("tiling", [AMPERE[0], AMPERE[3], HOPPER[3]], ids=["16 rows", "2 parts", "4 parts"])
+@pytest.mark.fast_cases(1)
 def test_of_equal_logits_the_lowest_id_wins(
     tiling: DrawTiling, use_tiling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

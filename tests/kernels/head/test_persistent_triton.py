@@ -45,6 +45,7 @@ def check(T: int, H: int, V: int) -> None:
 
 @without_tma
 @pytest.mark.parametrize(("T", "H", "V"), [(1, 64, 40), (300, 72, 601), (130, 128, 1281)])
+@pytest.mark.fast_cases(1)
 def test_bits_of_the_plain_kernel(T: int, H: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(T, H=H, V=V, seed=T, scale=0.3)
     case = case if CUDA else on_grid(case)

@@ -239,6 +239,7 @@ def least(tmp_path_factory) -> int:
 # Of the vectors' own size, a tenth of it being the passages: flat holds slices, lists and graphs hold the vectors.
 # Left to grow by doubling, lists reach 1.5 and graphs 1.65 here.
 @pytest.mark.parametrize(("kind", "share"), [("flat", 0.35), ("IVF4,Flat", 1.3), ("HNSW4", 1.45)])
+@pytest.mark.fast_cases(1)
 def test_ram_while_building_stays_below_its_bound(tmp_path, least, kind, share):
     count = 12_288
     assert measured(tmp_path / "ix", kind, count) - least <= share * count * 512 * 4

@@ -109,6 +109,7 @@ def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth,
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.fast_cases(4)
 def test_independent_of_batch_composition_to_the_last_bit(world, folders, kind):
     batched = load_retriever(folders(kind), world[0]).search(QUERIES, 5)
     other = load_retriever(folders(kind), world[0])
