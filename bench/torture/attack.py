@@ -31,6 +31,7 @@ Verdict = Literal["right", "refused", "read", "wrong"]
 CLOCK = frozenset(
     {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "forwards", "forward_rows", "drafted_tokens"}
     | {"accepted_tokens", "search_calls", "queries_per_second", "seconds_per_question", "latency", "sha256"}
+    | {"checksum", "digest"}
 )
 NOT_COMPARED = frozenset(
     {".lock", "hashes.json", "report.html", "starts.jsonl"}

@@ -127,8 +127,9 @@ def damage_all(
         path = draw.choice(sorted(path for name in target.files for path in field.at.glob(name)))
         damage = draw.choice(damages)
         yield Tried(kind, *try_mutant(field, pristine, target, path, damage, draw, expected[kind]))
-    if _unharmed(field, pristine, {kind: targets[kind] for kind in expected}) != expected:
-        raise RuntimeError("the world is not whole again behind the attempts, so they prove nothing")
+    again = _unharmed(field, pristine, {kind: targets[kind] for kind in expected})
+    if changed := [kind for kind in expected if again[kind] != expected[kind]]:
+        raise RuntimeError(f"the world is not whole again behind the attempts, so they prove nothing: {changed}")
 
 
 def try_mutant(
