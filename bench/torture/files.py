@@ -30,7 +30,7 @@ from thresher.bench.torture.kills import clear
 from thresher.bench.torture.worker import Ended, ForkLimits
 from thresher.bench.torture.world import eval_words, extract_words, search_words, sft_words, train_words
 
-MUTANTS = 1000
+MUTANTS, LEAST = 1000, 5
 LIMITS = ForkLimits(seconds=60)
 
 
@@ -111,7 +111,7 @@ TARGETS = {
 
 def attack(field: Field) -> Iterator[Tried]:
     """Every kind of file, by every kind of damage."""
-    yield from damage_all(field, field.draw("files"), TARGETS, list(DAMAGES), field.count(MUTANTS, len(TARGETS)))
+    yield from damage_all(field, field.draw("files"), TARGETS, list(DAMAGES), field.count(MUTANTS, LEAST))
 
 
 def damage_all(
