@@ -4,6 +4,7 @@ The server runs in a fork and answers every request in the same way. The command
 limits of time and within `MEMORY` bytes.
 """
 
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -51,18 +52,24 @@ ASKED: dict[str, Words] = {
 
 def attack(field: Field) -> Iterator[Tried]:
     """Every answer to every question, at full scale."""
-    draw, out = field.draw("answers"), field.scratch / "out"
+    draw = field.draw("answers")
     pairs = [(asked, answer) for asked in ASKED for answer in ANSWERS]
     for asked, answer in draw.sample(pairs, min(len(pairs), field.count(len(pairs), LEAST))):
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            serving = lambda sock=listening, how=answer: serve(sock, *ANSWERS[how])  # noqa: E731
-            server = field.worker.start_call(serving, ForkLimits(seconds=SECONDS))
-            ended = field.worker.play(ASKED[asked](field.at, out, url), LIMITS)
-            server.kill(9)
-            server.wait()
-        clear(out)
-        yield tried(asked, answer, ended)
+        one = try_answer(field, ASKED[asked], answer, LIMITS)
+        yield Tried(asked, one.verdict, one.what)
+
+
+def try_answer(field: Field, words: Words, answer: str, limits: ForkLimits) -> Tried:
+    """A command, and a server that answers it so."""
+    out = field.scratch / "out"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server = field.worker.start_call(lambda: serve(listening, *ANSWERS[answer]), ForkLimits(seconds=SECONDS))
+        ended = field.worker.play(words(field.at, out, url), limits)
+        server.kill(signal.SIGKILL)
+        server.wait()
+    clear(out)
+    return tried("answers", answer, ended)
 
 
 def serve(listening: socket.socket, first: bytes, more: bytes, pause: float) -> int:

@@ -21,7 +21,7 @@ from thresher.bench.torture.world import eval_words, extract_words, index_words,
 
 SIZES = (0, 40, 3000)  # bytes that every command meets at full scale, beside drawn ones
 DRAWN = 4  # of each command
-LEAST = 5  # commands; every one from a tenth of the scale on
+LEAST = 3  # commands; every one from a tenth of the scale on
 LARGEST = 80_000  # bytes; the world's largest file is a checkpoint's moments
 LIMITS = ForkLimits(seconds=60)
 

@@ -17,8 +17,8 @@ from thresher.bench.torture.kills import clear
 from thresher.bench.torture.worker import ForkLimits
 from thresher.bench.torture.world import eval_words, extract_words, index_words, place_recipe, sft_words, train_words
 
-LEAST = 8
-LIMITS = ForkLimits(seconds=45, memory=2 << 30)
+LEAST = 5
+LIMITS = ForkLimits(seconds=30, memory=2 << 30)
 HUGE = b"9" * 5000
 NOT_READ = ("run*", "done*", "evaluation", "answers*", "warm", "hnsw*", "ivf*", "bm25*", "hybrid")  # of the world
 Change = Callable[[Path], None]  # of a model folder, or of a file

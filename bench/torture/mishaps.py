@@ -12,7 +12,7 @@ from thresher.bench.torture.worker import ForkLimits
 from thresher.bench.torture.world import train_words
 
 LIMITS = ForkLimits(seconds=90)
-LEAST = 2  # of each kind
+LEAST = 1  # of each kind
 
 # What stands in a system's reward, in the place of its result.
 REWARDS = {
@@ -25,8 +25,8 @@ REWARDS = {
     "is endless recursion": "return reward(attempt)",
 }
 REWARD = "    text = b"
-EPISODE = '    return "ended"'
-DELETED = ("metrics.jsonl", "recipe.toml", "checkpoints")
+EPISODE = "    yield Generate("  # a limit of tokens may end an episode before it comes to its end
+DELETED = ("metrics.jsonl", "checkpoints")
 
 
 def attack(field: Field) -> Iterator[Tried]:

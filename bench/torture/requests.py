@@ -21,7 +21,7 @@ from typing import Any
 from thresher.bench.torture.attack import Field, Tried, Verdict
 from thresher.bench.torture.worker import ForkLimits, Started
 
-REQUESTS = 100_000
+REQUESTS, LEAST = 100_000, 5  # the least of each kind
 SOUND_EVERY = 40  # requests
 LURKERS = 100  # connections that send nothing, or half a head, all along
 FLOOD = 300  # idle connections to the live page
@@ -109,7 +109,7 @@ def attack(field: Field) -> Iterator[Tried]:
         _assail(Connection(address), draw, 200)  # what grows once has grown
         before = held(started.pid)
         connection = Connection(address)
-        for number in range(field.count(REQUESTS, 50 * len(KINDS))):
+        for number in range(field.count(REQUESTS, LEAST * len(KINDS))):
             if number % SOUND_EVERY == 0:
                 yield sound(address, expected)
             else:
@@ -141,7 +141,7 @@ def _watched(field: Field) -> Iterator[Tried]:
         yield Tried("the live page: foreign hosts", *sent(Connection(address), two))
         for _ in range(FLOOD):
             with suppress(OSError):
-                flood.append(socket.create_connection(address, timeout=1))
+                flood.append(socket.create_connection(address, timeout=0.1))
         time.sleep(0.5)
         threads = len(os.listdir(f"/proc/{started.pid}/task"))
         said = f"{threads} threads for {len(flood)} connections"

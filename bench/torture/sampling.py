@@ -21,7 +21,7 @@ from thresher.bench.torture.kills import clear
 from thresher.bench.torture.worker import Ended, ForkLimits
 from thresher.bench.torture.world import eval_words, train_words, write_lines
 
-SETS, LEAST = 60, 3  # calls with many stop sets
+SETS, LEAST = 60, 2  # calls with many stop sets; parameters
 STRINGS = 40  # requests of a call
 LIMITS = ForkLimits(seconds=60)
 LENGTH = 40  # tokens of a sample
@@ -47,9 +47,10 @@ def attack(field: Field) -> Iterator[Tried]:
     draw = field.draw("sampling")
     for _ in range(field.count(SETS, 1)):
         seed = draw.randrange(2**32)
-        yield _right("stop sets", f"seed {seed}", called(field.worker, partial(stop_sets, field.at, seed), LIMITS))
-    yield _right("endless", f"{ENDLESS:,} strings", called(field.worker, lambda: endless(field.at), LIMITS))
-    yield _right("seeds", "prompts without one", called(field.worker, lambda: default_seeds(field.at), LIMITS))
+        ended = called(field.worker, partial(stop_sets, field.at, seed), LIMITS)
+        yield _right("stop sets", f"seed {seed}", ended)
+    yield _right("endless", f"{ENDLESS:,} strings", called(field.worker, partial(endless, field.at), LIMITS))
+    yield _right("seeds", "prompts without one", called(field.worker, partial(default_seeds, field.at), LIMITS))
     yield seeds_of_eval(field)
     for values in draw.sample(PARAMETERS, min(len(PARAMETERS), field.count(len(PARAMETERS), LEAST))):
         ended = called(field.worker, partial(parameters, field.at, values), LIMITS)

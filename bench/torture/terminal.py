@@ -19,7 +19,7 @@ from thresher.bench.torture.inputs import generate_words
 from thresher.bench.torture.worker import Ended, ForkLimits, Worker
 from thresher.bench.torture.world import train_words, write_lines
 
-LEAST = 3
+LEAST = 4
 LIMITS = ForkLimits(seconds=60)
 PAYLOADS = {
     "title": "\x1b]0;owned\x07",

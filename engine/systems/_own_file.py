@@ -30,6 +30,8 @@ from thresher.rewards.transcript import Piece, Source
 MEASURES = ("em", "f1", "answered")  # among the parts of every reward
 FIRST: tuple[type, ...] = (Prompt,)
 AFTER_PROMPT: tuple[type, ...] = tuple(kind for kind in get_args(Request) if kind is not Prompt)
+# What a file may raise that is the file's fault: all but an interrupt.
+FAULTS = (Exception, SystemExit, GeneratorExit)
 LARGEST = 1e9  # of a reward and its parts: their squares are summed over a group, and written as JSON
 
 T = TypeVar("T")
@@ -84,7 +86,7 @@ def _called(call: Callable[[], T], what: str, path: Path) -> T:
         return call()
     except UserError:
         raise
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         raise _fault(what, path, error) from error
 
 
@@ -113,7 +115,7 @@ def _own_episode(
             raise UserError(f"{path}: {what} returned {stop.value!r}; expected {expected}; fix the file") from None
         except UserError:
             raise
-        except (Exception, SystemExit) as error:
+        except FAULTS as error:
             raise _fault(what, path, error) from error
         if not isinstance(request, wanted):
             place = "yielded first" if wanted is FIRST else "yielded behind its prompt"
@@ -172,7 +174,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with _importing_beside(path.resolve()):
             exec(compile(read_bytes(path, MOST_TEXT), str(path), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # whatever the file does, it is the file that must be fixed
+    except FAULTS as error:  # whatever the file does, it is the file that must be fixed
         del sys.modules[name]
         raise UserError(f"{path}: importing it raised {_described(error, path)}; fix the file") from error
     return module

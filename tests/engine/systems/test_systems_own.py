@@ -162,6 +162,7 @@ NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
     [
         ("return attempt.golds[9]", "raised IndexError (tuple index out of range) at line 14; fix the file"),
         ("raise SystemExit(0)", "raised SystemExit (0) at line 14; fix the file"),
+        ("raise GeneratorExit", "raised GeneratorExit at line 14; fix the file"),
         ("return 1.0", "returned float; it should return a RewardResult; fix the file"),
         ("return RewardResult(1.0, {'em': 1}, None)", "returned parts without f1 and answered, which answer_measures"),
         ("return RewardResult(1.0, None, None)", "returned parts of NoneType; they should be a dict"),
