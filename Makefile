@@ -29,6 +29,8 @@ VENV := .venv
 BENCH := .venv-bench
 # `python -c` and `python -m` would put the checkout first on the path, where `kernels` is a folder of ours.
 export PYTHONSAFEPATH := 1
+# The tests start hundreds of processes, each of which would compile every module where it may not keep the result.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help:

@@ -5,7 +5,6 @@ TYPE_CHECKING counts as any other does.
 """
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -29,21 +28,23 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def imports(source: str) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(source: str) -> tuple[tuple[str, bool], ...]:
     """(full name of an imported module or of a name in it, whether it is imported inside a function)."""
-
-    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+    waiting: list[tuple[ast.AST, bool]] = [(parsed(source), False)]
+    while waiting:
+        node, lazy = waiting.pop()
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                yield from ((alias.name, lazy) for alias in child.names)
+                found += [(alias.name, lazy) for alias in child.names]
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, "imports are absolute here"
-                yield from ((f"{child.module}.{alias.name}", lazy) for alias in child.names)
-            else:
-                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-                yield from visit(child, lazy or inside)
-
-    return visit(parsed(source), False)
+                found += [(f"{child.module}.{alias.name}", lazy) for alias in child.names]
+            elif not isinstance(child, ast.expr):
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                waiting.append((child, lazy or inside))
+    return tuple(found)
 
 
 @cache

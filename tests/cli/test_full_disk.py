@@ -64,6 +64,7 @@ WRITERS: dict[str, Callable[[Path], list[str]]] = {
 
 @pytest.mark.parametrize("size", [0, 40, 3000])
 @pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.fast_cases(15)
 def test_a_full_disk_ends_in_a_sentence_and_the_command_goes_on(
     finished: Path, tmp_path: Path, name: str, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -262,6 +262,7 @@ def test_a_recipe_says_what_the_flags_do_not(
 
 
 @pytest.mark.parametrize("system", ["search_r1", "eval_rar", "naive_grpo", "eviomni", "arena"])
+@pytest.mark.fast_cases(2)
 def test_score_reads_the_file(
     words: list[str], system: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

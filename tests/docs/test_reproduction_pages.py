@@ -34,6 +34,7 @@ def test_a_page_names_what_its_manifest_asks_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", paper_names())
+@pytest.mark.fast_cases(2)
 def test_a_page_makes_its_files_as_the_manifest_says(name: str) -> None:
     """By the same flags, but for the names of what is read."""
     manifest = read_manifest(name)

@@ -13,6 +13,7 @@ LENGTHS = [[1], [1, 1, 1], [63, 1, 100, 17], [5, 64, 65]]
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.fast_cases(12)
 def test_varlen_against_float64(heads: tuple[int, int, int], lengths: list[int]) -> None:
     qkv = make_qkv(*heads, sum(lengths))
     layout = Varlen(lengths)

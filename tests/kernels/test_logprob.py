@@ -45,6 +45,7 @@ def test_values(T: int, chunk_rows: int | None, temperature: float) -> None:
 # 300 reaches logits of +-1e4
 @pytest.mark.parametrize("scale", [0.3, 1.0, 300.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.fast_cases(5)
 def test_error_is_within_float32s_budget(dtype: torch.dtype, scale: float) -> None:
     hidden, head, targets = make(200, dtype=dtype, scale=scale)
     ours = token_logprobs(hidden, head, targets, chunk_rows=64)

@@ -124,7 +124,7 @@ def truth(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize("heads", SMALL[:3], ids=str)
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 def test_rows_are_right_however_they_are_fed(heads: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
     """All at once, in pieces, one by one and with shared products; float64 is the truth."""
     cache = Cache(heads, page_size, [*LENGTHS, LONG], dtype=dtype)
@@ -204,7 +204,7 @@ def assert_equal_bits(cache: Cache) -> None:
     [pytest.param(heads, marks=[pytest.mark.bits] if heads in SMALL[2:4] else []) for heads in HEADS],
     ids=str,
 )
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(6)
 def test_a_row_has_the_same_bits_however_it_is_computed(heads: tuple[int, int, int], page_size: int) -> None:
     needs_invariant_attention(*heads)
     assert_equal_bits(Cache(heads, page_size))
@@ -212,6 +212,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(heads: tuple[int, int, i
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("heads", SMALL, ids=str)
+@pytest.mark.fast_cases(3)
 def test_so_it_has_in_long_sequences_and_small_pieces(
     heads: tuple[int, int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

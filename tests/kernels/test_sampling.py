@@ -113,6 +113,7 @@ def test_what_is_drawn_follows_softmax(stream: Callable[[int], tuple[int, int]],
     assert chi_square(counts, expected) < 3.09
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_drawn_evenly() -> None:
     """Flat logits over Qwen's width: the ids that come out are uniform, and rarely the same one twice."""
     ids = torch.cat([draw(torch.zeros(16, 151_936), range(16), [step] * 16, 1.0)[0] for step in range(64)])
@@ -207,6 +208,7 @@ def test_a_row_draws_alike_alone_and_beside_any_other(width: int, count: int, th
 
 @pytest.mark.parametrize("width", [30, 5000])
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.fast_cases(9)
 def test_what_filters_leave_is_drawn_from_with_the_same_noise(
     rule: tuple[float, int, float, float], width: int
 ) -> None:

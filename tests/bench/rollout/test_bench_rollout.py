@@ -280,6 +280,7 @@ def test_every_shape_from_the_command_line(tmp_path: Path, monkeypatch: pytest.M
         assert 0 < first[name]["p20"] <= first[name]["p50"] <= first[name]["p80"], name
 
 
+@pytest.mark.slow
 def test_ours_alone_needs_no_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "find_spec", lambda name: None)
     (row,) = run_rollout_bench(RolloutBench(shapes=("search",), peer="none", rounds=1), tmp_path / "rows.jsonl")

@@ -97,7 +97,7 @@ def test_a_sequence_is_the_same_whoever_runs_beside_it(
 
 @pytest.mark.parametrize("rows", [1, 7, 24])
 @pytest.mark.parametrize("num_blocks", [400, 0], ids=["roomy", "small"])
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 def test_a_sequence_is_the_same_in_whatever_pieces_it_is_prefilled(
     rows: int,
     num_blocks: int,
@@ -115,6 +115,7 @@ def test_a_sequence_is_the_same_in_whatever_pieces_it_is_prefilled(
 
 
 @pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.fast_cases(1)
 def test_so_it_is_with_larger_pages(page_size: int, writer: Policy, tiny_tokenizer: Tokenizer) -> None:
     """All of them come to need a second block at once, and there is one too few."""
     needs_invariant_policy(writer)

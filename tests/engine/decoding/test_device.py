@@ -78,6 +78,7 @@ def guessing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Random, list[list[int
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.fast_cases(2)
 def test_no_guess_changes_a_result(
     seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
 ) -> None:

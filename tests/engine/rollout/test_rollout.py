@@ -59,7 +59,7 @@ def babble(question: Question, tools: Any) -> Any:
     ids=["one head", "5 to 1", "7 to 1", "6 to 2"],
 )
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 def test_samples_are_batch_invariant_with_other_heads(
     heads: int, kv_heads: int, dim: int, threads: int, tiny_model_config: Any, tiny_rollout: Make, tiny_questions: Any
 ) -> None:
@@ -77,7 +77,7 @@ def test_samples_are_batch_invariant_with_other_heads(
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_room_changes_no_sample_and_page_size_nothing_but_rounding(
     page_size: int, tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
 ) -> None:

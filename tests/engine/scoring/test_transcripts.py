@@ -337,6 +337,7 @@ BAD = [
 
 @pytest.mark.parametrize(("bad", "problem"), BAD)
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.fast_cases(24)
 def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, bad: Any, problem: str
 ) -> None:

@@ -263,6 +263,7 @@ def test_the_reward_is_exact_match(pieces: list[tuple[Source, str]], parts: dict
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.fast_cases(7)
 def test_a_tiny_model_runs_every_baseline(
     name: str, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question], tmp_path: Path
 ) -> None:

@@ -174,7 +174,7 @@ def test_self_ask_with_a_reader_gets_the_answer_alone() -> None:
         ("self_ask", {}, 0),
     ],
 )
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 def test_a_tiny_model_calls(
     name: str,
     options: dict[str, Any],

@@ -114,7 +114,7 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", CHOICES)
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(
     tmp_path: Path, make_recipe: Callable[..., Recipe], changes: dict[str, Any]
 ) -> None:

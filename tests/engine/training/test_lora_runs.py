@@ -263,6 +263,7 @@ def what_happened(run: Path) -> dict[str, Any]:
     return {"metrics": metrics, **{str(path.relative_to(run)): path.read_bytes() for path in files}}
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -128,6 +128,7 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_bits(make: Make, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir() if "out" in path.name} == {"out"}
 
 
+@pytest.mark.slow
 def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate that opens in the second attempt: killed in it, where it begins, and just before it opens."""
     recipe = make(sft={"gate": 0.7, "gate_every": 2, "steps": 4, "save_every": 2, "max_restarts": 2})
@@ -198,6 +199,7 @@ def test_sigkill_while_a_checkpoint_is_written(make: Make, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("step", [1, 3, STEPS])
+@pytest.mark.fast_cases(1)
 def test_an_interrupt_finishes_the_update_and_saves_it(
     make: Make, tmp_path: Path, step: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,7 @@ def url(tiny_index_folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 def test_a_shipped_recipe_trains(path: Path, world: World, url: str, tmp_path: Path) -> None:
     recipe = shortened(path, world, url)
     train(recipe, tmp_path / "run")

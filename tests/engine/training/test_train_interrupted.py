@@ -108,6 +108,7 @@ def test_records_that_were_lost_are_noticed(
     assert [record["step"] for record in metrics(out)] == [1, 2, 2, 3, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_asked_before_the_run_and_before_each_checkpoint(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,7 @@ train(load_recipe(recipe), out, watch=counted)
 
 
 @pytest.mark.parametrize("where", ["update", "save"])
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, where: str) -> None:
     """In the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
     recipe, out = make_recipe(), tmp_path / "run"
@@ -189,6 +189,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     assert best_checkpoint(tmp_path / "run").step == 2
 
 
+@pytest.mark.slow
 def test_a_run_with_a_warm_up_goes_on_for_longer(
     make_recipe: Callable[..., Recipe], tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

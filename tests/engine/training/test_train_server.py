@@ -141,6 +141,7 @@ def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
     assert_same_but_for_the_recipe(uninterrupted, out)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_the_server_left_is_made_up_for(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_run_is_not_resumed_with_another_index(
         train(recipe, tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_a_judge_that_fails_costs_no_step_that_was_learned(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def as_dense(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: Dra
     temperature=st.sampled_from([1.0, 0.3, 1.7, 0.0, None]),
 )
 @settings(max_examples=25, deadline=None)
+@pytest.mark.fast_cases(14)
 def test_as_dense(
     name: str, share: float, count: int, width: int, block: int, seed: int, temperature: float | None
 ) -> None:

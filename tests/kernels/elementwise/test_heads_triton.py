@@ -115,6 +115,7 @@ def small_launches() -> dict[str, Callable[[], None]]:
 @pytest.mark.usefixtures("_few_programs")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("T", "N", "K", "D"), SHAPES)
+@pytest.mark.fast_cases(5)
 def test_values_and_gradients(
     T: int, N: int, K: int, D: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def small_launches() -> dict[str, Callable[[], None]]:
 @pytest.mark.usefixtures("_few_programs")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("T", "H"), SHAPES)
+@pytest.mark.fast_cases(5)
 def test_values_and_gradients(T: int, H: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, more, w, ds, dy = arguments(T, H, dtype)
     with monkeypatch.context() as patched:

@@ -96,7 +96,7 @@ def small_launches() -> dict[str, Callable[[], None]]:
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in turn"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 def test_queries_keys_and_values(
     shape: tuple[int, int, int, int], dtype: torch.dtype, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_guess_that_is_no_number_is_corrected() -> None:
 
 @pytest.mark.parametrize("V", [30, 64, 300, 513])  # tiles of 64 columns: part of one, one, part of the last, one of it
 @pytest.mark.parametrize("wrong", [0.0, 1e3], ids=["guessed", "again"])
+@pytest.mark.fast_cases(3)
 def test_columns_beyond_the_vocabulary_are_stored_as_zeros(V: int, wrong: float) -> None:
     hidden, head, targets = (tensor.to(DEVICE) for tensor in make_case(70, V=V).to(torch.float32).arguments[:3])
     backend = TritonHead(head, 1.0, 70)

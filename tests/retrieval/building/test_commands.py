@@ -206,7 +206,7 @@ def test_titles_of_another_corpus_are_said_to_be_that(folder):
         ("text", 512, 0.643, 0.371, 0.754),
     ],
 )
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_recall_on_hotpotqa(shared_data, tmp_path, embed, dim, recall, full, mrr):
     build(shared_data / "hotpotqa/corpus.jsonl", tmp_path / "ix", embed=embed, dim=dim)
     measured = check(tmp_path / "ix", shared_data / "hotpotqa/questions_500.jsonl", 5)

@@ -362,6 +362,7 @@ def test_real_corpora_are_the_same_in_memory_and_on_the_disk(shared_data, tmp_pa
     assert read.sha256 == stored.sha256 and list(read) == list(stored)
 
 
+@pytest.mark.slow
 def test_real_corpora(shared_data, tmp_path):
     hotpot = read_corpus(shared_data / "hotpotqa/corpus.jsonl")
     assert len(hotpot) == 4937 and hotpot[1].title == "Scott Derrickson" and hotpot[4936].id == "4936"

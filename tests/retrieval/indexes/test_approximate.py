@@ -89,7 +89,7 @@ def scores(truth, k: int) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth, kind):
     folder = folders(kind)
     index = load_retriever(folder, world[0])
@@ -122,6 +122,7 @@ def test_independent_of_batch_composition_to_the_last_bit(world, folders, kind):
 
 
 @pytest.mark.parametrize("kind", ["IVF64,Flat", "OPQ4,IVF64,PQ4", *GRAPHS])
+@pytest.mark.fast_cases(2)
 def test_the_highest_parameter_and_all_candidates_are_the_exact_answer(world, folders, truth, kind):
     folder = folders(kind)
     parameter = {"efSearch": COUNT} if "HNSW" in kind else {"nprobe": 64}

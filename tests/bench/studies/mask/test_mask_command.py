@@ -50,6 +50,7 @@ def check_folder(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_the_command_on_a_scripted_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["study", "mask", "--limit", "6", "--repeats", "1", "--seed", "3", "--out", str(tmp_path / "out")]
     assert cli.run(arguments) == 0
