@@ -45,7 +45,7 @@ def assert_logprobs_match(run: Rollout, trajectories: Sequence[Trajectory], temp
         )
         recorded.append(torch.tensor(trajectory.policy_logprobs()) - truth_TV.gather(1, ids[rows][:, None])[:, 0])
         own.append((fresh_TV - truth_TV).flatten())
-    error, limit = (float(torch.cat(parts).square().mean().sqrt()) for parts in (recorded, own))
+    error, limit = (float(torch.cat(parts).detach().square().mean().sqrt()) for parts in (recorded, own))
     assert error <= 4 * limit
 
 

@@ -77,7 +77,7 @@ def test_recall_counts_what_was_found(made: VectorSet, truth: ExactAnswers) -> N
 
 
 @pytest.mark.parametrize("name", ["IVF16,Flat", "HNSW8", "PCA18,HNSW8", "PCA18,HNSW8_SQ8", "PCA18,IVF16,Flat"])
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: ExactAnswers, tmp_path: Path, name: str) -> None:
     kind = parse_kind(name, N, D)
     index = grow(kind, made.vectors, tmp_path, lambda *_: None)
@@ -135,6 +135,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_the_command_measures_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot, work = tmp_path / "rows.jsonl", tmp_path / "new" / "curve.png", tmp_path / "work"
     command = ["bench", "retrieval", "--sizes", "600", "--dim", "16", "--kinds", "hnsw", "--batches", "1", "64"]
@@ -179,6 +180,7 @@ def test_a_flat_index_that_is_wrong_ends_with_status_1(
     assert capsys.readouterr().err.startswith(wrong)
 
 
+@pytest.mark.slow
 def test_a_wrong_peer_is_named_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: VectorSet, truth: ExactAnswers
 ) -> None:

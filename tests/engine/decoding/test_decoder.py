@@ -71,7 +71,7 @@ def expected(
     ],
     ids=str,
 )
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_a_sequence_is_the_same_whoever_runs_beside_it(
     change: dict[str, Any],
     writer: Policy,

@@ -165,6 +165,7 @@ def test_an_evaluation_that_the_server_left_is_made_up_for(
     assert_same_run(uninterrupted, out)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_another_index(
     tmp_path: Path, make_recipe: Callable[..., Recipe], index_server: IndexServer
 ) -> None:
