@@ -124,7 +124,7 @@ def truth(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize("heads", SMALL[:3], ids=str)
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 def test_rows_are_right_however_they_are_fed(heads: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
     """All at once, in pieces, one by one and with shared products; float64 is the truth."""
     cache = Cache(heads, page_size, [*LENGTHS, LONG], dtype=dtype)

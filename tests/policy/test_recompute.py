@@ -43,6 +43,7 @@ def passed(policy: Policy, recompute: bool) -> tuple[torch.Tensor, dict[str, tor
 
 
 @pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.fast_cases(1)
 def test_recomputing_changes_no_bit(make_tiny_policy: Callable[..., Policy], adapted: bool) -> None:
     policy = make_tiny_policy(num_hidden_layers=3).requires_grad_(True)
     if adapted:

@@ -61,6 +61,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.fast_cases(1)
 def test_texts_have_the_lengths_of_the_shape(settings: dict[str, RolloutSetting], name: str) -> None:
     setting, shape = settings[name], TINY[name]
     assert setting.tokenizer.vocab_size == setting.policy.config.vocab_size == SIZES.vocab_size

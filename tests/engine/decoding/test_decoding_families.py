@@ -41,6 +41,7 @@ def policy(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> Policy:
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.fast_cases(2)
 def test_results_are_those_of_one_sequence_at_a_time(
     device: bool, policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

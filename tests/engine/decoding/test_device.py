@@ -50,7 +50,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_whatever_is_asked_the_results_are_those_of_one_sequence_at_a_time(
     seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer
 ) -> None:
@@ -273,6 +273,7 @@ def test_on_the_kernels_themselves(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.fast_cases(1)
 def test_a_rollout_repeats_what_it_wrote_in_fewer_forwards(
     temperature: float, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
 ) -> None:

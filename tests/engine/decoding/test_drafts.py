@@ -58,7 +58,7 @@ def bits(results: Any) -> Any:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_no_guess_changes_a_result(seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
     needs_invariant_policy(tiny_policy)
     rng = Random(seed)

@@ -69,6 +69,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["eval_rar", "evinote", "search_r1"])
+@pytest.mark.fast_cases(2)
 def test_a_plain_question_has_the_tokens_of_running_text(tokenizer: Tokenizer, name: str) -> None:
     """The space before it is no token of its own. What follows it is encoded apart."""
     before, _, after = load_system(name, {}).template.partition("{question}")
@@ -176,6 +177,7 @@ def special_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     return [names[token] for token in ids if token in names]
 
 
+@pytest.mark.slow
 def test_chat_with_the_real_template(shared_data: Path) -> None:
     qwen = load_tokenizer(shared_data / "qwen2.5")
     template = "Answer <search>or</search>.\n\nQuestion: {question}\nThink first."

@@ -109,6 +109,7 @@ def test_a_run_that_goes_on_and_one_that_has_only_begun(tmp_path: Path, no_drawi
     assert text.count("Who is ann?") == 1  # samples of one question are not shown twice
 
 
+@pytest.mark.slow
 def test_one_step_and_numbers_that_were_not_finite(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.append_metrics(eval_record(0, math.nan, questions=0))

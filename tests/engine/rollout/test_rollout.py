@@ -154,6 +154,7 @@ def test_new_weights_need_no_new_rollout(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.fast_cases(1)
 def test_decode_equals_prefill(temperature: float, tiny_rollout: Make, tiny_questions: list[Question]) -> None:
     run = tiny_rollout()
     trajectories = run.run(make_jobs(tiny_questions), temperature)

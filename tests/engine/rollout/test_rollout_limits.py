@@ -116,7 +116,7 @@ def test_siblings_recompute_nothing_of_their_prompt(tiny_rollout: Make, tiny_que
 
 
 @pytest.mark.parametrize("rows", [3, 16])
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_long_inputs_enter_in_chunks(
     rows: int, tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,6 +345,7 @@ def test_what_cannot_be_a_record(tmp_path: Path) -> None:
 WRONG: tuple[Any, ...] = (True, 10**400, "x", [7], [None], {"a": {"b": []}}, None)
 
 
+@pytest.mark.slow
 def test_values_of_wrong_types_end_in_a_sentence(world: Path) -> None:
     """In an old run, whose records have no checksum."""
     for file in (*(world / "run").rglob("*.jsonl"), world / "run" / "summary.json"):

@@ -84,7 +84,7 @@ def test_weights_are_a_function_of_the_seed(here: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["0.5B", "7B"])
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_init_on_a_real_config_and_tokenizer(shared_data: Path, tmp_path: Path, size: str) -> None:
     (config,) = (shared_data / "qwen2.5").glob(f"Qwen2.5-{size}-*config.json")
     small = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}

@@ -232,6 +232,7 @@ def test_every_system_explains_its_reward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.fast_cases(5)
 def test_every_system_runs_in_a_rollout(
     name: str, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
 ) -> None:

@@ -200,6 +200,7 @@ def test_passes_over_a_batch(
         assert one["ratio"] != two["ratio"]
 
 
+@pytest.mark.slow
 def test_recomputed_log_probs_and_weights_are_in_the_metrics(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
 ) -> None:

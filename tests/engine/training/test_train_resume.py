@@ -157,6 +157,7 @@ def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
         train(make_recipe(), out, resume=True, from_step=3)
 
 
+@pytest.mark.slow
 def test_going_back_forgets_the_checkpoints_behind(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
     """Killed before the next is saved, the run goes on from where it was told to go back to, not from what it left."""
     out, recipe = tmp_path / "run", make_recipe(run={"save_every": 1, "keep_checkpoints": 9})
@@ -167,6 +168,7 @@ def test_going_back_forgets_the_checkpoints_behind(tmp_path: Path, make_recipe: 
     assert max(record["step"] for record in metrics(out)) == 2
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_the_best_evaluation_is_kept(
     make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

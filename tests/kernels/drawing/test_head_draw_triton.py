@@ -214,6 +214,7 @@ def test_the_noise_has_the_bits_of_the_hash(first: int) -> None:
     assert torch.equal(found_BV, uniform_noise(seeds_B, positions_B, VOCABULARY)[:, first : first + 512])
 
 
+@pytest.mark.slow
 def test_the_clock_of_every_u_is_right_to_the_last_bits() -> None:
     """All 2^23 of them; near 1, where the largest noise comes from, as well as elsewhere."""
     u = torch.arange(2**23, dtype=torch.int32, device=DEVICE).float().add_(0.5).mul_(2.0**-23)

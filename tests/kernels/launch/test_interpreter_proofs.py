@@ -132,6 +132,7 @@ QUICK = ("gate_triton", "reduce_triton", "decode_triton", "prefill_triton")
         for module in triton_modules()
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_every_kernel_is_proved(module: str) -> None:
     launches = launches_of(module)
     assert launches, f"expected def {NAME}() in {test_file(module)}, as docs/add/kernel.md has it"

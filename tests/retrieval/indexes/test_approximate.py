@@ -89,7 +89,7 @@ def scores(truth, k: int) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth, kind):
     folder = folders(kind)
     index = load_retriever(folder, world[0])

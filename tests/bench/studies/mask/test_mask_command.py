@@ -63,6 +63,7 @@ def test_the_command_on_a_scripted_batch(tmp_path: Path, capsys: pytest.CaptureF
     )
 
 
+@pytest.mark.slow
 def test_a_scripted_batch_is_a_function_of_its_seed() -> None:
     one, again, other = (mask_batch.scripted(seed, 4, "cpu") for seed in (1, 1, 2))
     assert one.trajectories == again.trajectories != other.trajectories

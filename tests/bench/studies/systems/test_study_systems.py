@@ -134,6 +134,7 @@ def records_of(case: SystemRun) -> list[dict[str, Any]]:
     return [{"step": step, "eval": at(step)} if step % 2 == 0 else {"step": step, "em": 0.0} for step in range(5)]
 
 
+@pytest.mark.slow
 def test_rows_table_and_picture(cases: list[SystemRun], tmp_path: Path) -> None:
     records = {case.name: records_of(case) for case in cases}
     for case in cases:
