@@ -218,6 +218,8 @@ def _limit(limits: ForkLimits) -> None:
     if limits.powerless:
         drop_powers()
     if limits.file_bytes is not None:
+        # Python would keep the beginning of a module that it compiles under the limit.
+        sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the call fails, as on a disk that is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
 

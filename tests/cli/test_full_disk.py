@@ -1,14 +1,13 @@
 """Commands on a disk that is full, or that takes no more than so many bytes of a file: one sentence, nothing half
 written under a name that counts, and the same command goes on once there is room."""
 
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli_cases import finished_folder, recipe_in
+from full_disk import files_of_at_most
 
 from thresher.cli import main as cli
 from thresher.engine.store.run_folder import to_be_resumed
@@ -17,17 +16,6 @@ from thresher.engine.store.run_folder import to_be_resumed
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_folder(tmp_path_factory.mktemp("whole"))
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Writes beyond `size` bytes of a file fail, as on a disk that is full (EFBIG in ENOSPC's place)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 WRITERS: dict[str, Callable[[Path], list[str]]] = {

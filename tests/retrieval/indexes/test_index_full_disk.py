@@ -1,13 +1,12 @@
 """Libraries that write an index: room that lacks for a file's last byte ends in a sentence, and leaves nothing."""
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
+from full_disk import files_of_at_most
 
 from thresher.retrieval.data.corpus import Corpus, Passage
 from thresher.retrieval.indexes.bm25 import build_bm25
@@ -24,23 +23,12 @@ def graph(path: Path) -> None:
     structure.write(index, path / "faiss.index")
 
 
-@contextmanager
-def room(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes; what goes beyond is EFBIG."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("build", [lambda path: build_bm25(CORPUS, path), graph], ids=["BM25", "a graph"])
 def test_the_last_byte_of_a_file_is_missed(build: Callable[[Path], object], tmp_path: Path) -> None:
     build(tmp_path / "whole")
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file()}
     for name, size in sizes.items():
         out = tmp_path / f"without-{name}"
-        with pytest.raises((OSError, UserError), match=str(out)), room(size - 1):
+        with pytest.raises((OSError, UserError), match=str(out)), files_of_at_most(size - 1):
             build(out)
         assert not [path for path in out.rglob("*") if path.is_file()]
