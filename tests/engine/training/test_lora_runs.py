@@ -183,7 +183,7 @@ def record(trajectory: Trajectory) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("rank", "width", "threads"), [(8, 32, 1), (3, 24, 3)])
-@pytest.mark.slow
+@pytest.mark.fast_cases(1)
 def test_samples_with_adapters_are_batch_invariant(
     rank: int,
     width: int,

@@ -168,7 +168,6 @@ def test_going_back_forgets_the_checkpoints_behind(tmp_path: Path, make_recipe: 
     assert max(record["step"] for record in metrics(out)) == 2
 
 
-@pytest.mark.slow
 def test_the_checkpoint_of_the_best_evaluation_is_kept(
     make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

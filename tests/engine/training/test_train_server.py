@@ -180,7 +180,6 @@ def test_a_run_is_not_resumed_with_another_index(
         train(recipe, tmp_path / "run", resume=True)
 
 
-@pytest.mark.slow
 def test_a_judge_that_fails_costs_no_step_that_was_learned(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
