@@ -5,6 +5,7 @@ Models have no hashes here, as those from elsewhere have none.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -123,7 +124,8 @@ def _of_models() -> Iterator[HostileInput]:
         yield case("weights and rope_theta", f"rope_theta {name}", _keys("config.json", rope_theta=value))
     for factor in (1e18, 1e38, float("nan"), float("inf")):
         for name, words in READERS.items():
-            yield case("weights and rope_theta", f"weights x {factor}, {name}", _weights(factor), words)
+            passes = math.isfinite(factor)  # float32 weights of any size are a model's
+            yield case("weights and rope_theta", f"weights x {factor}, {name}", _weights(factor), words, passes)
     for pattern in ("(x+x+)+y", "(x|x|x)*y", "(?:x*)*y", "(x{0,99}){0,99}y"):
         for text in ("x" * 20_000, "x" * 40):
             words = generated("--prompt", text)
@@ -138,7 +140,7 @@ def _of_models() -> Iterator[HostileInput]:
 
 READERS: dict[str, Callable[[Path, Path], list[str]]] = {
     "generate": GENERATED,
-    "extract": extract_words,
+    "extract": lambda at, out: extract_words(at, out.with_suffix(".jsonl")),
     "eval": eval_words,
     "rollout": lambda at, out: [
         *("rollout", "--recipe", f"{at}/recipe.toml", "--questions", f"{at}/dev.jsonl", "--out", f"{out}.jsonl")

@@ -262,11 +262,10 @@ class Endpoint:
         headers = {"content-type": "application/json"}
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
-        timeout = urllib3.Timeout(connect=min(CONNECT_SECONDS, self._timeout), read=self._timeout)
         with self._lock:
             self.requests += 1
         try:
-            response = request(self._pool, "POST", self.url, body, headers, timeout)
+            response = request(self._pool, "POST", self.url, body, headers, self._timeout, CONNECT_SECONDS)
         except TooLarge as error:
             raise UserError(f"{self.url}: gives {error}; give the address of a chat model ({self._kept})") from None
         except urllib3.exceptions.HTTPError as error:

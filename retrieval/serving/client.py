@@ -93,10 +93,9 @@ class RemoteRetriever(Retriever):
         patience ends."""
         deadline, pause = None, FIRST_PAUSE
         while True:
-            timeout = urllib3.Timeout(connect=min(CONNECT_SECONDS, self.timeout), read=self.timeout)
             headers = {"content-type": "application/json"} if body is not None else {}
             try:
-                response = request(self._pool, method, url, body, headers, timeout)
+                response = request(self._pool, method, url, body, headers, self.timeout, CONNECT_SECONDS)
                 if response.status not in PASSING:
                     if deadline is not None:
                         self._say(f"{url}: answers again")

@@ -6,6 +6,7 @@ chat model run side by side and are called off together.
 """
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,16 +47,27 @@ class TooLarge(Exception):
     """An answer of more than MOST_BYTES bytes, in words."""
 
 
+class TooSlow(urllib3.exceptions.HTTPError):
+    """An answer that was not whole when its time had passed."""
+
+
 def request(
     pool: urllib3.PoolManager,
     method: str,
     url: str,
     body: bytes | None,
     headers: Mapping[str, str],
-    timeout: urllib3.Timeout,
+    seconds: float,
+    connect_seconds: float,
 ) -> HttpAnswer:
-    """The answer to one request. TooLarge as soon as more than MOST_BYTES bytes have come, whatever length the server
-    announced and however it compressed them; urllib3's HTTPError where the attempt fails."""
+    """Send one request and read the whole answer within `seconds`.
+
+    TooLarge as soon as more than MOST_BYTES bytes have come, whatever length the server announced and however it
+    compressed them; urllib3's HTTPError where the attempt fails. The headers alone may take longer: urllib3 limits each
+    read from the socket, and only the reads of the body are limited together.
+    """
+    deadline = time.monotonic() + seconds
+    timeout = urllib3.Timeout(connect=min(connect_seconds, seconds), read=seconds)
     response = pool.request(
         method, url, body=body, headers=headers, timeout=timeout, redirect=False, preload_content=False
     )
@@ -65,6 +77,8 @@ def request(
             data += part
             if len(data) > MOST_BYTES:
                 raise TooLarge(f"an answer of more than {MOST_BYTES:,} bytes")
+            if time.monotonic() > deadline:
+                raise TooSlow
     except BaseException:
         response.close()
         raise
@@ -82,7 +96,7 @@ def json_of(response: HttpAnswer) -> Any:
 
 def in_words(error: Exception, timeout: float, answer: str) -> str:
     """Why an attempt failed; `answer` is what did not come within `timeout` seconds."""
-    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
+    if isinstance(error, urllib3.exceptions.ReadTimeoutError | TooSlow):
         return f"{answer} that took longer than {timeout:g} s"
     if isinstance(error, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError):
         return "a connection that could not be made"

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -331,3 +332,38 @@ def test_an_answer_of_any_size_is_not_read(encoding: str, monkeypatch: pytest.Mo
             endpoint.complete([[{"role": "user", "content": "q"}]])
         assert sent.wait(20) and remote.retries == 0 and endpoint.requests == 1
         server.shutdown()
+
+
+def test_the_limit_on_time_is_of_the_whole_answer() -> None:
+    """A byte at a time, each within the limit of one read."""
+    over = threading.Event()
+
+    class Drip(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "1000000")
+            self.end_headers()
+            with suppress(ConnectionError):
+                while not over.wait(0.01):
+                    self.wfile.write(b" ")
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        ended = threading.Timer(60, over.set)  # without the limit the test fails here, and does not hang
+        ended.start()
+        try:
+            remote = RemoteRetriever(url, timeout=0.5, patience=0.1)
+            remote._asked_health = True
+            with pytest.raises(Unanswered, match=r"an answer that took longer than 0\.5 s"):
+                remote.search(["q"], 1)
+            with pytest.raises(UserError, match=r"a reply that took longer than 0\.5 s"):
+                Endpoint(url, "m", timeout=0.5, patience=0.1).complete([[{"role": "user", "content": "q"}]])
+            assert not over.is_set()
+        finally:
+            ended.cancel()
+            over.set()
+            server.shutdown()
