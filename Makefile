@@ -7,7 +7,7 @@
 #   make test-margins  how near every numeric threshold of the tests is, over CPU settings and seeds: hours  (SEEDS=20, TESTS=tests/kernels)
 #   make docs        docs/recipe.md, from the recipe's sections
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
-#   make torture     kills, damaged files, hostile requests, full disks: an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
+#   make torture     kills, damaged files, hostile requests, full disks: half an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
 #   make gpu-check   all that a GPU has to confirm, in eight minutes, in the Python that is there (PYTHON=.., RESULTS=..)
 #   make .venv       only the environment, of the demo and the tests  (PYTHON=python3.12)
 #   make clean       remove environments and caches; runs/ stays

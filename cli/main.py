@@ -17,7 +17,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 
 from thresher.cli import commands
 from thresher.cli.parsing.parser import Parser, add_version
@@ -39,16 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
-    from thresher.engine import console, interrupt  # bring numpy, before which `main` decides how its threads wait
+    from thresher.engine import console  # brings numpy, before which `main` decides how its threads wait
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in words and not {"-h", "--help"} & set(words)
     # Read before they are parsed, for a mistake in the flags is answered as they want it.
     with console.answering(quiet="--quiet" in words) as answer:
-        with ExitStack() as stack:
-            if as_json:
-                stack.enter_context(redirect_stdout(sys.stderr))
-            stack.enter_context(interrupt.handling())
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
             status, wrong = _ended(words)
         found = answer.to_dict()
     try:
@@ -66,11 +63,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     """The exit status of a command, and what is to be said of it."""
-    from thresher.engine.interrupt import Interrupted
+    from thresher.engine.interrupt import Interrupted, handling
 
     try:
-        _check_words(words)
-        run_command(words)
+        with handling():
+            _check_words(words)
+            run_command(words)
     except UserError as error:
         if "--verbose" in words:
             _print_trace()

@@ -49,6 +49,7 @@ class Interrupted(KeyboardInterrupt):
 class _Signals:
     noted: int | None = None  # the first signal that came
     first: str | None = None  # what is finished before it is raised; None: nothing
+    raised: bool = False
 
 
 _state = _Signals()
@@ -56,21 +57,27 @@ _state = _Signals()
 
 @contextmanager
 def handling() -> Iterator[None]:
-    """Within it a signal raises `Interrupted`; outside of the main thread nothing changes."""
+    """Within it a signal raises `Interrupted`, which leaves it even if other code has put another error in its place.
+    Outside of the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _state.noted = _state.first = None
+    _state.noted, _state.first, _state.raised = None, None, False
     before = {number: signal.getsignal(number) for number in NUMBERS}
     replaced = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
     try:
         for number in replaced:
             signal.signal(number, _on_signal)
         yield
+    except Exception as error:
+        stopped = interruption(error)
+        if stopped is None:
+            raise
+        raise stopped from error
     finally:
         for number, handler in replaced.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        _state.noted = _state.first = None
+        _state.noted, _state.first, _state.raised = None, None, False
 
 
 def under_torchrun() -> bool:
@@ -87,7 +94,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         return
     _state.noted = number
     if _state.first is None:
-        raise Interrupted(number)
+        _raise_noted()
     more = "" if under_torchrun() else "; Ctrl-C once more ends at once"
     if os.environ.get("RANK", "0") == "0":
         os.write(2, f"{signal.Signals(number).name}: {_state.first}{more}\n".encode())
@@ -122,7 +129,21 @@ def released() -> Iterator[None]:
 
 def _raise_noted() -> None:
     if _state.first is None and _state.noted is not None:
+        _state.raised = True
         raise Interrupted(_state.noted)
+
+
+def interruption(error: BaseException) -> Interrupted | None:
+    """Return the interruption that `error` is or has come out of; None for any other error.
+
+    C code that calls Python may replace what a signal raised there by an error of its own. torch.asarray does so with
+    an object whose elements Python gives: it says that the shape cannot be determined.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return error if isinstance(error, Interrupted) else Interrupted()
+    if _state.raised and _state.noted is not None and isinstance(error, Exception):
+        return Interrupted(_state.noted)
+    return None
 
 
 @contextmanager
@@ -131,8 +152,10 @@ def keeping(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], 
     several around one another the outermost speaks."""
     try:
         yield
-    except KeyboardInterrupt as error:
-        stopped = error if isinstance(error, Interrupted) else Interrupted()
+    except BaseException as error:
+        stopped = interruption(error)
+        if stopped is None:
+            raise
         stopped.kept, stopped.flag, stopped.spent = kept(), flag, spent()
         raise stopped from None
 

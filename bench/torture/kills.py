@@ -33,7 +33,7 @@ from thresher.bench.torture.world import (
     write_lines,
 )
 
-KILLS, LEAST = 50, 3
+KILLS, LEAST = 500, 3
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # How a command may end on a signal: of the signal, or with the status that a shell gives it.
 LEFT = {signal.SIGINT: (130,), signal.SIGTERM: (143,), signal.SIGKILL: ()}

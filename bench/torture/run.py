@@ -75,7 +75,7 @@ SHOWN = 20  # faults of a kind that a row holds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """What is to be done. scale: of the number of attempts; 1 is all, and takes up to an hour on two cores. tries: a
+    """What is to be done. scale: of the number of attempts; 1 is all, and takes half an hour on two cores. tries: a
     file that gets a line for every attempt. page: Markdown that shows the table between `MARKS`."""
 
     seed: int = 0

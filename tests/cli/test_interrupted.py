@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_cases import finished_folder
 
 from thresher.cli import main as cli
@@ -167,6 +168,35 @@ def test_a_signal_that_was_ignored_stays_so() -> None:
         with pytest.raises(interrupt.Interrupted, match="SIGTERM"):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+class SignalledElement:
+    """A sequence in whose `__getitem__` Ctrl-C comes."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return 1.0
+
+
+def test_an_interruption_that_torch_replaces_by_an_error_is_one() -> None:
+    with pytest.raises(interrupt.Interrupted) as stopped, interrupt.handling():
+        torch.asarray(SignalledElement())
+    assert "could not determine the shape" in str(stopped.value.__cause__)
+    kept = interrupt.keeping(lambda: "one step", "--resume")
+    with pytest.raises(interrupt.Interrupted) as stopped, interrupt.handling(), kept:
+        try:
+            torch.asarray(SignalledElement())
+        except ValueError as error:
+            raise UserError("model.safetensors: cannot be read") from error
+    assert (stopped.value.kept, stopped.value.flag, stopped.value.number) == ("one step", "--resume", signal.SIGINT)
+    with pytest.raises(ValueError, match="another"), interrupt.handling(), interrupt.keeping(str):
+        raise ValueError("another")
+    with pytest.raises(ValueError, match="another"), interrupt.handling(), interrupt.held("the step is finished"):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError("another")  # before the interruption was raised
 
 
 def test_a_demo_goes_on_with_what_is_not_finished(tmp_path: Path) -> None:

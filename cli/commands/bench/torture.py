@@ -30,7 +30,8 @@ ATTACKS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=flags.seed, default=0, help="of everything that is drawn")
     share = flags.checked(float, "a number over 0, up to 1", lambda value: 0 < value <= 1)
-    parser.add_argument("--scale", type=share, default=1.0, metavar="SHARE", help="of the attempts, which take an hour")
+    help = "of the attempts, which take half an hour"
+    parser.add_argument("--scale", type=share, default=1.0, metavar="SHARE", help=help)
     parser.add_argument(
         "--attack", action="append", choices=ATTACKS, metavar="NAME", help="may be repeated; default: every one"
     )
