@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STREAMS = ("stdout", "stderr")
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 PIPE = 1 << 20  # bytes that a command may say whose streams are pipes
 MEMORY = 4 << 30  # bytes of address space beyond what the fork begins with
 
@@ -66,9 +67,13 @@ class Started:
         sys.stderr.flush()
         # A limit of files holds for the streams' too, so there they are pipes.
         self._pipes = [_pipe() for _ in STREAMS] if limits.file_bytes is not None else []
+        # A signal that comes before the child has handlers of its own would be raised in Python's own code after a
+        # fork, which loses it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         self.pid = os.fork()
         if self.pid == 0:
             _be_the_child(call, folder, limits, [write for _, write in self._pipes])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for _, write in self._pipes:
             os.close(write)
         self._ended: Ended | None = None
@@ -174,6 +179,7 @@ def _be_the_child(call: Callable[[], int], folder: Path, limits: ForkLimits, pip
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in enumerate(STREAMS):
             stream = pipes[number] if pipes else os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
