@@ -4,7 +4,7 @@
 #   make test        formatter, linter, type checker, tests: six minutes on two cores   (WORKERS=8)
 #   make test-all    the same, then the slow tests: peers, documents, processes, every CPU setting
 #   make lint        formatter, linter, type checker
-#   make test-margins  how near every numeric threshold of the tests is, over CPU settings and seeds: hours  (SEEDS=20, TESTS=tests/kernels)
+#   make test-margins  how near every numeric threshold of the tests is, over CPU settings and seeds: hours  (SEEDS=20, TESTS=tests/kernels, MARKS="not slow")
 #   make docs        docs/recipe.md, from the recipe's sections
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
 #   make torture     kills, damaged files, hostile requests, full disks: half an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
@@ -16,6 +16,7 @@ PYTHON ?= python3
 SEED ?= 0
 SEEDS ?= 20
 TESTS ?= tests
+MARKS ?=
 OUT ?=
 SCALE ?= 1
 
@@ -138,7 +139,7 @@ test-all: test
 # OUT: a folder to leave all figures in; else they lie in a temporary one, which is printed.
 .PHONY: test-margins
 test-margins: .venv
-	@PYTHONPATH=tests exec $(VENV)/bin/python tests/margins.py $(TESTS) --seeds $(SEEDS) $(if $(OUT),--out "$(OUT)")
+	@PYTHONPATH=tests exec $(VENV)/bin/python tests/margins.py $(TESTS) --seeds $(SEEDS) --marks "$(MARKS)" $(if $(OUT),--out "$(OUT)")
 
 .PHONY: docs
 docs: .venv

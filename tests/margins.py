@@ -1,6 +1,6 @@
 """How far every numeric threshold of the tests is from what it is compared with, over CPU settings and seeds.
 
-    make test-margins SEEDS=20 TESTS="tests/kernels tests/policy"
+    make test-margins SEEDS=20 TESTS="tests/kernels tests/policy" MARKS="not slow"
 
 runs the tests once as they are to find those that compare numbers, then these under every setting of
 test_bits_settings.py and with every seed, and prints the ten tightest thresholds. A threshold's figure is what was
@@ -250,8 +250,10 @@ def name_of(setting: tuple[dict[str, str], int], seed: int) -> str:
     )
 
 
-def run(tests: Sequence[str], setting: tuple[dict[str, str], int], seed: int, out: Path) -> list[dict[str, Any]]:
-    """The lines of one run of pytest, each with the name of its setting."""
+def run(
+    tests: Sequence[str], setting: tuple[dict[str, str], int], seed: int, out: Path, options: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The lines of one run of pytest with `options`, each with the name of its setting."""
     listed, lines = out.with_suffix(".tests"), out.with_suffix(".jsonl")
     listed.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
     environment = {
@@ -267,7 +269,8 @@ def run(tests: Sequence[str], setting: tuple[dict[str, str], int], seed: int, ou
     with open(out.with_suffix(".log"), "w", encoding="utf-8") as log:
         command = [sys.executable, "-P", "-m", "pytest", "-p", "margins", "-p", "no:cacheprovider", "--tb=line"]
         command += [f"--ignore={SETTINGS_FILE}"]  # it runs other tests under these settings itself
-        subprocess.run([*command, f"@{listed}"], env=environment, cwd=TESTS.parent, stdout=log, stderr=log, check=False)
+        command += [*options, f"@{listed}"]
+        subprocess.run(command, env=environment, cwd=TESTS.parent, stdout=log, stderr=log, check=False)
     text = lines.read_text(encoding="utf-8") if lines.is_file() else ""
     name = name_of(setting, seed)
     print(f"{name}: {len(text.splitlines())} figures", flush=True)
@@ -316,6 +319,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the margin of every numeric threshold of the tests.")
     parser.add_argument("tests", nargs="*", default=["tests"], help="files and folders (default: all tests)")
     parser.add_argument("--seeds", type=int, default=20, help="how many, the tests' own included")
+    parser.add_argument("--marks", default="", help="the marks of the tests, as for pytest -m (default: any)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--tightest", type=int, default=TIGHTEST, help="how many thresholds to print")
     parser.add_argument("--out", type=Path, help="a folder to leave all figures in")
@@ -323,7 +327,8 @@ def main() -> int:
     out = options.out or Path(tempfile.mkdtemp(prefix="margins-"))
     out.mkdir(parents=True, exist_ok=True)
     everywhere = settings()
-    rows = run(options.tests, everywhere[0], 0, out / "first")
+    every = ["--numprocesses", str(options.jobs), "-m", options.marks]
+    rows = run(options.tests, everywhere[0], 0, out / "first", every)
     numeric = sorted({row["test"] for row in rows if "at" in row})
     if not numeric:
         print(f"no test of {' '.join(options.tests)} compares numbers; see {out / 'first.log'}")
