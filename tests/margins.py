@@ -39,6 +39,16 @@ TESTS = Path(__file__).resolve().parent
 SETTINGS_FILE = TESTS / "kernels/test_bits_settings.py"
 OPERATORS = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
 COMPARE = "__compare_recorded__"
+OF_MAKE = {
+    "MAKEFLAGS",
+    "MAKEOVERRIDES",
+    "MFLAGS",
+    "OUT",
+    "SEED",
+    "SEEDS",
+    "TESTS",
+    "MARKS",
+}  # tests that run make have their own
 TIGHTEST, WIDE = 10, 1 / 3  # how many are printed; the figure that a threshold should stay under
 
 worst: dict[str, tuple[float, float, float]] = {}  # of the test that runs: place -> figure, value, limit
@@ -257,7 +267,7 @@ def run(
     listed, lines = out.with_suffix(".tests"), out.with_suffix(".jsonl")
     listed.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in OF_MAKE},
         **setting[0],
         "OMP_NUM_THREADS": str(setting[1]),
         "OMP_WAIT_POLICY": "passive",
