@@ -1,6 +1,7 @@
 """Checkpoints: bit for bit, and the newest whole one whatever was killed, cut short or mixed up."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -208,6 +209,23 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, moment: str, mo
             save_checkpoint(tmp_path, step, policy, optimizer, {"n": 2}, tokenizer=words)
         assert names(tmp_path) == ["step_000001"]
         assert latest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step_000001", 1, {"n": 1})
+
+
+def test_a_save_asks_the_disk_for_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Tiny()
+    optimizer = adamw(policy)
+    train(policy, optimizer, range(1))
+    before = Checkpoint(save_checkpoint(tmp_path, 1, policy, optimizer, {}), 1, {})
+    # 11 numbers of the policy, two moments of the 9 that have a gradient, and three step counts.
+    needed, real = 4 * (11 + 2 * 9 + 3), shutil.disk_usage
+    monkeypatch.setattr(policy, "save", lambda path: pytest.fail("written"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=needed - 1))
+    with pytest.raises(UserError, match=r"step_000002: cannot be written \(the checkpoint of step 2 needs .*make room"):
+        save_checkpoint(tmp_path, 2, policy, optimizer, {})
+    assert names(tmp_path) == ["step_000001"] and latest_checkpoint(tmp_path) == before
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=needed))
+    save_checkpoint(tmp_path, 2, policy, optimizer, {})
 
 
 def test_mistakes_of_the_caller(tmp_path: Path) -> None:

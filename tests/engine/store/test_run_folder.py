@@ -268,6 +268,9 @@ def test_truncate_after_forgets_what_came_later(tmp_path: Path) -> None:
             run.append_metrics({"step": step, "x": step / 3})
         for step in (5, 10, 11, 1_000_000):
             run.write_trajectories(step, [{"step": step}])
+            run.write_evaluation(step, [{"step": step}])
+            (run.checkpoints / step_name(step)).mkdir()
+        (run.checkpoints / "mine").mkdir()
         for name in ("notes.txt", ".step_000012.jsonl.0a1b2c3d.tmp", "step_000011.safetensors"):
             (run.trajectories / name).touch()
         (run.path / ".summary.json.0a1b2c3d.tmp").touch()
@@ -276,6 +279,8 @@ def test_truncate_after_forgets_what_came_later(tmp_path: Path) -> None:
         run.truncate_after(10)
         assert run.metrics_file.read_bytes() == kept
         assert tree(run.trajectories) == ["notes.txt", "step_000005.jsonl", "step_000010.jsonl"]
+        assert tree(run.evaluations) == ["step_000005.jsonl", "step_000010.jsonl"]
+        assert tree(run.checkpoints) == ["mine", "step_000005", "step_000010"]
         assert not list(run.path.glob("*.tmp"))
         run.truncate_after(10)
         assert run.metrics_file.read_bytes() == kept
