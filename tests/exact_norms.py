@@ -1,0 +1,26 @@
+"""A float64 model that is float64 throughout, the truth of other dtypes.
+
+By itself `rms_norm` (kernels/elementwise/layers.py) takes its mean in float32 whatever the dtype.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+from thresher.kernels.elementwise import layers
+
+
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """Take norms of float64 rows in float64; others stay as they are."""
+    plain = layers.rms_norm
+
+    def norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+        if x_TH.dtype != torch.float64:
+            return plain(x_TH, weight_H, eps)
+        return torch.nn.functional.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+
+    with patch.object(layers, "rms_norm", norm):
+        yield
