@@ -21,20 +21,20 @@ from contextlib import nullcontext, redirect_stdout
 
 from thresher.cli import commands
 from thresher.cli.parsing.parser import Parser, add_version
-from thresher.cli.process import prepare_process
+from thresher.cli.process import leave, prepare_process
 from thresher.cli.registry import add_commands
 from thresher.policy.files import remedy
 from thresher.rewards.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `thresher`; leaves by SystemExit. What a process needs is decided here, before torch is loaded."""
+    """Entry point of `thresher`; leaves by SystemExit, or as `leave` does. What a process needs is decided here, before torch is loaded."""
     prepare_process()
     try:
         status = run(arguments)
     except KeyboardInterrupt as error:  # while modules are loaded
         status = getattr(error, "status", 130)
-    sys.exit(status)
+    leave(status)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,5 @@
-"""What is decided for a process before torch is loaded: how its threads wait, and what it does with freed memory.
+"""What is decided for a process before torch is loaded: how its threads wait, and what it does with freed memory; and how
+it ends.
 
     OMP_WAIT_POLICY=passive      threads of torch and of FAISS, each with an OpenMP of its own, sleep while they wait
     OPENBLAS_THREAD_TIMEOUT=4    so do NumPy's, after 2^4 cycles
@@ -22,6 +23,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them says how OpenMP's threads wait
 KEPT = 2**30  # bytes
@@ -32,6 +34,19 @@ def prepare_process() -> None:
     """Set what the environment leaves open. Once torch is loaded, its own threads keep the policy that they have."""
     os.environ.update(waiting(os.environ))
     keep_memory(os.environ)
+
+
+def leave(status: int) -> NoReturn:
+    """Exit with `status`; of several ranks, without Python's teardown.
+
+    torch's caches of DTensor keep a process group, and with it gloo's threads, beyond `destroy_process_group`. One of
+    these that releases its last tensor while Python finalises is ended inside a destructor, and that aborts the process.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def waiting(environment: Mapping[str, str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from thresher.cli.main import main
+from thresher.cli.process import leave
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.interrupt import Interrupted, handling
 from thresher.engine.parallel import ranks as ranks_module
@@ -107,6 +108,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if len(sys.argv) == 3:
         play_all(sys.argv[1], int(sys.argv[2]))
+        leave(0)
     else:
         if os.environ["RANK"] == "1":
             fail_in_step_2(sys.argv[1])

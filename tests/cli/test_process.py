@@ -68,3 +68,16 @@ main.main([])
 """
     assert played(code) == "passive 4"
     assert played(code, OMP_WAIT_POLICY="active") == "active 4"
+
+
+@pytest.mark.parametrize(("ranks", "ended"), [("1", "begun done torn down"), ("2", "begun done")])
+def test_one_of_several_ranks_ends_without_teardown(ranks: str, ended: str) -> None:
+    code = """
+import atexit, sys
+from thresher.cli.process import leave
+atexit.register(lambda: print(" torn down"))
+print("begun", end=" ")
+sys.stdout.write("done")
+leave(0)
+"""
+    assert played(code, WORLD_SIZE=ranks) == ended
