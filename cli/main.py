@@ -28,7 +28,7 @@ from thresher.rewards.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `thresher`; leaves by SystemExit, or as `leave` does. What a process needs is decided here, before torch is loaded."""
+    """Entry point of `thresher`; leaves as `leave` does. It prepares the process before torch is loaded."""
     prepare_process()
     try:
         status = run(arguments)

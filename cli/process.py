@@ -1,5 +1,4 @@
-"""What is decided for a process before torch is loaded: how its threads wait, and what it does with freed memory; and how
-it ends.
+"""Settings of a process before torch is loaded (how threads wait, what becomes of freed memory), and its end.
 
     OMP_WAIT_POLICY=passive      threads of torch and of FAISS, each with an OpenMP of its own, sleep while they wait
     OPENBLAS_THREAD_TIMEOUT=4    so do NumPy's, after 2^4 cycles
@@ -39,8 +38,8 @@ def prepare_process() -> None:
 def leave(status: int) -> NoReturn:
     """Exit with `status`; of several ranks, without Python's teardown.
 
-    torch's caches of DTensor keep a process group, and with it gloo's threads, beyond `destroy_process_group`. One of
-    these that releases its last tensor while Python finalises is ended inside a destructor, and that aborts the process.
+    torch's caches of DTensor keep a process group, and with it gloo's threads, beyond `destroy_process_group`. A thread
+    that releases its last tensor while Python finalises is ended inside a destructor, which aborts the process.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(status)
