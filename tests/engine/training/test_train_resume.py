@@ -29,7 +29,7 @@ from train_cases import (
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.store.best_checkpoint import best_checkpoint
-from thresher.engine.training.train import Progress, train
+from thresher.engine.training.train import Progress, Trainer, train
 from thresher.rewards.errors import UserError
 
 
@@ -155,6 +155,40 @@ def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
         assert_same_run(uninterrupted, out)
     with pytest.raises(UserError, match="no checkpoint of step 3; there are 2, 4"):
         train(make_recipe(), out, resume=True, from_step=3)
+
+
+def reached(*_: Any) -> None:
+    raise Killed
+
+
+def test_a_run_that_goes_back_has_forgotten_what_is_behind_before_it_begins(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = shutil.copytree(uninterrupted, tmp_path / "run")
+    monkeypatch.setattr(Trainer, "run", reached)
+    with pytest.raises(Killed):
+        train(make_recipe(), out, resume=True, from_step=2)
+    left = {folder: sorted(path.stem for path in (out / folder).iterdir()) for folder in ("checkpoints", "evaluations")}
+    assert left == {"checkpoints": ["step_000002"], "evaluations": ["step_000000", "step_000002"]}
+    assert {path.stem for path in (out / "trajectories").iterdir()} == {"step_000001", "step_000002"}
+    assert [record["step"] for record in metrics(out)] == [0, 1, 2, 2] and not (out / "summary.json").exists()
+
+
+def test_what_another_process_has_just_saved_is_not_undone(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved between the choice of a checkpoint and the lock; `--from` goes back all the same."""
+    out = shutil.copytree(uninterrupted, tmp_path / "run")
+    before, newer = what_happened(out), out / "checkpoints" / "step_000005"
+    monkeypatch.setattr(Trainer, "run", reached)
+    monkeypatch.setattr("thresher.engine.training.train.check_disk", lambda *_: newer.mkdir())
+    with pytest.raises(UserError, match=r"run: another process has just saved step 5; run the same command again"):
+        train(make_recipe(), out, resume=True)
+    assert what_happened(out) == before and newer.exists()
+    newer.rmdir()
+    with pytest.raises(Killed):
+        train(make_recipe(), out, resume=True, from_step=4)
+    assert not newer.exists()
 
 
 @pytest.mark.slow

@@ -22,12 +22,12 @@ from train_cases import (
     what_happened,
 )
 
+from thresher.engine.assemble import load_retrieval
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.scoring.score import score
 from thresher.engine.training.train import Progress, train
-from thresher.policy.hashes import write_hashes
 from thresher.retrieval.retriever import Unanswered
 from thresher.retrieval.serving.client import RemoteRetriever
 from thresher.rewards.errors import UserError
@@ -141,12 +141,18 @@ def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
     assert_same_but_for_the_recipe(uninterrupted, out)
 
 
-@pytest.mark.slow
+# As small as a run can be that is compared with another one.
+SMALL: dict[str, dict[str, Any]] = {
+    "rollout": {"questions_per_step": 1, "group_size": 2},
+    "run": {"steps": 1, "eval_questions": 1},
+}
+
+
 def test_an_evaluation_that_the_server_left_is_made_up_for(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights of step 2 are kept, and what was to be measured of them is measured when the run goes on."""
-    calls = 0
+    """The weights of step 1 are kept, and what was to be measured of them is measured when the run goes on."""
+    calls, out, recipe = 0, tmp_path / "run", make_recipe(**SMALL)
 
     def away_at_the_second(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
@@ -155,29 +161,50 @@ def test_an_evaluation_that_the_server_left_is_made_up_for(
             raise Unanswered("away")
         return evaluate(*arguments, **named)
 
+    train(recipe, tmp_path / "whole")
     monkeypatch.setattr("thresher.engine.training.train.evaluate", away_at_the_second)
-    out = tmp_path / "run"
     with pytest.raises(Unanswered):
-        train(make_recipe(), out)
-    assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False), (2, False)]
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000002"]
-    train(make_recipe(), out, resume=True)
-    assert_same_run(uninterrupted, out)
+        train(recipe, out)
+    assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False)]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
+    train(recipe, out, resume=True)
+    assert_same_run(tmp_path / "whole", out)
+
+
+def search_index(monkeypatch: pytest.MonkeyPatch, identity: str) -> None:
+    """Have runs search an index that a server gives this name."""
+
+    def load(*arguments: Any) -> Any:
+        retriever = load_retrieval(*arguments)
+        assert retriever is not None
+        retriever.identity = identity
+        return retriever
+
+    monkeypatch.setattr("thresher.engine.training.train.load_retrieval", load)
+
+
+def test_a_run_is_not_resumed_with_another_index(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, out = make_recipe(**SMALL), tmp_path / "run"
+    search_index(monkeypatch, "one")
+    train(recipe, out)
+    before = what_happened(out)
+    search_index(monkeypatch, "another")
+    with pytest.raises(
+        UserError, match=r"retrieval.url: the server has another index \(another\) than .* \(one\); start"
+    ):
+        train(recipe, out, resume=True)
+    assert what_happened(out) == before
 
 
 @pytest.mark.slow
-def test_a_run_is_not_resumed_with_another_index(
+def test_a_server_says_which_index_it_has(
     tmp_path: Path, make_recipe: Callable[..., Recipe], index_server: IndexServer
 ) -> None:
-    recipe = make_recipe(retrieval={"index": None, "url": index_server.url}, run={"steps": 1})
-    train(recipe, tmp_path / "run")
+    train(make_recipe(retrieval={"index": None, "url": index_server.url}, run={"steps": 1}), tmp_path / "run")
     (state,) = tmp_path.glob("run/checkpoints/*/state.json")
-    record = json.loads(state.read_text())
-    assert re.fullmatch("[0-9a-f]{16}", record["state"]["index"])
-    state.write_text(json.dumps(record | {"state": record["state"] | {"index": "another"}}))
-    write_hashes(state.parent)
-    with pytest.raises(UserError, match=r"retrieval.url: the server has another index \([0-9a-f]{16}\) than .*another"):
-        train(recipe, tmp_path / "run", resume=True)
+    assert re.fullmatch("[0-9a-f]{16}", json.loads(state.read_text())["state"]["index"])
 
 
 def test_a_judge_that_fails_costs_no_step_that_was_learned(
