@@ -1,4 +1,4 @@
-"""What lives here: a model folder in and out: config, weights, transformer, adapters, tokenizer; families in models/.
+"""What lives here: a model folder in and out: config, weights, transformer, adapters, tokenizer.
 
 What may come in: another model family (docs/add/model.md), adapter or tokenizer; nothing that samples or trains.
 

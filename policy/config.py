@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from thresher.policy.families import FAMILIES, find_family, infer_model_type, load_layer_class
 from thresher.policy.files import atomic_write_text, model_folder, read_json_object
-from thresher.policy.models.registry import FAMILIES, find_family, infer_model_type, load_layer_class
 from thresher.rewards.errors import UserError
 
 # What `read_config` reads of a model folder.

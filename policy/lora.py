@@ -115,7 +115,7 @@ class LayerAdapters(nn.Module):
 
 
 class AdaptedLayer(Protocol):
-    """What this file asks of a layer: see models/layer.py, which imports it."""
+    """What this file asks of a layer: see layers.py, which imports it."""
 
     adapters: LayerAdapters | None
 

@@ -1,4 +1,4 @@
-"""The policy: a decoder-only transformer, as much of it as all families share. The layers are a family's (models/).
+"""The policy: a decoder-only transformer. layers.py has the layers of each family.
 
 One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
 is called once a layer with that layer's fresh projections of q, k and v, and is either a layout of whole sequences,
@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.elementwise.layers import add_norm, rope_table
 from thresher.policy.config import CONFIG_FILES, ModelConfig, read_config, write_config
+from thresher.policy.families import load_layer_class
 from thresher.policy.files import as_path
 from thresher.policy.hashes import check_hashes
+from thresher.policy.layers import Attend, Layer
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
-from thresher.policy.models.layer import Attend, Layer
-from thresher.policy.models.registry import load_layer_class
 from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes, write_weights
 from thresher.rewards.errors import UserError
 from thresher.rewards.values import shown
@@ -146,7 +146,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     verify: bool = True,
 ) -> Policy:
-    """Read a model, of any family in models/registry.py, from a folder of config.json and safetensors (one file, or
+    """Read a model, of any family in families.py, from a folder of config.json and safetensors (one file, or
     shards with an index).
 
     Names and shapes must match the config exactly; anything else is a UserError that names the file and the tensor.

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from thresher.kernels.elementwise.layers import add_norm
+from thresher.policy.layers import Attend, Layer
 from thresher.policy.model import Policy
-from thresher.policy.models.layer import Attend, Layer
 
 ROOMS = 2  # layers on the device at once
 

@@ -33,9 +33,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from thresher.engine.parallel.ranks import Ranks
+from thresher.policy.families import load_layer_class
 from thresher.policy.lora import LoraSettings, add_lora
 from thresher.policy.model import Policy, hf_views
-from thresher.policy.models.registry import load_layer_class
 from thresher.policy.weights import read_weights
 
 

@@ -1,6 +1,6 @@
 """What autograd keeps of a forward, in bytes a token, from the operations of a layer.
 
-A layer (policy/models/decoder.py), e bytes an element; H hidden, N and K heads of D, I intermediate:
+A layer (policy/layers.py), e bytes an element; H hidden, N and K heads of D, I intermediate:
 
     operation    keeps, on a CPU                        on CUDA, by the fused kernels of kernels/elementwise
     norm, twice  x in float32, 1/rms 4; n e H           x e H

@@ -32,9 +32,9 @@ from thresher.engine.reporting.pages import open_run, page_template, steps_in_wo
 from thresher.engine.reporting.plots import draw, draw_overview, smoothing
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.policy.config import read_config
+from thresher.policy.families import find_family
 from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.policy.model import Policy
-from thresher.policy.models.registry import find_family
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.rewards.errors import UserError
 from thresher.rewards.statistics import wilson

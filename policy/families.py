@@ -1,7 +1,7 @@
-"""The model families that can be read, made and trained: one row each.
+"""The model families that can be read, made and trained, a row each.
 
-A row says how config.json names the family and where its layer is. The family's file is imported when it is first
-asked for, so that whoever reads this table need not wait for torch.
+A row says how config.json names the family and which class its layer is. The class is imported when it is first asked
+for: this table is read without torch.
 """
 
 from collections.abc import Mapping
@@ -12,36 +12,21 @@ from typing import Any, TypeGuard
 from thresher.rewards.errors import UserError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
-    """`architecture` is config.json's, `models` what people call them, `layer` the class in `module`."""
+    """architecture: config.json's. models: their common name. layer: the layer's class in `module`."""
 
     architecture: str
     models: str
-    module: str
     layer: str
+    module: str = "thresher.policy.layers"
 
 
 # Keyed by config.json's model_type.
 FAMILIES = {
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        models="Qwen2 / Qwen2.5",
-        module="thresher.policy.models.qwen2",
-        layer="Qwen2Layer",
-    ),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        models="Qwen3",
-        module="thresher.policy.models.qwen3",
-        layer="Qwen3Layer",
-    ),
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        models="Llama 3",
-        module="thresher.policy.models.llama",
-        layer="LlamaLayer",
-    ),
+    "qwen2": Family("Qwen2ForCausalLM", models="Qwen2 / Qwen2.5", layer="Qwen2Layer"),
+    "qwen3": Family("Qwen3ForCausalLM", models="Qwen3", layer="Qwen3Layer"),
+    "llama": Family("LlamaForCausalLM", models="Llama 3", layer="LlamaLayer"),
 }
 
 
@@ -71,7 +56,7 @@ def infer_model_type(table: Mapping[str, Any]) -> str:
 
 
 def load_layer_class(model_type: str) -> type[Any]:
-    """The family's layer, a subclass of `thresher.policy.models.layer.Layer`; imports the family's file, and torch."""
+    """The family's layer, a subclass of `thresher.policy.layers.Layer`; imports the family's file, and torch."""
     family = find_family(model_type)
     layer: type[Any] = getattr(import_module(family.module), family.layer)
     return layer
