@@ -10,17 +10,21 @@ Axes: T tokens, H hidden width, V vocabulary (docs/notation.md).
 
 import math
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from thresher.kernels.drawing.rules import divides_in_float32
 from thresher.kernels.matmul import compute_dtype
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+TINY = np.finfo(np.float32).tiny  # the smallest normal number; its reciprocal is normal, too
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -75,6 +79,14 @@ def check_temperature(value: float) -> None:
         raise ValueError(
             f"temperature is {value!r}; expected a finite number above 0, which with its reciprocal is a normal float32"
         )
+
+
+def divides_in_float32(temperature: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Whether logits can be divided by these: the float32 value and its reciprocal are normal numbers, above 0."""
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        rounded = temperature.astype(np.float32)
+        fits: npt.NDArray[np.bool_] = (rounded >= TINY) & (1 / rounded >= TINY)
+    return fits
 
 
 def check_head(
@@ -144,3 +156,37 @@ def raise_first(checks: list[RowCheck]) -> None:
             if check.values_T is None:
                 raise NotFinite(f"{check.name}[{row}] is not {check.expected}")
             raise ValueError(f"{check.name}[{row}] is {check.values_T[row].item()}, not {check.expected}")
+
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether `tensor` goes to a Triton kernel: bfloat16 or float32 on a GPU, where Triton is installed."""
+    return tensor.is_cuda and tensor.dtype in DTYPES and _installed()
+
+
+@lru_cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes a CUDA tensor's device the current one, which is where Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raises ValueError unless it is bfloat16 or float32."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected bfloat16 or float32")
+
+
+def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError unless `tensor` is dense and has this shape, dtype and device."""
+    if tensor.shape != torch.Size(shape) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected dense {tuple(shape)}"
+        )
+    if tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {dtype} on {device}")

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.head.backend import Exps, TritonHead
-from thresher.kernels.head.tiling import stored_columns
-from thresher.kernels.launch.registry import ProgramWork, Specialisation
+from thresher.kernels.head_backend import Exps, TritonHead
+from thresher.kernels.head_tiling import stored_columns
 from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
+from thresher.kernels.registry import ProgramWork, Specialisation
 
 ROWS, COLUMNS = 64, 4096
 _NARROW = [

@@ -19,10 +19,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thresher.kernels.checks import any_bad, check_head, check_temperature, head_checks, raise_first, resolve_backend
-from thresher.kernels.head.tiling import even_rows
-from thresher.kernels.head.winners import tiling_for, wants_measuring
-from thresher.kernels.launch.dispatch import on_device
+from thresher.kernels.autotune_cache import tiling_for, wants_measuring
+from thresher.kernels.checks import (
+    any_bad,
+    check_head,
+    check_temperature,
+    head_checks,
+    on_device,
+    raise_first,
+    resolve_backend,
+)
+from thresher.kernels.head_tiling import even_rows
 from thresher.kernels.matmul import (
     MIB,
     ROW_MULTIPLE,
@@ -134,7 +141,7 @@ def chunk_size(
         raise ValueError(f"workspace_bytes is {workspace_bytes}; expected at least 1, or None")
     budget = workspace_bytes or WORKSPACE_BYTES.get(lm_head_VH.device.type, WORKSPACE_BYTES["cpu"])
     if backend == "triton" and count and wants_measuring(lm_head_VH):
-        from thresher.kernels.head.backend import measure_tilings  # triton is there only where it can be used
+        from thresher.kernels.head_backend import measure_tilings  # triton is there only where it can be used
 
         usual = even_rows(lm_head_VH, tiling_for(lm_head_VH), budget, count)
         measure_tilings(lm_head_VH, min(chunk_rows or usual, count))
@@ -199,7 +206,7 @@ def token_logprobs(
 
 def _make_head(backend: str, lm_head_VH: Tensor, temperature: float, rows: int) -> HeadBackend:
     if backend == "triton":
-        from thresher.kernels.head.backend import TritonHead  # triton is there only where it can be used
+        from thresher.kernels.head_backend import TritonHead  # triton is there only where it can be used
 
         return TritonHead(lm_head_VH, temperature, rows)
     return TorchHead(lm_head_VH, temperature, rows)

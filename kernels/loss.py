@@ -31,9 +31,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.checks import RowCheck, any_bad, check_head, check_rows, head_checks, raise_first, resolve_backend
-from thresher.kernels.head.tiling import stored_columns
-from thresher.kernels.launch.dispatch import on_device
+from thresher.kernels.checks import (
+    RowCheck,
+    any_bad,
+    check_head,
+    check_rows,
+    head_checks,
+    on_device,
+    raise_first,
+    resolve_backend,
+)
+from thresher.kernels.head_tiling import stored_columns
 from thresher.kernels.logprob import TorchHead, chunk_size, reference_token_logprobs
 from thresher.kernels.matmul import (
     add_head_product,

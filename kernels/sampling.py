@@ -3,44 +3,150 @@
     token = argmax_v ( z[v] + g(seed, position, v) )        z = logits / temperature, where the filters keep v
     g = -log(-log u),  u uniform in (0, 1)
 
-`u` is a hash of (seed, position, token), so a sample depends on nothing else: not on the batch it was drawn in, nor on
-how often anything was drawn before it; and a filter does not change the noise of what it keeps. Greedy decoding is
-temperature 0.
+`u` is a hash of (seed, position, token) (noise.py), so a sample depends on nothing else: not on its batch, nor on what
+was drawn before. A filter does not change the noise of the tokens that it keeps. Temperature 0 is greedy.
 
-Two ways lead from hidden states to a token (`draw_from_head`). On CUDA, rows without filters are drawn as the head's
-product goes by, and [B, V] is never stored (drawing/head_draw_triton.py); tokens are the same wherever the two best
-scores are further apart than rounding. Everywhere else, and where any row has a filter, logits are stored
-(`head_logits`) and drawn from (`sample`): a filter has to see a row whole before it leaves anything out.
+    sample_from_head   hidden states -> tokens. On CUDA rows without filters are drawn inside the head's product
+                       (sampling_triton.py), and [B, V] is never stored
+    sample             logits -> tokens. A filter needs a whole row
+    draw_dense         the reference: the noise of every column; any device
+    draw_in_blocks     the same bits on a CPU, from fewer passes
 
-Below, in kernels/drawing: rules.py (temperature and filters), noise.py (the hash), head_draw_triton.py, and blocks.py,
-which is how a CPU draws: the same tokens, bit for bit, from fewer passes than `draw_dense`.
-
-Axes: B sequences that draw a token, M the same filled up, H hidden, V vocabulary (docs/notation.md).
+Axes: B sequences that draw a token, M the same padded, H hidden, V vocabulary, E columns of several rows that can still
+win (docs/notation.md).
 """
 
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from thresher.kernels.checks import resolve_backend
-from thresher.kernels.drawing.blocks import draw_in_blocks
-from thresher.kernels.drawing.noise import minus_gumbel_, uniform_noise
-from thresher.kernels.drawing.rules import DrawRules, cutoffs
-from thresher.kernels.launch.dispatch import on_device
+from thresher.kernels.checks import TINY, divides_in_float32, on_device, resolve_backend
 from thresher.kernels.matmul import compute_dtype, fill_rows, logits_product
+from thresher.kernels.noise import (
+    LARGEST_NOISE,
+    HashBuffers,
+    Keys,
+    all_token_words,
+    host_keys,
+    minus_gumbel_,
+    minus_noise,
+    minus_noise_at,
+    uniform_noise,
+)
 
-__all__ = ["DrawRules", "draw_from_head", "head_logits", "sample"]
-
+__all__ = ["SamplingTensors", "head_logits", "sample", "sample_from_head"]
 FUSED_WIDTH = 16  # the hidden width is a multiple of it where a GPU's matrix instructions are to have whole steps
+_DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32)
 
 
-def draw_from_head(
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingTensors:
+    """One entry a row, on the logits' device, and what the host knows of all rows without asking the device.
+
+    top-k keeps the k largest logits; top-p the fewest of these, largest first, that have p of their probability; min-p
+    those with min_p of the largest probability. The largest logit is always kept.
+    """
+
+    temperature_B: Tensor  # float32; 0: greedy
+    top_k_B: Tensor  # int64; 0: off
+    top_p_B: Tensor  # float32; 1: off
+    min_p_B: Tensor  # float32; 0: off
+    temperature: float | None  # every row's; None: they may differ
+    filtered: bool  # whether any row may have a filter
+
+    @classmethod
+    def uniform(cls, temperature: float, count: int, device: torch.device | str = "cpu") -> "SamplingTensors":
+        """`count` rows of one temperature, without filters."""
+        _check_values(np.array([temperature]), np.zeros(1), np.ones(1), np.zeros(1))
+        temperature_B, top_k_B, top_p_B, min_p_B = (
+            torch.full((1,), value, dtype=dtype, device=device).expand(count)
+            for value, dtype in zip((temperature, 0, 1, 0), _DTYPES, strict=True)
+        )
+        return cls(temperature_B, top_k_B, top_p_B, min_p_B, temperature=float(temperature), filtered=False)
+
+    @classmethod
+    def of(
+        cls,
+        temperature_B: Tensor,
+        top_k_B: Tensor,
+        top_p_B: Tensor,
+        min_p_B: Tensor,
+        host: Sequence[npt.NDArray[Any]] | None = None,
+    ) -> "SamplingTensors":
+        """Rows that differ. host: the same four as arrays, which are looked at in the tensors' place; needed unless
+        these are on a CPU."""
+        tensors = (temperature_B, top_k_B, top_p_B, min_p_B)
+        if tuple(x.dtype for x in tensors) != _DTYPES:
+            raise ValueError(f"rules are {list(_DTYPES)}, not {[x.dtype for x in tensors]}")
+        if temperature_B.dim() != 1 or len({(x.shape, x.device) for x in tensors}) != 1:
+            shapes = [f"{tuple(x.shape)} on {x.device}" for x in tensors]
+            raise ValueError(f"rules are four vectors of one length on one device, not {shapes}")
+        if host is None:
+            if temperature_B.device.type != "cpu":
+                raise ValueError(f"rules on {temperature_B.device} need `host`, the same four as arrays")
+            host = [x.numpy() for x in tensors]
+        if [x.shape for x in host] != [tuple(temperature_B.shape)] * 4:
+            raise ValueError(f"`host` has shapes {[x.shape for x in host]}, the rules {tuple(temperature_B.shape)}")
+        temperature, top_k, top_p, min_p = host
+        _check_values(temperature, top_k, top_p, min_p)
+        alike = len(temperature) > 0 and bool((temperature == temperature[0]).all())
+        filtered = bool((top_k > 0).any() or (top_p < 1).any() or (min_p > 0).any())
+        one = float(temperature[0]) if alike else None
+        return cls(temperature_B, top_k_B, top_p_B, min_p_B, temperature=one, filtered=filtered)
+
+    def __len__(self) -> int:
+        return len(self.temperature_B)
+
+    def take(self, index_B: Tensor) -> "SamplingTensors":
+        """The rules of these rows (int64); a row may be named more than once."""
+        tensors = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
+        alike = self.temperature is not None and not self.filtered  # then nothing need be gathered
+        temperature_B, top_k_B, top_p_B, min_p_B = (
+            x[:1].expand(len(index_B)) if alike else x.index_select(0, index_B) for x in tensors
+        )
+        return SamplingTensors(temperature_B, top_k_B, top_p_B, min_p_B, self.temperature, self.filtered)
+
+    @property
+    def divisor_B(self) -> Tensor | None:
+        """The temperature, with 1 for greedy rows; None: no row's logits are divided."""
+        if self.temperature is not None:
+            return None if self.temperature in (0.0, 1.0) else self.temperature_B
+        return torch.where(self.temperature_B > 0, self.temperature_B, 1.0)
+
+    @property
+    def filtered_B(self) -> Tensor:
+        """Which rows have a filter that matters: greedy ones have none, for every filter keeps the largest."""
+        on_B = (self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)
+        return on_B & (self.temperature_B > 0)
+
+
+def _check_values(
+    temperature: npt.NDArray[Any], top_k: npt.NDArray[Any], top_p: npt.NDArray[Any], min_p: npt.NDArray[Any]
+) -> None:
+    divides = (temperature == 0) | divides_in_float32(temperature)
+    for name, values, right, wanted in (
+        ("temperature", temperature, divides, "0, or a normal float32 number whose reciprocal is one"),
+        ("top_k", top_k, top_k >= 0, "0 or more"),
+        ("top_p", top_p, (top_p >= TINY) & (top_p <= 1), "above 0 in float32 and at most 1"),
+        ("min_p", min_p, (min_p >= 0) & (min_p <= 1), "from 0 to 1"),
+    ):
+        if not right.all():
+            raise ValueError(f"{name} is {values[~right][0]}; it has to be {wanted}")
+
+
+def sample_from_head(
     hidden_BH: Tensor,
     lm_head_VH: Tensor,
     seeds_B: Tensor,
     positions_B: Tensor,
-    rules: DrawRules,
+    rules: SamplingTensors,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row from its hidden state: ids [B] int64, log-probabilities [B] float32, as `sample` has them.
@@ -51,7 +157,7 @@ def draw_from_head(
     launches and memory follow from shapes and from what `rules` knows on the host, so a CUDA graph may hold it.
     """
     if not rules.filtered and _draws_fused(backend, hidden_BH, lm_head_VH):
-        from thresher.kernels.drawing.head_draw_triton import draw_fused
+        from thresher.kernels.sampling_triton import draw_fused
 
         with on_device(hidden_BH):
             return draw_fused(hidden_BH, lm_head_VH, seeds_B, positions_B, rules.temperature_B)
@@ -78,7 +184,7 @@ def head_logits(hidden_BH: Tensor, lm_head_VH: Tensor) -> Tensor:
     return logits_MV[: len(hidden_BH)]
 
 
-def sample(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawRules) -> tuple[Tensor, Tensor]:
+def sample(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Draw one token a row; logits [B, V] float32 (only columns that may be drawn), seeds and positions [B] int64.
 
     Returns ids [B] int64 and their log-probabilities [B] float32 under the distribution drawn from: softmax of
@@ -95,7 +201,7 @@ def sample(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawR
     return draw_dense(logits_BV, seeds_B, positions_B, rules)
 
 
-def draw_dense(z_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawRules) -> tuple[Tensor, Tensor]:
+def draw_dense(z_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors) -> tuple[Tensor, Tensor]:
     """As `sample`, with the noise of every column, and nothing that the host would have to wait for."""
     divisor_B = rules.divisor_B
     if divisor_B is not None:
@@ -113,7 +219,7 @@ def draw_dense(z_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawRu
     return ids_B, z_BV.gather(1, ids_B[:, None])[:, 0] - z_BV.logsumexp(1)
 
 
-def _check(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawRules) -> None:
+def _check(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors) -> None:
     shape, dtype, device = logits_BV.shape, logits_BV.dtype, logits_BV.device
     if len(shape) != 2 or shape[1] == 0 or dtype not in (torch.float32, torch.float64):
         raise ValueError(
@@ -126,3 +232,179 @@ def _check(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: DrawR
     if len(rules) != shape[0] or rules.temperature_B.device != device:
         found = f"{len(rules)} on {rules.temperature_B.device}"
         raise ValueError(f"rules are for {shape[0]} rows on {device}, as the logits, not for {found}")
+
+
+def cutoffs(z_BV: Tensor, rules: SamplingTensors) -> Tensor:
+    """The smallest logit that each row's filters keep, [B]: one of the row's own, so that comparing with it is exact.
+    z_BV: logits / temperature."""
+    if z_BV.device.type == "cpu":  # to sort a row of 151,936 takes torch 20 ms and NumPy .4
+        sorted_BV = torch.from_numpy(np.sort(z_BV.numpy(), axis=1)).flip(1)
+    else:
+        sorted_BV = z_BV.sort(dim=1, descending=True).values
+    columns = z_BV.shape[1]
+    k_B = torch.where(rules.top_k_B > 0, rules.top_k_B, columns).clamp(max=columns)
+    kept_BV = sorted_BV >= sorted_BV.gather(1, k_B[:, None] - 1)
+    weight_BV = (sorted_BV.double() - sorted_BV[:, :1].double()).exp_()  # p / the largest p
+    mass_BV = (weight_BV * kept_BV).cumsum(1)
+    top_p_B1 = rules.top_p_B[:, None].double()
+    # A column is needed as long as those before it have not reached p; the first always is.
+    kept_BV[:, 1:] &= (mass_BV[:, :-1] < top_p_B1 * mass_BV[:, -1:]) | (top_p_B1 == 1)
+    kept_BV &= weight_BV >= rules.min_p_B[:, None].double()
+    last_B = kept_BV.sum(1).clamp_(min=1) - 1
+    return sorted_BV.gather(1, last_B[:, None])[:, 0]
+
+
+# --- On a CPU: a few rows at a time, and noise for those columns alone that can still win
+#
+#     score[v] = z[v] + g[v],    g <= LARGEST_NOISE,    so v is out where z[v] + LARGEST_NOISE < score[largest z's v]
+#
+# The token has the bits of `draw_dense`: scores are the same float32 sums, of equal ones the lowest id wins, and the
+# bound is wider than any rounding. Of a trained model's 151,936 columns about one in a thousand is left; where many
+# are, all get their noise. A pass over [B, V] costs what memory costs, so all but the first work on a block that stays
+# in the cache. NumPy does what it does faster (unsigned shifts, argmax); logarithms, exponentials and sums are torch's,
+# for their bits.
+
+# Logits in a block, which is at least a row; its scratch takes three times as much. On a Xeon with 2 MiB of L2, one
+# thread, 128 x 757 took .61 ms at 2^16 (two blocks), .48 at 2^17, .50 at 2^18; a row of 151,936 cut up took longer.
+BLOCK = 1 << 17
+# Where a vocabulary is narrow, most columns are in the race: of the demo's 757 a quarter, and the search for them took
+# as long as the noise of all.
+PRUNED_FROM = 4096
+# A block with more of its columns than this in the race computes the noise of all: a lone column costs several times
+# what it costs in a row.
+PRUNED_SHARE = 1 / 8
+# By how much a bound is wider than arithmetic has it, for other libraries' logarithms; and per score, for its rounding.
+MARGIN, MARGIN_PER_SCORE = 1e-3, 2.0**-21
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+class _Scratch:
+    """Memory for a block: its z, one pass's result, the noise."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.shape = rows, width
+        with torch.inference_mode(False):  # or it could be used in no other mode
+            self.z_BV, self.work_BV, noise_BV = torch.empty((3, rows, width))
+            self.hashed = HashBuffers(noise_BV, self.work_BV)
+        self.open_BV = np.empty((rows, width), np.bool_)
+
+
+class _Kept(threading.local):
+    """A thread's last scratch: making one costs a tenth of a small draw."""
+
+    scratch: _Scratch | None = None
+
+    def get(self, rows: int, width: int) -> _Scratch:
+        if self.scratch is None or self.scratch.shape != (rows, width):
+            self.scratch = _Scratch(rows, width)
+        return self.scratch
+
+
+_kept = _Kept()
+
+
+@dataclass(slots=True)
+class _Draws:
+    """What has been drawn, and what is still in the race."""
+
+    keys: Keys
+    floor_B: Floats | None  # z below which a column cannot win; None: not looked for
+    ids_B: Ids
+    rows: list[Ids] = field(default_factory=list)
+    columns: list[Ids] = field(default_factory=list)
+    z: list[Floats] = field(default_factory=list)
+
+    def add(self, z_BV: Tensor, part: slice, scratch: _Scratch) -> None:
+        """Draw a block's tokens, or note which of its columns can win."""
+        width = z_BV.shape[1]
+        if self.floor_B is not None:
+            open_BV = np.greater_equal(z_BV.numpy(), self.floor_B[part, None], out=scratch.open_BV)
+            if np.count_nonzero(open_BV) <= PRUNED_SHARE * open_BV.size:
+                rows_E, columns_E = np.divmod(np.flatnonzero(open_BV), width)
+                self.z.append(z_BV.numpy()[rows_E, columns_E])
+                self.rows.append(rows_E + part.start)
+                self.columns.append(columns_E)
+                return
+        low_B1, high_B1 = self.keys.low_B[part, None], self.keys.high_B[part, None]
+        minus_g_BV = minus_noise(low_B1, high_B1, all_token_words(width), scratch.hashed)
+        self.ids_B[part] = torch.sub(z_BV, minus_g_BV, out=minus_g_BV).numpy().argmax(1)
+
+    def finish(self) -> Ids:
+        """Draw from what is left, where each row has at least the column of its largest logit; all ids."""
+        if not self.rows:
+            return self.ids_B
+        rows_E, columns_E = np.concatenate(self.rows), np.concatenate(self.columns)
+        scores_E = np.concatenate(self.z) - minus_noise_at(self.keys, rows_E, columns_E)
+        first = np.flatnonzero(np.diff(rows_E, prepend=-1))
+        best_E = np.repeat(np.maximum.reduceat(scores_E, first), np.diff(first, append=len(rows_E)))
+        winners = np.flatnonzero(scores_E == best_E)[::-1]  # of those of one row, the lowest id is written last
+        self.ids_B[rows_E[winners]] = columns_E[winners]
+        return self.ids_B
+
+
+def _row_sums(x_BV: Tensor) -> Tensor:
+    """[B], each with the bits that it has in any company: torch shares out a lone long row among its threads."""
+    return x_BV.sum(1) if len(x_BV) > 1 else x_BV.expand(2, -1).sum(1)[:1]
+
+
+def _cutoffs(logits_BV: Tensor, divisor_B: Tensor | None, rules: SamplingTensors) -> Tensor:
+    """[B]: -inf where a row has no filter; only those that have one are sorted."""
+    cut_B = torch.full((len(logits_BV),), -torch.inf)
+    index_B = torch.from_numpy(np.flatnonzero(rules.filtered_B.numpy()))
+    if len(index_B):
+        z_BV = logits_BV[index_B]
+        cut_B[index_B] = cutoffs(z_BV if divisor_B is None else z_BV / divisor_B[index_B, None], rules.take(index_B))
+    return cut_B
+
+
+def _floors(keys: Keys, top_ids_B: Ids, top_B: Floats) -> Floats:
+    """z [B] below which no column can win against the column of the largest logit."""
+    score_B = (top_B - minus_noise_at(keys, np.arange(len(top_ids_B)), top_ids_B)).astype(np.float64)
+    floor_B: Floats
+    floor_B = (score_B - LARGEST_NOISE - MARGIN - MARGIN_PER_SCORE * np.abs(score_B)).astype(np.float32)
+    return floor_B
+
+
+def draw_in_blocks(
+    logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors
+) -> tuple[Tensor, Tensor] | None:
+    """`sample` of kernels/sampling.py for float32 on a CPU; None where a row's largest logit is not finite."""
+    count, width = logits_BV.shape
+    every, divisor_B = np.arange(count), rules.divisor_B
+
+    def chosen(ids_B: Ids) -> Floats:
+        z_B: Floats = logits_BV.numpy()[every, ids_B]
+        return z_B if divisor_B is None else (torch.from_numpy(z_B) / divisor_B).numpy()
+
+    top_ids_B = logits_BV.numpy().argmax(1)  # torch's takes 20 times as long
+    top_B = chosen(top_ids_B)
+    if not np.isfinite(top_B).all():
+        return None
+    draws, cut_B = None, None
+    if rules.temperature != 0:
+        keys = host_keys(seeds_B, positions_B)
+        draws = _Draws(keys, _floors(keys, top_ids_B, top_B) if width >= PRUNED_FROM else None, top_ids_B.copy())
+        cut_B = _cutoffs(logits_BV, divisor_B, rules) if rules.filtered else None
+    rows = max(min(BLOCK // width, count), 1)
+    scratch = _kept.get(rows, width)
+    sums_B, top_B1 = np.empty(count, np.float32), torch.from_numpy(top_B)[:, None]
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        z_BV = logits_BV[part]
+        if len(z_BV) < rows:
+            scratch = _Scratch(len(z_BV), width)
+        if divisor_B is not None:
+            z_BV = torch.div(z_BV, divisor_B[part, None], out=scratch.z_BV)
+        if cut_B is not None:
+            z_BV = scratch.z_BV.copy_(z_BV).masked_fill_(z_BV < cut_B[part, None], -torch.inf)
+        torch.sub(z_BV, top_B1[part], out=scratch.work_BV)
+        sums_B[part] = _row_sums(scratch.work_BV.exp_()).numpy()
+        if draws is not None:
+            draws.add(z_BV, part, scratch)
+    ids_B = top_ids_B if draws is None else draws.finish()
+    if rules.temperature is None:
+        ids_B = np.where(rules.temperature_B.numpy() > 0, ids_B, top_ids_B)
+    log_sums_B = torch.from_numpy(sums_B).log_().numpy() + top_B
+    return torch.from_numpy(ids_B), torch.from_numpy(chosen(ids_B) - log_sums_B)

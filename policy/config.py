@@ -58,7 +58,7 @@ _NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "layer_types
 
 
 class RopeScaling(NamedTuple):
-    """RoPE of type "llama3", under config.json's names; what it computes: kernels/elementwise/layers.py."""
+    """RoPE of type "llama3", under config.json's names; what it computes: kernels/layers.py."""
 
     factor: float
     low_freq_factor: float

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thresher.kernels.elementwise.layers import add_norm, norm_heads, silu_gate
+from thresher.kernels.layers import add_norm, norm_heads, silu_gate
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.lora import LayerAdapters
 from thresher.rewards.errors import UserError

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thresher.kernels.attention.varlen import Varlen
-from thresher.kernels.elementwise.layers import add_norm, rope_table
+from thresher.kernels.layers import add_norm, rope_table
 from thresher.policy.config import CONFIG_FILES, ModelConfig, read_config, write_config
 from thresher.policy.families import load_layer_class
 from thresher.policy.files import as_path

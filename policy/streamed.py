@@ -16,7 +16,7 @@ from copy import deepcopy
 import torch
 import torch.nn.functional as F
 
-from thresher.kernels.elementwise.layers import add_norm
+from thresher.kernels.layers import add_norm
 from thresher.policy.layers import Attend, Layer
 from thresher.policy.model import Policy
 

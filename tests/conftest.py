@@ -324,7 +324,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
         encode = (tokenizer or tiny_tokenizer).encode_template
         queues = {seed: [token for text in texts for token in encode(text)] for seed, texts in lines.items()}
 
-        def say(logits_BV: Any, seeds_B: Any, positions_B: Any, rules: sampling.DrawRules) -> Any:
+        def say(logits_BV: Any, seeds_B: Any, positions_B: Any, rules: sampling.SamplingTensors) -> Any:
             ids = torch.tensor([queues[seed].pop(0) for seed in seeds_B.tolist()])
             divisor_B = 1.0 if rules.divisor_B is None else rules.divisor_B[:, None]
             return ids, torch.log_softmax(logits_BV / divisor_B, -1).gather(1, ids[:, None])[:, 0]

@@ -131,9 +131,7 @@ REDUCED = {
         ),
         once=True,
     ),
-    "bench compile": Row(
-        ("--target", "sm_80", "--module", "thresher.kernels.elementwise.gate_triton"), once=True, process=True
-    ),
+    "bench compile": Row(("--target", "sm_80", "--module", "thresher.kernels.gate_triton"), once=True, process=True),
     "bench decode": Row(
         (*("--device", "cpu", "--model", "0.5B", "--batch", "8"), *("--own", "4", "--shared", "8", "--steps", "1")),
         once=True,

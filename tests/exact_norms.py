@@ -1,6 +1,6 @@
 """A float64 model that is float64 throughout, the truth of other dtypes.
 
-By itself `rms_norm` (kernels/elementwise/layers.py) takes its mean in float32 whatever the dtype.
+By itself `rms_norm` (kernels/layers.py) takes its mean in float32 whatever the dtype.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from thresher.kernels.elementwise import layers
+from thresher.kernels import layers
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from thresher.bench.compile.sass import Code, disassemble, read_code
 from thresher.bench.compile.target import WARP, Target
-from thresher.kernels.launch.registry import Specialisation
+from thresher.kernels.registry import Specialisation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from thresher.bench.compile.compiler import Figures
 from thresher.bench.compile.sass import Code
 from thresher.bench.compile.target import SCHEDULERS, WARP, Target, blocks_per_sm, occupancy
 from thresher.engine.planning.chips import Chip, fastest
-from thresher.kernels.launch.registry import Specialisation
+from thresher.kernels.registry import Specialisation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from thresher.bench.compile.sass import Code
 from thresher.bench.compile.target import KIB, TARGETS
 from thresher.bench.machine import facts, package_version
 from thresher.engine.console import answer, console, progress_line, shown
-from thresher.kernels.launch.registry import Specialisation, specialisations_of, triton_modules
+from thresher.kernels.registry import Specialisation, specialisations_of, triton_modules
 from thresher.rewards.errors import UserError
 
 KERNEL_MODULES = triton_modules()

@@ -1,7 +1,7 @@
 """The ranges of the sampling parameters, in one place: the Python API, the recipe and the command line refuse alike.
 
 Kernels compute in float32. A temperature divides logits there, and some kernels multiply by its reciprocal, so both
-have to be normal numbers there, between 2^-126 and 2^126, which kernels/drawing/rules.py checks of what reaches it. The
+have to be normal numbers there, between 2^-126 and 2^126, which kernels/sampling.py checks of what reaches it. The
 bounds here are narrower: at LOWEST, logits of up to 3e8 still have a finite quotient.
 """
 

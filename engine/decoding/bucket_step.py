@@ -28,7 +28,7 @@ from thresher.engine.decoding.verify import Bools, Drawn, DrawnRows, drawn_width
 from thresher.kernels import sampling
 from thresher.kernels.attention.cached import DecodeRows, SharedPrefix, decode_attention, prefix_pays
 from thresher.kernels.attention.paged import Ints
-from thresher.kernels.elementwise.layers import rotate_and_store
+from thresher.kernels.layers import rotate_and_store
 from thresher.policy.model import Policy
 
 MEMBERS = 16  # of a group that shares a prefix; a larger one is several groups
@@ -150,7 +150,7 @@ class BucketStep:
         hidden_TH = self.policy.hidden(ids_BQ.view(-1), position_T, self._attend)
         head_VH = self.policy.head_VH[: self.columns]
         seeds_T, rules = lanes.seeds_B[lane_T], self.rules.take(lane_T)
-        ids_T, logprobs_T = sampling.draw_from_head(hidden_TH, head_VH, seeds_T, position_T + 1, rules)
+        ids_T, logprobs_T = sampling.sample_from_head(hidden_TH, head_VH, seeds_T, position_T + 1, rules)
         ids_BQ, lane_B = ids_T.view(-1, len(row_Q)), lane_B1[:, 0]
         logprobs_BQ, state_B = logprobs_T.view_as(ids_BQ), lanes.state_B[lane_B]
         state_B, code_B, taken_B = what_stands(self.stops, state_B, ids_BQ, logprobs_BQ, drafts_BK, count_B1[:, 0] - 1)

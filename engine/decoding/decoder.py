@@ -383,7 +383,7 @@ class Decoder:
         lanes = self.lanes
         lane_F, position_F = rows_of(lanes, lane_N, drafted_N)
         head_VH, rules = self.policy.head_VH[: self.tokenizer.vocab_size], lanes.rules.take(lane_F)
-        ids_F, logprobs_F = sampling.draw_from_head(hidden_FH, head_VH, lanes.seeds_B[lane_F], position_F, rules)
+        ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, head_VH, lanes.seeds_B[lane_F], position_F, rules)
         return keep_drawn(lanes, self.stops, lane_N, drafted_N, ids_F, logprobs_F)
 
     def _check_finite(self, code_N: Ints) -> None:

@@ -42,7 +42,7 @@ from thresher.engine.decoding.sequences import TokenSequence
 from thresher.engine.machine import cpu_memory
 from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.paged import Ints, Pieces
-from thresher.kernels.drawing.rules import DrawRules
+from thresher.kernels.sampling import SamplingTensors
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ class DeviceDecoder(Decoder):
         self._ended: list[TokenSequence] = []  # in this step
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
         self._steps: dict[tuple[int, int, bool], BucketStep] = {}
-        self._made_for: tuple[DrawRules, int] | None = None  # rules, and the version of the stop tables
+        self._made_for: tuple[SamplingTensors, int] | None = None  # rules, and the version of the stop tables
         self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
 
     def _cache(self) -> DeviceKV:

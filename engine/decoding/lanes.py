@@ -32,7 +32,7 @@ import torch
 from thresher.engine.decoding.drafts import Drafts
 from thresher.engine.decoding.sequences import Draw, TokenSequence
 from thresher.engine.decoding.stop_tags import Hit, TagMatcher
-from thresher.kernels.sampling import DrawRules
+from thresher.kernels.sampling import SamplingTensors
 from thresher.policy.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ class Lanes:
         if mirror:
             self._mirror = (np.zeros((lanes, length), np.int64), np.zeros((lanes, length), np.float32))
         self.draws: list[Draw] = [Draw()] * lanes
-        self.rules = DrawRules.uniform(1.0, lanes, device)
+        self.rules = SamplingTensors.uniform(1.0, lanes, device)
         self._free = list(range(lanes - 2, -1, -1))
 
     def open(self, sequence: TokenSequence, cached: int, blocks: Sequence[int]) -> int:
@@ -172,13 +172,13 @@ class Lanes:
     def _values(self, values: Sequence[int] | Sequence[float]) -> Any:
         return values if self.device.type == "cpu" else torch.tensor(values, device=self.device)
 
-    def _rules(self) -> DrawRules:
+    def _rules(self) -> SamplingTensors:
         columns = zip(*((one.temperature, one.top_k, one.top_p, one.min_p) for one in self.draws), strict=True)
         kinds = (np.float32, np.int64, np.float32, np.float32)
         temperature, top_k, top_p, min_p = (np.array(column, kind) for column, kind in zip(columns, kinds, strict=True))
         host = (temperature, top_k, top_p, min_p)
         temperature_B, top_k_B, top_p_B, min_p_B = (torch.from_numpy(x).to(self.device) for x in host)
-        return DrawRules.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
+        return SamplingTensors.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
 
 
 class StopBank:

@@ -45,7 +45,7 @@ from thresher.kernels.attention.decode_triton import (
     strides,
 )
 from thresher.kernels.attention.rows import KEYS, DecodeRows, SharedPrefix, decode_splits
-from thresher.kernels.launch.registry import Specialisation
+from thresher.kernels.registry import Specialisation
 
 PREFIX = KeyTiling(rows=64, keys=KEYS, num_warps=4, num_stages=2)
 MERGED = 16  # parts that the merging kernel reads at a time, at most

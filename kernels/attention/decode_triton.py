@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.attention.rows import KEYS, DecodeRows
-from thresher.kernels.launch.registry import Specialisation
+from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = math.log2(math.e)

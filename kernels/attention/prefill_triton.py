@@ -37,7 +37,7 @@ from thresher.kernels.attention.decode_triton import (
     strides,
 )
 from thresher.kernels.attention.rows import KEYS, PrefillRows
-from thresher.kernels.launch.registry import Specialisation
+from thresher.kernels.registry import Specialisation
 
 # Two blocks of keys on their way while a third is computed with. Half as many keys where mma has to hold them in
 # registers besides 128 rows of output, which would spill.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from thresher.kernels.attention.parts import PairedRuns, PartialAttention, Run, cpu_attention
-from thresher.kernels.elementwise.layers import rotated_heads
+from thresher.kernels.layers import rotated_heads
 
 
 class PrefixForest:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 
-from thresher.kernels.elementwise.layers import rotated_heads
+from thresher.kernels.layers import rotated_heads
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MARKED = [
     "tests/kernels/test_paged_attention.py",
     "tests/kernels/test_logprob.py",
-    "tests/kernels/drawing/test_noise.py",
+    "tests/kernels/test_noise.py",
     "tests/policy/test_lora.py",
     "tests/engine/rollout/test_rollout.py",
 ]

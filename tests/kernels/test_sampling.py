@@ -13,8 +13,8 @@ from batch_invariance import using_threads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thresher.kernels.drawing.noise import uniform_noise
-from thresher.kernels.sampling import DrawRules, sample
+from thresher.kernels.noise import uniform_noise
+from thresher.kernels.sampling import SamplingTensors, sample
 
 LOGITS = torch.tensor([1.2, -0.3, 2.0, 0.0, -4.0, 0.7, 0.7, -1.0, 1.9, -2.0, 0.1, -0.5])
 DRAWS = 20_000
@@ -48,7 +48,7 @@ def noise(seed: int, position: int, width: int = 64) -> Tensor:
 def draw(
     logits_BV: Tensor, seeds: Iterable[int], positions: Iterable[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    rules = DrawRules.uniform(temperature, len(logits_BV))
+    rules = SamplingTensors.uniform(temperature, len(logits_BV))
     return sample(logits_BV, torch.tensor(list(seeds)), torch.tensor(list(positions)), rules)
 
 
@@ -181,9 +181,9 @@ RULES = [  # (temperature, top_k, top_p, min_p)
 ]
 
 
-def rules_of(rows: list[tuple[float, int, float, float]]) -> DrawRules:
+def rules_of(rows: list[tuple[float, int, float, float]]) -> SamplingTensors:
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return DrawRules.of(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+    return SamplingTensors.of(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -198,7 +198,7 @@ def test_a_row_draws_alike_alone_and_beside_any_other(width: int, count: int, th
         for row in range(count):
             at = torch.tensor([row])
             temperature, *filters = RULES[row % len(RULES)]
-            alone = DrawRules.uniform(temperature, 1) if filters == [0, 1.0, 0.0] else rules.take(at)
+            alone = SamplingTensors.uniform(temperature, 1) if filters == [0, 1.0, 0.0] else rules.take(at)
             found = sample(logits_BV[at], seeds_B[at], positions_B[at], alone)
             assert torch.equal(found[0], ids_B[at]) and torch.equal(found[1], logprobs_B[at])
         some = torch.tensor([4, 4, 0, 17, 3])
@@ -284,7 +284,7 @@ MADE_OUTSIDE = "aten::lift_fresh"
 def operations(count: int, temperature: float) -> list[str]:
     logits_BV, at_B = torch.randn(count, 300), torch.arange(count)
     with Operations() as seen:
-        sample(logits_BV, at_B, at_B, DrawRules.uniform(temperature, count))
+        sample(logits_BV, at_B, at_B, SamplingTensors.uniform(temperature, count))
     return seen.names
 
 
@@ -313,7 +313,7 @@ def test_off_the_cpu_no_value_is_needed(rows: list[tuple[float, int, float, floa
     """On a device without values: to read one there, or to make a shape of one, is an error."""
     host = rules_of(rows)
     on_cpu = (host.temperature_B, host.top_k_B, host.top_p_B, host.min_p_B)
-    rules = DrawRules.of(*(x.to("meta") for x in on_cpu), host=[x.numpy() for x in on_cpu])
+    rules = SamplingTensors.of(*(x.to("meta") for x in on_cpu), host=[x.numpy() for x in on_cpu])
     at_B = torch.empty(len(rows), dtype=torch.int64, device="meta")
     with Operations() as seen:
         ids_B, logprobs_B = sample(torch.empty(len(rows), 50, device="meta"), at_B, at_B, rules.take(at_B))
@@ -333,13 +333,13 @@ def test_off_the_cpu_no_value_is_needed(rows: list[tuple[float, int, float, floa
         ({"seeds": torch.zeros(3, dtype=torch.int32)}, "seeds are .*int32"),
         ({"positions": torch.zeros(3, 1, dtype=torch.int64)}, "positions are"),
         ({"positions": torch.zeros(3, dtype=torch.int64, device="meta")}, "positions are .* on meta"),
-        ({"rules": DrawRules.uniform(1.0, 4)}, "rules are for 3 rows on cpu, as the logits, not for 4"),
-        ({"rules": DrawRules.uniform(1.0, 3, "meta")}, "on meta"),
+        ({"rules": SamplingTensors.uniform(1.0, 4)}, "rules are for 3 rows on cpu, as the logits, not for 4"),
+        ({"rules": SamplingTensors.uniform(1.0, 3, "meta")}, "on meta"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     at_B = torch.arange(3)
-    given = {"logits": torch.zeros(3, 5), "seeds": at_B, "positions": at_B, "rules": DrawRules.uniform(1.0, 3)}
+    given = {"logits": torch.zeros(3, 5), "seeds": at_B, "positions": at_B, "rules": SamplingTensors.uniform(1.0, 3)}
     with pytest.raises(ValueError, match=message):
         sample(*{**given, **arguments}.values())
 
@@ -347,5 +347,5 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
 def test_no_rows() -> None:
     for temperature in (0.0, 1.0):
         none_B = torch.zeros(0, dtype=torch.int64)
-        ids_B, logprobs_B = sample(torch.zeros(0, 7), none_B, none_B, DrawRules.uniform(temperature, 0))
+        ids_B, logprobs_B = sample(torch.zeros(0, 7), none_B, none_B, SamplingTensors.uniform(temperature, 0))
         assert ids_B.shape == logprobs_B.shape == (0,) and ids_B.dtype == torch.int64

@@ -11,8 +11,8 @@ import torch
 from interpreter import DEVICE
 from model_cases import make_config
 
+from thresher.kernels import layers
 from thresher.kernels.attention.varlen import Varlen
-from thresher.kernels.elementwise import layers
 from thresher.policy.config import RopeScaling
 from thresher.policy.lora import adapters, add_lora
 from thresher.policy.model import Policy, init_policy

@@ -25,7 +25,7 @@ from thresher.kernels.attention.paged import (
 )
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
-from thresher.kernels.elementwise.layers import rotate_and_store, rotated_heads
+from thresher.kernels.layers import rotate_and_store, rotated_heads
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 from thresher.rewards.errors import UserError

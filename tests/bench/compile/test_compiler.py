@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from thresher.bench.compile import compiler
 from thresher.bench.compile.sass import Code, Region
 from thresher.bench.compile.target import TARGETS
-from thresher.kernels.launch.registry import Specialisation
+from thresher.kernels.registry import Specialisation
 
 
 @pytest.mark.parametrize(

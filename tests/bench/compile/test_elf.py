@@ -17,7 +17,7 @@ import contextlib, io, json, subprocess, sys, tempfile
 from triton import knobs
 from thresher.bench.compile import compiler, elf, sass
 from thresher.bench.compile.target import TARGETS
-from thresher.kernels.launch.registry import specialisations_of
+from thresher.kernels.registry import specialisations_of
 
 chosen = [one for one in specialisations_of("toy_kernels") if one.name in ("sound", "sound product", "spilling")]
 pairs = [(one, TARGETS[name]) for name in ("sm_80", "sm_90") for one in chosen]

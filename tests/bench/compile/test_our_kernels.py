@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from thresher.bench.compile import compiler
 from thresher.bench.compile.target import TARGETS
 from thresher.bench.machine import package_version
-from thresher.kernels.launch.registry import Specialisation, specialisations_of, triton_modules
+from thresher.kernels.registry import Specialisation, specialisations_of, triton_modules
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from thresher.bench.compile.predict import predict
 from thresher.bench.compile.sass import Code, Region
 from thresher.bench.compile.target import TARGETS
 from thresher.engine.planning.chips import CHIPS, fastest
-from thresher.kernels.launch.registry import ProgramWork, Specialisation
+from thresher.kernels.registry import ProgramWork, Specialisation
 
 
 def figures(registers: int = 64, shared: int = 0, matrix: tuple[str, ...] = ()) -> Figures:

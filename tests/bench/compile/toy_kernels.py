@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from thresher.kernels.launch.registry import ProgramWork, Specialisation
+from thresher.kernels.registry import ProgramWork, Specialisation
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from thresher.engine.config.sections import (
     SystemSection,
 )
 from thresher.engine.config.tables import from_dict, to_toml, toml_value
-from thresher.kernels.drawing.rules import DrawRules
 from thresher.kernels.objective import LossSettings
+from thresher.kernels.sampling import SamplingTensors
 from thresher.rewards.errors import UserError
 
 
@@ -225,10 +225,10 @@ def test_what_the_recipe_takes_the_kernels_take() -> None:
         assert 0 < taken < len(values)
     for value in values:
         if BOUNDS["temperature"].admits(value):
-            assert DrawRules.uniform(value, 1).temperature == value
+            assert SamplingTensors.uniform(value, 1).temperature == value
         if BOUNDS["top_p"].admits(value):
             rows = (torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.tensor([value]), torch.zeros(1))
-            DrawRules.of(*rows)
+            SamplingTensors.of(*rows)
 
 
 def test_rules_between_fields(write: Any) -> None:

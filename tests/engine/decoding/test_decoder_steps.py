@@ -1,6 +1,6 @@
 """What a step costs the host: between the ends of turns as much for 64 sequences as for 4, and one look at the device.
 
-Without drafts. A CPU's own way to draw (kernels/drawing/blocks.py) asks for arrays as often as it likes; what is held
+Without drafts. A CPU's own way to draw (kernels/sampling.py) asks for arrays as often as it likes; what is held
 to one reading is the step with the way of every other device.
 """
 

@@ -130,7 +130,7 @@ def test_drawn_as_on_a_gpu_a_rollout_has_the_same_tokens(
 ) -> None:
     """Out of the head's product, in Triton's interpreter; rows with filters beside them, and turns of every end."""
     pytest.importorskip("triton")
-    from thresher.kernels.drawing import head_draw_triton
+    from thresher.kernels import sampling_triton
 
     prompts, plans = random_world(Random(3), tiny_tokenizer.vocab_size, 6)
     draws = (Draw(), Draw(0.0), Draw(0.7))
@@ -151,8 +151,8 @@ def test_drawn_as_on_a_gpu_a_rollout_has_the_same_tokens(
         return call
 
     monkeypatch.setattr(sampling, "_draws_fused", lambda *_: True)
-    monkeypatch.setattr(head_draw_triton, "draw_fused", counted("fused", head_draw_triton.draw_fused))
-    monkeypatch.setattr(sampling, "draw_from_head", counted("all", sampling.draw_from_head))
+    monkeypatch.setattr(sampling_triton, "draw_fused", counted("fused", sampling_triton.draw_fused))
+    monkeypatch.setattr(sampling, "sample_from_head", counted("all", sampling.sample_from_head))
     found = play(decoder, prompts, plans)
     assert 0 < calls["fused"] < calls["all"], "some steps have filters and some have none"
     for ours, theirs in zip(found, expected, strict=True):

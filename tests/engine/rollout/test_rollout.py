@@ -12,7 +12,7 @@ from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
 from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
 from thresher.engine.rollout.samples import Job
-from thresher.kernels.sampling import DrawRules, sample
+from thresher.kernels.sampling import SamplingTensors, sample
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
@@ -115,7 +115,7 @@ def test_noise_is_asked_for_by_seed_and_position(
     """The position is the token's own place in its trajectory, so no two of its tokens ever see the same noise."""
     asked: dict[int, list[int]] = {}
 
-    def spy(logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor, rules: DrawRules) -> Any:
+    def spy(logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor, rules: SamplingTensors) -> Any:
         for seed, position in zip(seeds_B.tolist(), positions_B.tolist(), strict=True):
             asked.setdefault(seed, []).append(position)
         return sample(logits_BV, seeds_B, positions_B, rules)

@@ -22,7 +22,7 @@ from thresher.engine.training.sft import encode_all, encode_transcript, read_dat
 from thresher.engine.training.sft_analyses import write_analyses
 from thresher.engine.training.sft_data import KINDS, Unused, make_records
 from thresher.kernels import sampling
-from thresher.kernels.sampling import DrawRules, sample
+from thresher.kernels.sampling import SamplingTensors, sample
 from thresher.policy.lora import FOLDER, add_lora, load_adapters
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import Tokenizer
@@ -293,7 +293,7 @@ def test_a_model_writes_analyses(
         prompts.append(tiny_tokenizer.decode(ids))
         return ids
 
-    def say(logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor, rules: DrawRules) -> Any:
+    def say(logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor, rules: SamplingTensors) -> Any:
         assert rules.temperature == 0
         return torch.tensor([queues[seed].pop(0) for seed in seeds_B.tolist()]), torch.zeros(len(seeds_B))
 
@@ -310,7 +310,7 @@ def test_a_model_writes_analyses(
 def test_a_model_really_writes(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, float | None]] = []
 
-    def count(logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor, rules: DrawRules) -> Any:
+    def count(logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor, rules: SamplingTensors) -> Any:
         calls.append((len(seeds_B), rules.temperature))
         return sample(logits_BV, seeds_B, positions_B, rules)
 

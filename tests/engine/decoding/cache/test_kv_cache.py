@@ -7,7 +7,7 @@ from model_cases import make_config
 
 from thresher.engine.decoding.cache.kv_cache import PagedKV, PagedStep
 from thresher.kernels.attention.paged import Pieces
-from thresher.kernels.elementwise.layers import rope_table
+from thresher.kernels.layers import rope_table
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.rewards.errors import UserError
 

@@ -1,0 +1,163 @@
+"""Tilings that were measured: which one a head is worked on with, and where that is written down.
+
+With THRESHER_AUTOTUNE=1 the first call of each head shape times the candidates with that call's rows, prints the
+times, takes the fastest for as long as the process lives, and stores it: in tiling-GPU.json of the folder that
+THRESHER_TILINGS names, without it in bench/results. A stored tiling is used for the same GPU by name, dtype, V, H and
+version of Triton, and for nothing else: another compiler makes other code of the same tiling. So runs on one machine
+differ in their last bits only across a measurement.
+
+Deliberately absent: a tiling for a shape that nobody measured, taken from its neighbour.
+
+Axes: V vocabulary, H hidden width (docs/notation.md).
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thresher.kernels.head_tiling import BFLOAT16, HOPPER, PERSISTENT, Tiling, capability, choose_tiling
+
+AUTOTUNE, FOLDER = "THRESHER_AUTOTUNE", "THRESHER_TILINGS"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+POINTERS = (
+    BFLOAT16,
+    HOPPER,
+    Tiling(rows=128, columns=128, width=64, num_warps=8, num_stages=3),
+    Tiling(rows=128, columns=128, width=64, num_warps=4, num_stages=3),
+    Tiling(rows=128, columns=256, width=64, num_warps=8, num_stages=4),
+    Tiling(rows=256, columns=128, width=64, num_warps=8, num_stages=3),
+    Tiling(rows=128, columns=256, width=32, num_warps=8, num_stages=4),
+    Tiling(rows=128, columns=64, width=32, num_warps=4, num_stages=4),
+)
+# With 128 registers two blocks share a multiprocessor of sm_80, and the one's epilogue runs beside the other's product.
+# What does not fit is spilled after the loop over H, never in it.
+BEFORE_HOPPER = (Tiling(rows=128, columns=128, width=32, num_warps=8, num_stages=4, maxnreg=128),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """The fastest tiling of a shape, and what it was measured on. rows: of the chunk that was timed."""
+
+    gpu: str
+    dtype: str
+    vocab: int
+    hidden: int
+    rows: int
+    triton: str
+    torch: str
+    milliseconds: float
+    tiling: Tiling
+
+
+def takes_descriptors(lm_head_VH: Tensor) -> bool:
+    """Whether TMA can read this head: dense rows of bfloat16 that begin at multiples of 16 bytes."""
+    aligned = lm_head_VH.data_ptr() % 16 == 0 and lm_head_VH.stride(0) % 8 == 0 and lm_head_VH.shape[1] % 8 == 0
+    return lm_head_VH.dtype == torch.bfloat16 and lm_head_VH.stride(1) == 1 and aligned
+
+
+def candidates(lm_head_VH: Tensor) -> tuple[Tiling, ...]:
+    """What is worth timing for this head on its GPU."""
+    if not 90 <= capability(lm_head_VH.device) < 100:
+        return (*POINTERS, *BEFORE_HOPPER)
+    return (*POINTERS, PERSISTENT) if takes_descriptors(lm_head_VH) else POINTERS
+
+
+_measured: dict[tuple[str, ...], Tiling] = {}
+
+
+def wants_measuring(lm_head_VH: Tensor) -> bool:
+    """Whether the candidates are to be timed for this head: asked for, on a GPU, in bfloat16, and not done yet."""
+    asked = os.environ.get(AUTOTUNE) == "1" and lm_head_VH.is_cuda and lm_head_VH.dtype == torch.bfloat16
+    return asked and _key(lm_head_VH) not in _measured
+
+
+def tiling_for(lm_head_VH: Tensor) -> Tiling:
+    """What was measured for this head in this process, else what is stored for it, else `choose_tiling`."""
+    if not lm_head_VH.is_cuda or lm_head_VH.dtype != torch.bfloat16:
+        return choose_tiling(lm_head_VH)
+    key = _key(lm_head_VH)
+    found = _measured.get(key) or read_winners(winners_path(key[0])).get(key)
+    if found is None or (found.persistent and not takes_descriptors(lm_head_VH)):
+        return choose_tiling(lm_head_VH)
+    return found
+
+
+def record(lm_head_VH: Tensor, rows: int, times: Mapping[Tiling, float]) -> Path:
+    """The fastest of `times`, in milliseconds, for this head from now on, and in its file, whose path is returned."""
+    key = _key(lm_head_VH)
+    best = min(times, key=times.__getitem__)
+    _measured[key] = best
+    gpu, dtype, _, _, triton = key
+    winner = Winner(
+        gpu=gpu,
+        dtype=dtype,
+        vocab=lm_head_VH.shape[0],
+        hidden=lm_head_VH.shape[1],
+        rows=rows,
+        triton=triton,
+        torch=torch.__version__,
+        milliseconds=times[best],
+        tiling=best,
+    )
+    path = winners_path(gpu)
+    write_winner(path, winner)
+    return path
+
+
+def winners_path(gpu: str) -> Path:
+    folder = os.environ.get(FOLDER)
+    return (Path(folder) if folder else RESULTS) / f"tiling-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
+
+
+def write_winner(path: Path, winner: Winner) -> None:
+    """Into the file, in the place of an earlier one for the same key; the file is there whole or not at all."""
+    kept = [row for row in _rows(path) if _row_key(row) != _row_key(asdict(winner))]
+    rows = sorted([*kept, asdict(winner)], key=_row_key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)
+    read_winners.cache_clear()
+
+
+@cache
+def read_winners(path: Path) -> dict[tuple[str, ...], Tiling]:
+    """The file's tilings by key; none where there is no file. Raises ValueError for a file that is something else."""
+    try:
+        return {_row_key(row): Tiling(**row["tiling"]) for row in _rows(path)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no list of tilings as {AUTOTUNE}=1 stores them ({error}); delete it or measure again"
+        ) from None
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return rows
+
+
+def _row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in ("gpu", "dtype", "vocab", "hidden", "triton"))
+
+
+def _key(lm_head_VH: Tensor) -> tuple[str, ...]:
+    columns, width = lm_head_VH.shape
+    dtype = str(lm_head_VH.dtype).removeprefix("torch.")
+    return (torch.cuda.get_device_name(lm_head_VH.device), dtype, str(columns), str(width), _triton_version())
+
+
+@cache
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"

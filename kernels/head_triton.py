@@ -1,0 +1,401 @@
+"""LM head, log-prob and entropy in Triton: a matmul whose logits never reach memory.
+
+    z = x W^T / (temperature ln 2): logits counted in powers of two, so that e^logit = 2^z is one instruction.
+    A tile of [rows, columns] of x W^T is made in float32 accumulators and leaves behind, for each row,
+    m = max z,  s = sum 2^(z - m),  u = sum 2^(z - m) (z - m),  and y = z_y - m where the target's column is its own
+    M = max m,  S = sum 2^(m - M) s,  U = sum 2^(m - M) (u + (m - M) s)        over the row's tiles, in a fixed order
+    logp = ln 2 (y + m_y - M - log2 S),  H = ln 2 (log2 S - U / S)             m_y: the maximum of the target's tile
+
+z - m is one fused multiply-add of the accumulator, rounded once, and every sum above is taken relative to the m that
+was stored: what rounding m lost cancels.
+
+The loss needs every p_v as well. It could be had from stored logits in a second pass; instead the tile stores, in the
+operands' dtype, e_v = 2^(z_v - offset), with an offset a row that only has to lie near log2(sum 2^z), since
+p_v = e_v / sum e. It is guessed beforehand: log-sum-exp = z_y - logp, and the old log-prob is close to logp. Where the
+guess turns out more than `SLACK` off, the row's tiles are computed again with the true one. So what is stored has the
+precision of a probability and not of a logit, there is no elementwise pass over [rows, V], and the division by the
+sum, being one number a row, goes to the narrow sides of the two matmuls that follow (loss.py).
+
+Columns are stored up to the next multiple of COLUMN_MULTIPLE: those that do not exist hold e = 0. Rows of memory are
+then whole vectors of 16 bytes whatever V is, for the stores here and for the matmuls.
+
+One compiled kernel serves the loss and the log-prob alike, so that equal rows give equal bits: whether a tile is
+stored is a value and not a constant.
+
+Deliberately absent: float16 (a gradient's range is not its) and float64; both are the torch backend's.
+
+Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs/notation.md).
+"""
+
+# Kernels are typed by their launches.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thresher.kernels.head_tiling import BFLOAT16, COLUMN_MULTIPLE, FLOAT32, HOPPER, Tiling, again_tiling, processors
+from thresher.kernels.registry import Specialisation
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_MULTIPLE = tl.constexpr(COLUMN_MULTIPLE)
+
+# A length must not make a kernel be compiled anew: neither its value nor the alignment that it gives a slice.
+LENGTHS, NARROW = ["count", "store", "parts_stride"], ["targets_ptr", "offsets_ptr", "below_target_ptr"]
+
+
+@triton.jit
+def _exp2(x, INTERPRETED: tl.constexpr):
+    """2^x; 0 where that is under 2^-126, which spares three instructions around the one that computes it."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _logits(
+    rows_ptr,
+    head_ptr,
+    row_tile,
+    column_tile,
+    count,
+    head_stride_v,
+    head_stride_h,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile of x W^T, fp32. What lies outside is read as the last that lies inside: no masks in the loop."""
+    row = tl.minimum(row_tile * ROWS + tl.arange(0, ROWS), count - 1).to(tl.int64)
+    column = tl.minimum(column_tile * COLUMNS + tl.arange(0, COLUMNS), V - 1).to(tl.int64)
+    depth = tl.arange(0, WIDTH)
+    row_ptrs = rows_ptr + row[:, None] * H + depth[None, :]
+    head_ptrs = head_ptr + column[None, :] * head_stride_v + depth[:, None] * head_stride_h
+    logits = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, H, WIDTH):
+        if H % WIDTH == 0:
+            x = tl.load(row_ptrs)
+            w = tl.load(head_ptrs)
+        else:
+            x = tl.load(row_ptrs, mask=depth[None, :] < H - start, other=0.0)
+            w = tl.load(head_ptrs, mask=depth[:, None] < H - start, other=0.0)
+        if INTERPRETED:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        logits = tl.dot(x, w, logits, input_precision="ieee")
+        row_ptrs += WIDTH
+        head_ptrs += WIDTH * head_stride_h
+    return logits
+
+
+@triton.jit
+def _store_exps(exps_ptr, e, row, column, present, exps_stride_r, V: tl.constexpr):
+    # The mask is one for every eight columns, or the stores would be of single numbers.
+    exps = exps_ptr + row.to(tl.int64)[:, None] * exps_stride_r + column[None, :]
+    stored = column < (V + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+    tl.store(exps, e.to(exps_ptr.dtype.element_ty), mask=present[:, None] & stored[None, :])
+
+
+@triton.jit
+def _leave_columns(
+    logits,
+    m,
+    shift,
+    row,
+    first,
+    target,
+    below_target_ptr,
+    exps_ptr,
+    count,
+    store,
+    scale,
+    exps_stride_r,
+    V: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """(s, u) of the columns from `first` on; stores their exps, and y where a target is among them."""
+    lane = tl.arange(0, COLUMNS)
+    below = tl.fma(logits, scale, -m[:, None])
+    if first + COLUMNS > V:
+        tl.debug_barrier()  # keeps this a branch, which one tile of a row takes, and no select in all of them
+        below = tl.where((lane < V - first)[None, :], below, -1000.0)  # 2^-1000 is 0, and 0 times -1000 is
+    here = (target >= first) & (target < first + COLUMNS)
+    # Few blocks of columns hold any row's target.
+    if tl.max(here.to(tl.int32), 0) > 0:
+        y = tl.sum(tl.where(lane[None, :] == (target - first)[:, None], below, 0.0), 1)
+        tl.store(below_target_ptr + row, y, mask=here)
+    e = _exp2(below, INTERPRETED)
+    s = tl.sum(e, 1)
+    u = tl.sum(e * below, 1)
+    if store:
+        _store_exps(exps_ptr, e * shift[:, None], row, first + lane, row < count, exps_stride_r, V)
+    return s, u
+
+
+@triton.jit
+def _halves(tile):
+    """A tile's left and right columns: a thread works on one half at a time, and keeps the other's logits only."""
+    rows: tl.constexpr = tile.shape[0]
+    columns: tl.constexpr = tile.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile, (rows, 2, columns // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def leave_tile(
+    logits,
+    row_tile,
+    column_tile,
+    targets_ptr,
+    offsets_ptr,
+    below_target_ptr,
+    parts_ptr,
+    exps_ptr,
+    count,
+    store,
+    parts_stride,
+    scale,
+    exps_stride_r,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """What a tile of x W^T leaves behind. Columns beyond V may hold anything that is no larger than the row's rest."""
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    first = column_tile * COLUMNS
+    present = row < count
+    target = tl.load(targets_ptr + row, mask=present, other=-1).to(tl.int32)
+    m = tl.max(logits, 1) * scale
+    shift = tl.zeros((ROWS,), tl.float32)
+    if store:
+        shift = tl.exp2(m - tl.load(offsets_ptr + row, mask=present, other=0.0))
+    if COLUMNS > 128:
+        left, right = _halves(logits)
+        s, u = _leave_columns(
+            left, m, shift, row, first, target, below_target_ptr, exps_ptr, count, store, scale, exps_stride_r,
+            V, COLUMNS // 2, INTERPRETED,
+        )  # fmt: skip
+        more_s, more_u = _leave_columns(
+            right, m, shift, row, first + COLUMNS // 2, target, below_target_ptr, exps_ptr, count, store, scale,
+            exps_stride_r, V, COLUMNS // 2, INTERPRETED,
+        )  # fmt: skip
+        s += more_s
+        u += more_u
+    else:
+        s, u = _leave_columns(
+            logits, m, shift, row, first, target, below_target_ptr, exps_ptr, count, store, scale, exps_stride_r,
+            V, COLUMNS, INTERPRETED,
+        )  # fmt: skip
+    parts = parts_ptr + column_tile.to(tl.int64) * count + row
+    tl.store(parts, m, mask=present)
+    tl.store(parts + parts_stride.to(tl.int64), s, mask=present)
+    tl.store(parts + 2 * parts_stride.to(tl.int64), u, mask=present)
+
+
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=NARROW)
+def _head_kernel(
+    rows_ptr,  # [R, H] bf16 or fp32, dense
+    head_ptr,  # [V, H] the same
+    targets_ptr,  # [R] int64
+    offsets_ptr,  # [R] fp32, read where store
+    below_target_ptr,  # [R] fp32: y
+    parts_ptr,  # [3, column tiles, R] fp32: m, s, u
+    exps_ptr,  # [R, V] the rows' dtype, columns padded; written where store
+    count,  # R
+    store,  # 0 or 1
+    parts_stride,  # column tiles x R
+    scale,  # 1 / (temperature ln 2)
+    head_stride_v,
+    head_stride_h,
+    exps_stride_r,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    # Neighbouring programs share their columns: the head streams through once, the chunk's rows stay in the cache.
+    row_tiles = tl.cdiv(count, ROWS)
+    row_tile = tl.program_id(0) % row_tiles
+    column_tile = tl.program_id(0) // row_tiles
+    logits = _logits(
+        rows_ptr, head_ptr, row_tile, column_tile, count, head_stride_v, head_stride_h,
+        V, H, ROWS, COLUMNS, WIDTH, INTERPRETED,
+    )  # fmt: skip
+    leave_tile(
+        logits, row_tile, column_tile, targets_ptr, offsets_ptr, below_target_ptr, parts_ptr, exps_ptr, count, store,
+        parts_stride, scale, exps_stride_r, V, ROWS, COLUMNS, INTERPRETED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["wanted_ptr", "offsets_ptr"])
+def _again_kernel(
+    rows_ptr,  # [R, H] bf16 or fp32, dense
+    head_ptr,  # [V, H] the same
+    wanted_ptr,  # [row tiles] int32, 0: skip
+    offsets_ptr,  # [R] fp32
+    exps_ptr,  # [R, V] the rows' dtype, columns padded
+    count,  # R
+    scale,
+    head_stride_v,
+    head_stride_h,
+    exps_stride_r,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    for row_tile in range(tl.cdiv(count, ROWS)):
+        if tl.load(wanted_ptr + row_tile) != 0:
+            row = row_tile * ROWS + tl.arange(0, ROWS)
+            offset = tl.load(offsets_ptr + row, mask=row < count, other=0.0)
+            for column_tile in range(tl.program_id(0), tl.cdiv(V, COLUMNS), tl.num_programs(0)):
+                logits = _logits(
+                    rows_ptr, head_ptr, row_tile, column_tile, count, head_stride_v, head_stride_h,
+                    V, H, ROWS, COLUMNS, WIDTH, INTERPRETED,
+                )  # fmt: skip
+                column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+                e = _exp2(tl.fma(logits, scale, -offset[:, None]), INTERPRETED)
+                e = tl.where((column < V)[None, :], e, 0.0)
+                _store_exps(exps_ptr, e, row, column, row < count, exps_stride_r, V)
+
+
+def launch_head(
+    rows_RH: Tensor,
+    lm_head_VH: Tensor,
+    targets_R: Tensor,
+    offsets_R: Tensor,
+    below_target_R: Tensor,
+    parts: Tensor,
+    exps_RV: Tensor,
+    exps_stride: int,
+    store: bool,
+    scale: float,
+    tiling: Tiling,
+) -> None:
+    """One launch of `_head_kernel`; its arguments are described there. exps_stride does not depend on whether anything
+    is stored, so that the log-prob and the loss run the same binary."""
+    assert rows_RH.is_contiguous() and targets_R.is_contiguous() and offsets_R.is_contiguous()
+    count, columns = rows_RH.shape[0], lm_head_VH.shape[0]
+    _head_kernel[(triton.cdiv(count, tiling.rows) * triton.cdiv(columns, tiling.columns),)](
+        rows_RH,
+        lm_head_VH,
+        targets_R,
+        offsets_R,
+        below_target_R,
+        parts,
+        exps_RV,
+        count,
+        int(store),
+        triton.cdiv(columns, tiling.columns) * count,
+        scale,
+        *lm_head_VH.stride(),
+        exps_stride,
+        **_constants(lm_head_VH, tiling),
+    )
+
+
+def launch_again(
+    rows_RH: Tensor, lm_head_VH: Tensor, wanted: Tensor, offsets_R: Tensor, exps_RV: Tensor, scale: float
+) -> None:
+    """One launch of `_again_kernel`, a program for each multiprocessor. wanted: [tiles of `again_tiling`] int32."""
+    _again_kernel[(processors(rows_RH.device),)](
+        rows_RH,
+        lm_head_VH,
+        wanted,
+        offsets_R,
+        exps_RV,
+        rows_RH.shape[0],
+        scale,
+        *lm_head_VH.stride(),
+        exps_RV.stride(0),
+        **_constants(lm_head_VH, again_tiling(lm_head_VH.dtype)),
+    )
+
+
+def _constants(lm_head_VH: Tensor, tiling: Tiling) -> dict[str, int | None]:
+    columns, width = lm_head_VH.shape
+    return tile_constants(tiling, columns, width) | tiling.launch
+
+
+def tile_constants(tiling: Tiling, columns: int, width: int) -> dict[str, int | None]:
+    """The `tl.constexpr` arguments of a kernel that makes tiles of the head."""
+    return {
+        "V": columns,
+        "H": width,
+        "ROWS": tiling.rows,
+        "COLUMNS": tiling.columns,
+        "WIDTH": tiling.width,
+        "INTERPRETED": INTERPRETED,
+    }
+
+
+def specialisations() -> tuple[Specialisation, ...]:
+    """What the launchers above ask for: the trainer's vocabulary, Qwen2.5's head as it is stored, an odd width."""
+    heads = [
+        _head_specialisation(dtype, tiling, columns, width, capabilities)
+        for dtype, tiling, columns, width, capabilities in (
+            (torch.bfloat16, BFLOAT16, 151_665, 1536, (80,)),
+            (torch.bfloat16, HOPPER, 151_665, 1536, (90,)),
+            (torch.bfloat16, BFLOAT16, 151_936, 896, (80,)),
+            (torch.bfloat16, HOPPER, 151_936, 896, (90,)),
+            (torch.bfloat16, BFLOAT16, 151_665, 900, (80, 90)),
+            (torch.float32, FLOAT32, 151_665, 896, (80, 90)),
+            (torch.float32, FLOAT32, 151_665, 900, (80, 90)),
+        )
+    ]
+    again = [_again_specialisation(dtype, 151_665, 1536) for dtype in (torch.bfloat16, torch.float32)]
+    return (*heads, *again)
+
+
+# Of what a tile leaves behind, and of the numbers that it takes.
+TILE_TYPES = {
+    "targets_ptr": "*i64",
+    "offsets_ptr": "*fp32",
+    "below_target_ptr": "*fp32",
+    "parts_ptr": "*fp32",
+    "count": "i32",
+    "store": "i32",
+    "parts_stride": "i32",
+    "scale": "fp32",
+    "exps_stride_r": "i32",
+}
+
+
+def _head_specialisation(
+    dtype: torch.dtype, tiling: Tiling, columns: int, width: int, capabilities: tuple[int, ...]
+) -> Specialisation:
+    pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+    stride = ("head_stride_v",) if width % 16 == 0 else ()
+    return Specialisation(
+        name=f"head {pointer[1:]} V {columns:,} H {width:,}",
+        kernel=_head_kernel,
+        signature=TILE_TYPES | {"head_stride_v": "i32"} | dict.fromkeys(("rows_ptr", "head_ptr", "exps_ptr"), pointer),
+        constants={"head_stride_h": 1, **tile_constants(tiling, columns, width), "INTERPRETED": False},
+        aligned=("rows_ptr", "head_ptr", "parts_ptr", "exps_ptr", "exps_stride_r", *stride),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        tensor_cores=dtype == torch.bfloat16,
+        capabilities=capabilities,
+    )
+
+
+def _again_specialisation(dtype: torch.dtype, columns: int, width: int) -> Specialisation:
+    like = _head_specialisation(dtype, again_tiling(dtype), columns, width, (80, 90))
+    absent = ("targets_ptr", "below_target_ptr", "parts_ptr", "store", "parts_stride")
+    return replace(
+        like,
+        name=like.name.replace("head", "again", 1),
+        kernel=_again_kernel,
+        signature={name: kind for name, kind in like.signature.items() if name not in absent} | {"wanted_ptr": "*i32"},
+        aligned=tuple(name for name in like.aligned if name != "parts_ptr"),
+    )

@@ -1,0 +1,158 @@
+"""What a layer does beside its matmuls and its attention: norm, rotation, gate.
+
+    RMSNorm   y = w * x / sqrt(mean_H(x^2) + eps)                         (Zhang and Sennrich 2019, equation 4)
+    QK norm   the same over D of each query head and each key head        (Qwen3; Henry et al. 2020)
+    RoPE      angle[t, i] = position[t] * theta^(-2i/D)   i in 0 .. D/2 - 1   (Su et al. 2021, equation 34)
+              (a, b) = halves of x        y = (a cos - b sin, b cos + a sin), the half-split layout of Qwen2
+              Llama 3.1 divides the angles of a pair that turns fewer than `low` times in its first context by
+              `factor`, leaves those above `high` turns, and goes linearly, in turns, from one to the other
+    SwiGLU    y = silu(g) * u             g, u = halves of the fused gate-and-up projection   (Shazeer 2020)
+
+The mean of the norm is taken in float32 whatever the dtype of x, and the weight is applied after the cast back, as
+Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
+
+`add_norm`, `norm_heads`, `silu_gate` and `rotate_and_store` are one kernel each where Triton serves (norm_triton.py,
+heads_triton.py, gate_triton.py, rope_triton.py), which is what `uses_triton` says and nothing else decides. What stands
+here is their reference, and all that a CPU runs.
+
+Deliberately absent: a fused rotation for training, where attention's own kernels ask for q and k apart.
+
+Axes: T tokens, H hidden, N heads (of queries, or of queries or keys), K key/value heads, M = N + 2K,
+D head dimension, I intermediate, P blocks of the KV cache, S slots of a block (docs/notation.md).
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+
+from thresher.kernels.checks import uses_triton
+
+UNCUT = 32_768  # elements; torch cuts a longer elementwise loop on a CPU among its threads, wherever that falls
+
+
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise each row of `x_TH` [T, H] (float32 or bfloat16) by its root mean square; returns [T, H] in x's
+    dtype."""
+    if x_TH.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+    x = x_TH.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return weight_H * x.to(x_TH.dtype)
+
+
+# Llama 3.1's scaling: factor, low and high (turns), and the positions of the context that these turns are counted in.
+Scaling = tuple[float, float, float, float]
+
+
+def rope_table(
+    positions_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None
+) -> torch.Tensor:
+    """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared
+    by the layers."""
+    angle = positions_T.float()[:, None] / _wavelengths(head_dim, theta, positions_T.device, scaling)
+    return torch.stack([angle.cos(), angle.sin()])[:, :, None, :].to(dtype)
+
+
+@lru_cache
+def _wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Scaling | None = None) -> torch.Tensor:
+    """Positions to a radian of every pair, [D/2] float32: theta^(2i/D), stretched where there is a scaling."""
+    with torch.inference_mode(False):  # the tensor outlives whoever asks first
+        plain = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        if scaling is None:
+            return plain
+        factor, low, high, context = scaling
+        turns = context / (2 * math.pi * plain)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # the share of the angle that is not divided
+        return plain / (kept + (1 - kept) / factor)
+
+
+def rotate(x_TND: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Turn `x_TND` [T, N, D] by the angles of `table` (from `rope_table`); returns [T, N, D]."""
+    cos, sin = table[0], table[1]
+    a, b = x_TND.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def rotated_heads(
+    qkv_TMD: torch.Tensor, table: torch.Tensor, kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a fused projection [T, N + 2K, D] the rotated queries [T, N, D] and keys [T, K, D], and the values [T, K, D].
+    Queries and keys lie side by side, so one rotation turns both."""
+    heads = qkv_TMD.shape[1] - 2 * kv_heads
+    q_TND, k_TKD = rotate(qkv_TMD[:, : heads + kv_heads], table).split([heads, kv_heads], dim=1)
+    return q_TND, k_TKD, qkv_TMD[:, heads + kv_heads :]
+
+
+def rotate_and_store(
+    qkv_TMD: torch.Tensor,
+    rope: torch.Tensor,
+    kv_heads: int,
+    k_PKSD: torch.Tensor,
+    v_PKSD: torch.Tensor,
+    block_T: torch.Tensor,
+    slot_T: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate the queries and keys of a fused projection [T, N + 2K, D], put keys and values where the cache wants them,
+    and return the queries [T, N, D], dense. Raises ValueError where a gradient would be asked for: there is none.
+
+    rope: the table [2, T, 1, D/2] of `rope_table`. k_PKSD, v_PKSD: [P, K, S, D] in qkv's dtype, written in place; their
+    inner three axes dense, blocks as far apart as one likes. block_T, slot_T: int32; row t goes to
+    k_PKSD[block_T[t], :, slot_T[t]] and the same of v; block_T < 0: nowhere, but its query is returned. No two rows may
+    go to one place.
+    """
+    if torch.is_grad_enabled() and qkv_TMD.requires_grad:
+        raise ValueError("qkv_TMD requires a gradient, which what is cached has not; expected torch.no_grad()")
+    if uses_triton(qkv_TMD):
+        from thresher.kernels.rope_triton import fused_rotate_and_store
+
+        return fused_rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, slot_T)
+    q_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, kv_heads)
+    stored = block_T >= 0
+    places = block_T[stored].long(), slice(None), slot_T[stored].long()
+    k_PKSD[places] = k_TKD[stored]
+    v_PKSD[places] = v_TKD[stored]
+    return q_TND.contiguous()
+
+
+def add_norm(
+    x_TH: torch.Tensor, more_TH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + more, its `rms_norm`), both [T, H]; None adds nothing."""
+    if uses_triton(x_TH):
+        from thresher.kernels.norm_triton import fused_add_norm
+
+        return fused_add_norm(x_TH, more_TH, weight_H, eps)
+    x_TH = x_TH if more_TH is None else x_TH + more_TH
+    return x_TH, rms_norm(x_TH, weight_H, eps)
+
+
+def norm_heads(
+    qkv_TMD: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, kv_heads: int, eps: float
+) -> torch.Tensor:
+    """A fused projection [T, N + 2K, D] with the `rms_norm` of each query head by `q_weight_D` and of each key head by
+    `k_weight_D`, the values as they are; a new tensor, dense."""
+    if uses_triton(qkv_TMD):
+        from thresher.kernels.heads_triton import fused_norm_heads
+
+        return fused_norm_heads(qkv_TMD, q_weight_D, k_weight_D, kv_heads, eps)
+    heads = qkv_TMD.shape[1] - 2 * kv_heads
+    q_TND, k_TKD, v_TKD = qkv_TMD.split([heads, kv_heads, kv_heads], dim=1)
+    return torch.cat([rms_norm(q_TND, q_weight_D, eps), rms_norm(k_TKD, k_weight_D, eps), v_TKD], dim=1)
+
+
+def silu_gate(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """`[T, 2I]` -> `[T, I]`: silu of the first half times the second.
+
+    Without gradients a row's bits do not depend on T: a cut inside a row would move elements from silu's vector loop
+    to its scalar one, which differ in the last bit, so long inputs go through it a few whole rows at a time.
+    """
+    if uses_triton(gate_up_T2I):
+        from thresher.kernels.gate_triton import fused_silu_gate
+
+        return fused_silu_gate(gate_up_T2I)
+    gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+    rows = max(1, UNCUT // gate_TI.shape[1])
+    if len(gate_TI) <= rows or gate_TI.is_cuda or torch.is_grad_enabled():
+        return torch.nn.functional.silu(gate_TI) * up_TI
+    return torch.cat([torch.nn.functional.silu(part) for part in gate_TI.split(rows)]) * up_TI

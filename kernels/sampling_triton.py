@@ -1,0 +1,391 @@
+"""A token drawn straight from hidden states in Triton: neither logits nor noise reach memory, the head is read once.
+
+    z = x W^T / T, a tile of [rows, columns] at a time, in float32 accumulators;    m = max z,  s = sum e^(z - m)
+    argmax_v z[v] + g[v],  g = -log t,  t = -log u      =      argmax_v e^(z[v] - m) / t[v]
+    logp = z[token] - M - log S,    M = max m,  S = sum e^(m - M) s       over a row's tiles, in a fixed order
+
+A tile leaves behind, for each row: its best score z + g (a greedy row's: z), that column, its z, and m and s. A second
+kernel reduces them to token and log-prob. The second line is Gumbel-max (Maddison, Tarlow and Minka 2014) as a race:
+t / e^z is an exponential variable of rate e^z, and the first to arrive wins. Since s takes e^(z - m) anyway, the outer
+logarithm is taken once a tile and not once a column; both sides round alike, by some 1e-6.
+
+u has the bits of noise.py, the same hash of (seed, position, token) in uint32; so a token is the torch path's wherever
+the two best scores are further apart than rounding. Of equal scores the lowest id wins. A greedy row (T = 0) takes its
+largest z, and the log-prob of T = 1. A row with a logit that is not finite gets NaN for a log-prob, and for a token
+some column that exists. Grid and workspace follow from shapes alone, and nothing is read back.
+
+Deliberately absent: filters (top-k, top-p, min-p), which have to see a row's logits before they leave any out
+(kernels/sampling.py draws those from stored logits); float16 and float64.
+
+Axes: B sequences that draw a token, H hidden width, V vocabulary (docs/notation.md).
+"""
+
+# Kernels are typed by their launches.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thresher.kernels.noise import (
+    DOWN,
+    FACTORS_32,
+    FACTORS_64,
+    GOLDEN_32,
+    GOLDEN_64,
+    GOLDEN_LOWER,
+    GOLDEN_UPPER,
+    ONE,
+)
+from thresher.kernels.registry import Specialisation
+from thresher.kernels.sampling_tiling import AMPERE, FLOAT32, DrawTiling, draw_tiling, draw_tilings
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+REDUCE_ROWS, REDUCE_TILES, REDUCE_WARPS = 8, 256, 8
+VOCABULARY = 151_665  # columns that Qwen2.5's tokenizer knows
+
+# noise.py's constants, unsigned.
+_G32, _F32_0, _F32_1 = (tl.constexpr(x % 2**32) for x in (GOLDEN_32, *FACTORS_32))
+_G64, _F64_0, _F64_1 = (tl.constexpr(x % 2**64) for x in (GOLDEN_64, *FACTORS_64))
+_G_UPPER, _G_LOWER = tl.constexpr(GOLDEN_UPPER), tl.constexpr(GOLDEN_LOWER)
+_ONE, _DOWN = tl.constexpr(ONE), tl.constexpr(DOWN)
+_NO_COLUMN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _mix(x):  # uint64
+    x = x * _F64_0
+    x = (x ^ (x >> 27)) * _F64_1
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _row_words(seed, position):
+    """int64 -> the two words of noise.py's `row_keys`, uint32, the low one after its first xor-shift."""
+    step = (position + 1).to(tl.uint64, bitcast=True)
+    seed = seed.to(tl.uint64, bitcast=True)
+    upper = (step * _G_UPPER + ((step * _G_LOWER) >> 32)) >> 32
+    x = _mix(seed ^ (seed >> 30)) ^ (step * _G64)
+    key = _mix(x ^ (x >> 30) ^ (upper << 34))
+    low = key.to(tl.uint32)
+    return low ^ (low >> 16), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _token_word(token):
+    word = token.to(tl.uint32) * _G32
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _uniform(low, high, word):
+    """u of noise.py's `uniform_noise`, bit for bit."""
+    x = (low ^ word) * _F32_0 + high
+    x = (x ^ (x >> 15)) * _F32_1 + high
+    x = x ^ (x >> 16)
+    return ((x >> 9) | _ONE).to(tl.float32, bitcast=True) - _DOWN
+
+
+@triton.jit
+def _minus_log(u):
+    """-log u of a positive normal number, to about one ulp, near 1 as well, and without a library's branches:
+    u = 2^k (1 + f), |f| <= 1/3;  log(1 + f) = f + f^2 P(f), P of degree 7 with the least relative error, 2.6e-8."""
+    bits = u.to(tl.int32, bitcast=True)
+    power = (bits - 0x3F2AAAAB) & -0x800000  # 2/3 has the bits 0x3F2AAAAB
+    f = (bits - power).to(tl.float32, bitcast=True) - 1.0
+    p = f * 0.1402612 - 0.15388519
+    p = p * f + 0.13995861
+    p = p * f - 0.16415965
+    p = p * f + 0.20011165
+    p = p * f - 0.25007819
+    p = p * f + 0.33333198
+    p = p * f - 0.49999936
+    return -((f * f) * p + f) - power.to(tl.float32) * 8.262958294867817e-08  # log(2) / 2^23
+
+
+@triton.jit
+def _race(z, m, noisy, low, high, column, AXIS: tl.constexpr):
+    """Of a tile of logits: sum of e^(z - m), the best value (e^(z - m) / t; of a greedy row z), and its column."""
+    e = tl.exp(z - tl.expand_dims(m, AXIS))
+    u = _uniform(tl.expand_dims(low, AXIS), tl.expand_dims(high, AXIS), tl.expand_dims(_token_word(column), 1 - AXIS))
+    value = tl.where(tl.expand_dims(noisy, AXIS), e / _minus_log(u), z)
+    best = tl.max(value, AXIS)
+    wins = value == tl.expand_dims(best, AXIS)
+    return tl.sum(e, AXIS), best, tl.min(tl.where(wins, tl.expand_dims(column, 1 - AXIS), _NO_COLUMN), AXIS)
+
+
+@triton.jit
+def _race_in_parts(z, m, noisy, low, high, first, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """`_race` for [rows, COLUMNS] a part of the columns at a time, so that one part's numbers are in registers, not
+    the tile's. first: the tile's first column."""
+    if PARTS == 1:
+        s, best, chosen = _race(z, m, noisy, low, high, first + tl.arange(0, COLUMNS), 1)
+    else:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, HALF)), (0, 2, 1)))
+        s, best, chosen = _race_in_parts(left, m, noisy, low, high, first, HALF, PARTS // 2)
+        right_s, right_best, right_chosen = _race_in_parts(right, m, noisy, low, high, first + HALF, HALF, PARTS // 2)
+        s += right_s
+        chosen = tl.where(right_best > best, right_chosen, chosen)
+        best = tl.maximum(best, right_best)
+    return s, best, chosen
+
+
+# A length must not make a kernel be compiled anew: neither its value nor the alignment that it gives a slice.
+_NARROW = ["seeds_ptr", "positions_ptr", "temperature_ptr"]
+
+
+@triton.jit(do_not_specialize=["count", "temperature_stride"], do_not_specialize_on_alignment=_NARROW)
+def _draw_kernel(
+    hidden_ptr,  # [B, H] bf16 or fp32, dense
+    head_ptr,  # [V, H] the same, its rows dense
+    seeds_ptr,  # [B] int64
+    positions_ptr,  # [B] int64
+    temperature_ptr,  # [B] fp32
+    parts_ptr,  # [4, column tiles, row tiles x ROWS] fp32: best score, its z, m, s
+    columns_ptr,  # [column tiles, row tiles x ROWS] int32: the best score's
+    count,  # B
+    temperature_stride,  # 0 where all rows share one
+    head_stride_v,
+    H,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AXIS: tl.constexpr,  # of the columns in a tile of logits
+    PARTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # Neighbouring programs share their columns: the head streams through once, the hidden states stay in the cache.
+    row_tiles = tl.cdiv(count, ROWS)
+    row_tile = tl.program_id(0) % row_tiles
+    column_tile = tl.program_id(0) // row_tiles
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    # What lies outside is read as the last that lies inside: no masks in the loop. Such columns are left out below,
+    # such rows have places of their own in the workspace, which nobody reads.
+    row_inside = tl.minimum(row, count - 1).to(tl.int64)
+    column_inside = tl.minimum(column, V - 1).to(tl.int64)
+    depth = tl.arange(0, WIDTH)
+    across = tl.expand_dims(column, 1 - AXIS)
+    hidden_ptrs = hidden_ptr + tl.expand_dims(row_inside * H, AXIS) + tl.expand_dims(depth, 1 - AXIS)
+    head_ptrs = head_ptr + tl.expand_dims(column_inside * head_stride_v, 1 - AXIS) + tl.expand_dims(depth, AXIS)
+    z = tl.zeros((COLUMNS, ROWS), tl.float32) if AXIS == 0 else tl.zeros((ROWS, COLUMNS), tl.float32)
+    for _ in range(0, H, WIDTH):
+        w, x = tl.load(head_ptrs), tl.load(hidden_ptrs)
+        if UPCAST:
+            w, x = w.to(tl.float32), x.to(tl.float32)
+        z = tl.dot(w, x, z, input_precision="ieee") if AXIS == 0 else tl.dot(x, w, z, input_precision="ieee")
+        head_ptrs += WIDTH
+        hidden_ptrs += WIDTH
+
+    temperature = tl.load(temperature_ptr + row_inside * temperature_stride)
+    noisy = temperature > 0
+    z = z * tl.expand_dims(1.0 / tl.where(noisy, temperature, 1.0), AXIS)
+    if V % COLUMNS != 0:
+        z = tl.where(across < V, z, float("-inf"))
+    m = tl.max(z, AXIS)
+    level = tl.where(m == float("-inf"), 0.0, m)
+    low, high = _row_words(tl.load(seeds_ptr + row_inside), tl.load(positions_ptr + row_inside))
+    if AXIS == 0:
+        s, best, chosen = _race(z, level, noisy, low, high, column, 0)
+    else:
+        s, best, chosen = _race_in_parts(z, level, noisy, low, high, column_tile * COLUMNS, COLUMNS, PARTS)
+    # Its z out of its value: to look for it in z would keep two tiles in registers.
+    score = tl.where(noisy, m + tl.log(best), best)
+    z_chosen = tl.where(noisy, m + tl.log(best * _minus_log(_uniform(low, high, _token_word(chosen)))), best)
+    row_stride = tl.cast(row_tiles * ROWS, tl.int64)
+    plane = row_stride * tl.cdiv(V, COLUMNS)
+    parts = parts_ptr + column_tile * row_stride + row
+    tl.store(parts, score)
+    tl.store(parts + plane, z_chosen)
+    tl.store(parts + 2 * plane, m)
+    tl.store(parts + 3 * plane, s)
+    tl.store(columns_ptr + column_tile * row_stride + row, chosen)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _reduce_draw_kernel(
+    parts_ptr,  # [4, column tiles, row_stride] fp32: best score, its z, m, s
+    columns_ptr,  # [column tiles, row_stride] int32
+    ids_ptr,  # [B] int64
+    logprobs_ptr,  # [B] fp32
+    count,  # B
+    row_stride,  # B filled up to row tiles
+    V: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    part = tl.arange(0, TILES)
+    tiles = tl.cdiv(V, COLUMNS)
+    plane = tl.cast(row_stride, tl.int64) * tiles
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    best_column = tl.full((ROWS,), _NO_COLUMN, tl.int32)
+    best_z = tl.zeros((ROWS,), tl.float32)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + part
+        inside = (tile < tiles)[:, None]
+        at = tile.to(tl.int64)[:, None] * row_stride + row[None, :]
+        score = tl.load(parts_ptr + at, mask=inside, other=float("-inf"))
+        z = tl.load(parts_ptr + plane + at, mask=inside, other=0.0)
+        m = tl.load(parts_ptr + 2 * plane + at, mask=inside, other=float("-inf"))
+        s = tl.load(parts_ptr + 3 * plane + at, mask=inside, other=0.0)
+        column = tl.load(columns_ptr + at, mask=inside, other=_NO_COLUMN)
+        top = tl.max(score, 0)
+        first = tl.min(tl.where(score == top[None, :], column, _NO_COLUMN), 0)
+        # Not where they are equal: the columns so far are lower.
+        better = (top > best) | (best_column == _NO_COLUMN)
+        best_z = tl.where(better, tl.sum(tl.where(column == first[None, :], z, 0.0), 0), best_z)
+        best_column = tl.where(better, first, best_column)
+        best = tl.where(better, top, best)
+        rise = tl.maximum(highest, tl.max(m, 0))
+        level = tl.where(rise == float("-inf"), 0.0, rise)
+        total = total * tl.exp(highest - level) + tl.sum(tl.exp(m - level[None, :]) * s, 0)
+        highest = rise
+    tl.store(ids_ptr + row, tl.minimum(best_column, V - 1).to(tl.int64), mask=row < count)
+    tl.store(logprobs_ptr + row, (best_z - highest) - tl.log(total), mask=row < count)
+
+
+def draw_fused(
+    hidden_BH: Tensor, lm_head_VH: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Ids [B] int64 and log-probs [B] float32, as `sample` of kernels/sampling.py draws them without filters.
+
+    hidden_BH: bf16 or fp32 on CUDA (on a CPU in Triton's interpreter), H a multiple of 16. lm_head_VH: the same, a row
+    for each column that may be drawn, rows dense. seeds_B, positions_B: int64, dense. temperature_B: float32, any
+    stride; 0 is greedy. Two launches, and a workspace of 5 numbers a row and tile. ValueError for anything else.
+    """
+    _check_operands(hidden_BH, lm_head_VH, seeds_B, positions_B, temperature_B)
+    count, (columns, width) = len(hidden_BH), lm_head_VH.shape
+    ids_B, logprobs_B = seeds_B.new_empty(count), temperature_B.new_empty(count)
+    if not count:
+        return ids_B, logprobs_B
+    tiling = draw_tiling(hidden_BH.dtype, hidden_BH.device, count)
+    row_tiles, column_tiles = triton.cdiv(count, tiling.rows), triton.cdiv(columns, tiling.columns)
+    row_stride = row_tiles * tiling.rows
+    parts = temperature_B.new_empty((4, column_tiles, row_stride))
+    part_columns = seeds_B.new_empty((column_tiles, row_stride), dtype=torch.int32)
+    _draw_kernel[(row_tiles * column_tiles,)](
+        hidden_BH.contiguous(),
+        lm_head_VH,
+        seeds_B,
+        positions_B,
+        temperature_B,
+        parts,
+        part_columns,
+        count,
+        temperature_B.stride(0),
+        lm_head_VH.stride(0),
+        width,
+        UPCAST=INTERPRETED,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        maxnreg=tiling.maxnreg,
+        **_tile_constants(columns, tiling, gcd(width, tiling.width)),
+    )
+    _reduce_draw_kernel[(row_stride // REDUCE_ROWS,)](
+        parts,
+        part_columns,
+        ids_B,
+        logprobs_B,
+        count,
+        row_stride,
+        V=columns,
+        COLUMNS=tiling.columns,
+        ROWS=REDUCE_ROWS,
+        TILES=REDUCE_TILES,
+        num_warps=REDUCE_WARPS,
+    )
+    return ids_B, logprobs_B
+
+
+def _tile_constants(columns: int, tiling: DrawTiling, width: int) -> dict[str, int]:
+    return {
+        "V": columns,
+        "ROWS": tiling.rows,
+        "COLUMNS": tiling.columns,
+        "WIDTH": width,
+        "AXIS": tiling.column_axis,
+        "PARTS": tiling.parts,
+    }
+
+
+def _check_operands(
+    hidden_BH: Tensor, lm_head_VH: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor
+) -> None:
+    if hidden_BH.dim() != 2 or hidden_BH.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"hidden states are [B, H] of bfloat16 or float32, not {tuple(hidden_BH.shape)} of {hidden_BH.dtype}"
+        )
+    (count, width), device = hidden_BH.shape, hidden_BH.device
+    found = f"{tuple(lm_head_VH.shape)} of {lm_head_VH.dtype} with strides {lm_head_VH.stride()} on {lm_head_VH.device}"
+    if width % 16 or not width:
+        raise ValueError(f"the hidden width is a multiple of 16, not {width}")
+    fits = lm_head_VH.dim() == 2 and len(lm_head_VH) > 0 and lm_head_VH.shape[1] == width
+    if not fits or lm_head_VH.stride(1) != 1 or lm_head_VH.dtype != hidden_BH.dtype or lm_head_VH.device != device:
+        raise ValueError(f"the head is [V, {width}] of {hidden_BH.dtype} with dense rows on {device}, not {found}")
+    for name, vector, dtype in (
+        ("seeds", seeds_B, torch.int64),
+        ("positions", positions_B, torch.int64),
+        ("temperatures", temperature_B, torch.float32),
+    ):
+        if vector.shape != (count,) or vector.dtype != dtype or vector.device != device:
+            found = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
+            raise ValueError(f"{name} are ({count},) of {dtype} on {device}, as the hidden states, not {found}")
+        if dtype == torch.int64 and not vector.is_contiguous():
+            raise ValueError(f"{name} are dense, not of stride {vector.stride()}")
+
+
+def specialisations() -> tuple[Specialisation, ...]:
+    """What the launcher asks for, with the columns of Qwen2.5's tokenizer: one binary for all widths that are multiples
+    of the tile's, and of the largest tile one for those that are multiples of 32 or 16 only."""
+    bfloat16 = torch.bfloat16
+    cases: list[tuple[torch.dtype, DrawTiling, int, tuple[int, ...]]] = [
+        (bfloat16, tiling, width, (capability,))
+        for capability in (80, 90)
+        for tiling in draw_tilings(bfloat16, capability)
+        for width in (64, 32, 16)
+        if width == tiling.width or (tiling.rows == 128 and width < tiling.width)
+    ]
+    cases += [(torch.float32, tiling, tiling.width, (80, 90)) for tiling in FLOAT32]
+    reduces = (_reduce_specialisation(columns) for columns in (AMPERE[0].columns, FLOAT32[0].columns))
+    return (*(_draw_specialisation(*case) for case in cases), *reduces)
+
+
+def _draw_specialisation(
+    dtype: torch.dtype, tiling: DrawTiling, width: int, capabilities: tuple[int, ...]
+) -> Specialisation:
+    pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+    types = {"hidden": pointer, "head": pointer, "seeds": "*i64", "positions": "*i64", "temperature": "*fp32"}
+    return Specialisation(
+        name=f"draw {pointer[1:]} {tiling.rows} rows by {width}",
+        kernel=_draw_kernel,
+        signature={f"{name}_ptr": kind for name, kind in {**types, "parts": "*fp32", "columns": "*i32"}.items()}
+        | dict.fromkeys(("count", "temperature_stride", "head_stride_v", "H"), "i32"),
+        constants={**_tile_constants(VOCABULARY, tiling, width), "UPCAST": False},
+        aligned=("hidden_ptr", "head_ptr", "parts_ptr", "columns_ptr", "head_stride_v", "H"),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        maxnreg=tiling.maxnreg,
+        tensor_cores=dtype == torch.bfloat16,
+        capabilities=capabilities,
+    )
+
+
+def _reduce_specialisation(columns: int) -> Specialisation:
+    types = {"parts_ptr": "*fp32", "columns_ptr": "*i32", "ids_ptr": "*i64", "logprobs_ptr": "*fp32"}
+    return Specialisation(
+        name=f"draw reduce, {columns} columns",
+        kernel=_reduce_draw_kernel,
+        signature={**types, "count": "i32", "row_stride": "i32"},
+        constants={"V": VOCABULARY, "COLUMNS": columns, "ROWS": REDUCE_ROWS, "TILES": REDUCE_TILES},
+        aligned=(*types, "row_stride"),
+        num_warps=REDUCE_WARPS,
+    )

@@ -1,0 +1,125 @@
+"""What the launchers would have compiled for batches of several lengths: kernel -> number of binaries, as JSON.
+
+Run by test_compiled_once.py, where kernels are compiled and not interpreted. Nothing is compiled: a stand-in for the
+driver says which GPU there is, and the launcher's own binder says which binary it would ask for.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from thresher.kernels import (
+    coefficients_triton,
+    gate_triton,
+    heads_triton,
+    norm_triton,
+    objective,
+    persistent_triton,
+    rope_triton,
+    sampling_triton,
+)
+from thresher.kernels import head_backend as backend
+from thresher.kernels.attention import cached, cascade_triton, prefill_triton
+from thresher.kernels.head_tiling import PERSISTENT
+from thresher.kernels.registry import specialisations_of, triton_modules
+
+LENGTHS = (1, 2, 16, 63, 64, 1000)
+
+
+class Driver:
+    """Enough of one."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def count(kernel: Any, seen: set[str]) -> None:
+    """From here on the kernel notes what it would compile, and does not run."""
+
+    def run(*arguments: Any, grid: Any = None, warmup: Any = None, **options: Any) -> None:
+        _, specialisation, chosen = kernel.device_caches[0][-1](*arguments, **options)
+        seen.add(f"{specialisation} {sorted(chosen.items())}")
+
+    kernel.run = run
+
+
+def loss(n: int) -> None:
+    w, vector, targets = torch.randn(500, 20), torch.rand(n), torch.zeros(n, dtype=torch.int64)
+    rows = objective.LossRows(targets, targets, vector, vector, vector, vector)
+    for settings in (objective.LossSettings(beta=0.1), objective.LossSettings(beta=0.1, entropy_coef=0.1)):
+        coefficients_triton.TritonLoss(w, settings, 1000).gradient(torch.randn(n, 20), rows)
+    backend.TritonHead(w, 1.0, n).logprobs(torch.randn(n, 20), targets)
+
+
+def persistent(n: int) -> None:
+    rows, head = torch.zeros(n, 128, dtype=torch.bfloat16), torch.zeros(500, 128, dtype=torch.bfloat16)
+    vector, targets = torch.zeros(n + 1), torch.zeros(n + 1, dtype=torch.int64)
+    persistent_triton.launch_persistent_head(
+        rows, head, targets[1:], vector[1:], vector[1:], vector, rows, 512, False, 1.0, PERSISTENT
+    )
+
+
+def layers(n: int) -> None:
+    x = torch.ones(n, 896, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.ones(896, dtype=torch.bfloat16, requires_grad=True)
+    torch.autograd.backward(norm_triton.fused_add_norm(x, x, w, 1e-6), (x.detach(), x.detach()))
+    gate_triton.fused_silu_gate(x).backward(x.detach()[:, :448])
+    heads = x.view(n, 14, 64)
+    heads_triton.fused_norm_heads(heads, w[:64], w[:64], 2, 1e-6).backward(heads.detach())
+    places = torch.zeros(3, n, dtype=torch.int32)
+    caches = torch.ones(2, 5, 2, 16, 64)
+    rope_triton.fused_rotate_and_store(torch.ones(n, 18, 64), torch.ones(2, n, 1, 32), 2, *caches, places[1], places[2])
+
+
+def draws(n: int) -> None:
+    """Of more than 16 rows and of no more, whose tilings differ."""
+    n += 16
+    many, head = torch.zeros(n + 1, dtype=torch.int64), torch.zeros(500, 64)
+    for temperature in (torch.zeros(n + 1)[1:], torch.zeros(1).expand(n)):
+        sampling_triton.draw_fused(torch.zeros(n, 64), head, many[1:], many[1:], temperature)
+
+
+def attention(n: int) -> None:
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32)
+
+    n = min(n, 65)  # a group has as many members as there are groups
+    cache = torch.zeros(2, 2, 64, 64, dtype=torch.bfloat16)
+    prefix = cached.SharedPrefix(ints(n, n + 1), ints(n), ints(n, n + 2))
+    rows = cached.DecodeRows(ints(n, n + 3), ints(n + 1)[1:], ints(n + 1)[1:], ints(n), prefix)
+    cascade_triton.triton_decode(torch.zeros(n, 1, 14, 64, dtype=torch.bfloat16), cache, cache, rows, n % 4 + 9)
+    runs = cached.PrefillRows(ints(n, n + 3), ints(n + 1)[1:], ints(n), ints(n), n)
+    prefill_triton.triton_prefill(torch.zeros(n, 14, 64, dtype=torch.bfloat16), cache, cache, runs)
+
+
+LAUNCHES: tuple[Callable[[int], None], ...] = (loss, persistent, layers, draws, attention)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    seen: defaultdict[str, set[str]] = defaultdict(set)
+    for module in triton_modules():
+        for entry in specialisations_of(module):
+            count(entry.kernel, seen[entry.kernel.fn.__name__])
+    for launches in LAUNCHES:
+        for n in LENGTHS:
+            launches(n)
+    print(json.dumps({kernel: len(binaries) for kernel, binaries in seen.items()}))
+
+
+if __name__ == "__main__":
+    main()

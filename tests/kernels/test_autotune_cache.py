@@ -1,0 +1,136 @@
+"""Measured tilings: the fastest is stored, found again for the same GPU, shape and compiler, and for nothing else."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.kernels import autotune_cache as winners
+from thresher.kernels.autotune_cache import candidates, read_winners, record, tiling_for, wants_measuring, winners_path
+from thresher.kernels.head_tiling import BFLOAT16, HOPPER, PERSISTENT, Tiling, choose_tiling
+
+GPU = "NVIDIA H100 80GB HBM3"
+
+
+def fake_head(V: int, H: int, dtype: torch.dtype = torch.bfloat16, pointer: int = 0) -> Any:
+    """What winners.py looks at, of a head on a GPU that is not there."""
+    device = torch.device("cuda")
+    return SimpleNamespace(
+        is_cuda=True, dtype=dtype, shape=(V, H), device=device, stride=lambda a: (H, 1)[a], data_ptr=lambda: pointer
+    )
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv(winners.FOLDER, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(winners, "_measured", {})
+    for cached in (winners.capability, read_winners):
+        cached.cache_clear()
+    yield
+    for cached in (winners.capability, read_winners):
+        cached.cache_clear()
+
+
+def test_the_fastest_is_stored_and_found_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, other = fake_head(151_665, 1536), fake_head(151_665, 2048)
+    assert tiling_for(head) == choose_tiling(head) == HOPPER
+    times = {HOPPER: 3.0, BFLOAT16: 2.0, PERSISTENT: math.inf}
+    path = record(head, 1664, times)
+    assert path.name == "tiling-nvidia-h100-80gb-hbm3.json" and tiling_for(head) == BFLOAT16
+    (row,) = json.loads(path.read_text())
+    assert {name: row[name] for name in ("gpu", "dtype", "vocab", "hidden", "rows", "milliseconds")} == {
+        "gpu": GPU,
+        "dtype": "bfloat16",
+        "vocab": 151_665,
+        "hidden": 1536,
+        "rows": 1664,
+        "milliseconds": 2.0,
+    }
+    monkeypatch.setattr(winners, "_measured", {})
+    assert tiling_for(head) == BFLOAT16 and tiling_for(other) == HOPPER
+    record(other, 1664, times | {PERSISTENT: 1.0})
+    record(head, 1664, times | {HOPPER: 1.0})  # takes the place of the earlier one
+    assert len(json.loads(path.read_text())) == 2
+    monkeypatch.setattr(winners, "_measured", {})
+    assert tiling_for(head) == HOPPER and tiling_for(other) == PERSISTENT
+    assert tiling_for(fake_head(151_665, 2048, pointer=2)) == HOPPER  # no descriptor can describe it
+    monkeypatch.setattr(winners, "_triton_version", lambda: "another")
+    assert tiling_for(other) == HOPPER
+    assert tiling_for(fake_head(151_665, 2048, torch.float32)).rows == 64
+
+
+def test_a_file_that_is_something_else_is_named(tmp_path: Path) -> None:
+    head = fake_head(151_665, 1536)
+    path = winners_path(GPU)
+    assert path.parent == tmp_path
+    for text in ("{", "[1]", '[{"gpu": "x"}]', '{"gpu": 1}'):
+        path.write_text(text)
+        read_winners.cache_clear()
+        with pytest.raises(ValueError, match="is no list of tilings"):
+            tiling_for(head)
+
+
+def test_only_what_was_asked_for_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = fake_head(151_665, 1536)
+    assert not wants_measuring(head)
+    monkeypatch.setenv(winners.AUTOTUNE, "1")
+    assert wants_measuring(head) and not wants_measuring(fake_head(151_665, 1536, torch.float32))
+    assert not wants_measuring(torch.zeros(4, 4, dtype=torch.bfloat16))
+    record(head, 128, {BFLOAT16: 1.0})
+    assert not wants_measuring(head) and wants_measuring(fake_head(151_665, 896))
+
+
+def test_candidates_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = fake_head(151_665, 1536)
+    assert PERSISTENT in candidates(head) and PERSISTENT not in candidates(fake_head(151_665, 1535))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    winners.capability.cache_clear()
+    older = candidates(head)
+    assert PERSISTENT not in older and replace(BFLOAT16, maxnreg=128) in older
+
+
+def test_measuring_times_every_candidate_with_the_calls_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from thresher.kernels import head_backend as backend
+    from thresher.kernels import logprob
+
+    seen: list[tuple[int, Tiling]] = []
+
+    def time(_: Any, rows: int, tiling: Tiling) -> float:
+        seen.append((rows, tiling))
+        return 1.0 if tiling == BFLOAT16 else 5.0
+
+    monkeypatch.setattr(backend, "_time", time)
+    monkeypatch.setenv(winners.AUTOTUNE, "1")
+    head = fake_head(151_665, 1536)
+    head.element_size = lambda: 2
+    rows = logprob.chunk_size(None, 560 * 2**20, "triton", head, 8192)
+    assert seen == [(1664, tiling) for tiling in candidates(head)]
+    assert tiling_for(head) == BFLOAT16 and rows == 1664
+    assert capsys.readouterr().out.count(" ms ") == len(seen)
+    logprob.chunk_size(None, 560 * 2**20, "triton", head, 8192)
+    assert len(seen) == len(candidates(head))  # once a shape
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    from thresher.kernels import head_backend as backend
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(winners.FOLDER, str(tmp_path / "file" / "folder"))
+    monkeypatch.setattr(backend, "_time", lambda _, rows, tiling: 1.0 + (tiling != BFLOAT16))
+    head = fake_head(151_665, 1536)
+    backend.measure_tilings(head, 128)
+    assert "for this process only" in capsys.readouterr().out and tiling_for(head) == BFLOAT16

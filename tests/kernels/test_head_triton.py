@@ -1,0 +1,154 @@
+"""The head in Triton by itself: offsets that were guessed wrong, strides, chunks, real shapes.
+
+What it gives within the loss is in test_coefficients_triton.py, which also says what the interpreter cannot show.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from loss_cases import brute, float32_budget, make_case, on_grid
+
+from thresher.kernels import grpo_loss, token_logprobs
+from thresher.kernels.head_tiling import BFLOAT16, HOPPER, Tiling, even_rows
+
+pytest.importorskip("triton")
+
+from thresher.kernels.head_backend import TritonHead
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+
+
+def test_without_old_log_probs_the_offsets_of_improbable_targets_are_corrected() -> None:
+    case = make_case(100, H=24, V=200, seed=3, scale=8.0)
+    hidden, head, targets, _, _, weights = case.arguments
+    ones = torch.ones(100, dtype=torch.float64)
+    grads = {}
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        leaf = hidden.to(DEVICE, dtype, copy=True).requires_grad_()
+        vectors = [values.to(DEVICE, dtype) for values in (ones, weights)]
+        result = grpo_loss(leaf, head.to(DEVICE, dtype), targets.to(DEVICE), None, *vectors, backend=backend)
+        assert result.logprobs.min() < -60  # further off than the slack allows
+        result.loss.backward()
+        grads[backend, dtype] = leaf.grad.double()
+    error = (grads["triton", torch.float32] - grads["torch", torch.float64]).norm()
+    own = replace(case, old=brute(case)["logprobs"], advantages=ones)
+    assert error <= float32_budget(own)["hidden_grad"]
+
+
+def test_log_probs_of_strided_and_expanded_inputs() -> None:
+    case = make_case(70, H=20, V=31).to(torch.float32)
+    case = on_grid(case) if DEVICE == "cpu" else case
+    hidden, head, targets = (tensor.to(DEVICE) for tensor in case.arguments[:3])
+    plain = token_logprobs(hidden, head, targets, backend="triton")
+    spread = token_logprobs(hidden, head, torch.stack([targets, targets * 0], 1)[:, 0], backend="triton", chunk_rows=9)
+    assert torch.equal(spread[0], plain[0]) and torch.equal(spread[1], plain[1])
+    ones = torch.ones(1, device=DEVICE)
+    for advantages, weights in ((ones.expand(70), ones.expand(70)), (torch.ones(70, device=DEVICE),) * 2):
+        result = grpo_loss(hidden, head, targets, plain[0], advantages, weights, backend="triton")
+        assert result.loss.item() == pytest.approx(-70.0, rel=1e-5)
+
+
+def test_a_guess_that_is_no_number_is_corrected() -> None:
+    hidden, head, targets = (tensor.to(DEVICE) for tensor in make_case(9, V=30).to(torch.float32).arguments[:3])
+    guess = torch.full((9,), math.nan, device=DEVICE)
+    for temperature in (1.0, 0.5):
+        _, _, exps = TritonHead(head, temperature, 9).exps(hidden, targets, guess)
+        probs = exps.exps_RV[:, :30] * torch.exp(-exps.log_normaliser_R)[:, None]
+        torch.testing.assert_close(probs, torch.softmax(hidden @ head.t() / temperature, 1))
+        assert exps.exps_RV.shape == (9, 64) and (exps.exps_RV[:, 30:] == 0).all()
+
+
+@pytest.mark.parametrize("V", [30, 64, 300, 513])  # tiles of 64 columns: part of one, one, part of the last, one of it
+@pytest.mark.parametrize("wrong", [0.0, 1e3], ids=["guessed", "again"])
+@pytest.mark.fast_cases(3)
+def test_columns_beyond_the_vocabulary_are_stored_as_zeros(V: int, wrong: float) -> None:
+    hidden, head, targets = (tensor.to(DEVICE) for tensor in make_case(70, V=V).to(torch.float32).arguments[:3])
+    backend = TritonHead(head, 1.0, 70)
+    backend.exps_MV = torch.full((70, backend.exps_stride), math.nan, device=DEVICE)
+    truth = torch.log_softmax(hidden.double() @ head.double().t(), 1)
+    guess = truth.gather(1, targets[:, None])[:, 0].float() + wrong * (torch.arange(70, device=DEVICE) == 5)
+    _, _, exps = backend.exps(hidden, targets, guess)
+    assert exps.exps_RV.shape == (70, math.ceil(V / 64) * 64) and (exps.exps_RV[:, V:] == 0).all()
+    logp = exps.exps_RV[:, :V].double().log() - exps.log_normaliser_R.double()[:, None]
+    torch.testing.assert_close(logp, truth, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("H", [896, 3584])
+@pytest.mark.parametrize("mebibytes", [150, 560, 1229])
+@pytest.mark.parametrize("tiling", [BFLOAT16, HOPPER], ids=["sm_80", "sm_90"])
+def test_even_chunks_within_the_budget(H: int, mebibytes: int, tiling: Tiling) -> None:
+    head = torch.empty(151_665, H, dtype=torch.bfloat16, device="meta")
+    rows = even_rows(head, tiling, mebibytes * 2**20, 8192)
+    tiles = math.ceil(151_665 / tiling.columns)
+    assert rows % 128 == 0 and rows * (2 * 151_680 + 12 * tiles + 12 * H) < mebibytes * 2**20
+    chunks = math.ceil(8192 / rows)
+    assert (rows - 128) * chunks < 8192  # no smaller chunk would do in as many
+    assert mebibytes < 1229 or chunks == 3
+    assert even_rows(head, tiling, mebibytes * 2**20, 50) == 50 and even_rows(head, tiling, 1, 8192) == 128
+
+
+@needs_cuda
+@pytest.mark.parametrize("H", [896, 1536, 2048, 3584])
+def test_real_shapes(H: int) -> None:
+    """Qwen2.5's vocabulary and widths: errors against float64, judged by torch's own in bfloat16, and the workspace."""
+    T, V, columns = 8192, 151_936, 151_665
+    noise = torch.Generator("cuda").manual_seed(H)
+    hidden = torch.randn(T, H, device="cuda", generator=noise).bfloat16().requires_grad_()
+    head = (torch.randn(V, H, device="cuda", generator=noise) * 2.5 * H**-0.5).bfloat16()
+    targets = torch.randint(0, columns, (T,), device="cuda", generator=noise)
+    logp, _ = token_logprobs(hidden, head, targets, vocab_size=columns)
+    vectors = {
+        "old": logp + 0.1 * torch.randn(T, device="cuda", generator=noise),
+        "advantages": torch.randn(T, device="cuda", generator=noise),
+        "weights": torch.full((T,), 1 / T, device="cuda"),
+    }
+    options: dict[str, Any] = {"clip_low": 0.9, "clip_high": 10.0, "vocab_size": columns}
+
+    def call(chunk_rows: int | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """dX, dW and the bytes beside them."""
+        buffer = torch.zeros(V, H, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() + 2 * hidden.numel()
+        result = grpo_loss(
+            hidden, head, targets, *vectors.values(), **options, chunk_rows=chunk_rows, lm_head_grad_VH=buffer
+        )
+        assert torch.equal(result.logprobs, logp)
+        return result.hidden_grad_TH, buffer, torch.cuda.max_memory_allocated() - before
+
+    _, _, small = call(320)
+    assert small < 150 * 2**20
+    hidden_grad, head_grad, workspace = call(None)
+    assert workspace < 600 * 2**20
+    again = call(None)
+    assert torch.equal(again[0], hidden_grad) and torch.equal(again[1], head_grad)
+    assert (head_grad[columns:] == 0).all() and head_grad.isfinite().all()
+
+    # dX of some rows, and dW of some columns, in float64; torch's own rounds the logits' gradient to bfloat16 once
+    rows, some = torch.arange(0, T, 64, device="cuda"), torch.arange(0, columns, 2000, device="cuda")
+    coefficient = -(logp.double() - vectors["old"].double()).exp() * vectors["advantages"].double() / T
+    log_total = torch.empty(T, dtype=torch.float64, device="cuda")
+    for start in range(0, T, 512):
+        log_total[start : start + 512] = (
+            hidden[start : start + 512].detach().double() @ head[:columns].double().t()
+        ).logsumexp(1)
+    x = hidden.detach()
+    true_logp = (x.double() * head[targets].double()).sum(1) - log_total
+    assert (logp - true_logp).abs().max() < 1e-3
+
+    def dlogits(picked: torch.Tensor, columns_of: torch.Tensor) -> torch.Tensor:
+        p = (x[picked].double() @ head[columns_of].double().t() - log_total[picked, None]).exp()
+        return coefficient[picked, None] * ((targets[picked, None] == columns_of).double() - p)
+
+    everything = torch.arange(columns, device="cuda")
+    dz = dlogits(rows, everything)
+    truth, torchs = dz @ head[:columns].double(), (dz.bfloat16() @ head[:columns]).double()
+    assert (hidden_grad[rows].double() - truth).norm() <= 2 * (torchs - truth).norm()
+    dz = dlogits(torch.arange(T, device="cuda"), some)
+    truth, torchs = dz.t() @ x.double(), (dz.bfloat16().t() @ x).double()
+    assert (head_grad[some].double() - truth).norm() <= 2 * (torchs - truth).norm()

@@ -1,0 +1,243 @@
+"""The fused residual sum and norm: against float64, with gradients; memory, order of programs, what is saved.
+
+An error is held to what rounding grants: a unit roundoff of the dtype for each rounding to it, and of float32 for each
+step of a sum. On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from interpreter import DEVICE, GuardedMemory, backwards, between_nans, program_order, shuffled
+
+from thresher.kernels.layers import add_norm
+
+pytest.importorskip("triton")
+
+from thresher.kernels import norm_triton
+from thresher.kernels.norm_triton import MAX_WIDTH, backward_programs, fused_add_norm
+
+pytestmark = [
+    pytest.mark.usefixtures("rounds_to_nearest"),
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # numpy, on lanes that are masked
+]
+
+EPS = 1e-6
+SHAPES = [(1, 8), (1, 896), (5, 33), (3, 1536), (70, 24)]
+DTYPES = [torch.float32, torch.bfloat16]
+UNIT32 = 2.0**-24
+
+
+def unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+@contextmanager
+def few_programs() -> Iterator[None]:
+    """Small shapes go the way of large ones: a program has more than its fewest rows, a sum of parts takes two goes."""
+    with patch.object(norm_triton, "BACKWARD_WARPS", 11), patch.object(norm_triton, "SUM_ROWS", 8):
+        assert [backward_programs(T, 24) for T in (0, 1, 9, 44, 70)] == [0, 1, 3, 11, 11]
+        yield
+
+
+@pytest.fixture
+def _few_programs() -> Iterator[None]:
+    with few_programs():
+        yield
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return between_nans((values * scale).to(dtype))
+
+
+def arguments(T: int, H: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """x, more and w, and the gradients of both outputs."""
+    x_TH, more_TH = draw(T, H, seed=1, dtype=dtype, scale=scale), draw(T, H, seed=2, dtype=dtype, scale=scale)
+    weight_H = (1 + 0.5 * draw(H, seed=3, dtype=torch.float32)).to(dtype)
+    return x_TH, more_TH, weight_H, draw(T, H, seed=4, dtype=dtype), draw(T, H, seed=5, dtype=dtype)
+
+
+def gradients(function: Any, inputs: list[Any], grads: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Outputs of function(*inputs, EPS), then the gradients of the inputs that are there. A gradient None: its output
+    goes nowhere."""
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+    outputs = function(*leaves, EPS)
+    used = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    found = torch.autograd.grad([o for o, _ in used], wanted, [g for _, g in used], allow_unused=True)
+    return [*(output.detach() for output in outputs), *found]
+
+
+def budgets(s: torch.Tensor, w: torch.Tensor, ds: torch.Tensor, dy: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Of sum, y, dx and dw, element by element, from what they are made of in float64."""
+    u = unit(dtype)
+    r = (s.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    n, g = s * r, w * dy
+    spread = r * (g.abs() + n.abs() * (g * n).abs().mean(-1, keepdim=True))
+    true_dx = ds + r * (g - n * (g * n).mean(-1, keepdim=True))
+    # s is rounded first: 1 u of it, of r, and so 6 u of dx's terms; 26 steps are a sum's, 14 those after it
+    return {
+        "sum": u * s.abs(),
+        "y": (4 * u + 20 * UNIT32) * (w * n).abs(),
+        "dx": (6 * u + 40 * UNIT32) * spread + UNIT32 * ds.abs() + u * true_dx.abs(),
+        "dw": (2 * u + (len(s) + 30) * UNIT32) * (dy * n).abs().sum(0) + u * (dy * n).sum(0).abs(),
+    }
+
+
+def check(T: int, H: int, dtype: torch.dtype, found: list[torch.Tensor] | None = None) -> None:
+    """Outputs and gradients, or those that were found, of `arguments(T, H, dtype)`: each element within its budget."""
+    x, more, w, ds, dy = arguments(T, H, dtype)
+    truth = gradients(add_norm, [t.double().cpu() for t in (x, more, w)], (ds.double().cpu(), dy.double().cpu()))
+    budget = budgets(truth[0], w.double().cpu(), ds.double().cpu(), dy.double().cpu(), dtype)
+    found = found or gradients(fused_add_norm, [x, more, w], (ds, dy))
+    assert torch.equal(found[2], found[3])
+    for name, ours, true in zip(("sum", "y", "dx", "dw"), (*found[:3], found[4]), (*truth[:3], truth[4]), strict=True):
+        assert ours is not None and ours.dtype == dtype
+        error = (ours.double().cpu() - true).abs()
+        assert (error <= 1.01 * budget[name] + 1e-40).all(), name  # bound: roundings, counted
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def ragged(T: int, H: int, dtype: torch.dtype) -> None:
+        with few_programs():
+            check(T, H, dtype)
+
+    return {
+        "one row": lambda: ragged(1, 8, torch.float32),
+        "bfloat16": lambda: ragged(5, 33, torch.bfloat16),
+        "several rows a program": lambda: ragged(50, 12, torch.float32),
+    }
+
+
+@pytest.mark.usefixtures("_few_programs")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("T", "H"), SHAPES)
+@pytest.mark.fast_cases(5)
+def test_values_and_gradients(T: int, H: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, more, w, ds, dy = arguments(T, H, dtype)
+    with monkeypatch.context() as patched:
+        memory = GuardedMemory(patched)
+        found = gradients(fused_add_norm, [x, more, w], (ds, dy))
+    memory.check()
+    check(T, H, dtype, found)
+
+
+def test_in_bfloat16_it_rounds_where_qwen2_does() -> None:
+    """But for a root on the border between two bfloat16s; without the rounding before w a quarter would differ."""
+    x, more, w, _, _ = arguments(9, 500, torch.bfloat16)
+    total, y = fused_add_norm(x, more, w, EPS)
+    theirs_TH, theirs_y_TH = add_norm(x.cpu(), more.cpu(), w.cpu(), EPS)
+    assert torch.equal(total.cpu(), theirs_TH) and (y.cpu() != theirs_y_TH).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("used", ["both", "sum", "y"])
+@pytest.mark.parametrize("has_more", [True, False])
+def test_what_is_left_out_changes_nothing(has_more: bool, used: str) -> None:
+    """None in more's place, outputs that go nowhere, gradients that are broadcast: against torch's own in float64."""
+    x, more, w, _, _ = arguments(9, 40, torch.float32)
+    ds, dy = (draw(1, 40, seed=seed, dtype=torch.float32).expand(9, 40) for seed in (6, 7))
+    grads = (None if used == "y" else ds, None if used == "sum" else dy)
+    inputs = [x, more if has_more else None, w]
+    truth = gradients(
+        add_norm,
+        [None if t is None else t.double() for t in inputs],
+        tuple(None if grad is None else grad.double() for grad in grads),
+    )
+    found = gradients(fused_add_norm, inputs, grads)
+    assert len(found) == len(truth) == 4 + has_more
+    for ours, true in zip(found, truth, strict=True):
+        assert (ours is None) == (true is None)
+        if true is not None:
+            torch.testing.assert_close(ours.double(), true, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
+def test_rows_of_any_size(scale: float) -> None:
+    x, more, w, _, dy = arguments(4, 33, torch.float32, scale)
+    truth = gradients(add_norm, [t.double() for t in (x, more, w)], (dy.double(), dy.double()))
+    found = gradients(fused_add_norm, [x, more, w], (dy, dy))
+    for ours, true in zip(found, truth, strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5 * max(1.0, true.abs().max().item()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_its_own_bits(dtype: torch.dtype) -> None:
+    """They depend neither on how many rows there are nor on what its neighbours hold."""
+    x, more, w, ds, dy = arguments(11, 100, dtype)
+    with torch.no_grad():
+        x[4] = torch.nan
+    together = gradients(fused_add_norm, [x, more, w], (ds, dy))
+    for row in (0, 3, 5, 10):
+        alone = gradients(
+            fused_add_norm, [x[row : row + 1], more[row : row + 1], w], (ds[row : row + 1], dy[row : row + 1])
+        )
+        for ours, single in zip(together[:4], alone[:4], strict=True):
+            assert torch.equal(ours[row], single[0]) and single.isfinite().all()
+    assert together[1][4].isnan().all()
+
+
+@pytest.mark.usefixtures("_few_programs")
+def test_the_order_of_programs_does_not_matter() -> None:
+    x, more, w, ds, dy = arguments(70, 12, torch.float32)
+    first = gradients(fused_add_norm, [x, more, w], (ds, dy))
+    for order in (backwards, shuffled):
+        with program_order(order):
+            again = gradients(fused_add_norm, [x, more, w], (ds, dy))
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+def test_nothing_is_saved_but_the_sum_and_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, more, w, _, _ = arguments(3, 20, torch.float32)
+    x.requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        total, _ = fused_add_norm(x, more, w, EPS)
+        assert [tensor.data_ptr() for tensor in saved] == [total.data_ptr(), w.data_ptr()]
+        with torch.no_grad():
+            outputs = fused_add_norm(x, more, w, EPS)
+    assert len(saved) == 2 and not any(output.requires_grad for output in outputs)
+
+
+def test_a_frozen_weight_has_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, more, w, ds, dy = arguments(6, 20, torch.float32)
+    full = gradients(fused_add_norm, [x, more, w], (ds, dy))
+    x.requires_grad_()
+    outputs = fused_add_norm(x, more, w, EPS)
+    memory = GuardedMemory(monkeypatch)
+    torch.autograd.backward(outputs, (ds, dy))
+    assert [tuple(given.shape) for given, _ in memory.taken] == [(6, 20)]
+    assert x.grad is not None and torch.equal(x.grad, full[2]) and w.grad is None
+
+
+def test_no_rows() -> None:
+    w = torch.ones(8, device=DEVICE, requires_grad=True)
+    x = torch.zeros(0, 8, device=DEVICE, requires_grad=True)
+    total, y = fused_add_norm(x, x, w, EPS)
+    (total.sum() + y.sum()).backward()
+    assert y.shape == (0, 8) and w.grad is not None and torch.equal(w.grad, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"x_TH": torch.ones(3, 4, dtype=torch.float16)}, "x_TH has dtype torch.float16; expected bfloat16 or float32"),
+        ({"x_TH": torch.ones(3)}, r"x_TH has shape \(3,\); expected \[T, H\] with H from 1 to 8,192"),
+        ({"x_TH": torch.ones(1, MAX_WIDTH + 1)}, r"x_TH has shape \(1, 8193\); expected \[T, H\]"),
+        ({"more_TH": torch.ones(2, 4)}, r"more_TH has shape \(2, 4\) .*; expected dense \(3, 4\)"),
+        ({"weight_H": torch.ones(3)}, r"weight_H has shape \(3,\) .*; expected dense \(4,\)"),
+        ({"weight_H": torch.ones(4).bfloat16()}, "weight_H is torch.bfloat16 on .*; expected torch.float32 on"),
+    ],
+)
+def test_refusals(change: dict[str, torch.Tensor], complaint: str) -> None:
+    fine = {"x_TH": torch.ones(3, 4), "more_TH": torch.ones(3, 4), "weight_H": torch.ones(4)}
+    with pytest.raises(ValueError, match=complaint):
+        fused_add_norm(**{name: tensor.to(DEVICE) for name, tensor in {**fine, **change}.items()}, eps=EPS)

@@ -1,0 +1,184 @@
+"""Rotation and KV write in one kernel: against float64 and against torch's own bits; what is written, and what is not.
+
+On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interpreter import DEVICE, GuardedMemory, backwards, between_nans, program_order, shuffled
+
+from thresher.kernels.layers import rope_table, rotate, rotate_and_store
+
+pytest.importorskip("triton")
+
+from thresher.kernels.rope_triton import fused_rotate_and_store
+
+pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
+
+# query heads, key/value heads, head dimension, slots; the last two have more heads than a program takes
+SHAPES = [(1, 1, 2, 1), (3, 1, 10, 3), (2, 2, 64, 8), (14, 2, 64, 16), (5, 1, 24, 4), (28, 4, 8, 16), (20, 7, 6, 5)]
+DTYPES = [torch.float32, torch.bfloat16]
+BLOCKS = 6
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return between_nans(values.to(dtype))
+
+
+def caches(K: int, S: int, D: int, dtype: torch.dtype, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of NaN, as one tensor, blocks of both in turn, or as two."""
+    if apart:
+        return tuple(torch.full((BLOCKS, K, S, D), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))  # type: ignore[return-value]
+    both = torch.full((BLOCKS, 2, K, S, D), torch.nan, dtype=dtype, device=DEVICE)
+    return both[:, 0], both[:, 1]
+
+
+def arguments(T: int, shape: tuple[int, int, int, int], dtype: torch.dtype, apart: bool) -> dict[str, Any]:
+    """Rows go to places of their own, in any order; every third goes nowhere."""
+    N, K, D, S = shape
+    order = torch.randperm(BLOCKS * S, generator=torch.Generator().manual_seed(T))[:T].to(torch.int32)
+    k_PKSD, v_PKSD = caches(K, S, D, dtype, apart)
+    positions_T = torch.randint(0, 3000, (T,), generator=torch.Generator().manual_seed(T))
+    return {
+        "qkv_TMD": draw(T, N + 2 * K, D, seed=T, dtype=dtype),
+        "rope": between_nans(rope_table(positions_T, D, 1e4, dtype)),
+        "kv_heads": K,
+        "k_PKSD": k_PKSD,
+        "v_PKSD": v_PKSD,
+        "block_T": torch.where(torch.arange(T) % 3 == 2, -1, order // S).to(DEVICE, torch.int32),
+        "slot_T": (order % S).to(DEVICE),
+    }
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    return {**given, "k_PKSD": given["k_PKSD"].clone(), "v_PKSD": given["v_PKSD"].clone()}
+
+
+def check(given: dict[str, Any], q_TND: torch.Tensor) -> None:
+    """Queries, keys and values that were written, each within two roundings of float64; all else is NaN still."""
+    qkv, k_PKSD = given["qkv_TMD"], given["k_PKSD"]
+    N, K, dtype = q_TND.shape[1], given["kv_heads"], qkv.dtype
+    assert q_TND.is_contiguous() and q_TND.dtype == dtype
+    true_TMD = rotate(qkv[:, : N + K].double(), given["rope"].double())
+    cos, sin = given["rope"].double().abs()
+    a, b = qkv[:, : N + K].double().abs().chunk(2, -1)
+    # each product is rounded, and their sum
+    budget = torch.cat([a * cos + b * sin, b * cos + a * sin], -1) * torch.finfo(dtype).eps * 1.01
+
+    expected_k, expected_v = (torch.full_like(k_PKSD, torch.nan) for _ in range(2))
+    for row, (block, slot) in enumerate(zip(given["block_T"].tolist(), given["slot_T"].tolist(), strict=True)):
+        assert ((q_TND[row].double() - true_TMD[row, :N]).abs() <= budget[row, :N]).all()  # bound: two roundings
+        if block >= 0:
+            ours_KD = k_PKSD[block, :, slot]
+            assert ((ours_KD.double() - true_TMD[row, N:]).abs() <= budget[row, N:]).all()  # bound: two roundings
+            expected_k[block, :, slot] = ours_KD
+            expected_v[block, :, slot] = qkv[row, N + K :]
+    for cache, expected in ((k_PKSD, expected_k), (given["v_PKSD"], expected_v)):
+        assert torch.equal(cache.isnan(), expected.isnan())  # nothing is written but the rows' own places
+        assert torch.equal(cache.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    def launch(T: int, shape: tuple[int, int, int, int], dtype: torch.dtype, apart: bool) -> None:
+        given = arguments(T, shape, dtype, apart)
+        check(given, fused_rotate_and_store(**given))
+
+    return {
+        "ragged": lambda: launch(7, (3, 1, 10, 3), torch.float32, False),
+        "more heads than a program takes": lambda: launch(5, (20, 7, 6, 5), torch.bfloat16, True),
+    }
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "in turn"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.fast_cases(3)
+def test_queries_keys_and_values(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for T in (1, min(11, BLOCKS * shape[3])):
+        given = arguments(T, shape, dtype, apart)
+        with monkeypatch.context() as patched:
+            memory = GuardedMemory(patched)
+            q_TND = fused_rotate_and_store(**given)
+        memory.check()
+        check(given, q_TND)
+
+
+@pytest.mark.parametrize("shape", [(14, 2, 64, 16), (3, 1, 10, 3)], ids=str)
+def test_in_bfloat16_it_has_the_bits_of_torch(shape: tuple[int, int, int, int]) -> None:
+    """What a rollout caches is what the update computes."""
+    given = arguments(13, shape, torch.bfloat16, True)
+    theirs = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in copied(given).items()}
+    q_TND, theirs_TND = fused_rotate_and_store(**given), rotate_and_store(**theirs)
+    assert torch.equal(q_TND.cpu(), theirs_TND) and theirs_TND.isfinite().all()
+    for name in ("k_PKSD", "v_PKSD"):
+        assert torch.equal(given[name].cpu().nan_to_num(7.0), theirs[name].nan_to_num(7.0))
+        assert theirs[name].isfinite().any()
+
+
+def test_the_order_of_programs_does_not_matter() -> None:
+    given = arguments(9, (20, 7, 6, 5), torch.float32, True)
+    first = copied(given)
+    q_TND = fused_rotate_and_store(**first)
+    for order in (backwards, shuffled):
+        again = copied(given)
+        with program_order(order):
+            found_TND = fused_rotate_and_store(**again)
+        assert torch.equal(found_TND, q_TND)
+        assert all(torch.equal(again[n].nan_to_num(7.0), first[n].nan_to_num(7.0)) for n in ("k_PKSD", "v_PKSD"))
+
+
+def test_a_row_of_nans_stays_in_its_place() -> None:
+    given = arguments(4, (3, 1, 10, 3), torch.float32, True)
+    clean = copied(given)
+    q_TND = fused_rotate_and_store(**clean)
+    given["qkv_TMD"] = given["qkv_TMD"].clone()
+    given["qkv_TMD"][1] = torch.nan
+    found_TND = fused_rotate_and_store(**given)
+    others = [0, 2, 3]
+    assert torch.equal(found_TND[others], q_TND[others]) and found_TND[1].isnan().all()
+    block, slot = int(given["block_T"][1]), int(given["slot_T"][1])
+    for name in ("k_PKSD", "v_PKSD"):
+        assert clean[name][block, :, slot].isfinite().all()
+        clean[name][block, :, slot] = torch.nan
+        assert torch.equal(given[name].nan_to_num(7.0), clean[name].nan_to_num(7.0))
+
+
+def test_no_rows() -> None:
+    given = arguments(0, (3, 1, 10, 3), torch.float32, True)
+    assert fused_rotate_and_store(**given).shape == (0, 3, 10) and given["k_PKSD"].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"qkv_TMD": torch.ones(2, 5, 4).half()}, "qkv_TMD has dtype torch.float16; expected bfloat16 or float32"),
+        ({"qkv_TMD": torch.ones(2, 20)}, r"qkv_TMD has shape \(2, 20\) for 1 key/value heads; expected \[T, N \+ 2K"),
+        ({"kv_heads": 3}, r"qkv_TMD has shape \(2, 5, 4\) for 3 key/value heads"),
+        ({"qkv_TMD": torch.ones(2, 4, 5).transpose(1, 2)}, r"qkv_TMD has shape .*; expected dense \(2, 5, 4\)"),
+        ({"rope": torch.ones(2, 3, 1, 2)}, r"rope has shape .*; expected dense \(2, 2, 1, 2\)"),
+        ({"block_T": torch.zeros(2)}, "block_T is torch.float32 on .*; expected torch.int32"),
+        ({"slot_T": torch.zeros(3, dtype=torch.int32)}, r"slot_T has shape .*; expected dense \(2,\)"),
+        ({"k_PKSD": torch.ones(2, 1, 4, 3).transpose(2, 3)}, r"a block of k_PKSD has shape .*; expected dense"),
+        ({"v_PKSD": torch.ones(2, 2, 3, 4)}, r"a block of v_PKSD has shape .*; expected dense \(1, 1, 3, 4\)"),
+        ({"k_PKSD": torch.ones(4)}, "a block of k_PKSD has shape"),
+    ],
+)
+def test_refusals(change: dict[str, Any], complaint: str) -> None:
+    fine = {
+        "qkv_TMD": torch.ones(2, 5, 4),
+        "rope": torch.ones(2, 2, 1, 2),
+        "kv_heads": 1,
+        "k_PKSD": torch.ones(2, 1, 3, 4),
+        "v_PKSD": torch.ones(2, 1, 3, 4),
+        "block_T": torch.zeros(2, dtype=torch.int32),
+        "slot_T": torch.zeros(2, dtype=torch.int32),
+    }
+    there = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in {**fine, **change}.items()}
+    with pytest.raises(ValueError, match=complaint):
+        fused_rotate_and_store(**there)
