@@ -163,8 +163,8 @@ def test_what_transformers_saves_we_load(shape: Any, dtype: torch.dtype, shard: 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]], ids=[IDS[1], IDS[6]])
 def test_bfloat16_is_as_good_as_theirs(shape: Any, tmp_path: Path) -> None:
-    """float32 on the same (bfloat16) weights is the truth. Our error, a root mean square, may be four times theirs: it is
-    six times theirs if what a norm reads is rounded to four bits."""
+    """float32 on the same (bfloat16) weights is the truth. Our error may be four times theirs, as root mean squares;
+    what a norm reads, rounded to four bits, makes it six times theirs."""
     policy = random_policy(config_of(shape)).bfloat16()
     policy.save(tmp_path)
     ids_T = random_ids(policy.config, 65)
