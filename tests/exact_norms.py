@@ -1,9 +1,9 @@
-"""A float64 model that is float64 throughout, the truth of other dtypes.
+"""A float64 model that is float64 throughout, the truth of other dtypes; and how far something is from it.
 
 By itself `rms_norm` (kernels/layers.py) takes its mean in float32 whatever the dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -24,3 +24,9 @@ def exact_norms() -> Iterator[None]:
 
     with patch.object(layers, "rms_norm", norm):
         yield
+
+
+def off(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
+    """Compute the norm of the difference over all tensors of `truth`, beside the norm of the truth."""
+    difference = sum(float((found[name].double().cpu() - x.double()).square().sum()) for name, x in truth.items())
+    return (difference / sum(float(x.double().square().sum()) for x in truth.values())) ** 0.5

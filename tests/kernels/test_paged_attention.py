@@ -275,8 +275,8 @@ def test_no_product_is_of_a_lone_matrix_or_of_odd_rows(
         shapes.append(tuple(x.shape))
         return product(x, y)
 
+    cache = Cache(heads, 64, [1, 40, 70])  # where its tile is not known yet, products are tried out
     monkeypatch.setattr(torch, "bmm", bmm)
-    cache = Cache(heads, 64, [1, 40, 70])
     for runs in ([(0, 0, 1)], [(1, 39, 1)], [(1, 0, 40)], [(2, 69, 1)]):
         cache.attend(runs)
     (bucket,) = cache.buckets([(table, 66, 1) for table in cache.sharers], shared=True)

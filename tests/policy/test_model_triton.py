@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_norms import exact_norms, off
 from interpreter import DEVICE
 from model_cases import make_config
 
@@ -61,9 +62,10 @@ def results(policy: Policy) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.fast_cases(2)
 def test_hidden_states_and_gradients(family: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each within 1e-5 of float64, in norm: some hundred roundings of float32; the torch path is held to the same."""
+    """Each is no further from float64 than four times what the torch path is, in this tensor and in all together."""
     policy = make_policy(family, lora)
-    truth = results(deepcopy(policy).double())
+    with exact_norms():
+        truth = results(deepcopy(policy).double())
     torchs = results(deepcopy(policy))
     served: list[Any] = []
 
@@ -78,8 +80,9 @@ def test_hidden_states_and_gradients(family: str, lora: bool, monkeypatch: pytes
     assert len(served) == (4 if family == "qwen3" else 3) * layer_count + 1
     assert fused.keys() == torchs.keys() == truth.keys() and len(truth) > (8 if lora else 14)
     assert any("norm" in name for name in truth) != lora
+    of_torch = off(torchs, truth)
+    assert of_torch <= 1e-5  # some hundred roundings of float32
     for name, true in truth.items():
         assert true.norm() > 0, name
-        for found in (fused[name], torchs[name]):
-            assert (found.double().cpu() - true).norm() <= 1e-5 * true.norm(), name
+        assert off(fused, {name: true}) <= 4 * (off(torchs, {name: true}) + of_torch), name
     assert not torch.equal(fused["hidden"].cpu(), torchs["hidden"]), "the torch path ran twice"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from batch_invariance import needs_invariant_policy
 from decoding_cases import Plan, Record, TurnPlan, alone, blocks, make_decoder, play, random_world
+from logprob_cases import assert_logprobs_are_fresh
 
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.decoder import Decoder, NotFiniteDraw
@@ -151,6 +152,7 @@ def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: T
     decoder = make_decoder(writer, tiny_tokenizer, num_blocks=blocks(prompts, plans, spare=2))
     records = play(decoder, prompts, plans)
     assert decoder.clock.preemptions > 0
+    sequences = []
     for plan, temperature, record in zip(plans, temperatures, records, strict=True):
         ids, rows, recorded = list(prompts[plan.prompt]), list[int](), list[float]()
         for turn, (written, logprobs, *_) in zip(plan.turns, record, strict=True):
@@ -158,10 +160,8 @@ def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: T
             rows += range(len(ids), len(ids) + len(written))
             ids += written
             recorded += map(float.fromhex, logprobs)
-        with torch.inference_mode():
-            logits_TV = writer.logits(torch.tensor(ids))[:, : tiny_tokenizer.vocab_size] / (temperature or 1.0)
-        fresh = torch.log_softmax(logits_TV, -1)[torch.tensor(rows) - 1, torch.tensor(ids)[rows]]
-        torch.testing.assert_close(torch.tensor(recorded), fresh, rtol=0, atol=1e-5)
+        sequences.append((ids, rows, recorded, temperature or 1.0))
+    assert_logprobs_are_fresh(writer, tiny_tokenizer.vocab_size, sequences)
 
 
 @pytest.mark.parametrize("count", [AT_ONCE, pytest.param(FUZZED, marks=pytest.mark.slow)])

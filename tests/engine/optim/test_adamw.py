@@ -82,12 +82,17 @@ def test_8_bits_are_torchs_up_to_the_tables_steps(monkeypatch: pytest.MonkeyPatc
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.uint8
     assert sum(x.nbytes for x in state.values()) < 0.26 * sum(x.nbytes for x in truth.values())
     assert eight.state[coarse.small]["exp_avg"].dtype == torch.float32
+    states = [trained(OptimSection(**settings, moments="8bit"), steps) for steps in range(1, 7)]
     for name, signed in module.MOMENTS:
-        found = module._take(state, name, signed, slice(0, len(plain.large)), torch.device("cpu"))
+        *_, found = moments = [
+            module._take(each.state[weights.large], name, signed, slice(0, LARGE[0]), torch.device("cpu"))
+            for weights, each in states
+        ]
         # Half a step of the table each time, and half of that on average, carried on by a beta of .9: six make 4.7.
-        half = (0.45 / 64 if signed else 0.45 / 128) * float(truth[name].abs().max())
+        half = (0.45 / 64 if signed else 0.45 / 128) * max(float(moment.abs().max()) for moment in moments)
         error = (found - truth[name]).abs()
-        assert 0 < float(error.max()) <= 4.7 * half and float(error.mean()) <= 2.35 * half
+        assert 0 < float(error.max()) <= 4.7 * half  # bound: sums of half a step of the largest of any step
+        assert float(error.mean()) <= 2.35 * half
     parts = trained(OptimSection(**settings, moments="8bit", offload="moments"))[0]
     assert same(coarse, parts)
     monkeypatch.setattr(module, "AT_A_TIME", 700)  # two rows

@@ -14,7 +14,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,17 +112,54 @@ def play(folder: Path, scenarios: list[dict[str, Any]]) -> None:
     assert [process.returncode for process in processes] == [0] * len(ranks), said
 
 
-def test_two_ranks_take_the_step_of_one(base: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
+    """What is quickly tried with two ranks: "two" takes one step, as "one" does; "interrupted" gets a signal in its
+    second; "other-recipe" does not begin."""
     recipe = small(base, run={"steps": 1})
-    recipe.write(tmp_path / "plain.toml")
-    one, two = tmp_path / "one", tmp_path / "two"
-    train(recipe, one)
-    play(tmp_path, [{"ranks": 2, "out": str(two), "recipe": str(tmp_path / "plain.toml")}])
-    needs_invariant_policy(load_policy(recipe.model.path))
-    assert sampled(one, 1) == sampled(two, 1)
-    first, second = (load_file(run / "checkpoints" / "step_000001" / "model.safetensors") for run in (one, two))
-    assert apart(first, load_file(Path(recipe.model.path) / "model.safetensors")) > 100 * TOLERANCE
+
+    def make(folder: Path) -> None:
+        recipe.write(folder / "plain.toml")
+        small(base, run={"save_every": 9}).write(folder / "rarely.toml")
+        train(recipe, folder / "one")
+
+        def scenario(name: str, recipe: str = "plain", **more: Any) -> dict[str, Any]:
+            return {"ranks": 2, "out": str(folder / name), "recipe": str(folder / f"{recipe}.toml"), **more}
+
+        other = {"1": ["grpo.beta=0.5"]}
+        play(
+            folder,
+            [scenario("two"), scenario("interrupted", "rarely", interrupted=1), scenario("other-recipe", mine=other)],
+        )
+
+    return Runs(once("pair", make), recipe)
+
+
+def test_two_ranks_take_the_step_of_one(pair: Runs) -> None:
+    needs_invariant_policy(load_policy(pair.recipe.model.path))
+    assert sampled(pair.folder / "one", 1) == sampled(pair.folder / "two", 1)
+    first, second = pair.weights("one", 1), pair.weights("two", 1)
+    assert apart(first, load_file(Path(pair.recipe.model.path) / "model.safetensors")) > 100 * TOLERANCE
     assert apart(first, second) < TOLERANCE
+    assert_same_token_statistics(pair.folder / "one", pair.folder / "two")
+
+
+def test_a_signal_to_one_of_two_ranks_ends_both_with_the_step_that_was_learned(pair: Runs) -> None:
+    """Rank 1 leaves its rollout of step 2, and rank 0 ends its own; no save was due yet."""
+    assert [pair.error("interrupted", rank) for rank in range(2)] == ["Interrupted: SIGTERM", "SystemExit: 143"]
+    out = pair.folder / "interrupted"
+    assert (pair.folder / "interrupted.kept").read_text() == f"{out} is saved up to step 1"
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
+    assert [record["step"] for record in metrics(out)] == [0, 1]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert apart(pair.weights("two", 1, file), pair.weights("interrupted", 1, file)) == 0
+
+
+def test_two_ranks_with_other_recipes_do_not_begin(pair: Runs) -> None:
+    first, second = (pair.error("other-recipe", rank) for rank in range(2))
+    said = "rank 1 has another run than rank 0: the recipe's grpo.beta is 0.5 there, 0.02 on rank 0; give every"
+    assert {first, second} > {"SystemExit: 1"} and f"UserError: {said}" in first + second
+    assert not (pair.folder / "other-recipe").exists()
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +240,16 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
 
 
+def assert_same_token_statistics(one: Path, several: Path) -> None:
+    """Of the first step, gathered from the ranks in the order of one's."""
+    kept, gathered = (load_file(run / "trajectories" / "step_000001.safetensors") for run in (one, several))
+    assert [part.pop("branches_B").shape for part in (kept, gathered)] == [(0,), (0,)]
+    assert kept.keys() == {"counts_N", "sampled_P", "recomputed_P", "reference_P", "entropy_P", "clipped_P"}
+    assert torch.equal(kept["counts_N"], gathered["counts_N"])
+    assert torch.equal(kept["sampled_P"], gathered["sampled_P"])
+    assert apart(kept, gathered) < 4e-3  # an ulp of float16, for the entropy; out of its place a value differs by more
+
+
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.slow
 def test_tokens_of_the_first_step_are_those_of_one_rank(runs: Runs, count: int) -> None:
@@ -211,12 +258,7 @@ def test_tokens_of_the_first_step_are_those_of_one_rank(runs: Runs, count: int) 
     assert sampled(one, 1) == sampled(several, 1)
     evaluation = Path("evaluations") / "step_000000.jsonl"
     assert (one / evaluation).read_bytes() == (several / evaluation).read_bytes()
-    kept, gathered = (load_file(run / "trajectories" / "step_000001.safetensors") for run in (one, several))
-    assert [part.pop("branches_B").shape for part in (kept, gathered)] == [(0,), (0,)]
-    assert kept.keys() == {"counts_N", "sampled_P", "recomputed_P", "reference_P", "entropy_P", "clipped_P"}
-    assert torch.equal(kept["counts_N"], gathered["counts_N"])
-    assert torch.equal(kept["sampled_P"], gathered["sampled_P"])
-    assert apart(kept, gathered) < 4e-3  # an ulp of float16, for the entropy; out of its place a value differs by more
+    assert_same_token_statistics(one, several)
 
 
 @pytest.mark.parametrize(

@@ -128,20 +128,41 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_bits(make: Make, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir() if "out" in path.name} == {"out"}
 
 
+def measured_as(patch: pytest.MonkeyPatch, shares: list[float]) -> list[str]:
+    """Have the share of names that are copied right be the next of these for each other state of the weights, so that a
+    resumed run measures what the whole one did. Returns the states that were measured."""
+    seen: list[str] = []
+
+    def copying(self: SftTrainer) -> float:
+        value = repr(float(sum(p.detach().double().abs().sum() for p in self.policy.parameters())))
+        if value not in seen:
+            seen.append(value)
+        return shares[seen.index(value)]
+
+    patch.setattr(SftTrainer, "copying", copying)
+    return seen
+
+
+def test_a_fine_tuning_that_was_killed_in_its_second_attempt_goes_on_in_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt is two steps; the gate opens behind the second one's."""
+    recipe = make(sft={"gate": 0.7, "gate_every": 2, "steps": 2, "save_every": 1, "max_restarts": 1, "batch_size": 1})
+    seen = measured_as(monkeypatch, [0.1, 0.8])
+    run_sft(recipe, tmp_path / "whole")
+    killed(recipe, tmp_path / "out", 3)
+    assert steps_saved(tmp_path / "out") == ["step_000003"]
+    run_sft(recipe, tmp_path / "out", resume=True)
+    assert files(tmp_path / "out") == files(tmp_path / "whole") and len(seen) == 2
+    figures = json.loads((tmp_path / "out" / "sft.json").read_text())
+    assert figures["restarts"] == 1 and figures["passed"] and figures["names copied right"] == 0.8
+
+
 @pytest.mark.slow
 def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate that opens in the second attempt: killed in it, where it begins, and just before it opens."""
     recipe = make(sft={"gate": 0.7, "gate_every": 2, "steps": 4, "save_every": 2, "max_restarts": 2})
-    measured: list[str] = []
-
-    def copying(self: SftTrainer) -> float:
-        """Of the weights alone, so that a resumed run measures what the whole one did."""
-        value = float(sum(p.detach().double().abs().sum() for p in self.policy.parameters()))
-        if repr(value) not in measured:
-            measured.append(repr(value))
-        return [0.1, 0.2, 0.3, 0.8][measured.index(repr(value))]  # at steps 2 and 4 of both attempts
-
-    monkeypatch.setattr(SftTrainer, "copying", copying)
+    measured = measured_as(monkeypatch, [0.1, 0.2, 0.3, 0.8])  # at steps 2 and 4 of both attempts
     run_sft(recipe, tmp_path / "whole")
     assert json.loads((tmp_path / "whole" / "sft.json").read_text())["restarts"] == 1
     for place, step in enumerate((4, 5, 7)):
@@ -246,6 +267,12 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
     (tiny_model_folder / "model.safetensors").write_bytes(weights[:-4] + b"\0\0\0\0")
     refused(r"tiny-model: its weights are not those with which the run began")
     (tiny_model_folder / "model.safetensors").write_bytes(weights)
+
+    newer = sft_folder(out) / "checkpoints" / "step_000004"
+    with pytest.MonkeyPatch.context() as patch:  # by another process, before this one has the lock
+        patch.setattr("thresher.engine.training.sft_run.need_room", lambda *_: newer.mkdir())
+        refused(r"out\.training: another process has just saved step 4; run the same command again")
+    newer.rmdir()
 
     lock = lock_folder(sft_folder(out))
     refused(rf"out\.training: process {os.getpid()} is writing to this folder")
