@@ -14,8 +14,8 @@ import torch
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
 from thresher.engine.console import console
-from thresher.engine.decoding.cache.kv_cache import PagedKV
-from thresher.engine.decoding.device import free_memory
+from thresher.engine.decoding.decoder_cuda import free_memory
+from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import System, Tools, read_template
 from thresher.engine.protocol.render import Renderer
 from thresher.engine.rollout.rollout import Limits, Rollout

@@ -3,7 +3,7 @@
 One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
 is called once a layer with that layer's fresh projections of q, k and v, and is either a layout of whole sequences,
 with gradients (`Varlen`, or `PrefixForest` where they share beginnings), or one step's view of the cache
-(engine/decoding/cache/kv_cache.py, bucket_step.py). Low-rank adapters (lora.py), where there are some, add to a
+(engine/decoding/kv_cache.py, decoder_cuda.py). Low-rank adapters (lora.py), where there are some, add to a
 layer's linear maps, in both.
 
 Parameters may be fused (q, k and v are one matrix); the names and pieces that Hugging Face files use are views of them

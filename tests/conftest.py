@@ -317,7 +317,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> Callab
 
     import torch
 
-    from thresher.engine.decoding.drafts import Drafter
+    from thresher.engine.decoding.speculative import Drafter
     from thresher.kernels import sampling
 
     def install(lines: dict[int, list[str]], tokenizer: Tokenizer | None = None) -> None:

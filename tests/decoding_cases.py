@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.decoder import Decoder
-from thresher.engine.decoding.drafts import MOST, Drafter, Drafts
-from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
+from thresher.engine.decoding.speculative import MOST, Drafter, Drafts
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -39,7 +38,7 @@ class Plan:
     prompt: int
     seed: int
     turns: tuple[TurnPlan, ...]
-    draw: Draw = field(default_factory=Draw)
+    draw: SamplingParams = field(default_factory=SamplingParams)
     arrive: int = 0
 
 
@@ -184,6 +183,15 @@ def _random_plan(rng: Random, vocab: int, prompts: int) -> Plan:
         )
         for number in range(rng.choice((1, 1, 2, 3)))
     ]
-    draw = rng.choice((Draw(), Draw(), Draw(0.0), Draw(0.7), Draw(1.0, 5), Draw(1.2, 0, 0.9, 0.05)))
+    draw = rng.choice(
+        (
+            SamplingParams(),
+            SamplingParams(),
+            SamplingParams(0.0),
+            SamplingParams(0.7),
+            SamplingParams(1.0, 5),
+            SamplingParams(1.2, 0, 0.9, 0.05),
+        )
+    )
     arrive = rng.choice((0, 0, 0, rng.randrange(40)))
     return Plan(prompt=rng.randrange(prompts), seed=rng.randrange(2**62), turns=tuple(turns), draw=draw, arrive=arrive)

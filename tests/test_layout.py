@@ -62,9 +62,8 @@ def test_the_test_of_imports_can_tell(path: str, source: str, wrong: int) -> Non
     "module",
     [
         "rewards",
-        "engine.decoding.cache.blocks",
+        "engine.decoding.blocks",
         "engine.decoding.scheduler",
-        "engine.decoding.sequences",
         "engine.decoding.stop_tags",
         "engine.config.recipe",
         "engine.store.run_folder",

@@ -19,7 +19,7 @@ ROOMS = (
     ("retrieval/building", "retrieval/serving"),
     ("engine/config", "engine/console.py", "engine/episode.py", "engine/interrupt.py"),
     ("engine/machine.py", "engine/threads.py"),
-    ("engine/decoding/cache", "engine/optim"),
+    ("engine/optim",),
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
     ("engine/baselines", "engine/packing", "engine/rollout", "engine/scoring", "engine/sinks"),
     ("engine/planning",),
@@ -101,7 +101,7 @@ def test_a_room_imports_only_from_rooms_below_it() -> None:
         ("engine/__init__.py", "from thresher.engine.decoding.stop_tags import TagMatcher", 0),
         (
             "engine/rollout/a.py",
-            "from thresher.engine.decoding.cache.blocks import x\nfrom thresher.kernels import y",
+            "from thresher.engine.decoding.blocks import x\nfrom thresher.kernels import y",
             0,
         ),
         ("engine/assemble.py", "import json\nfrom thresher.engine import console", 0),

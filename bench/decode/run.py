@@ -24,10 +24,9 @@ from thresher.bench.measure import spread
 from thresher.bench.roofline.models import MODELS
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, table
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.decoder import Decoder
-from thresher.engine.decoding.device import make_decoder
-from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.decoder_cuda import make_decoder
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.planning.chips import this_chip
 from thresher.engine.planning.floors import DecodeShape, decode_costs, decode_share, floor_s
 from thresher.kernels.attention.backends.choice import resolve_attention
@@ -172,7 +171,7 @@ def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str
         prompt = SharedPrompt(ids(shape.shared) or ids(shape.own))
         for member in range(shape.group):
             whole = prompt.ids + ids(shape.own) if shape.shared else list(prompt.ids)
-            sequence = TokenSequence(prompt, group * shape.group + member, Draw(), whole)
+            sequence = TokenSequence(prompt, group * shape.group + member, SamplingParams(), whole)
             decoder.begin_turn(sequence, (), 1)  # a turn of one token each, so that nobody runs ahead of the prefill
     filled: list[TokenSequence] = []
     while len(filled) < shape.batch:

@@ -17,7 +17,7 @@ from typing import Any
 ROWS = 8192
 COLUMNS = 151_665  # of Qwen2.5's tokenizer: what a trainer's head is cut to
 LOSS_TARGETS = {1536: 0.61, 2048: 0.63, 3584: 0.66}  # of the floor 6THV, by width
-DECODER_TESTS = "tests/engine/decoding/test_device.py"
+DECODER_TESTS = "tests/engine/decoding/test_decoder_cuda.py"
 # What racecheck sees: tests of a few small launches, one for each file of kernels. The tests before it ran them too, so
 # that Triton has their binaries. The loss's runs the head and its reduction.
 RACED = (

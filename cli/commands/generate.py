@@ -132,7 +132,7 @@ def _request(options: argparse.Namespace, prompt_ids: list[int]) -> "GenerateReq
 
 
 def _show_stream(generator: "Generator", request: "GenerateRequest") -> None:
-    from thresher.engine.decoding.text_stream import stream_text
+    from thresher.engine.decoding.generator import stream_text
 
     last = "\n"
     for last in stream_text(generator, request):

@@ -1,10 +1,11 @@
 """Sequences of tokens, sampled side by side: scheduler, KV cache and its blocks, stop tags. It knows no episodes.
 
-decoder.py      the loop: admit, one forward, one draw; where to begin. clock.py: what it counts
-device.py       the same loop for a GPU, launched ahead of what is read; bucket_step.py: one step of it, with drafts
-sequences.py    what the host keeps of a sequence; lanes.py: the arrays that a step reads and writes
-scheduler.py    who runs; cache/: the KV cache, its blocks and its tensors
-drafts.py       guesses at what comes next; verify.py: of what was drawn, what stands
+decoder.py      the loop: admit, one forward, one draw; where to begin
+decoder_cuda.py the same loop for a GPU, launched ahead of what is read
+scheduler.py    the sequences, and which of them run
+batch_state.py  the arrays that a step reads and writes, stop tables included
+kv_cache.py     the tensors of the KV cache; blocks.py: its blocks and the prefix tree
+speculative.py  drafts, and which of the drawn tokens are accepted
 stop_tags.py    strings found in token ids
-generator.py    prompts in, samples out, for whoever has no episode; text_stream.py: one, while it is drawn
+generator.py    prompts in, samples out
 """

@@ -9,8 +9,8 @@ been fed whole draws a token. Who asked for a turn hears of it when it has ended
     append(sequence, ids)               text that it did not write, between two turns
     release(sequence)                   it is over
 
-All that a step reads and writes lies in arrays (lanes.py); between the ends of turns there is no loop over sequences,
-and one small tensor is read back: who has ended.
+All that a step reads and writes lies in arrays (batch_state.py); between the ends of turns there is no loop over
+sequences, and one small tensor is read back: who has ended.
 
 What makes a sequence independent of the others: its noise is a function of its own seed and position; a row of the
 forward is batch-invariant, whether it was decoded or prefilled (CPU, float32; kernels/attention/paged.py); so neither
@@ -19,21 +19,21 @@ chunks of prefill, nor shared or recomputed keys, nor who else runs can be told 
 Axes: T rows of a step, N sequences that draw, L tokens of a sequence, H hidden, V vocabulary.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 import torch
 
-from thresher.engine.decoding.cache.blocks import BlockPool
-from thresher.engine.decoding.cache.kv_cache import DeviceKV, PagedKV, PagedStep
-from thresher.engine.decoding.clock import DecodeClock, Lap
-from thresher.engine.decoding.drafts import ON_CPU, Costs, Drafter, Speculate
-from thresher.engine.decoding.lanes import Lanes, StopBank
-from thresher.engine.decoding.scheduler import Scheduler
-from thresher.engine.decoding.sequences import TokenSequence
-from thresher.engine.decoding.verify import NOT_FINITE, keep_drawn, rows_of
+from thresher.engine.decoding.batch_state import BatchState, StopTables
+from thresher.engine.decoding.blocks import BlockPool
+from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
+from thresher.engine.decoding.scheduler import Scheduler, TokenSequence
+from thresher.engine.decoding.speculative import NOT_FINITE, ON_CPU, Costs, Drafter, Speculate, accept_tokens, rows_of
 from thresher.kernels import sampling
 from thresher.kernels.attention.paged import Ints, Pieces, places
 from thresher.policy.model import Policy
@@ -55,7 +55,7 @@ class Decoder:
     sequences share the products of keys that they share. Neither changes a result.
     """
 
-    mirrors = False  # whether the host keeps ids and log-probs of its own (lanes.py)
+    mirrors = False  # whether the host keeps ids and log-probs of its own (batch_state.py)
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Decoder:
         self.speculate: Speculate = speculate if self.mirrors or policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
         self.cache: PagedKV | DeviceKV | None = None
-        self.stops = StopBank(tokenizer, policy.config.eos_token_ids, policy.device)
+        self.stops = StopTables(tokenizer, policy.config.eos_token_ids, policy.device)
         self._open_cache()
         self._start_over(self.page_size, DecodeClock())
 
@@ -101,10 +101,12 @@ class Decoder:
             )
         self.clock, self.pool = clock, pool
         self.scheduler = Scheduler(pool, self.max_running, self.reuse)
-        self.lanes = Lanes(self.max_running, longest, pool.blocks_for(longest), self.policy.device, self.mirrors)
+        self.batch = BatchState(self.max_running, longest, pool.blocks_for(longest), self.policy.device, self.mirrors)
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
-        self._laps: list[tuple[Lap, float]] = []  # not yet read: of forwards, and the share of each that was prefill
+        self._laps: list[
+            tuple[CudaTimer, float]
+        ] = []  # not yet read: of forwards, and the share of each that was prefill
         self._of_lane: dict[int, TokenSequence] = {}
         self._lanes_N: Ints | None = None  # of the running sequences, by age; None: they changed
         self._prefilling: list[TokenSequence] = []
@@ -123,7 +125,7 @@ class Decoder:
     @property
     def idle(self) -> bool:
         """Whether nobody is writing."""
-        return not self.scheduler.waiting and not self.lanes.room_B.any()
+        return not self.scheduler.waiting and not self.batch.room_B.any()
 
     # --- What the caller asks
 
@@ -134,7 +136,7 @@ class Decoder:
         sequence.turn_start, sequence.logprobs = len(sequence.ids), []
         sequence.stop_state = self.stops.start(stop, lead)
         if sequence.lane >= 0:
-            self.lanes.begin_turn(sequence)
+            self.batch.begin_turn(sequence)
         else:
             self.scheduler.submit(sequence)
 
@@ -145,8 +147,8 @@ class Decoder:
             if sequence not in self._prefilling:
                 self._prefilling.append(sequence)
                 # Its last token was drawn and not yet fed; fed with the text, it is no prefill.
-                sequence.prefilled -= int(self.lanes.known_B[sequence.lane] > self.lanes.cached_B[sequence.lane])
-            self.lanes.append(sequence.lane, ids)
+                sequence.prefilled -= int(self.batch.known_B[sequence.lane] > self.batch.cached_B[sequence.lane])
+            self.batch.append(sequence.lane, ids)
 
     def release(self, sequence: TokenSequence, keep: bool = False) -> None:
         """It is over, and its blocks go back; keep: others will soon begin as it did, and shall find them."""
@@ -161,7 +163,7 @@ class Decoder:
         if self._drawn is None:
             return []
         return [
-            (self._of_lane[lane], self.lanes.newest(lane, taken))
+            (self._of_lane[lane], self.batch.newest(lane, taken))
             for lane, taken in zip(*(x.tolist() for x in self._drawn), strict=True)
         ]
 
@@ -188,7 +190,7 @@ class Decoder:
             if prefix.tail is not None:
                 assert self.cache is not None
                 self.cache.copy([(prefix.tail, blocks[len(prefix.blocks)])])
-            lane = self.lanes.open(sequence, cached, blocks)
+            lane = self.batch.open(sequence, cached, blocks)
             if self.drafter is not None:
                 self.drafter.open(lane, sequence.earlier)
             self._of_lane[lane], self._lanes_N = sequence, None
@@ -200,9 +202,9 @@ class Decoder:
             self.scheduler.begin(sequence, prefix, cached, blocks)
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
-        lane, blocks = sequence.lane, self.lanes.blocks_of(sequence)
-        cached = int(self.lanes.cached_B[lane])
-        self.lanes.close(sequence)
+        lane, blocks = sequence.lane, self.batch.blocks_of(sequence)
+        cached = int(self.batch.cached_B[lane])
+        self.batch.close(sequence)
         self.scheduler.leave(sequence, cached, blocks, keep)
         del self._of_lane[lane]
         self._lanes_N = None
@@ -214,7 +216,7 @@ class Decoder:
         """What each running sequence is fed in this step, with blocks for it; the youngest go while there are none."""
         while True:
             runs = self._runs()
-            wanted_N = -(-(runs.start_N + runs.count_N) // self.page_size) - self.lanes.blocks_B[runs.table_N]
+            wanted_N = -(-(runs.start_N + runs.count_N) // self.page_size) - self.batch.blocks_B[runs.table_N]
             wanted_N = np.maximum(wanted_N, 0)
             count = int(wanted_N.sum())
             if count <= self.pool.free:
@@ -224,22 +226,22 @@ class Decoder:
             self._leave(self.scheduler.preempt(), keep=True)
             self.clock.preemptions += 1
         if count:
-            self.lanes.extend(runs.table_N, wanted_N, self.pool.take(count))
+            self.batch.extend(runs.table_N, wanted_N, self.pool.take(count))
         return runs
 
     def _give_way(self) -> bool:
         """Whether there is room, or may be, without anybody having to go: nobody goes for the sake of a guess."""
-        guesses, self.lanes.drafted_B[:] = bool(self.lanes.drafted_B.any()), 0
+        guesses, self.batch.drafted_B[:] = bool(self.batch.drafted_B.any()), 0
         return guesses
 
     def _runs(self) -> Pieces:
         """New rows: first the token of everyone who has one, then prompts and appended text, the oldest first, as far
         as the forward's rows go."""
         lane_N = self._lane_order()
-        start_N = self.lanes.cached_B[lane_N]
+        start_N = self.batch.cached_B[lane_N]
         count_N = self._wanted_rows(lane_N)
         order, long = np.argsort(count_N > 1, kind="stable"), int((count_N > 1).sum())
-        count_N += self.lanes.drafted_B[lane_N]
+        count_N += self.batch.drafted_B[lane_N]
         lane_N, start_N, count_N = lane_N[order], start_N[order], count_N[order]
         decoding = int(count_N[: len(order) - long].sum())
         # Prefills get some rows even where decoding alone fills the forward.
@@ -252,8 +254,8 @@ class Decoder:
     def _wanted_rows(self, lane_N: Ints) -> Ints:
         """How many tokens each lane has yet to be fed. Between turns the last one stays unfed: the next turn's first
         token is drawn in the step that feeds it, for its hidden state is kept no longer."""
-        lanes = self.lanes
-        return lanes.known_B[lane_N] - lanes.cached_B[lane_N] - (lanes.room_B[lane_N] == 0)  # type: ignore[no-any-return]
+        batch = self.batch
+        return batch.known_B[lane_N] - batch.cached_B[lane_N] - (batch.room_B[lane_N] == 0)  # type: ignore[no-any-return]
 
     def _lane_order(self) -> Ints:
         """The lanes of the running sequences, by age."""
@@ -271,11 +273,11 @@ class Decoder:
         shared_P = self.pool.owners_P > 1 if self.share_prefix else None
         shared_P = None if shared_P is not None and not shared_P.any() else shared_P
         assert isinstance(self.cache, PagedKV)
-        step = PagedStep(self.cache, self.lanes.table_BP, runs, shared_P)
-        with Lap(self.policy.device) as lap:
-            ids_T = self.lanes.tokens_BL[step.lane_T, step.positions_T]
+        step = PagedStep(self.cache, self.batch.table_BP, runs, shared_P)
+        with CudaTimer(self.policy.device) as lap:
+            ids_T = self.batch.tokens_BL[step.lane_T, step.positions_T]
             hidden_TH = self.policy.hidden(ids_T, step.positions_T, step)
-        self.lanes.cached_B[runs.table_N] += runs.count_N
+        self.batch.cached_B[runs.table_N] += runs.count_N
         self._busy += lap.host
         prefilled = self._count_prefilled(runs)
         self._laps.append((lap, prefilled / rows))  # what decodes and prefills at once is shared out by rows
@@ -307,21 +309,21 @@ class Decoder:
                 # A copy: a row of hidden_TH itself would keep all of it alive.
                 prompt.hidden_H = hidden_TH[int(runs.row_N[run] + runs.count_N[run]) - 1].clone()
                 complete = True
-        still = self.lanes.cached_B < self.lanes.known_B
+        still = self.batch.cached_B < self.batch.known_B
         self._prefilling = [sequence for sequence in self._prefilling if still[sequence.lane]]
         if complete:
             self._admit()
 
     def _mark_ready(self, sequence: TokenSequence) -> int:
         """How many of its tokens are cached; others that wait for its pages may have them."""
-        cached = int(self.lanes.cached_B[sequence.lane])
+        cached = int(self.batch.cached_B[sequence.lane])
         self.scheduler.computed(sequence, cached)
         return cached
 
     def _draft(self) -> None:
         """Guesses at what the lanes that decode write next, where they pay."""
-        lanes = self.lanes
-        lanes.drafted_B[:] = 0
+        batch = self.batch
+        batch.drafted_B[:] = 0
         if self.drafter is None:
             return
         lane_N = self._may_draft()
@@ -329,14 +331,14 @@ class Decoder:
             return
         lane_N = self._before_look_up(lane_N)
         if len(lane_N):
-            drafts = self.drafter.draft(lanes.host_tokens(), lanes.known_B, lane_N, lanes.room_B[lane_N] - 1)
+            drafts = self.drafter.draft(batch.host_tokens(), batch.known_B, lane_N, batch.room_B[lane_N] - 1)
             if drafts is not None:
-                lanes.put_drafts(lane_N, drafts)
+                batch.put_drafts(lane_N, drafts.ids_NK, drafts.count_N)
 
     def _may_draft(self) -> Ints:
-        """Lanes that decode, and have room for more than the next token."""
-        lanes, lane_N = self.lanes, self._lane_order()
-        may_N = (lanes.known_B[lane_N] == lanes.cached_B[lane_N] + 1) & (lanes.room_B[lane_N] > 1)
+        """BatchState that decode, and have room for more than the next token."""
+        batch, lane_N = self.batch, self._lane_order()
+        may_N = (batch.known_B[lane_N] == batch.cached_B[lane_N] + 1) & (batch.room_B[lane_N] > 1)
         return lane_N[np.flatnonzero(may_N)]
 
     def _before_look_up(self, lane_N: Ints) -> Ints:
@@ -346,16 +348,16 @@ class Decoder:
     def _draw(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
         """A token for everyone who is writing and has been fed whole, and one more for every draft that comes true; the
         sequences whose turn that ended."""
-        lanes = self.lanes
+        batch = self.batch
         fed_N = runs.table_N
-        due_N = lanes.cached_B[fed_N] == lanes.known_B[fed_N] + lanes.drafted_B[fed_N]
-        due_N &= lanes.room_B[fed_N] > 0
+        due_N = batch.cached_B[fed_N] == batch.known_B[fed_N] + batch.drafted_B[fed_N]
+        due_N &= batch.room_B[fed_N] > 0
         lane_N, last_N = fed_N[due_N], (runs.row_N + runs.count_N - 1)[due_N]
-        drafted_N = lanes.drafted_B[lane_N]
+        drafted_N = batch.drafted_B[lane_N]
         hidden = []
         if hidden_TH is not None:
             row_F = np.repeat(last_N - drafted_N, 1 + drafted_N) + places(1 + drafted_N)
-            hidden.append(hidden_TH.index_select(0, torch.from_numpy(row_F).to(lanes.device)))
+            hidden.append(hidden_TH.index_select(0, torch.from_numpy(row_F).to(batch.device)))
         if self._from_prompt:
             lane_N = np.concatenate([lane_N, [sequence.lane for sequence in self._from_prompt]])
             drafted_N = np.concatenate([drafted_N, np.zeros(len(self._from_prompt), np.int64)])
@@ -364,7 +366,7 @@ class Decoder:
         self._drawn = None
         if not len(lane_N):
             return []
-        with Lap(self.policy.device) as lap:
+        with CudaTimer(self.policy.device) as lap:
             code_N, taken_N = self._write(torch.cat(hidden), lane_N, drafted_N)
         self._check_finite(code_N)
         self._laps.append((lap, 0.0))
@@ -373,18 +375,18 @@ class Decoder:
         self._laps = []
         self._drawn = lane_N, taken_N
         self._count_drawn(lane_N, drafted_N, taken_N)
-        over = (code_N > 0) | (lanes.room_B[lane_N] == 0)
+        over = (code_N > 0) | (batch.room_B[lane_N] == 0)
         ended = [self._end_turn(int(lane), int(code)) for lane, code in zip(lane_N[over], code_N[over], strict=True)]
         return sorted(ended, key=attrgetter("number"))
 
     def _write(self, hidden_FH: torch.Tensor, lane_N: Ints, drafted_N: Ints) -> tuple[Ints, Ints]:
         """Draw at every row, and put what stands into the lanes: per sequence 0 or the code that says why its turn
         ends, and how many tokens it got. F: rows, 1 + drafts of each sequence, one sequence after the other."""
-        lanes = self.lanes
-        lane_F, position_F = rows_of(lanes, lane_N, drafted_N)
-        head_VH, rules = self.policy.head_VH[: self.tokenizer.vocab_size], lanes.rules.take(lane_F)
-        ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, head_VH, lanes.seeds_B[lane_F], position_F, rules)
-        return keep_drawn(lanes, self.stops, lane_N, drafted_N, ids_F, logprobs_F)
+        batch = self.batch
+        lane_F, position_F = rows_of(batch, lane_N, drafted_N)
+        head_VH, rules = self.policy.head_VH[: self.tokenizer.vocab_size], batch.rules.take(lane_F)
+        ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, head_VH, batch.seeds_B[lane_F], position_F, rules)
+        return accept_tokens(batch, self.stops, lane_N, drafted_N, ids_F, logprobs_F)
 
     def _check_finite(self, code_N: Ints) -> None:
         """NotFiniteDraw, before anything of the step is handed out, where a token was drawn from logits that are not
@@ -399,19 +401,19 @@ class Decoder:
         )
 
     def _count_drawn(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
-        lanes = self.lanes
-        lanes.known_B[lane_N] += taken_N
-        lanes.room_B[lane_N] -= taken_N
+        batch = self.batch
+        batch.known_B[lane_N] += taken_N
+        batch.room_B[lane_N] -= taken_N
         self.clock.sampled_tokens += int(taken_N.sum())
         if drafted_N.any():
-            lanes.cached_B[lane_N] = lanes.known_B[lane_N] - 1  # rows of drafts that did not come true are written anew
+            batch.cached_B[lane_N] = batch.known_B[lane_N] - 1  # rows of drafts that did not come true are written anew
             self._count_drafts(lane_N, drafted_N, taken_N - 1)
 
     def _count_drafts(self, lane_N: Ints, drafted_N: Ints, accepted_N: Ints) -> None:
         """How many guesses were fed, and how many came true."""
         assert self.drafter is not None
-        self.lanes.tried_B[lane_N] += drafted_N
-        self.lanes.taken_B[lane_N] += accepted_N
+        self.batch.tried_B[lane_N] += drafted_N
+        self.batch.taken_B[lane_N] += accepted_N
         self.clock.drafted_tokens += int(drafted_N.sum())
         self.clock.accepted_tokens += int(accepted_N.sum())
         some = drafted_N > 0
@@ -419,9 +421,83 @@ class Decoder:
 
     def _end_turn(self, lane: int, code: int) -> TokenSequence:
         sequence = self._of_lane[lane]
-        self.lanes.read_turn(sequence)
-        self.lanes.room_B[lane] = 0
+        self.batch.read_turn(sequence)
+        self.batch.room_B[lane] = 0
         sequence.writing = False
         sequence.hit = self.stops.hit(sequence.stop, code, sequence.ids[-1])
         sequence.finish = "stop" if sequence.hit else "eos" if code else "length"
         return sequence
+
+
+class CudaTimer:
+    """Times the work that a `with` block launches.
+
+    host: seconds until all of it was launched. seconds(): those that it took, on CUDA by two events on its stream; this
+    waits until the work is done.
+    """
+
+    __slots__ = ("_events", "host")
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = 0.0
+        cuda = device.type == "cuda"
+        self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) if cuda else ()
+
+    def __enter__(self) -> CudaTimer:
+        for event in self._events[:1]:
+            event.record()
+        self.host -= time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.host += time.perf_counter()
+        for event in self._events[1:]:
+            event.record()
+
+    def seconds(self) -> float:
+        """On a CPU what is launched has been computed: the host's."""
+        if not self._events:
+            return self.host
+        begun, ended = self._events
+        ended.synchronize()
+        milliseconds: float = begun.elapsed_time(ended)
+        return milliseconds / 1000
+
+
+@dataclass(slots=True)
+class DecodeClock:
+    """Where the time of decoding went, in seconds, and how much was done.
+
+    prefill, decode: of the forwards, and of the draws under `decode`. host: in the decoder's own Python around them. On
+    CUDA the first two are the GPU's own (`CudaTimer`), which goes on meanwhile, so that the three may be more than what
+    passed, `total`. rest: see there.
+    prefilled_tokens: rows of prompts and of appended text, those computed a second time included; shared_tokens: those
+    that another sequence had computed. discarded_tokens: drawn for a turn that had ended. drafted_tokens, of which
+    accepted_tokens came true.
+    """
+
+    decode: float = 0.0
+    prefill: float = 0.0
+    host: float = 0.0
+    total: float = 0.0
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    shared_tokens: int = 0
+    forwards: int = 0
+    forward_rows: int = 0
+    discarded_tokens: int = 0
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def rest(self) -> float:
+        """What of `total` was spent on nothing else; on CUDA, while the GPU had nothing to do."""
+        return max(self.total - self.decode - self.prefill, 0.0)
+
+    def add(self, laps: Iterable[tuple[CudaTimer, float]]) -> None:
+        """Of forwards and draws that are known to be done, each with the share of it that was prefill."""
+        for lap, prefilled in laps:
+            seconds = lap.seconds()
+            self.prefill += seconds * prefilled
+            self.decode += seconds * (1 - prefilled)

@@ -7,6 +7,7 @@ Every request is checked before anything runs. A result does not depend on the o
 that holds to the bit). Keys and values live for one call, so the weights may change between two.
 """
 
+import codecs
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +15,12 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from thresher.engine.config.sampling import BOUNDS, MOST_SAMPLES, checked
-from thresher.engine.decoding.cache.kv_cache import PagedKV
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.decoder import Decoder
-from thresher.engine.decoding.device import free_memory, make_decoder
-from thresher.engine.decoding.drafts import MOST, Speculate
-from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.decoder_cuda import free_memory, make_decoder
+from thresher.engine.decoding.kv_cache import PagedKV
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
+from thresher.engine.decoding.speculative import MOST, Speculate
+from thresher.engine.decoding.stop_tags import TagMatcher
 from thresher.kernels.attention.backends.choice import Choice, resolve_attention
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -88,7 +89,7 @@ class Generator:
     kv_tokens: keys and values that are held at once; None: as many as a call can use, up to half of the memory. When
     they are full, the youngest sequences wait. max_running: samples that are decoded at once. attention: by what it is
     computed, "auto", "torch", "triton", "flash" or "xformers" (kernels/attention/backends/choice.py). speculate:
-    guesses of a sample that are verified in one forward, 0 to 8; "auto": where they pay (drafts.py). share_prefix:
+    guesses of a sample that are verified in one forward, 0 to 8; "auto": where they pay (speculative.py). share_prefix:
     whether attention to what several samples share is computed once, or for each. Neither of the last two changes a
     result.
     """
@@ -180,7 +181,7 @@ class Generator:
         decoder.begin(max(lengths, default=1), self.clock)
         asked = []
         for number, (ids, request) in enumerate(zip(prompts, requests, strict=True), self._requests):
-            draw = Draw(request.temperature, request.top_k, request.top_p, request.min_p)
+            draw = SamplingParams(request.temperature, request.top_k, request.top_p, request.min_p)
             prompt = SharedPrompt(ids)
             most = min(len(ids) + request.max_new_tokens, self.context)
             noise = f"request {number}" if request.seed is None else str(request.seed)
@@ -325,3 +326,19 @@ def _checked_stop(where: str, stop: object) -> tuple[str, ...]:
 def _seed(noise: str, sample: int) -> int:
     """63 bits that depend on both."""
     return int.from_bytes(blake2b(f"{noise} {sample}".encode(), digest_size=8).digest()) >> 1
+
+
+def stream_text(generator: Generator, request: GenerateRequest) -> Iterator[str]:
+    """The text of the request's first sample, piece by piece, none of them empty. UserError as `Generator.generate`."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    matcher = TagMatcher(generator.tokenizer, request.stop) if request.stop else None
+    state = 0 if matcher is None else matcher.start()
+    for _, _, ids, data in generator.stream([replace(request, n=1)]):
+        if matcher is not None:
+            for token in ids:
+                state, hit = matcher.step(state, token)
+                data = data if hit is None else data[: len(data) - len(hit.trailing)]
+        if text := decoder.decode(data):
+            yield text
+    if text := decoder.decode(b"", final=True):
+        yield text

@@ -32,9 +32,9 @@ Deliberately absent: fragmentation; what searches, tokenizers and judges take; w
 from dataclasses import dataclass
 from math import prod
 
-from thresher.engine.decoding.cache.kv_cache import PagedKV
 from thresher.engine.decoding.decoder import FORWARD_ROWS
-from thresher.engine.decoding.device import KV_SHARE
+from thresher.engine.decoding.decoder_cuda import KV_SHARE
+from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.planning.activations import activation_bytes, backward_bytes, forward_bytes, layer_bytes
 from thresher.engine.planning.setting import PlanSetting
 from thresher.engine.planning.sizes import (

@@ -23,9 +23,9 @@ from functools import partial
 from random import Random
 
 from thresher.engine import console
-from thresher.engine.decoding.device import make_decoder
-from thresher.engine.decoding.drafts import Int32s, Speculate
-from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.decoding.decoder_cuda import make_decoder
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
+from thresher.engine.decoding.speculative import Int32s, Speculate
 from thresher.engine.episode import (
     Call,
     Episode,
@@ -200,7 +200,7 @@ class _Run:
     ) -> None:
         self.recall = recall
         self.rollout, self.decoder, self.clock = rollout, rollout.decoder, rollout.clock
-        self.draw, self.on_progress = Draw(temperature=temperature), on_progress
+        self.draw, self.on_progress = SamplingParams(temperature=temperature), on_progress
         self.samples: dict[TokenSequence, Sample] = {}
         self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
         self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()

@@ -6,9 +6,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.drafts import TURN_END, Int32s
-from thresher.engine.decoding.sequences import TokenSequence
+from thresher.engine.decoding.decoder import DecodeClock
+from thresher.engine.decoding.scheduler import TokenSequence
+from thresher.engine.decoding.speculative import TURN_END, Int32s
 from thresher.engine.episode import Episode, Reprefill
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.retrieval.questions import Question

@@ -10,7 +10,7 @@ import torch
 
 from thresher.cli import main as cli
 from thresher.engine import GenerateRequest, Generator
-from thresher.engine.decoding.text_stream import stream_text
+from thresher.engine.decoding.generator import stream_text
 from thresher.kernels import sampling
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer

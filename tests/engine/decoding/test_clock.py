@@ -6,10 +6,9 @@ import pytest
 import torch
 from decoding_cases import Plan, TurnPlan, play
 
-from thresher.engine.decoding import clock as clock_module
-from thresher.engine.decoding.clock import DecodeClock, Lap
-from thresher.engine.decoding.decoder import Decoder
-from thresher.engine.decoding.device import DeviceDecoder
+from thresher.engine.decoding import decoder as clock_module
+from thresher.engine.decoding.decoder import CudaTimer, DecodeClock, Decoder
+from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.kernels.attention import cached
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -50,9 +49,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 def test_on_cuda_a_lap_is_the_gpus_own(gpu: Gpu) -> None:
     cuda = torch.device("cuda")
-    with Lap(cuda) as first:
+    with CudaTimer(cuda) as first:
         gpu.now += 30.0
-    with Lap(cuda) as second:
+    with CudaTimer(cuda) as second:
         gpu.now += 500.0
     gpu.reached = 30.0
     assert first.seconds() == pytest.approx(0.03) and first.host < 0.02, "the host did not wait for it"
@@ -67,7 +66,7 @@ def test_on_cuda_a_lap_is_the_gpus_own(gpu: Gpu) -> None:
 def test_on_a_cpu_it_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([5.0, 7.5])
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(ticks))
-    with Lap(torch.device("cpu")) as lap:
+    with CudaTimer(torch.device("cpu")) as lap:
         pass
     assert lap.seconds() == lap.host == 2.5
 
@@ -84,8 +83,8 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
 ) -> None:
     """Prefills of 7 ms, decode steps and draws of 2 ms, on a GPU that has done what was read back and no more."""
     monkeypatch.setattr(cached, "_runs_triton", lambda q: False)
-    module = __import__(kind.__module__, fromlist=["Lap"])
-    monkeypatch.setattr(module, "Lap", lambda device: Lap(torch.device("cuda")))
+    module = __import__(kind.__module__, fromlist=["CudaTimer"])
+    monkeypatch.setattr(module, "CudaTimer", lambda device: CudaTimer(torch.device("cuda")))
     hidden, prefills, decodes = Policy.hidden, 0, 0
 
     def forward(policy: Policy, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Any) -> torch.Tensor:
@@ -98,21 +97,21 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
     monkeypatch.setattr(Policy, "hidden", forward)
     decoder = kind(tiny_policy, tiny_tokenizer, num_blocks=40, page_size=16, max_running=4, speculate=speculate)
     if isinstance(decoder, DeviceDecoder):
-        from thresher.engine.decoding.bucket_step import BucketStep, Flight
+        from thresher.engine.decoding.decoder_cuda import BucketStep, PendingStep
 
-        launch, read, times = BucketStep.launch, Flight.read, []
+        launch, read, times = BucketStep.launch, PendingStep.read, []
 
         def launched(step: BucketStep) -> Any:
             rows = launch(step)
             times.append(gpu.now)
             return rows
 
-        def was_read(flight: Flight) -> Any:
+        def was_read(flight: PendingStep) -> Any:
             gpu.reached = times.pop(0)
             return read(flight)
 
         monkeypatch.setattr(BucketStep, "launch", launched)
-        monkeypatch.setattr(Flight, "read", was_read)
+        monkeypatch.setattr(PendingStep, "read", was_read)
     else:
         write = Decoder._write
 

@@ -13,8 +13,8 @@ from logprob_cases import assert_logprobs_are_fresh
 
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.decoder import Decoder, NotFiniteDraw
-from thresher.engine.decoding.device import DeviceDecoder
-from thresher.engine.decoding.sequences import Draw
+from thresher.engine.decoding.decoder_cuda import DeviceDecoder
+from thresher.engine.decoding.scheduler import SamplingParams
 from thresher.kernels import sampling
 from thresher.kernels.attention import cached
 from thresher.policy.model import Policy
@@ -146,7 +146,7 @@ def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: T
     prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, 25)
     temperatures = [rng.choice((0.0, 0.7, 1.0)) for _ in plans]
     plans = [
-        Plan(prompt=plan.prompt, seed=plan.seed, turns=plan.turns, draw=Draw(temperature), arrive=plan.arrive)
+        Plan(prompt=plan.prompt, seed=plan.seed, turns=plan.turns, draw=SamplingParams(temperature), arrive=plan.arrive)
         for plan, temperature in zip(plans, temperatures, strict=True)
     ]
     decoder = make_decoder(writer, tiny_tokenizer, num_blocks=blocks(prompts, plans, spare=2))
@@ -190,11 +190,13 @@ def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer
 
 
 @pytest.mark.parametrize("make", [Decoder, DeviceDecoder])
-@pytest.mark.parametrize("draw", [Draw(), Draw(temperature=0.0), Draw(temperature=0.5, top_p=0.9, top_k=4)])
+@pytest.mark.parametrize(
+    "draw", [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(temperature=0.5, top_p=0.9, top_k=4)]
+)
 @pytest.mark.parametrize(("bad", "ends"), [(np.nan, True), (np.inf, True), (-np.inf, False)])
 def test_logits_that_are_not_finite_end_the_step_and_masked_columns_do_not(
     make: type[Decoder],
-    draw: Draw,
+    draw: SamplingParams,
     bad: float,
     ends: bool,
     tiny_policy: Policy,

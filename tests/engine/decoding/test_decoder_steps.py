@@ -15,15 +15,14 @@ import torch
 from decoding_cases import make_decoder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.decoder import Decoder
-from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.kernels import sampling
 from thresher.kernels.attention import paged
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
-DRAWS = (Draw(0.9), Draw(1.0, 5), Draw(0.0), Draw(1.0, 0, 0.9))
+DRAWS = (SamplingParams(0.9), SamplingParams(1.0, 5), SamplingParams(0.0), SamplingParams(1.0, 0, 0.9))
 STOPS = (("zzzz",), (), ("qqq", "rrrrr"))
 READINGS = ("cpu", "numpy", "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__array__", "__iter__")
 FROM_PYTHON = ("tensor", "as_tensor", "asarray", "scalar_tensor", "frombuffer")
@@ -53,7 +52,7 @@ def steady(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Callable[..., Deco
         decoder.begin(100, DecodeClock())
         shared = SharedPrompt([7] * 40)
         for n in range(count):
-            sequence = TokenSequence(shared if siblings else SharedPrompt([n + 1] * 40), n, Draw())
+            sequence = TokenSequence(shared if siblings else SharedPrompt([n + 1] * 40), n, SamplingParams())
             if mixed:
                 sequence.draw = DRAWS[n % len(DRAWS)]
             decoder.begin_turn(sequence, STOPS[n % len(STOPS)] if mixed else (), 50)
@@ -154,7 +153,7 @@ def test_what_ends_is_all_that_is_looped_over(steady: Callable[..., Decoder]) ->
     for count in (4, 64):
         decoder = steady(count)
         plain = len(ops(decoder.step))
-        decoder.lanes.room_B[decoder.scheduler.running[2].lane] = 1
+        decoder.batch.room_B[decoder.scheduler.running[2].lane] = 1
         ended = []
         with Ops() as mode:
             ended = decoder.step()

@@ -8,9 +8,8 @@ from batch_invariance import needs_invariant_policy
 from decoding_cases import Plan, TurnPlan, alone, make_decoder, play
 
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.decoder import Decoder
-from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError
@@ -27,7 +26,7 @@ def decoder(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Decoder:
 
 
 def start(decoder: Decoder, seed: int, room: int = 40, stop: tuple[str, ...] = ()) -> TokenSequence:
-    sequence = TokenSequence(SharedPrompt(list(PROMPT)), seed, Draw())
+    sequence = TokenSequence(SharedPrompt(list(PROMPT)), seed, SamplingParams())
     decoder.begin_turn(sequence, stop, room)
     return sequence
 
@@ -211,12 +210,12 @@ def test_who_goes_in_the_middle_of_its_prompt_holds_nobody_up(
     decoder.begin(200, DecodeClock())
     shared = SharedPrompt(ids)
     prompts = (shared, shared, shared, SharedPrompt(list(ids)))
-    first, *others = sequences = [TokenSequence(prompt, n, Draw()) for n, prompt in enumerate(prompts)]
+    first, *others = sequences = [TokenSequence(prompt, n, SamplingParams()) for n, prompt in enumerate(prompts)]
     for sequence in sequences:
         decoder.begin_turn(sequence, (), 5)
     for _ in range(3):
         decoder.step()
-    assert decoder.scheduler.running == [first] and 16 < decoder.lanes.cached_B[first.lane] < len(ids)
+    assert decoder.scheduler.running == [first] and 16 < decoder.batch.cached_B[first.lane] < len(ids)
     if sent_back:
         send_back(decoder)
     else:
@@ -236,7 +235,7 @@ def test_what_is_kept_is_found_and_what_is_not_is_not(decoder: Decoder) -> None:
         first = start(decoder, 1, room=40)
         until(decoder, first)
         decoder.release(first, keep=keep)
-        again = TokenSequence(SharedPrompt(list(first.ids)), 2, Draw())
+        again = TokenSequence(SharedPrompt(list(first.ids)), 2, SamplingParams())
         decoder.begin_turn(again, (), 1)
         until(decoder, again)
         assert again.prefilled == (1 if keep else len(first.ids) - len(PROMPT)), "the last that was drawn was never fed"
@@ -267,7 +266,7 @@ def test_the_clock_counts_what_was_done(
     """Three siblings of one prompt, one of them with a second turn behind appended text."""
     script({seed: ["abcdefgh" * 4] for seed in range(3)})
     prompt = SharedPrompt(list(range(40, 60)))
-    sequences = [TokenSequence(prompt, seed, Draw()) for seed in range(3)]
+    sequences = [TokenSequence(prompt, seed, SamplingParams()) for seed in range(3)]
     for sequence in sequences:
         decoder.begin_turn(sequence, (), 4)
     until(decoder, *sequences)

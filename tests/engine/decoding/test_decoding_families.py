@@ -8,7 +8,7 @@ import torch
 from decoding_cases import alone, blocks, make_decoder, play, random_world
 from model_cases import make_config
 
-from thresher.engine.decoding.device import DeviceDecoder
+from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.kernels.attention import cached
 from thresher.policy.config import RopeScaling
 from thresher.policy.model import Policy, init_policy

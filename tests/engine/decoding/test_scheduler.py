@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.decoding.cache.blocks import BlockPool, Page
-from thresher.engine.decoding.scheduler import Scheduler
-from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.decoding.blocks import BlockPool, Page
+from thresher.engine.decoding.scheduler import SamplingParams, Scheduler, SharedPrompt, TokenSequence
 
 
 class Simulation:
@@ -26,7 +25,7 @@ class Simulation:
         self.computed = 0
 
     def submit(self, ids: list[int], room: int, prompt: SharedPrompt | None = None) -> TokenSequence:
-        sequence = TokenSequence(prompt or SharedPrompt(ids), 0, Draw())
+        sequence = TokenSequence(prompt or SharedPrompt(ids), 0, SamplingParams())
         sequence.writing, sequence.room = True, room
         self.scheduler.submit(sequence)
         return sequence

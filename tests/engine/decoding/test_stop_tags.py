@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.decoding.lanes import StopBank
+from thresher.engine.decoding.batch_state import StopTables
 from thresher.engine.decoding.stop_tags import Hit, TagMatcher
 from thresher.rewards import UserError, tag_strings
 
@@ -134,7 +134,7 @@ def assert_bank_equals_matchers(tokens: list[bytes], sets: list[tuple[str, ...]]
     """Every set of the bank, stepped together over ids [steps, sets]: its own matcher's states and hits, and no state
     of another set's. Token 0 is the end of text."""
     toy, cpu = Toy(tokens), torch.device("cpu")
-    bank = StopBank(toy, [0], cpu)  # type: ignore[arg-type]
+    bank = StopTables(toy, [0], cpu)  # type: ignore[arg-type]
     starts = [bank.start(stop) for stop in sets]
     assert starts == [bank.start(stop) for stop in sets]
     matchers = [TagMatcher(toy, stop) for stop in sets]

@@ -9,7 +9,7 @@ from batch_invariance import needs_invariant_policy
 from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, system_of
 
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.cache.kv_cache import PagedKV
+from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
 from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer

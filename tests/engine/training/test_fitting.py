@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from train_cases import Killed, assert_same_run, die_after, metrics, single_threaded, what_happened
 
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.decoder import Decoder
-from thresher.engine.decoding.device import make_decoder
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.packing.batches import Item
 from thresher.engine.planning import check
 from thresher.engine.planning.plan import plan

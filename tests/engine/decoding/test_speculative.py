@@ -15,7 +15,7 @@ from rollout_cases import make_jobs, record
 
 from thresher.engine import GenerateRequest, Generator
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.drafts import (
+from thresher.engine.decoding.speculative import (
     BEGIN,
     PATIENCE,
     PAUSE,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.engine.decoding.cache.kv_cache import PagedKV, PagedStep
+from thresher.engine.decoding.kv_cache import PagedKV, PagedStep
 from thresher.kernels.attention.paged import Pieces
 from thresher.kernels.layers import rope_table
 from thresher.kernels.matmul import ROW_MULTIPLE

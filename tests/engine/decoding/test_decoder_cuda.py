@@ -14,13 +14,19 @@ from decoding_cases import Plan as SequencePlan
 from rollout_cases import make_jobs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thresher.engine.decoding import bucket_step
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.bucket_step import MEMBERS, BucketStep, bucket_of, drafts_bucket, shared_prefixes
-from thresher.engine.decoding.clock import DecodeClock
-from thresher.engine.decoding.device import DeviceDecoder
-from thresher.engine.decoding.drafts import MOST, PATIENCE, PAUSE
-from thresher.engine.decoding.sequences import Draw, SharedPrompt, TokenSequence
+from thresher.engine.decoding import decoder_cuda
+from thresher.engine.decoding.decoder import DecodeClock
+from thresher.engine.decoding.decoder_cuda import (
+    MEMBERS,
+    BucketStep,
+    DeviceDecoder,
+    bucket_of,
+    drafts_bucket,
+    shared_prefixes,
+)
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
+from thresher.engine.decoding.speculative import MOST, PATIENCE, PAUSE
 from thresher.engine.rollout.rollout import Rollout
 from thresher.kernels.attention import cached
 from thresher.policy.model import Policy
@@ -108,10 +114,10 @@ def test_a_turn_ends_within_its_guesses(
     wanted = alone(tiny_policy, tiny_tokenizer, [[5] * 20], plans)
     guessing(Random(0), [whole([[5] * 20], plan, record) for plan, record in zip(plans, wanted, strict=True)])
     ends: Counter[str] = Counter()
-    end_turn, read = DeviceDecoder._end_turn, bucket_step.Flight.read
+    end_turn, read = DeviceDecoder._end_turn, decoder_cuda.PendingStep.read
     taken: dict[int, tuple[int, int]] = {}
 
-    def note(flight: bucket_step.Flight) -> Any:
+    def note(flight: decoder_cuda.PendingStep) -> Any:
         drawn = read(flight)
         pairs = zip(drawn.taken_N.tolist(), flight.drafted_N.tolist(), strict=True)
         taken.update(zip(flight.lane_N.tolist(), pairs, strict=True))
@@ -124,7 +130,7 @@ def test_a_turn_ends_within_its_guesses(
             ends[sequence.finish] += 1
         return sequence
 
-    monkeypatch.setattr(bucket_step.Flight, "read", note)
+    monkeypatch.setattr(decoder_cuda.PendingStep, "read", note)
     monkeypatch.setattr(DeviceDecoder, "_end_turn", end)
     agree(play(make_device_decoder(tiny_policy, tiny_tokenizer, speculate=8), [[5] * 20], plans), wanted)
     assert min(ends[finish] for finish in ("stop", "eos", "length")) > 0, ends
@@ -174,9 +180,9 @@ def test_a_step_is_launched_before_the_last_is_read(
 ) -> None:
     object.__setattr__(tiny_policy.config, "eos_token_ids", ())
     events: list[str] = []
-    launch, read = BucketStep.launch, bucket_step.Flight.read
+    launch, read = BucketStep.launch, decoder_cuda.PendingStep.read
     monkeypatch.setattr(BucketStep, "launch", lambda self: events.append("launch") or launch(self))
-    monkeypatch.setattr(bucket_step.Flight, "read", lambda self: events.append("read") or read(self))
+    monkeypatch.setattr(decoder_cuda.PendingStep, "read", lambda self: events.append("read") or read(self))
     play(
         make_device_decoder(tiny_policy, tiny_tokenizer),
         [[5] * 20],
@@ -197,7 +203,7 @@ def test_only_where_guesses_are_looked_up_is_a_step_read_before_the_next_is_laun
     assert PATIENCE == 4 and PAUSE == 16
     object.__setattr__(tiny_policy.config, "eos_token_ids", ())
     air, found = 0, []
-    launch, read = BucketStep.launch, bucket_step.Flight.read
+    launch, read = BucketStep.launch, decoder_cuda.PendingStep.read
 
     def launched(step: BucketStep) -> Any:
         nonlocal air
@@ -205,13 +211,13 @@ def test_only_where_guesses_are_looked_up_is_a_step_read_before_the_next_is_laun
         air += 1
         return launch(step)
 
-    def was_read(flight: bucket_step.Flight) -> Any:
+    def was_read(flight: decoder_cuda.PendingStep) -> Any:
         nonlocal air
         air -= 1
         return read(flight)
 
     monkeypatch.setattr(BucketStep, "launch", launched)
-    monkeypatch.setattr(bucket_step.Flight, "read", was_read)
+    monkeypatch.setattr(decoder_cuda.PendingStep, "read", was_read)
     decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
     play(decoder, [range(20)], [SequencePlan(prompt=0, seed=0, turns=(TurnPlan(room=40),))])
     assert bool(decoder.clock.drafted_tokens) == (speculate == 2)
@@ -227,7 +233,7 @@ def test_what_is_streamed_is_what_was_written(
         decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
         decoder.begin(80, DecodeClock())
         shared = SharedPrompt([7] * 20)
-        sequences = [TokenSequence(shared, seed, Draw()) for seed in range(5)]
+        sequences = [TokenSequence(shared, seed, SamplingParams()) for seed in range(5)]
         for sequence in sequences:
             decoder.begin_turn(sequence, ("ng",), 30)
         streamed: dict[int, list[int]] = {sequence.seed: [] for sequence in sequences}
@@ -260,7 +266,7 @@ def test_on_the_kernels_themselves(
     """Prefill over history, decoding, a prefix that two share, and drafts, in Triton."""
     pytest.importorskip("triton")
     monkeypatch.setattr(cached, "_runs_triton", lambda q: True)
-    monkeypatch.setattr(bucket_step, "prefix_pays", lambda length, members: members > 1)
+    monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
     turns = (TurnPlan(room=3), TurnPlan(room=2, appended=((7, 8, 9),)))
     plans = [SequencePlan(prompt=n // 2, seed=n, turns=turns) for n in range(3)]
     prompts = [[3] * 20, [4] * 9]
@@ -320,7 +326,7 @@ def running(
         decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=drafts)
         decoder.begin(120, DecodeClock())
         for n in range(count):
-            decoder.begin_turn(TokenSequence(SharedPrompt([n + 1] * 40), n, Draw()), ("zzzz",), 60)
+            decoder.begin_turn(TokenSequence(SharedPrompt([n + 1] * 40), n, SamplingParams()), ("zzzz",), 60)
         for _ in range(4):
             assert decoder.step() == []
         return decoder
@@ -334,9 +340,9 @@ def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
     drafts: int, running: Callable[[int, int], DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Apart from the kernels, which stand-ins replace: their grids follow from shapes."""
-    monkeypatch.setattr(bucket_step.sampling, "draw_in_blocks", lambda *_: None)
-    monkeypatch.setattr(bucket_step, "decode_attention", lambda q_BQND, *_: q_BQND)
-    monkeypatch.setattr(bucket_step, "rotate_and_store", lambda qkv, rope, kv_heads, *_: qkv[:, : -2 * kv_heads])
+    monkeypatch.setattr(decoder_cuda.sampling, "draw_in_blocks", lambda *_: None)
+    monkeypatch.setattr(decoder_cuda, "decode_attention", lambda q_BQND, *_: q_BQND)
+    monkeypatch.setattr(decoder_cuda, "rotate_and_store", lambda qkv, rope, kv_heads, *_: qkv[:, : -2 * kv_heads])
     found = []
     for count in (3, 13):
         decoder = running(count, drafts)
@@ -355,7 +361,7 @@ def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
 def test_the_same_buffers_give_the_same_step(drafts: int, running: Callable[[int, int], DeviceDecoder]) -> None:
     decoder = running(5, drafts)
     step = decoder._steps[8, drafts, False]
-    lanes, kept = decoder.lanes, [decoder.lanes.tokens_BL, decoder.lanes.state_B, decoder.cache.k_LPKSD, step.sent]
+    batch, kept = decoder.batch, [decoder.batch.tokens_BL, decoder.batch.state_B, decoder.cache.k_LPKSD, step.sent]
     before = [x.clone() for x in kept]
     step.run()
     first = step.packed_BX.clone(), [x.clone() for x in kept]
@@ -365,8 +371,8 @@ def test_the_same_buffers_give_the_same_step(drafts: int, running: Callable[[int
     step.run()
     assert torch.equal(step.packed_BX, first[0])
     assert all(torch.equal(x, y) for x, y in zip(kept[:2], first[1][:2], strict=True))
-    unused = sorted(set(range(len(lanes.known_B) - 1)) - set(lanes_of(decoder)))
-    assert torch.equal(lanes.tokens_BL[unused], before[0][unused]), "rows that fill it up write to the spare lane alone"
+    unused = sorted(set(range(len(batch.known_B) - 1)) - set(lanes_of(decoder)))
+    assert torch.equal(batch.tokens_BL[unused], before[0][unused]), "rows that fill it up write to the spare lane alone"
 
 
 def lanes_of(decoder: DeviceDecoder) -> list[int]:
@@ -381,7 +387,7 @@ def test_buckets_are_few() -> None:
 
 
 def test_groups_are_those_who_hold_the_same_blocks_and_gain_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_step, "prefix_pays", lambda length, members: length >= 32 and members > 1)
+    monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: length >= 32 and members > 1)
     table_NP = np.array([[1, 2, 9, 0], [1, 2, 8, 0], [3, 4, 5, 6], [7, 10, 0, 0], [1, 2, 11, 0], [12, 13, 0, 0]])
     found = shared_prefixes(table_NP, np.array([2, 2, 1, 0, 2, 1]), 16)
     assert found is not None
@@ -397,11 +403,11 @@ def test_groups_are_those_who_hold_the_same_blocks_and_gain_by_it(monkeypatch: p
 def test_siblings_read_their_prompt_once(
     tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_step, "prefix_pays", lambda length, members: members > 1)
+    monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
     shared: list[Any] = []
-    attention = bucket_step.decode_attention
+    attention = decoder_cuda.decode_attention
     monkeypatch.setattr(
-        bucket_step, "decode_attention", lambda q, k, v, rows: shared.append(rows.prefix) or attention(q, k, v, rows)
+        decoder_cuda, "decode_attention", lambda q, k, v, rows: shared.append(rows.prefix) or attention(q, k, v, rows)
     )
     plans = [SequencePlan(prompt=n % 2, seed=n, turns=(TurnPlan(room=20),)) for n in range(7)]
     prompts = [[3] * 50, [4] * 33]

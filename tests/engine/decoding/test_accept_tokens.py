@@ -1,4 +1,4 @@
-"""What was drawn, into the lanes and to the host: those stand that would have been drawn one by one, and a packed row
+"""What was drawn, into the batch and to the host: those stand that would have been drawn one by one, and a packed row
 brings back every bit."""
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ import pytest
 import torch
 from decoding_cases import make_decoder, play, random_world
 
-from thresher.engine.decoding.lanes import Lanes, StopBank
-from thresher.engine.decoding.sequences import Draw
-from thresher.engine.decoding.verify import DrawnRows, Ints, drawn_width, keep_drawn, pack_drawn, what_stands
+from thresher.engine.decoding.batch_state import BatchState, StopTables
+from thresher.engine.decoding.scheduler import SamplingParams
+from thresher.engine.decoding.speculative import DrawnRows, Ints, accept_tokens, count_accepted, drawn_width, pack_drawn
 from thresher.kernels import sampling
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -42,36 +42,38 @@ def test_a_row_brings_back_every_bit(rows: int) -> None:
     assert drawn.logprobs_NQ.dtype == np.float32 and drawn.logprobs_NQ.view(np.int32).tolist() == bits_NQ.tolist()
     some = drawn.of(np.array([False, True] * 3 + [False]))
     assert some.ids_NQ.tolist() == ids_NQ[1::2].tolist() and some.taken_N.tolist() == [1, 1, 3]
-    assert some.stands_NQ.sum(1).tolist() == [min(count, rows) for count in (1, 1, 3)]
+    assert some.accepted_NQ.sum(1).tolist() == [min(count, rows) for count in (1, 1, 3)]
 
 
 @pytest.fixture
-def stops(tiny_tokenizer: Tokenizer) -> StopBank:
-    return StopBank(tiny_tokenizer, [tiny_tokenizer.added_tokens["<|endoftext|>"]], CPU)
+def stops(tiny_tokenizer: Tokenizer) -> StopTables:
+    return StopTables(tiny_tokenizer, [tiny_tokenizer.added_tokens["<|endoftext|>"]], CPU)
 
 
-def drafted_lanes(tokenizer: Tokenizer, stops: StopBank, seed: int) -> tuple[Lanes, Ints]:
-    """Lanes that know KNOWN tokens of some text, with guesses behind them, and the bytes of a stop half read."""
+def drafted_lanes(tokenizer: Tokenizer, stops: StopTables, seed: int) -> tuple[BatchState, Ints]:
+    """BatchState that know KNOWN tokens of some text, with guesses behind them, and the bytes of a stop half read."""
     noise = torch.Generator().manual_seed(seed)
-    lanes = Lanes(COUNT, 40, 4, CPU)
-    lanes.tokens_BL[:] = torch.randint(0, tokenizer.vocab_size, lanes.tokens_BL.shape, generator=noise)
-    lanes.known_B[:] = KNOWN
+    batch = BatchState(COUNT, 40, 4, CPU)
+    batch.tokens_BL[:] = torch.randint(0, tokenizer.vocab_size, batch.tokens_BL.shape, generator=noise)
+    batch.known_B[:] = KNOWN
     for lane in range(COUNT):
         state_N = torch.tensor([stops.start(((), ("</search>",), ("</answer>", "</search>"))[lane % 3])])
         for token in tokenizer.encode_template("x</search>")[: -1 if lane % 2 else -2]:
             state_N, _ = stops.advance(state_N, torch.tensor([token]))
-        lanes.state_B[lane] = state_N[0]
-    return lanes, np.random.default_rng(seed).permutation(COUNT)[: COUNT - 5]
+        batch.state_B[lane] = state_N[0]
+    return batch, np.random.default_rng(seed).permutation(COUNT)[: COUNT - 5]
 
 
-def one_by_one(lanes: Lanes, stops: StopBank, lane: int, drafted: int, ids: list[int]) -> tuple[list[int], int, int]:
+def one_by_one(
+    batch: BatchState, stops: StopTables, lane: int, drafted: int, ids: list[int]
+) -> tuple[list[int], int, int]:
     """What stands of the tokens drawn behind a lane's last one and its drafts, the code of the last, and the state: as
     they would have been drawn with nobody guessing."""
-    kept, state_N = [], lanes.state_B[lane : lane + 1]
+    kept, state_N = [], batch.state_B[lane : lane + 1]
     for column, token in enumerate(ids):
         kept.append(token)
         state_N, code_N = stops.advance(state_N, torch.tensor([token]))
-        guessed = column < drafted and int(lanes.tokens_BL[lane, KNOWN + column]) == token
+        guessed = column < drafted and int(batch.tokens_BL[lane, KNOWN + column]) == token
         if code_N[0] or not guessed:
             break
     return kept, int(code_N[0]), int(state_N[0])
@@ -79,24 +81,24 @@ def one_by_one(lanes: Lanes, stops: StopBank, lane: int, drafted: int, ids: list
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_those_stand_that_would_have_been_drawn_one_by_one(
-    drafts: int, tiny_tokenizer: Tokenizer, stops: StopBank
+    drafts: int, tiny_tokenizer: Tokenizer, stops: StopTables
 ) -> None:
     """By the decoder's walk over rows, and by a device's over columns, of which some are nobody's."""
     ends = [tiny_tokenizer.encode_template("x</search>")[-1], tiny_tokenizer.added_tokens["<|endoftext|>"]]
     seen_codes, seen_taken = set(), set()
     for seed in range(8):
-        lanes, lane_N = drafted_lanes(tiny_tokenizer, stops, seed)
+        batch, lane_N = drafted_lanes(tiny_tokenizer, stops, seed)
         draw = np.random.default_rng(100 + seed)
         drafted_N, ids = draw.integers(0, drafts + 1, len(lane_N)), []
         for lane, count in zip(lane_N, 1 + drafted_N, strict=True):
-            guessed = lanes.tokens_BL[lane, KNOWN : KNOWN + count].tolist()  # true guesses, but for some
+            guessed = batch.tokens_BL[lane, KNOWN : KNOWN + count].tolist()  # true guesses, but for some
             ids.append([token if draw.random() < 0.6 else int(draw.choice([*ends, 7])) for token in guessed])
-        wanted = [one_by_one(lanes, stops, *row) for row in zip(lane_N.tolist(), drafted_N.tolist(), ids, strict=True)]
+        wanted = [one_by_one(batch, stops, *row) for row in zip(lane_N.tolist(), drafted_N.tolist(), ids, strict=True)]
 
-        in_place = deepcopy(lanes)
+        in_place = deepcopy(batch)
         ids_F = torch.tensor([token for row in ids for token in row])
         logprobs_F = -torch.rand(len(ids_F), generator=torch.Generator().manual_seed(seed))
-        code_N, taken_N = keep_drawn(in_place, stops, lane_N, drafted_N, ids_F, logprobs_F)
+        code_N, taken_N = accept_tokens(in_place, stops, lane_N, drafted_N, ids_F, logprobs_F)
         first_N = np.cumsum(1 + drafted_N) - 1 - drafted_N
         for row, (lane, (kept, code, state)) in enumerate(zip(lane_N.tolist(), wanted, strict=True)):
             assert (taken_N[row], code_N[row], int(in_place.state_B[lane])) == (len(kept), code, state)
@@ -104,18 +106,18 @@ def test_those_stand_that_would_have_been_drawn_one_by_one(
             assert in_place.tokens_BL[lane, there].tolist() == kept
             assert torch.equal(in_place.logprobs_BL[lane, there], logprobs_F[first_N[row] :][: len(kept)])
         others = sorted(set(range(COUNT)) - set(lane_N.tolist()))
-        assert torch.equal(in_place.tokens_BL[others], lanes.tokens_BL[others])
-        assert torch.equal(in_place.tokens_BL[:, :KNOWN], lanes.tokens_BL[:, :KNOWN])
+        assert torch.equal(in_place.tokens_BL[others], batch.tokens_BL[others])
+        assert torch.equal(in_place.tokens_BL[:, :KNOWN], batch.tokens_BL[:, :KNOWN])
 
         wide = drafts + 2  # columns behind a sequence's drafts hold true guesses, which count for nothing
         ids_NQ, drafts_NK = torch.zeros(len(ids), 1 + wide, dtype=torch.int64), torch.zeros(len(ids), wide).long()
         for row, lane in enumerate(lane_N.tolist()):
             ids_NQ[row, : len(ids[row])] = torch.tensor(ids[row])
-            drafts_NK[row, : drafted_N[row]] = lanes.tokens_BL[lane, KNOWN : KNOWN + drafted_N[row]]
+            drafts_NK[row, : drafted_N[row]] = batch.tokens_BL[lane, KNOWN : KNOWN + drafted_N[row]]
             drafts_NK[row, drafted_N[row] :] = ids_NQ[row, drafted_N[row] : -1]
-        state_N = lanes.state_B[torch.from_numpy(lane_N)]
+        state_N = batch.state_B[torch.from_numpy(lane_N)]
         logprobs_NQ = -torch.ones(ids_NQ.shape)
-        columns = what_stands(stops, state_N, ids_NQ, logprobs_NQ, drafts_NK, torch.from_numpy(drafted_N))
+        columns = count_accepted(stops, state_N, ids_NQ, logprobs_NQ, drafts_NK, torch.from_numpy(drafted_N))
         found = [tuple(row) for row in torch.stack(columns, 1).tolist()]
         assert found == [(state, code, len(kept)) for kept, code, state in wanted]
         seen_codes |= set(code_N.tolist())
@@ -133,12 +135,12 @@ def test_drawn_as_on_a_gpu_a_rollout_has_the_same_tokens(
     from thresher.kernels import sampling_triton
 
     prompts, plans = random_world(Random(3), tiny_tokenizer.vocab_size, 6)
-    draws = (Draw(), Draw(0.0), Draw(0.7))
+    draws = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7))
     plans = [
         replace(plan, draw=draws[number % 3], turns=tuple(replace(turn, room=min(turn.room, 6)) for turn in plan.turns))
         for number, plan in enumerate(plans)
     ]
-    plans[0] = replace(plans[0], draw=Draw(0.8, 5), arrive=6)
+    plans[0] = replace(plans[0], draw=SamplingParams(0.8, 5), arrive=6)
     decoder = make_decoder(tiny_policy, tiny_tokenizer)
     expected = play(decoder, prompts, plans)
     calls = {"fused": 0, "all": 0}

@@ -16,7 +16,7 @@ write.
     known > cached + 1    a prompt, or text that was appended, to be prefilled
 
 prompt_B counts the tokens of its prompt; drafted_B the guesses that lie behind its known tokens in this step
-(drafts.py); tried_B and taken_B all of them since the lane was opened, and those that came true.
+(speculative.py); tried_B and taken_B all of them since the lane was opened, and those that came true.
 
 Axes: B lanes, L tokens of a sequence, P blocks of a sequence, N the lanes that draw in this step, C columns of the stop
 tables, V vocabulary.
@@ -29,8 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.engine.decoding.drafts import Drafts
-from thresher.engine.decoding.sequences import Draw, TokenSequence
+from thresher.engine.decoding.scheduler import SamplingParams, TokenSequence
 from thresher.engine.decoding.stop_tags import Hit, TagMatcher
 from thresher.kernels.sampling import SamplingTensors
 from thresher.policy.tokenizer import Tokenizer
@@ -40,7 +39,7 @@ AnyInts = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.float32]
 
 
-class Lanes:
+class BatchState:
     """Arrays for `lanes` sequences of at most `length` tokens in at most `blocks` blocks, and one lane more, which is
     nobody's: rows that fill a batch up read and write there.
 
@@ -65,7 +64,7 @@ class Lanes:
         self._mirror: tuple[Ints, Floats] | None = None
         if mirror:
             self._mirror = (np.zeros((lanes, length), np.int64), np.zeros((lanes, length), np.float32))
-        self.draws: list[Draw] = [Draw()] * lanes
+        self.draws: list[SamplingParams] = [SamplingParams()] * lanes
         self.rules = SamplingTensors.uniform(1.0, lanes, device)
         self._free = list(range(lanes - 2, -1, -1))
 
@@ -78,7 +77,7 @@ class Lanes:
         self.table_BP[lane, : len(blocks)] = blocks
         self._seeds[lane], self.prompt_B[lane] = sequence.seed, len(sequence.prompt.ids)
         if self.draws[lane] != sequence.draw:
-            # Lanes that are free take it over: rows that are all drawn alike cost less.
+            # BatchState that are free take it over: rows that are all drawn alike cost less.
             free = {*self._free, self.spare}
             self.draws = [sequence.draw if x in free or x == lane else draw for x, draw in enumerate(self.draws)]
             self.rules = self._rules()
@@ -97,12 +96,11 @@ class Lanes:
         self.room_B[sequence.lane] = sequence.room
         self._states[sequence.lane] = sequence.stop_state
 
-    def put_drafts(self, lane_N: Ints, drafts: Drafts) -> None:
-        """Guesses go behind what is known, to be fed with it."""
-        self.drafted_B[lane_N] = drafts.count_N
-        place_NK = np.arange(drafts.ids_NK.shape[1])
-        row, column = np.nonzero(place_NK < drafts.count_N[:, None])
-        self.host_tokens()[lane_N[row], self.known_B[lane_N[row]] + column] = drafts.ids_NK[row, column]
+    def put_drafts(self, lane_N: Ints, ids_NK: Ints, count_N: Ints) -> None:
+        """Put the first `count_N` drafts of each lane behind its known tokens, to be fed with them."""
+        self.drafted_B[lane_N] = count_N
+        row, column = np.nonzero(np.arange(ids_NK.shape[1]) < count_N[:, None])
+        self.host_tokens()[lane_N[row], self.known_B[lane_N[row]] + column] = ids_NK[row, column]
 
     def drafts_of(self, lane_N: Ints, most: int) -> Ints:
         """The guesses behind what is known, [N, most]; anything behind the last of a lane."""
@@ -181,7 +179,7 @@ class Lanes:
         return SamplingTensors.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
 
 
-class StopBank:
+class StopTables:
     """The tables of several TagMatchers, side by side, so that sequences with different stops advance in one look-up.
 
     A state names its automaton too: states of one follow those of the one before. State 0 has no stops and never ends.

@@ -104,7 +104,7 @@ def check_page_size(page_size: int) -> None:
 
 
 class DeviceKV:
-    """Keys and values of all layers, in blocks, for `DeviceStep` and the decode steps of device.py."""
+    """Keys and values of all layers, in blocks, for `DeviceStep` and the decode steps of decoder_cuda.py."""
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.decoding.cache.blocks import BlockPool, Page, Prefix
+from thresher.engine.decoding.blocks import BlockPool, Page, Prefix
 
 Content = tuple[int, ...]  # of a slot: the tokens from the sequence's start, on all of which its key depends
 

@@ -1,0 +1,517 @@
+"""Decoding on a GPU: the same loop, arranged so that the GPU need not wait for the host.
+
+    draft      where guesses pay: read what is under way, and look up what may come next (speculative.py)
+    prefill    new rows of prompts and of appended text, all but a sequence's last token: one forward, nothing is drawn
+    launch     a row for every sequence that writes, and one for each draft: feed its last token and the drafts, draw
+               behind each, keep what stands. One function of buffers that stay where they are (`BucketStep`), so on
+               CUDA one graph
+    receive    what the step before drew: a row of ids, log-probs and a code a sequence, copied to the host meanwhile
+
+Without drafts a step is launched before the one before it has been read: it takes its tokens from the device's own
+arrays. So where a turn turns out to have ended, one token too many has been drawn; it is discarded and counted. Its key
+was never written, and the ended turn's last token, which was fed with it, is where it belongs.
+
+    launch n     known += 1, room -= 1: a token is there, though the host has not seen it
+    receive n    ids and log-probs to the host's mirror; turns end; of those that ended launch n + 1 is taken back
+
+Guesses follow from the last token, and how many stand is known only from the step that verified them. So a step is
+read before the next is launched where it has drafts, or where the next is to have some; whether it is follows from
+counts alone (Drafter.looks). The GPU waits for the host then, which the costs of a draft account for.
+
+    receive n    with drafts: known += those that came true, room -= as many
+
+The rest, who runs, blocks, prefixes, preemption, is decoder.py's. Sequences whose prompts share blocks read them once
+where that pays (kernels/attention/cached.py).
+
+Axes: N sequences of a decode step, Q rows of a sequence, K drafts, P blocks of a sequence, L tokens of a lane.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from thresher.engine.decoding.batch_state import BatchState, StopTables
+from thresher.engine.decoding.decoder import CudaTimer, DecodeClock, Decoder
+from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size
+from thresher.engine.decoding.scheduler import TokenSequence
+from thresher.engine.decoding.speculative import (
+    STACKED,
+    Bools,
+    Costs,
+    Drawn,
+    DrawnRows,
+    count_accepted,
+    drawn_width,
+    gpu_costs,
+    pack_drawn,
+)
+from thresher.engine.machine import cpu_memory
+from thresher.kernels import sampling
+from thresher.kernels.attention.backends.choice import Backend, load_attention
+from thresher.kernels.attention.cached import DecodeRows, SharedPrefix, decode_attention, prefix_pays
+from thresher.kernels.attention.paged import Ints, Pieces
+from thresher.kernels.layers import rotate_and_store
+from thresher.kernels.sampling import SamplingTensors
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+
+KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes: what is free of a CUDA device, or all that this process may have of the machine's."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else cpu_memory()[0]
+
+
+def make_decoder(policy: Policy, tokenizer: Tokenizer, attention: Backend = "torch", **options: Any) -> Decoder:
+    """The decoder for an attention backend (kernels/attention/backends/choice.py); options: as `Decoder` has them."""
+    if attention == "torch":
+        return Decoder(policy, tokenizer, **options)
+    return DeviceDecoder(policy, tokenizer, prefill=attention, **options)
+
+
+class DeviceDecoder(Decoder):
+    """`Decoder` whose steps are launched ahead of what is read back. Its results are those of `Decoder` up to rounding:
+    the kernels add in another order."""
+
+    mirrors = True
+
+    def __init__(self, *arguments: Any, prefill: Backend = "triton", **options: Any) -> None:
+        """prefill: who computes attention within fresh prompts; new rows over a history are Triton's."""
+        self.fresh = None if prefill == "triton" else load_attention(prefill)
+        self.wanted_blocks = 0  # known once it is made; memory is taken by `begin`
+        super().__init__(*arguments, **options)
+        check_page_size(self.page_size)
+        self.wanted_blocks = self.num_blocks
+
+    def held(self) -> list[torch.Tensor]:
+        return [self.cache.k_LPKSD, self.cache.v_LPKSD] if isinstance(self.cache, DeviceKV) else []
+
+    def end(self) -> None:
+        """Give the cache's memory back, and what was captured with it; `begin` takes as much as there is then."""
+        self._steps.clear()
+        self.cache = None
+
+    def _open_cache(self) -> None:
+        if self.cache is None and self.wanted_blocks:
+            policy, self.num_blocks = self.policy, self._planned_blocks()
+            self.cache = DeviceKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
+
+    def _start_over(self, longest: int, clock: DecodeClock) -> None:
+        super()._start_over(longest, clock)
+        self._flight: PendingStep | None = None
+        self._ended: list[TokenSequence] = []  # in this step
+        self._new_ids: list[tuple[TokenSequence, list[int]]] = []
+        self._steps: dict[tuple[int, int, bool], BucketStep] = {}
+        self._made_for: tuple[SamplingTensors, int] | None = None  # rules, and the version of the stop tables
+        self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
+
+    def _cache(self) -> DeviceKV:
+        assert isinstance(self.cache, DeviceKV)
+        return self.cache
+
+    def _planned_blocks(self) -> int:
+        """Those that were asked for, or on CUDA as many as KV_SHARE of the free memory holds."""
+        device = self.policy.device
+        if device.type != "cuda":
+            return self.wanted_blocks
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + reserved
+        a_block = PagedKV.bytes_needed(self.policy.config, 1, self.page_size, self.policy.dtype.itemsize)
+        return min(self.wanted_blocks, int(KV_SHARE * free) // a_block)
+
+    @property
+    def idle(self) -> bool:
+        return super().idle and self._flight is None
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenSequence]:
+        """Launch what is to be computed, then read what the step before has drawn; the sequences whose turn has ended,
+        the oldest first."""
+        started, self._busy = time.perf_counter(), 0.0
+        self._new_ids, self._ended = [], []
+        self._admit()
+        self._draft()
+        runs = self._make_room()
+        decodes = self.batch.known_B[runs.table_N] == self.batch.cached_B[runs.table_N] + 1
+        self._prefill(runs[np.flatnonzero(~decodes)])
+        before, self._flight = self._flight, self._launch(runs.table_N[decodes])
+        self._receive(before)
+        self.clock.host += time.perf_counter() - started - self._busy
+        return sorted(self._ended, key=attrgetter("number"))
+
+    def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
+        """What the last step read back."""
+        return self._new_ids
+
+    # --- Who runs
+
+    def _wanted_rows(self, lane_N: Ints) -> Ints:
+        """A prompt and appended text but for the last token, which is fed by the step that draws."""
+        missing_N = self.batch.known_B[lane_N] - self.batch.cached_B[lane_N]
+        return np.where(missing_N == 1, self.batch.room_B[lane_N] > 0, missing_N - 1).astype(np.int64)
+
+    def _give_way(self) -> bool:
+        """Guesses go first; and nobody goes while a token of its own is under way."""
+        return super()._give_way() or self._land()
+
+    def _land(self) -> bool:
+        """Read what is under way, if anything is, before more is launched."""
+        flight, self._flight = self._flight, None
+        self._receive(flight)
+        return flight is not None
+
+    def _leave(self, sequence: TokenSequence, keep: bool) -> None:
+        if self._flight is not None:
+            self._flight.alive_N &= self._flight.lane_N != sequence.lane
+        super()._leave(sequence, keep)
+
+    # --- Drafts
+
+    def _draft_costs(self) -> Costs:
+        return gpu_costs(sum(weight.numel() * weight.element_size() for weight in self.policy.parameters()))
+
+    def _draft(self) -> None:
+        if self._flight is not None and self._flight.drafts:
+            self._land()
+        super()._draft()
+
+    def _before_look_up(self, lane_N: Ints) -> Ints:
+        return self._may_draft() if self._land() else lane_N
+
+    # --- Prefill
+
+    def _prefill(self, runs: Pieces) -> None:
+        """Keys and values of new rows; nothing is drawn."""
+        if len(runs.table_N):
+            step = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
+            with CudaTimer(self.policy.device) as lap:
+                self.policy.hidden(self.batch.tokens_BL[step.lane_T, step.positions_T], step.positions_T, step)
+            self.batch.cached_B[runs.table_N] += runs.count_N
+            rows = int(runs.count_N.sum())
+            self._count_prefilled(runs)
+            self.clock.prefilled_tokens += rows
+            self.clock.forward_rows += rows
+            self.clock.forwards += 1
+            self._laps.append((lap, 1.0))
+            self._busy += lap.host
+        for sequence in self._prefilling:
+            if self._mark_ready(sequence) >= len(sequence.prompt.ids) - 1:
+                sequence.prompt.filling = False
+
+    # --- Decode
+
+    def _launch(self, lane_N: Ints) -> PendingStep | None:
+        """Feed these lanes' last tokens and drafts, and draw; as far as the host is concerned a token each at once."""
+        if not len(lane_N):
+            return None
+        batch, drafted_N = self.batch, self.batch.drafted_B[lane_N]
+        drafts = drafts_bucket(int(drafted_N.max()))
+        table_NP, prefix = batch.table_BP[lane_N], None
+        if self.share_prefix:
+            # In no longer a prefix than lies before the first new row, whose block is its own.
+            blocks_N = np.minimum(batch.prompt_B[lane_N], batch.cached_B[lane_N]) // self.page_size
+            prefix = shared_prefixes(table_NP, blocks_N, self.page_size)
+        step = self._step_for(bucket_of(len(lane_N)), drafts, prefix is not None)
+        step.load(lane_N, batch.cached_B[lane_N], table_NP, prefix, batch.drafts_of(lane_N, drafts), drafted_N)
+        with CudaTimer(self.policy.device) as lap:
+            rows = step.launch()
+        self._busy += lap.host
+        laps, self._laps = [*self._laps, (lap, 0.0)], []
+        position_N = batch.known_B[lane_N]
+        batch.known_B[lane_N] += 1
+        batch.cached_B[lane_N] += 1
+        batch.room_B[lane_N] -= 1
+        if self._prefilling:
+            self._end_prefills(lane_N)
+        self.clock.forwards += 1
+        self.clock.forward_rows += len(lane_N) + int(drafted_N.sum())
+        return PendingStep(lane_N, position_N, drafted_N, np.ones(len(lane_N), bool), batch.room_B[lane_N], rows, laps)
+
+    def _end_prefills(self, lane_N: Ints) -> None:
+        """The last token of a prompt, or of appended text, is prefilled by the step that draws behind it."""
+        launched = set(lane_N.tolist())
+        for sequence in (one for one in self._prefilling if one.lane in launched):
+            self._mark_ready(sequence)
+            sequence.prefilled += 1
+            self.clock.prefilled_tokens += 1
+        self._prefilling = [one for one in self._prefilling if one.lane not in launched]
+
+    def _step_for(self, size: int, drafts: int, shares: bool) -> BucketStep:
+        made_for = (self.batch.rules, self.stops.version)
+        if self._made_for is None or self._made_for[0] is not made_for[0] or self._made_for[1] != made_for[1]:
+            self._steps, self._made_for = {}, made_for
+        if (size, drafts, shares) not in self._steps:
+            step = BucketStep(
+                size,
+                drafts,
+                shares,
+                policy=self.policy,
+                columns=self.tokenizer.vocab_size,
+                cache=self._cache(),
+                batch=self.batch,
+                stops=self.stops,
+            )
+            if self._pool is not None and not self.batch.rules.filtered:
+                step.capture(self._pool)
+            self._steps[size, drafts, shares] = step
+        return self._steps[size, drafts, shares]
+
+    def _receive(self, flight: PendingStep | None) -> None:
+        """What a step drew, to the host; turns that it ended are over."""
+        if flight is None:
+            return
+        batch, alive_N = self.batch, flight.alive_N
+        started = time.perf_counter()
+        drawn = flight.read()
+        self._busy += time.perf_counter() - started
+        self.clock.add(flight.laps)
+        self.clock.discarded_tokens += int(drawn.taken_N[~alive_N].sum())
+        drawn, lane_N, drafted_N = drawn.of(alive_N), flight.lane_N[alive_N], flight.drafted_N[alive_N]
+        self._check_finite(drawn.code_N)
+        row, column = np.nonzero(drawn.accepted_NQ)
+        position = flight.position_N[alive_N][row] + column
+        batch.note_drawn(lane_N[row], position, drawn.ids_NQ[row, column], drawn.logprobs_NQ[row, column])
+        self.clock.sampled_tokens += int(drawn.taken_N.sum())
+        if flight.drafts:
+            accepted_N = drawn.taken_N - 1
+            batch.known_B[lane_N] += accepted_N
+            batch.cached_B[lane_N] += accepted_N  # rows of drafts that did not come true are written anew
+            batch.room_B[lane_N] -= accepted_N
+            self._count_drafts(lane_N, drafted_N, accepted_N)
+        self._new_ids += [
+            (self._of_lane[lane], ids[:taken])
+            for lane, ids, taken in zip(*(x.tolist() for x in (lane_N, drawn.ids_NQ, drawn.taken_N)), strict=True)
+        ]
+        over_N = (drawn.code_N > 0) | (flight.room_N[alive_N] == drawn.taken_N - 1)
+        self._take_back(lane_N[over_N])
+        self._ended += [
+            self._end_turn(int(lane), int(code))
+            for lane, code in zip(lane_N[over_N], drawn.code_N[over_N], strict=True)
+        ]
+
+    def _take_back(self, ended_N: Ints) -> None:
+        """The token too many, of lanes whose turn has turned out to be over."""
+        if self._flight is None or not len(ended_N):
+            return
+        again_N = np.isin(self._flight.lane_N, ended_N) & self._flight.alive_N
+        self._flight.alive_N[again_N] = False
+        lane_N = self._flight.lane_N[again_N]
+        self.batch.known_B[lane_N] -= 1
+        self.batch.cached_B[lane_N] -= 1
+
+
+MEMBERS = 16  # of a group that shares a prefix; a larger one is several groups
+IN_THE_AIR = 2  # steps that may be under way: buffers that the host fills or reads alternate
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A decode step that was launched and not yet read. position_N: of the first token that each sequence draws;
+    drafted_N: how many drafts follow it. alive_N: sequences that still want theirs; room_N: tokens that the turn may
+    have after the first. laps: of the forwards since the flight before, and of this one (DecodeClock.add)."""
+
+    lane_N: Ints
+    position_N: Ints
+    drafted_N: Ints
+    alive_N: Bools
+    room_N: Ints
+    rows: DrawnRows
+    laps: list[tuple[CudaTimer, float]]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether how many tokens it draws is known only when it has been read."""
+        return bool(self.drafted_N.any())
+
+    def read(self) -> Drawn:
+        """What it drew, once it is there."""
+        return self.rows.read(len(self.lane_N))
+
+
+class BucketStep:
+    """One decode step of up to `size` sequences with up to `drafts` drafts each, as a function of buffers: `load` fills
+    them, `run` is pure on the device, `launch` runs it (as a graph on CUDA) and has the result copied."""
+
+    def __init__(
+        self,
+        size: int,
+        drafts: int,
+        shares: bool,
+        *,
+        policy: Policy,
+        columns: int,
+        cache: DeviceKV,
+        batch: BatchState,
+        stops: StopTables,
+    ) -> None:
+        self.size, self.policy, self.columns, self.cache = size, policy, columns, cache
+        self.batch, self.stops, self.rules = batch, stops, batch.rules
+        device, blocks = policy.device, batch.table_BP.shape[1]
+        self.groups = max(size // 2, 1) if shares else 0
+        shapes = {
+            "lane": (size,),
+            "start": (size,),
+            "count": (size,),
+            "first": (size,),
+            "table": (size, blocks),
+            "prefix": (self.groups, blocks),
+            "length": (self.groups,),
+            "members": (self.groups, MEMBERS),
+            "drafts": (size, drafts),
+        }
+        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+        self.sent = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self.staging = [torch.zeros(self.sent.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_THE_AIR)]
+        self.packed_BX = torch.zeros(size, drawn_width(1 + drafts), dtype=torch.int32, device=device)
+        self.received = [
+            torch.zeros(self.packed_BX.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_THE_AIR)
+        ]
+        self.turn = 0
+        self.row_Q = torch.arange(1 + drafts, device=device)
+        self.shapes, self.sizes = shapes, list(sizes.values())
+        self.inputs = dict(zip(shapes, self._views(self.sent), strict=True))
+        self.rows = DecodeRows(
+            self.inputs["table"],
+            self.inputs["start"],
+            self.inputs["count"],
+            self.inputs["first"] if shares else None,
+            SharedPrefix(self.inputs["prefix"], self.inputs["length"], self.inputs["members"]) if shares else None,
+        )
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = flat.split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
+
+    def load(
+        self, lane_N: Ints, start_N: Ints, table_NP: Ints, prefix: Prefixes | None, drafts_NK: Ints, drafted_N: Ints
+    ) -> None:
+        """What the host has to say of a step's sequences, in one copy. start_N: the positions of their last tokens,
+        which they feed; drafts_NK: guesses, of which they have drafted_N, and K is the step's."""
+        count = len(lane_N)
+        self.turn = (self.turn + 1) % IN_THE_AIR
+        staging = self.staging[self.turn]
+        lane, start, rows, first, table, prefix_GP, length, members, drafts = (x.numpy() for x in self._views(staging))
+        staging.zero_()
+        lane[:] = self.batch.spare
+        lane[:count], start[:count], rows[:count], table[:count] = lane_N, start_N, 1 + drafted_N, table_NP
+        drafts[:count] = drafts_NK
+        if prefix is not None:
+            groups = len(prefix.length_G)
+            first[:count] = prefix.first_N
+            members[:] = -1
+            prefix_GP[:groups], length[:groups], members[:groups] = prefix.table_GP, prefix.length_G, prefix.members_GM
+        self.sent.copy_(staging, non_blocking=True)
+
+    def run(self) -> None:
+        """Feed, draw, put away what stands. Reads and writes buffers, nothing else."""
+        batch, row_Q = self.batch, self.row_Q
+        lane_B1, start_B1, count_B1 = (self.inputs[name].long()[:, None] for name in ("lane", "start", "count"))
+        drafts_BK = self.inputs["drafts"].long()
+        # Rows that a sequence does not have stand at the place of its last.
+        position_BQ = start_B1 + torch.minimum(row_Q, (count_B1 - 1).clamp_(min=0))
+        block_BQ = self.inputs["table"].gather(1, position_BQ // self.cache.slots)
+        self.block_T = torch.where(row_Q < count_B1, block_BQ, -1).view(-1)
+        self.slot_T = (position_BQ % self.cache.slots).int().view(-1)
+        ids_BQ = torch.cat([batch.tokens_BL[lane_B1, start_B1], drafts_BK], 1)
+        lane_T, position_T = lane_B1.expand(-1, len(row_Q)).reshape(-1), position_BQ.view(-1)
+        hidden_TH = self.policy.hidden(ids_BQ.view(-1), position_T, self._attend)
+        head_VH = self.policy.head_VH[: self.columns]
+        seeds_T, rules = batch.seeds_B[lane_T], self.rules.take(lane_T)
+        ids_T, logprobs_T = sampling.sample_from_head(hidden_TH, head_VH, seeds_T, position_T + 1, rules)
+        ids_BQ, lane_B = ids_T.view(-1, len(row_Q)), lane_B1[:, 0]
+        logprobs_BQ, state_B = logprobs_T.view_as(ids_BQ), batch.state_B[lane_B]
+        state_B, code_B, taken_B = count_accepted(
+            self.stops, state_B, ids_BQ, logprobs_BQ, drafts_BK, count_B1[:, 0] - 1
+        )
+        batch.state_B[lane_B] = state_B
+        batch.tokens_BL[torch.where(row_Q < taken_B[:, None], lane_B1, batch.spare), position_BQ + 1] = ids_BQ
+        pack_drawn(ids_BQ, logprobs_BQ, code_B, taken_B, self.packed_BX)
+
+    def _attend(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]
+        q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, self.block_T, self.slot_T)
+        q_BQND = q_TND.unflatten(0, (self.size, len(self.row_Q)))
+        return decode_attention(q_BQND, k_PKSD, v_PKSD, self.rows).flatten(0, 1)
+
+    def launch(self) -> DrawnRows:
+        """What it drew, on its way to the host."""
+        received = self.received[self.turn]
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        received.copy_(self.packed_BX, non_blocking=True)
+        if self.policy.device.type != "cuda":
+            return DrawnRows(received, None)
+        done = torch.cuda.Event()
+        done.record()
+        return DrawnRows(received, done)
+
+    def capture(self, pool: Any) -> None:
+        """Make `run` a CUDA graph. Whatever the buffers hold is fed to the spare lane meanwhile."""
+        self.staging[self.turn].zero_()
+        self.staging[self.turn][: self.size] = self.batch.spare
+        self.sent.copy_(self.staging[self.turn])
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles, and lets libraries allocate what they keep
+                self.run()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.run()
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """Groups of a step's sequences that share their first blocks. first_N: where a sequence's own keys begin."""
+
+    first_N: Ints
+    table_GP: Ints
+    length_G: Ints
+    members_GM: Ints
+
+
+def bucket_of(count: int) -> int:
+    """The size of the bucket for so many sequences: powers of two up to 16, then multiples of 16."""
+    return 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16
+
+
+def drafts_bucket(most: int) -> int:
+    """The number of drafts for which there is a step, for so many."""
+    return next(size for size in (0, *STACKED) if size >= most)
+
+
+def shared_prefixes(table_NP: Ints, blocks_N: Ints, slots: int) -> Prefixes | None:
+    """Which of a step's sequences share the first blocks_N of their blocks with others, where to read those once pays.
+    table_NP: their blocks. A block that several hold stands for all that lies before it, too."""
+    index_N = np.flatnonzero(blocks_N > 0)
+    if not len(index_N):
+        return None
+    last_block, group_N = np.unique(table_NP[index_N, blocks_N[index_N] - 1], return_inverse=True)
+    first_N = np.zeros(len(blocks_N), np.int64)
+    tables, lengths, members = [], [], []
+    for group in range(len(last_block)):
+        of_group = index_N[group_N == group]
+        length = int(blocks_N[of_group[0]]) * slots
+        if not prefix_pays(length, len(of_group)):
+            continue
+        first_N[of_group] = length
+        for begin in range(0, len(of_group), MEMBERS):
+            some = of_group[begin : begin + MEMBERS]
+            tables.append(table_NP[some[0]])
+            lengths.append(length)
+            members.append(np.pad(some, (0, MEMBERS - len(some)), constant_values=-1))
+    if not tables:
+        return None
+    return Prefixes(first_N, np.stack(tables), np.array(lengths), np.stack(members))
