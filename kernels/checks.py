@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -159,16 +158,6 @@ def raise_first(checks: list[RowCheck]) -> None:
 
 
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-def uses_triton(tensor: Tensor) -> bool:
-    """Whether `tensor` goes to a Triton kernel: bfloat16 or float32 on a GPU, where Triton is installed."""
-    return tensor.is_cuda and tensor.dtype in DTYPES and _installed()
-
-
-@lru_cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

@@ -22,13 +22,23 @@ D head dimension, I intermediate, P blocks of the KV cache, S slots of a block (
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 
 import torch
 
-from thresher.kernels.checks import uses_triton
-
+TRITON_DTYPES = (torch.bfloat16, torch.float32)
 UNCUT = 32_768  # elements; torch cuts a longer elementwise loop on a CPU among its threads, wherever that falls
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` goes to a Triton kernel: bfloat16 or float32 on a GPU, where Triton is installed."""
+    return tensor.is_cuda and tensor.dtype in TRITON_DTYPES and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:

@@ -33,9 +33,18 @@ from thresher.engine.decoding.batch_state import BatchState, StopTables
 from thresher.engine.decoding.blocks import BlockPool
 from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
 from thresher.engine.decoding.scheduler import Scheduler, TokenSequence
-from thresher.engine.decoding.speculative import NOT_FINITE, ON_CPU, Costs, Drafter, Speculate, accept_tokens, rows_of
+from thresher.engine.decoding.speculative import (
+    NOT_FINITE,
+    ON_CPU,
+    Costs,
+    Drafter,
+    Speculate,
+    accept_tokens,
+    rows_of,
+    with_drafts,
+)
 from thresher.kernels import sampling
-from thresher.kernels.attention.paged import Ints, Pieces, places
+from thresher.kernels.attention.paged import Ints, Pieces
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.errors import UserError
@@ -69,7 +78,8 @@ class Decoder:
         share_prefix: bool = True,
         speculate: Speculate = 0,
     ) -> None:
-        self.policy, self.tokenizer, self.reuse, self.share_prefix = policy, tokenizer, reuse, share_prefix
+        self.policy, self.reuse, self.share_prefix = policy, reuse, share_prefix
+        self.vocab_size = tokenizer.vocab_size  # the head may be wider
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
         # Look-ups read the lanes' ids.
         self.speculate: Speculate = speculate if self.mirrors or policy.device.type == "cpu" else 0
@@ -356,7 +366,7 @@ class Decoder:
         drafted_N = batch.drafted_B[lane_N]
         hidden = []
         if hidden_TH is not None:
-            row_F = np.repeat(last_N - drafted_N, 1 + drafted_N) + places(1 + drafted_N)
+            row_F = with_drafts(last_N - drafted_N, drafted_N)
             hidden.append(hidden_TH.index_select(0, torch.from_numpy(row_F).to(batch.device)))
         if self._from_prompt:
             lane_N = np.concatenate([lane_N, [sequence.lane for sequence in self._from_prompt]])
@@ -384,7 +394,7 @@ class Decoder:
         ends, and how many tokens it got. F: rows, 1 + drafts of each sequence, one sequence after the other."""
         batch = self.batch
         lane_F, position_F = rows_of(batch, lane_N, drafted_N)
-        head_VH, rules = self.policy.head_VH[: self.tokenizer.vocab_size], batch.rules.take(lane_F)
+        head_VH, rules = self.policy.head_VH[: self.vocab_size], batch.rules.take(lane_F)
         ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, head_VH, batch.seeds_B[lane_F], position_F, rules)
         return accept_tokens(batch, self.stops, lane_N, drafted_N, ids_F, logprobs_F)
 

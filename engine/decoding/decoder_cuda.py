@@ -253,7 +253,7 @@ class DeviceDecoder(Decoder):
                 drafts,
                 shares,
                 policy=self.policy,
-                columns=self.tokenizer.vocab_size,
+                columns=self.vocab_size,
                 cache=self._cache(),
                 batch=self.batch,
                 stops=self.stops,

@@ -334,8 +334,14 @@ def accept_tokens(
 
 
 def rows_of(batch: BatchState, lane_N: Ints, drafted_N: Ints) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lane, position that is drawn) of every row [F], int64."""
-    count_N = 1 + drafted_N
-    position_F = np.repeat(batch.known_B[lane_N], count_N) + places(count_N)
-    lane_F, positions = (torch.from_numpy(x).to(batch.device) for x in (np.repeat(lane_N, count_N), position_F))
-    return lane_F, positions
+    """Return (lane, position that is sampled) of every row [F], int64."""
+    lane_F, position_F = np.repeat(lane_N, 1 + drafted_N), with_drafts(batch.known_B[lane_N], drafted_N)
+    lanes, positions = (torch.from_numpy(x).to(batch.device) for x in (lane_F, position_F))
+    return lanes, positions
+
+
+def with_drafts(first_N: Ints, drafted_N: Ints) -> Ints:
+    """Return [F]: first, first + 1, .., first + drafted of each sequence."""
+    if not drafted_N.any():
+        return first_N
+    return np.repeat(first_N, 1 + drafted_N) + places(1 + drafted_N)
