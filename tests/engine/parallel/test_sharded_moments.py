@@ -15,7 +15,8 @@ from thresher.engine.optim.optimizer import make_optimizer, step_optimizer
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.parallel.sharded_weights import ShardedWeights
 from thresher.engine.parallel.shards import rows_of
-from thresher.engine.store.checkpoint import load_optimizer, save_checkpoint
+from thresher.engine.store.checkpoint import save_checkpoint
+from thresher.engine.training.update import Updater
 
 ROWS, COLUMNS = 5, 300  # of which moments in 8 bits have two blocks
 
@@ -44,7 +45,8 @@ def test_each_rank_takes_its_rows_of_the_moments(tmp_path: Path, moments: Any, c
         )
         ours = make_optimizer(mine, optim, 0.1)
         all_rows = SimpleNamespace(sharded=dict(whole.named_parameters()), ranks=ranks)
-        load_optimizer(path, ours, mine.named_parameters(), partial(ShardedWeights.held_here, all_rows))
+        weights = SimpleNamespace(module=mine, held_here=partial(ShardedWeights.held_here, all_rows))
+        Updater.load_moments(SimpleNamespace(weights=weights, optimizer=ours), path)
         found.append({f"{name}.{what}": x for name in mine for what, x in ours.state[mine[name]].items()})
     expected = {f"{n}.{what}": x for n, p in whole.named_parameters() for what, x in optimizer.state[p].items()}
     assert len(expected) == (8 if moments == "8bit" else 6)
