@@ -5,10 +5,11 @@
       vectors.npy            encoded passages, batch after batch (`vectors/file`)
       trained.faiss ..       the structure of an approximate kind on its way (`Kind.grow`)
 
-The same command, run again, resumes where it was killed, to the same bytes. Vectors are bound to their corpus, encoder
-and embedded text: a build over others is refused while the folder is there. They are not bound to a kind: another kind
-over the same vectors starts its structure anew and keeps what was encoded. Recall is measured at the end (`tune`), the
-manifest is written last, and one process at a time holds the folder's lock.
+The same command, run again on as many threads, resumes where it was killed, to the same bytes; a graph of FAISS before
+1.15.1 does so on one thread. Vectors are bound to their corpus, encoder and embedded text: a build over others is
+refused while the folder is there. They are not bound to a kind: another kind over the same vectors starts its structure
+anew and keeps what was encoded. Recall is measured at the end (`tune`), the manifest is written last, and one process
+at a time holds the folder's lock.
 
 RAM stays at the structure's own size plus two slices of 64 MiB, whatever the corpus; the corpus itself is as its
 `Corpus` keeps it. Deliberately absent: encoding on several machines, and adding passages to a finished index.

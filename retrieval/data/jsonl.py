@@ -80,15 +80,13 @@ def write_jsonl(path: str | Path, records: Iterable[Record]) -> int:
     count = 0
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         # mtime and name are left out of the gzip header, so that equal records give equal files.
-        zipped = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
-        out = cast(IO[bytes], zipped or file)
-        for record in records:
-            line = json.dumps(record, allow_nan=False, ensure_ascii=False)
-            # Half a surrogate pair has no UTF-8; its backslash escape happens to be what JSON writes for it.
-            out.write(line.encode("utf-8", "backslashreplace") + b"\n")
-            count += 1
-        if zipped:
-            zipped.close()
+        zipped = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) if path.suffix == ".gz" else file
+        with cast(IO[bytes], zipped) as out:
+            for record in records:
+                line = json.dumps(record, allow_nan=False, ensure_ascii=False)
+                # Half a surrogate pair has no UTF-8; its backslash escape happens to be what JSON writes for it.
+                out.write(line.encode("utf-8", "backslashreplace") + b"\n")
+                count += 1
     return count
 
 

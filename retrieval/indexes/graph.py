@@ -6,8 +6,8 @@
 
 A graph grows vector by vector. It is kept every 2^18 of them: over codes or directions with these, which no other file
 has, else without its vectors. FAISS's random numbers for the levels are set anew at each of these points, so that a
-graph that was resumed is the graph of one go. That holds for one thread; with more, FAISS links in whatever order they
-come.
+graph that was resumed is the graph of one go. With FAISS before 1.15.1 that holds for one thread; several linked in
+whatever order they came.
 
 Deliberately absent: graphs over product codes, GPUs (FAISS has no graphs on them).
 

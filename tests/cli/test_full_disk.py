@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_cases import finished_folder, recipe_in
-from full_disk import files_of_at_most
+from full_disk import files_of_at_most, modes_that_hold
 
 from thresher.cli import main as cli
 from thresher.engine.store.run_folder import to_be_resumed
@@ -71,6 +71,47 @@ def test_a_full_disk_ends_in_a_sentence_and_the_command_goes_on(
     resumes = to_be_resumed(command[0], here / "out") or (name == "rollout" and not (here / "out").exists())
     assert cli.run([*command, *(["--resume"] if resumes else [])]) == 0
     assert not list(here.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_folder_that_takes_no_files_ends_in_a_sentence(
+    finished: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = WRITERS[name](finished)
+    locked, place = tmp_path / "locked", command.index("--out") + 1
+    locked.mkdir(mode=0o555)
+    command[place] = str(locked / Path(command[place]).name)
+    capsys.readouterr()
+    with modes_that_hold():
+        status = cli.run(command)
+    message = capsys.readouterr().err
+    assert status == 2 and message.startswith(f"thresher: {locked}/") and message.count("\n") == 1, message
+    assert "Permission denied" in message and message.endswith("; choose another path\n"), message
+    assert list(locked.iterdir()) == []
+
+
+NEEDED = {
+    "init": "a model's weights",
+    "train": "a run with",
+    "sft": "the model, with",
+    "sft of adapters": "the model, with",
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_disk_without_room_is_asked_first(
+    finished: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = WRITERS[name](finished)
+    command[command.index("--out") + 1] = str(tmp_path / "out")
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=9))
+    capsys.readouterr()
+    assert cli.run(command) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"thresher: {tmp_path}/out: cannot be written ({NEEDED[name]} "), message
+    assert " of disk while 9 bytes are free); make room for it\n" in message and message.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_have_the_mode_that_the_umask_gives(finished: Path) -> None:

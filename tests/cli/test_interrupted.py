@@ -160,6 +160,29 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         process.stdout.close(), process.stderr.close()
 
 
+def test_under_torchrun_a_second_ctrl_c_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal sends it to the ranks and to torchrun, which then signals them once more: they go on to their end."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for under in (True, False):
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        if under:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        with pytest.raises(interrupt.Interrupted, match="SIGINT"), interrupt.handling(), interrupt.held("it is saved"):
+            for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+        assert ended == ([] if under else [130])
+        more = "" if under else "; Ctrl-C once more ends at once"
+        assert capfd.readouterr().err == f"SIGINT: it is saved{more}\n"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(interrupt.Interrupted), interrupt.handling(), interrupt.held("it is saved"):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == ""  # rank 0 has said it
+
+
 def test_a_signal_that_was_ignored_stays_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupt.handling():

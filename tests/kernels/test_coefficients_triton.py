@@ -258,7 +258,8 @@ def test_the_head_gradient_is_added_to_a_buffer() -> None:
     options: dict[str, Any] = {"ref_logprobs_T": case.ref.to(DEVICE), "beta": 0.2, "chunk_rows": 64}
     result = grpo_loss(hidden.requires_grad_(), head, *rest, lm_head_grad_VH=buffer, backend="triton", **options)
     assert not result.loss.requires_grad
-    torch.testing.assert_close(buffer.cpu() - 7.0, ordinary["head_grad"], rtol=1e-5, atol=4e-6)
+    rounded = 150 * 2**-24 * buffer.abs().max()  # by at most one addition a row, in any order
+    torch.testing.assert_close(buffer.cpu() - 7.0, ordinary["head_grad"], rtol=0, atol=rounded.item())
     assert torch.equal(result.hidden_grad_TH.cpu(), ordinary["hidden_grad"])
 
 

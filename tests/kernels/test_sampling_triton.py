@@ -84,7 +84,8 @@ class Case:
         rounding_B = EPS * (16 + 4 * scores_BV.abs().amax(1))
         best_B2, best_ids_B2 = scores_BV.topk(min(2, columns), 1)
         decided_B = best_B2[:, 0] - best_B2[:, -1] > 2 * (off_B + rounding_B) if columns > 1 else best_B2[:, 0] > 0
-        assert decided_B.float().mean() > 0.9 or min(scores_BV.shape) == 1, "the test decides nothing"
+        # The best two are nearer than x, here up to 1e-2, with a probability of about x: one row is by chance.
+        assert columns == 1 or (~decided_B).sum() <= 1 + len(decided_B) // 10, "the test decides nothing"
         assert torch.equal(ids_B[decided_B], best_ids_B2[:, 0][decided_B])
         found_B = scores_BV.gather(1, ids_B[:, None])[:, 0]
         assert ((best_B2[:, 0] - found_B) <= 2 * (off_B + rounding_B)).all()

@@ -402,6 +402,12 @@ def test_a_reward_that_pays_more_is_reported(monkeypatch: pytest.MonkeyPatch, tm
     assert [one.verdict for one in holes.attack(field_of(crash, tmp_path))] == ["wrong"]
 
 
+def test_every_system_pays_what_its_formula_does(tmp_path: Path) -> None:
+    tried = list(holes.attack(field_of(crash, tmp_path)))
+    assert len(tried) == sum(map(len, holes.HOLES.values()))
+    assert [one for one in tried if one.verdict != "right"] == []
+
+
 def test_every_system_has_ten_holes_and_the_page_lists_what_is_paid() -> None:
     page = (ROOT / "docs" / "papers.md").read_text()
     assert set(NAMES) == set(holes.HOLES)

@@ -2,20 +2,26 @@
 
 import os
 import pickle
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from thresher.cli.main import run
+from thresher.engine import console
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.evaluation.metrics import Measured, summary_of
+from thresher.engine.interrupt import Interrupted, handling, held
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing.batches import Item
+from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.first import UnwrittenFolder, VerdictsOfFirst
 from thresher.engine.parallel.ranks import ALONE, Ranks, joined
 from thresher.engine.parallel.shards import rows_of
@@ -129,6 +135,113 @@ def test_an_environment_that_is_not_torchruns_is_refused(
     expected = "expected numbers in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, as torchrun sets them"
     with pytest.raises(UserError, match=expected), joined():
         pass
+
+
+# how it ends
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The environment of two ranks that do not connect, but for who is who; the file where torchrun reads a reason."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    store = dist.HashStore()
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(console.console, "quiet", False)
+    monkeypatch.setattr(ranks_module, "_LAST_WORDS", 0.0)
+    return tmp_path / "error.json"
+
+
+def raised(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException) -> BaseException:
+    """What leaves `joined` where a rank's work raises this."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(rank))
+    with pytest.raises(BaseException) as left, joined() as ranks:
+        assert ranks == Ranks(rank, 2, rank, 2) and console.console.quiet == (rank == 1)
+        raise error
+    return left.value
+
+
+def test_the_rank_that_fails_first_says_why_and_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, torchrun: Path
+) -> None:
+    reason, lost = UserError("questions.jsonl: on fire"), RuntimeError("gloo: Connection closed by peer\nat 5")
+    assert raised(monkeypatch, 1, reason) is reason
+    assert "questions.jsonl: on fire" in torchrun.read_text()
+    ended = raised(monkeypatch, 0, lost)
+    assert isinstance(ended, SystemExit) and ended.code == 1
+    assert "on fire" in torchrun.read_text() and "gloo" not in torchrun.read_text()
+
+
+def test_a_rank_whose_neighbour_left_no_word_says_so(monkeypatch: pytest.MonkeyPatch, torchrun: Path) -> None:
+    ended = raised(monkeypatch, 0, RuntimeError("gloo: Connection closed by peer\nat 5"))
+    assert isinstance(ended, UserError) and str(ended) == (
+        "another rank has ended without a word, as a process does that is killed (gloo: Connection closed by peer); go "
+        "on with --resume"
+    )
+    assert "another rank has ended without a word" in torchrun.read_text()
+
+
+def test_a_fault_of_a_ranks_own_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, torchrun: Path) -> None:
+    fault = RuntimeError("shapes differ")
+    assert raised(monkeypatch, 0, fault) is fault and "shapes differ" in torchrun.read_text()
+
+
+def test_a_rank_whose_store_is_gone_says_nothing(monkeypatch: pytest.MonkeyPatch, torchrun: Path) -> None:
+    def gone(*_: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(compare_set=gone))
+    ended = raised(monkeypatch, 1, RuntimeError("gloo: Connection closed by peer"))
+    assert isinstance(ended, SystemExit) and ended.code == 1 and not torchrun.exists()
+
+
+@pytest.mark.parametrize(("error", "status"), [(Interrupted(signal.SIGTERM), 143), (KeyboardInterrupt(), 130)])
+def test_rank_0_alone_speaks_of_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, torchrun: Path, error: BaseException, status: int
+) -> None:
+    assert raised(monkeypatch, 0, error) is error
+    ended = raised(monkeypatch, 1, error)
+    assert isinstance(ended, SystemExit) and ended.code == status and not torchrun.exists()
+
+
+@dataclass(frozen=True, slots=True)
+class Beside(Ranks):
+    """A rank beside one that has got the signal `other`. told: the signals that this one has told the other of."""
+
+    count: int = 2
+    other: int = 0
+    told: list[int] = field(default_factory=list)
+
+    def most(self, number: int) -> int:
+        self.told.append(number)
+        return max(number, self.other)
+
+
+def test_a_signal_to_one_rank_ends_the_work_of_all() -> None:
+    done: list[str] = []
+
+    def work(ranks: Ranks, number: int) -> None:
+        with handling(), held("the step"):
+            with ranks.interruptible():
+                if number:
+                    os.kill(os.getpid(), number)
+                done.append("work without collectives")
+            done.append("an update")
+
+    for ranks, number, named in (
+        (Beside(other=signal.SIGTERM), 0, "SIGTERM"),
+        (Beside(rank=1), signal.SIGINT, "SIGINT"),
+    ):
+        with pytest.raises(Interrupted, match=named):
+            work(ranks, number)
+        assert ranks.told == [number]
+    assert done == ["work without collectives"]  # of the rank that got none
+    work(Beside(), 0)
+    assert done[1:] == ["work without collectives", "an update"]
 
 
 class Three(Ranks):

@@ -1,6 +1,7 @@
 """Runs that save memory or go over a batch several times: what must be the same is the same, and a resume is exact."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,7 +172,8 @@ def test_passes_over_a_batch(
     tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two passes of two parts: the same parts in the same order, numbered through for the schedule; what is kept of
-    the tokens is the first pass's."""
+    the tokens is the first pass's. Advantages are given, so that every update moves the weights whatever the policy
+    wrote."""
     calls: list[tuple[int, list[Item]]] = []
     kept: list[bool] = []
     update = train_module.Updater.update
@@ -179,7 +181,8 @@ def test_passes_over_a_batch(
     def noted(self: Any, items: list[Item], step: int, temperature: float, recorder: Any) -> Any:
         calls.append((step, items))
         kept.append(recorder is not None)
-        return update(self, items, step, temperature, recorder)
+        given = [replace(item, advantage=(1.0, -1.0)[item.key[1]]) for item in items]
+        return update(self, given, step, temperature, recorder)
 
     monkeypatch.setattr(train_module.Updater, "update", noted)
     optim = {"lr": 1e-3, "schedule": "linear", "warmup_ratio": 0.0}

@@ -123,8 +123,8 @@ def test_shared_and_whole_are_one_update(items: list[Item], adapters: bool, budg
     assert shared_gradients.keys() == whole_gradients.keys()
     if not whole.rows:
         return
-    # Ten thousand roundings of float64. Equal rows have equal coefficients, and sums alone differ; where what is added up
-    # cancels, one row's weight of .1 is the scale.
+    # Ten thousand roundings of float64. Equal rows have equal coefficients, and sums alone differ; where these cancel,
+    # the scale is one row's weight, .1.
     assert shared.loss == pytest.approx(whole.loss, rel=1e-12, abs=1e-13)
     for name, expected in whole_gradients.items():
         assert (shared_gradients[name] - expected).norm() <= 1e-12 * max(float(expected.norm()), 0.1), name

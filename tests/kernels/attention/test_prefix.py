@@ -156,14 +156,22 @@ def test_products_hold_few_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 
 
-def test_in_bfloat16_a_merge_costs_less_than_a_rounding_more() -> None:
+def test_in_bfloat16_parts_and_their_merge_cost_a_few_roundings() -> None:
+    """Within five times what it costs to round q, k and v. Scores are about 16, so that a log-sum-exp in bfloat16 would
+    cost more than seven times that."""
     layout = PrefixForest([60, 30, 30, 20], [-1, 0, 0, 2])
-    truth = results(masked, torch.float64, layout, (4, 2, 16))
-    shared = results(prefix_attention, torch.bfloat16, layout, (4, 2, 16))
-    plain = results(masked, torch.bfloat16, layout, (4, 2, 16))
-    for got, other, expected in zip(shared, plain, truth, strict=True):
+    *exact, grad = given_tensors(140, torch.float64, (4, 2, 16))
+    for x in exact[:2]:
+        x[..., 0] = 8.0
+    low = [x.bfloat16() for x in exact]
+    found = []
+    for attend, inputs in ((prefix_attention, low), (masked, [x.double() for x in low]), (masked, exact)):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = attend(*leaves, layout)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad.bfloat16().to(out.dtype))])
+    for got, expected, unrounded in zip(*found, strict=True):
         assert got.dtype == torch.bfloat16
-        assert (got.double() - expected).norm() <= 1.5 * (other.double() - expected).norm()
+        assert (got.double() - expected).norm() <= 5 * (unrounded - expected).norm()
 
 
 def test_torchs_private_operators_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # The killed processes import what this one does, and the cases of these tests.
 PATH = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
 
-# Builds with small slices and kills itself, as nothing can be caught or flushed, at the given call of a stage.
+# Builds with small slices and kills itself, as nothing can be caught or flushed, at the given call of a stage. With
+# the seeds of the test's process: without them the two would build over different vectors.
 KILLED = """
 import os, signal, sys
 import index_cases
@@ -38,6 +39,9 @@ def on_stage(name, done, total):
     calls.append(name)
     if calls.count(stage) == int(call):
         os.kill(os.getpid(), signal.SIGKILL)
+if seed := int(os.environ.get("THRESHER_TEST_SEED", "0")):
+    import margins
+    margins.shift_seeds(seed)
 index_cases.make_small()
 kind = parse_kind(kind, 1500, index_cases.DIM)
 corpus, encoder = index_cases.numbered(1500), index_cases.Clustered(1500)
@@ -47,8 +51,8 @@ build_folder(corpus, encoder, folder, BuildSettings(kind=kind, keep=keep), on_st
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """What `make_small` does in the killed processes, taken back after the test. One thread, for a graph depends on
-    their number."""
+    """What `make_small` does in the killed processes, taken back after the test. One thread, for with more a graph of
+    FAISS before 1.15.1 depends on their order."""
     for module, name, value in index_cases.SMALL:
         monkeypatch.setattr(module, name, value)
     threads = faiss.omp_get_max_threads()

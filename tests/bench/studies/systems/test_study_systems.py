@@ -18,9 +18,12 @@ from thresher.bench.studies.systems.run import (
     markdown,
     measure,
     summary_of,
+    train_all,
 )
 from thresher.cli.main import build_parser, run
+from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
+from thresher.engine.store.run_folder import sft_folder
 from thresher.engine.synthetic.number_forms import NUMBERED_FORMAT
 from thresher.engine.synthetic.shared_base import world_stages
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
@@ -94,6 +97,51 @@ def test_another_setting_in_the_folder_is_refused(cases: list[SystemRun]) -> Non
     other.recipe.write(case.folder / "recipe.toml")
     with pytest.raises(UserError, match=r"a study with other settings \(grpo.shuffle_rewards is true, not false\)"):
         check_folder(case)
+
+
+def test_a_study_that_was_killed_goes_on(cases: list[SystemRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the run that was under way; what is finished is not trained again."""
+    begun: list[tuple[Path, bool]] = []
+
+    def train(recipe: Recipe, folder: Path, resume: bool, *_: Any, **__: Any) -> None:
+        begun.append((folder, resume))
+        folder.mkdir(parents=True, exist_ok=resume)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        (folder / "summary.json").touch()
+
+    monkeypatch.setattr("thresher.bench.studies.systems.run.train", train)
+    folders = [case.folder for case in cases[:3]]
+    with pytest.raises(KeyboardInterrupt):
+        train_all(cases[:3])
+    train_all(cases[:3])
+    assert begun == [(folders[0], False), (folders[1], False), (folders[1], True), (folders[2], False)]
+    train_all(cases[:3])
+    assert len(begun) == 4
+
+
+def test_a_world_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """With the stage that was under way, a fine-tuning by --resume."""
+    world = tmp_path / "world"
+    typed: list[list[str]] = []
+
+    def run_command(words: list[str]) -> None:
+        typed.append(words)
+        into = Path(words[words.index("--out") + 1])
+        if words[0] == "sft" and words[-1] != "--resume":
+            sft_folder(into).mkdir(parents=True)
+            raise KeyboardInterrupt
+        into.mkdir(parents=True)
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            make_world(world, 0, ["search_r1"], run_command)
+    make_world(world, 0, ["search_r1"], run_command)
+    stages = world_stages(world, judged=False)
+    assert [words[0] for words in stages] == ["data", "index", "init", "sft", "sft"]
+    assert typed == [*stages[:4], [*stages[3], "--resume"], stages[4], [*stages[4], "--resume"]]
+    make_world(world, 0, ["search_r1"], run_command)
+    assert len(typed) == 7
 
 
 def test_an_unknown_system_and_a_file_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
