@@ -17,7 +17,7 @@ from thresher.engine.console import console
 from thresher.engine.decoding.decoder_cuda import free_memory
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import System, Tools, read_template
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.scoring.entailment import load_judge
 from thresher.engine.scoring.score import Judges

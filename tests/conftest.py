@@ -267,7 +267,7 @@ def tiny_rollout(
     """make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens, shuffle,
     **limits) -> Rollout; everything has a default. `system` is a name or a System."""
     from thresher.engine.episode import Tools
-    from thresher.engine.protocol.render import Renderer
+    from thresher.engine.protocol.prompts import Renderer
     from thresher.engine.rollout.rollout import Limits, Rollout
     from thresher.engine.systems import load_system
 

@@ -7,8 +7,7 @@ from logprob_cases import assert_logprobs_are_fresh
 
 from thresher.engine.episode import System
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.retrieval.questions import Question
 from thresher.rewards.result import RewardResult
 

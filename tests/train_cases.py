@@ -14,7 +14,7 @@ from stored_cases import stored
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.config.tables import from_dict
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.training import sft as sft_module
 from thresher.engine.training.sft import encode_transcript
 from thresher.engine.training.train import Progress

@@ -14,10 +14,9 @@ from thresher.bench.rollout.plan import play
 from thresher.bench.rollout.setting import RolloutSetting
 from thresher.engine.decoding.generator import GenerateRequest, GenerateResult, Generator
 from thresher.engine.episode import Episode, Fork, Generate, Kept, Prompt, Reprefill, Retrieved, Search, System, Tools
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.rollout.rollout import Limits, Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job, Limits, Rollout
 from thresher.kernels.attention.backends.choice import resolve_attention
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question

@@ -18,7 +18,7 @@ from thresher.bench.rollout.ours import RolloutSide
 from thresher.bench.step.setting import Seconds, Setting, reward_of
 from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.items import advantages, make_items
+from thresher.engine.packing.batches import advantages, build_train_sequences
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.training.update import Updater
 from thresher.policy.lora import add_lora
@@ -70,7 +70,7 @@ class Ours:
         sampled, sampled_cpu = time.perf_counter(), time.process_time()
         rewards = [reward_of([t.ids()[p] for p in t.policy_positions()]) for t in trajectories]
         advantage = advantages(rewards, [trajectory.group for trajectory in trajectories], self.grpo)
-        items = make_items(trajectories, advantage, self.grpo)
+        items = build_train_sequences(trajectories, advantage, self.grpo)
         stats = self.updaters[share_prefix].update(items, self.steps, 1.0)
         self._wait()
         seconds = Seconds(sampled - wall, time.perf_counter() - wall, sampled_cpu - cpu, time.process_time() - cpu)

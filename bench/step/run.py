@@ -37,7 +37,7 @@ from thresher.bench.step.setting import Seconds, Steps, make_setting
 from thresher.bench.step.shapes import SHAPES, StepShape
 from thresher.engine.console import console
 from thresher.engine.machine import checkout
-from thresher.engine.packing.batches import Item, pack
+from thresher.engine.packing.batches import TrainSequence, pack
 from thresher.engine.threads import threads_for, use_threads
 from thresher.kernels import token_logprobs
 from thresher.rewards.errors import UserError
@@ -164,7 +164,9 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
     trajectories = ours.sample()
     vocab = ours.setting.rollout.tokenizer.vocab_size
     items = [
-        Item(ids=t.ids(), positions=t.policy_positions(), old_logprobs=t.policy_logprobs(), advantage=0.0, weight=1.0)
+        TrainSequence(
+            ids=t.ids(), positions=t.policy_positions(), old_logprobs=t.policy_logprobs(), advantage=0.0, weight=1.0
+        )
         for t in trajectories[:: max(1, len(trajectories) // PROVED)]
     ]
     policy = ours.policy

@@ -108,7 +108,7 @@ def _prompt_ids(options: argparse.Namespace, text: str, tokenizer: "Tokenizer") 
     if tokenizer.chat_template is None:
         raise UserError(f"{options.model}: the model has no chat template; leave out --chat")
     from thresher.engine.episode import Prompt
-    from thresher.engine.protocol.render import Renderer
+    from thresher.engine.protocol.prompts import Renderer
 
     # As a chat prompt of a system: the template may emit control tokens, the message may not.
     renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=True, max_passage_tokens=0, passage_format="{text}")

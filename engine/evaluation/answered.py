@@ -37,8 +37,7 @@ from thresher.engine.episode import (
     first_prompt,
 )
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
-from thresher.engine.rollout.branches import branch_episode, context_ids, with_fitted_passages
-from thresher.engine.rollout.samples import Job, RolloutClock
+from thresher.engine.rollout.rollout import Job, RolloutClock, branch_episode, context_ids, with_fitted_passages
 from thresher.engine.scoring.continuing import Continued, ContinuingEndpoint, speaks_chat
 from thresher.engine.scoring.endpoint import read_key
 from thresher.policy.tokenizer import load_tokenizer, train_bpe

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from thresher.engine.parallel.first import judging
 from thresher.engine.parallel.ranks import ALONE, Ranks
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job, seed_of
+from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, score
 from thresher.retrieval.questions import Question
 

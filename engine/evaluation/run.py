@@ -31,7 +31,7 @@ from thresher.engine.evaluation.folder import ANSWERS, EvalFolder, check_belongs
 from thresher.engine.evaluation.generated import Generated, check_generated
 from thresher.engine.evaluation.metrics import Values, measures_of, parts_of, ranking_measures
 from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_of
-from thresher.engine.protocol.passages import Fitted, fit_passages, noise_pool, with_noise, with_passages
+from thresher.engine.protocol.prompts import Fitted, fit_passages, noise_pool, with_noise, with_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges, Scored, check_all, score

@@ -27,10 +27,9 @@ from thresher.engine import console
 from thresher.engine.assemble import Parts, load_parts
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.run import PART, retriever_of
-from thresher.engine.protocol.passages import show_passages
+from thresher.engine.protocol.prompts import show_passages
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job, seed_of
+from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import asked_record, check_whole
 from thresher.engine.store.locks import locked_file
 from thresher.engine.store.records import RecordLog

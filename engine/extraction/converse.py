@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, cut
-from thresher.engine.protocol.render import passage_lines
+from thresher.engine.protocol.prompts import passage_lines
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.tags import escape_tags

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from thresher.engine.assemble import Parts
 from thresher.engine.episode import Episode, Generate, System, Tools
-from thresher.engine.protocol.passages import fit_passages
-from thresher.engine.rollout.samples import Job
+from thresher.engine.protocol.prompts import fit_passages
+from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from thresher.engine.assemble import Parts
 from thresher.engine.episode import System, Tools
 from thresher.engine.extraction.converse import Converser
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job
 from thresher.engine.scoring.score import check_all, score
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever

@@ -33,7 +33,7 @@ from thresher.engine.extraction.extractor import Extraction, Extractor
 from thresher.engine.extraction.figures import fault_of, summarise
 from thresher.engine.extraction.refined import RefinedExtractor
 from thresher.engine.extraction.responder import ChatResponder, LocalResponder, Responder, Response
-from thresher.engine.protocol.passages import noise_pool, with_noise, with_passages
+from thresher.engine.protocol.prompts import noise_pool, with_noise, with_passages
 from thresher.engine.refiners.kinds import FILCO_TEMPLATE, Refining
 from thresher.engine.refiners.load import load_refiner
 from thresher.engine.scoring.endpoint import Endpoint, read_key

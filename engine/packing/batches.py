@@ -1,8 +1,16 @@
-"""Items packed into micro-batches: one behind the other, or with what they begin with alike there once.
+"""Trajectories with their rewards, packed into the micro-batches of one optimiser step.
 
-A row predicts the token after it: the token at position p is predicted by row p - 1. Only rows whose next token was
-sampled by the policy enter the loss; all others never reach the LM head. `pack` puts sequences of like length together,
-`pack_shared` groups of a common beginning (prefix_trie.py).
+    A[i]  = (R[i] - mean_G R) / max(std_G R, floor)                       a group's samples, see rewards/advantages.py
+    w[i]  = 1 / (N |y_i|)  |  1 / sum_i |y_i|  |  1 / (N c)               "trajectory" | "token" | "constant"
+
+N counts all trajectories of the optimiser step, also those of groups without a signal; sums are over all of them, on
+whichever rank they are. There is no loss mask: y_i are the tokens that the policy sampled
+(`Trajectory.policy_positions`).
+
+The token at position p is predicted by row p - 1. Only rows whose next token was sampled enter the loss; all others
+never reach the LM head. `pack` puts sequences of like length together, `pack_shared` groups of a common beginning
+(prefix_trie.py).
+
 Axes: T packed tokens, R rows in the loss, H hidden.
 """
 
@@ -13,14 +21,25 @@ from typing import Any
 
 import torch
 
+from thresher.engine.config.sections import GrpoSection
 from thresher.engine.packing.prefix_trie import build_trie, cut_group, in_order, shared_groups
+from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels.attention.parts import PartialAttention
 from thresher.kernels.attention.prefix import PrefixForest
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
+from thresher.rewards.advantages import group_advantages
+
+
+@dataclass(frozen=True, slots=True)
+class LossNormalizer:
+    """What the weights of an optimiser step's tokens are shares of: its trajectories, and their sampled tokens."""
+
+    trajectories: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class TrainSequence:
     """One sequence to train on: its ids, and for the trained ones (at `positions`, each >= 1) what the loss needs."""
 
     ids: list[int]
@@ -88,7 +107,7 @@ class _PickRounds(torch.autograd.Function):
 
 
 def pack(
-    items: Sequence[Item],
+    items: Sequence[TrainSequence],
     micro_batch_tokens: int,
     device: torch.device | str = "cpu",
     attention: TrainingAttention | None = None,
@@ -109,7 +128,7 @@ def pack(
 
 
 def _batch(
-    items: Sequence[Item], members: list[int], device: torch.device | str, attention: TrainingAttention | None
+    items: Sequence[TrainSequence], members: list[int], device: torch.device | str, attention: TrainingAttention | None
 ) -> Batch:
     ids: list[int] = []
     rows: list[int] = []
@@ -123,12 +142,12 @@ def _batch(
 def idle_batch(device: torch.device | str = "cpu", attention: TrainingAttention | None = None) -> Batch:
     """A token that belongs to no item, in a row of weight 0: what a rank feeds that has to take part in the others'
     forwards and backwards, and has nothing of its own."""
-    item = Item(ids=[0, 0], positions=[1], old_logprobs=[0.0], advantage=0.0, weight=0.0)
+    item = TrainSequence(ids=[0, 0], positions=[1], old_logprobs=[0.0], advantage=0.0, weight=0.0)
     return replace(_batch([item], [0], device, attention), items=[], tokens=0)
 
 
 def pack_shared(
-    items: Sequence[Item],
+    items: Sequence[TrainSequence],
     micro_batch_tokens: int,
     device: torch.device | str = "cpu",
     attention: TrainingAttention | None = None,
@@ -168,7 +187,7 @@ def pack_shared(
 
 
 def _shared_batch(
-    items: Sequence[Item],
+    items: Sequence[TrainSequence],
     members: list[int],
     sequences: list[list[int]],
     device: torch.device | str,
@@ -183,7 +202,7 @@ def _shared_batch(
 
 
 def _assembled(
-    items: Sequence[Item], members: list[int], ids: list[int], rows: list[int], layout: Varlen | PrefixForest
+    items: Sequence[TrainSequence], members: list[int], ids: list[int], rows: list[int], layout: Varlen | PrefixForest
 ) -> Batch:
     device = layout.device
     chosen = [items[n] for n in members]
@@ -215,3 +234,52 @@ def _rounds(rows: list[int]) -> list[list[int]]:
         rounds[seen[row]].append(place)
         seen[row] += 1
     return rounds if len(rounds) > 1 else []
+
+
+def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:
+    """Those of an optimiser step that has these trajectories and no other."""
+    return LossNormalizer(len(trajectories), sum(len(trajectory.policy_positions()) for trajectory in trajectories))
+
+
+def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
+    """Each trajectory's advantage within its group (members may lie anywhere in the sequence)."""
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    result = [0.0] * len(rewards)
+    for numbers in members.values():
+        values = group_advantages(
+            [rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std, eps=grpo.std_eps
+        )
+        for n, value in zip(numbers, values, strict=True):
+            result[n] = value
+    return result
+
+
+def build_train_sequences(
+    trajectories: Sequence[Trajectory],
+    advantage: Sequence[float],
+    grpo: GrpoSection,
+    totals: LossNormalizer | None = None,
+) -> list[TrainSequence]:
+    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it. totals: of
+    the optimiser step; None: it has these trajectories alone."""
+    positions = [trajectory.policy_positions() for trajectory in trajectories]
+    totals = totals or LossNormalizer(len(trajectories), sum(map(len, positions)))
+    weights = {
+        "trajectory": lambda n: 1.0 / (totals.trajectories * len(positions[n])),
+        "token": lambda n: 1.0 / totals.tokens,
+        "constant": lambda n: 1.0 / (totals.trajectories * (grpo.aggregation_constant or 1.0)),
+    }[grpo.aggregation]
+    return [
+        TrainSequence(
+            ids=trajectory.ids(),
+            positions=positions[n],
+            old_logprobs=trajectory.policy_logprobs(),
+            advantage=advantage[n],
+            weight=weights(n),
+            key=(trajectory.group, trajectory.sample),
+        )
+        for n, trajectory in enumerate(trajectories)
+        if positions[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
+    ]

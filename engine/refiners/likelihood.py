@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thresher.engine.packing.batches import Item, pack
+from thresher.engine.packing.batches import TrainSequence, pack
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
 from thresher.kernels.logprob import token_logprobs
 from thresher.policy.model import Policy
@@ -37,7 +37,7 @@ class Likelihood:
         distribution is that of temperature 1 over the tokenizer's ids.
         """
         items = [
-            Item(ids=ids, positions=positions, old_logprobs=[0.0] * len(positions), advantage=0.0, weight=0.0)
+            TrainSequence(ids=ids, positions=positions, old_logprobs=[0.0] * len(positions), advantage=0.0, weight=0.0)
             for ids, positions in sequences
         ]
         found: list[list[float]] = [[] for _ in sequences]

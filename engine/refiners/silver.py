@@ -25,7 +25,7 @@ from thresher.engine.assemble import check_fit
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.episode import Prompt, pair_tags
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.refiners.likelihood import Likelihood
 from thresher.engine.refiners.spans import lines, sentence_texts
 from thresher.policy.model import load_policy

@@ -18,20 +18,25 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from random import Random
 
+import numpy as np
+
 from thresher.engine import console
+from thresher.engine.decoding.decoder import DecodeClock
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
-from thresher.engine.decoding.speculative import Int32s, Speculate
+from thresher.engine.decoding.speculative import TURN_END, Int32s, Speculate
 from thresher.engine.episode import (
     Call,
     Episode,
     Feedback,
     Fork,
     Generate,
+    Kept,
     Prompt,
     Reprefill,
     Request,
@@ -42,11 +47,8 @@ from thresher.engine.episode import (
     Turn,
     first_prompt,
 )
-from thresher.engine.protocol.passages import fit_passages
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer, fit, fit_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
-from thresher.engine.rollout.branches import branch_episode, branch_seed, context_ids, with_fitted_passages
-from thresher.engine.rollout.samples import Job, RolloutClock, Sample, ids_by_turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -78,6 +80,55 @@ class Limits:
     share_prefix: bool = True
     reuse: bool = True
     speculate: Speculate = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sample to draw: jobs with the same `group` answer the same question and share its prompt."""
+
+    question: Question
+    group: int
+    sample: int
+    seed: int
+
+
+def seed_of(*parts: object) -> int:
+    """63 bits that depend on all parts, the same on every machine."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+@dataclass(slots=True)
+class RolloutClock(DecodeClock):
+    """Where the time of a rollout went, in seconds, and how much was done. cut_search_tokens: of retrieved passages,
+    beyond the budget of a search."""
+
+    search: float = 0.0
+    search_queries: int = 0
+    search_calls: int = 0
+    cut_search_tokens: int = 0
+    branches: int = 0
+    branches_without_room: int = 0
+
+    @property
+    def rest(self) -> float:
+        """As of a decoder, and not spent in searches; 0 where a search passed while the GPU was decoding."""
+        return max(self.total - self.decode - self.prefill - self.search, 0.0)
+
+
+@dataclass(slots=True)
+class Sample:
+    """A sample that is under way. Its sequence is what the decoder knows of it."""
+
+    job: Job
+    episode: Episode
+    trajectory: Trajectory
+    sequence: TokenSequence
+    policy_tokens: int = 0
+    max_tokens: int | None = None  # of the turn, where its episode says so
+    forks: dict[str, tuple[Reprefill, list[int]]] = field(default_factory=dict)  # branches, with their contexts
+    reported: bool = True  # to whoever watches; a branch is not
+    calls: int = 0
+    caller: "tuple[Sample, str] | None" = None  # who waits for it, and its name there
 
 
 class Rollout:
@@ -417,3 +468,69 @@ class _Run:
         sample.max_tokens = request.max_tokens
         room = min(limits.max_turn_tokens, policy_room, context_room, request.max_tokens or limits.max_turn_tokens)
         self.decoder.begin_turn(sample.sequence, request.stop, room, lead)
+
+
+def ids_by_turns(trajectory: Trajectory) -> Int32s:
+    """A trajectory's ids, with the ends of its turns."""
+    ids: list[int] = []
+    for segment in trajectory.segments:
+        ids += segment.ids
+        if segment.source is Source.POLICY:
+            ids.append(TURN_END)
+    return np.array(ids, np.int32)
+
+
+# --- Branches: contexts of their own, in which the policy writes once more; and calls, which their caller waits for
+#
+# A masked part is absent from a branch's input, and nothing that was computed from it is used: a branch may share the
+# trajectory's cached blocks up to the first token in which the two differ, and computes all that follows. So a branch
+# is an ordinary sample with its own prompt: the prompt's template, the kept part of the policy's text, and text of the
+# engine's. All of it is PROMPT there; only what the policy then writes is POLICY.
+
+
+def context_ids(branch: Reprefill, written: Sequence[int], renderer: Renderer) -> list[int]:
+    """The ids of a branch's context; `written` are all tokens that the policy sampled before the fork."""
+    ids = renderer.prompt(branch.prompt)
+    for part in branch.parts:
+        if isinstance(part, Kept):
+            ids += kept_ids(part, written, renderer.tokenizer)
+        elif isinstance(part, Retrieved):
+            ids += renderer.retrieved(part)
+        else:
+            ids += renderer.tokenizer.encode_template(part)
+    return ids
+
+
+def with_fitted_passages(context: Reprefill, renderer: Renderer, question_id: str) -> tuple[Reprefill, int]:
+    """A call's context, the passages of its prompt cut to the budget of a search; and how many tokens of all its
+    passages that budget costs."""
+    asked = context.prompt.passages
+    passages = fit(asked, renderer, question_id)
+    cut = len(renderer.passages(asked)) - len(renderer.passages(passages))
+    cut += sum(renderer.retrieved_and_cut(part)[1] for part in context.parts if isinstance(part, Retrieved))
+    return replace(context, prompt=replace(context.prompt, passages=passages)), cut
+
+
+def kept_ids(kept: Kept, written: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Tokens of `written` between two of its bytes: whole where they lie inside, else one token for each byte kept."""
+    ids, start = [], 0
+    for token in written:
+        text = tokenizer.token_bytes(token)
+        end = start + len(text)
+        if kept.start <= start and end <= kept.end:
+            ids.append(token)
+        elif inside := text[max(kept.start - start, 0) : max(kept.end - start, 0)]:
+            ids += tokenizer.byte_ids(inside)
+        start = end
+    return ids
+
+
+def branch_episode(branch: Reprefill, _: Job) -> Episode:
+    yield branch.prompt  # rendered already, with what was kept
+    turn = yield Generate(branch.stop, branch.max_tokens)
+    return "ended" if turn.stop is None else "answered"
+
+
+def branch_seed(seed: int, name: str) -> int:
+    """The noise of a branch is its own: 63 bits that depend on the trajectory's seed and the branch's name."""
+    return int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest()) >> 1

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thresher.engine.protocol.render import check_passage_format, passage_lines
+from thresher.engine.protocol.prompts import check_passage_format, passage_lines
 from thresher.engine.synthetic.number_forms import STAGES, number_transcripts, numbered_transcripts
 from thresher.engine.synthetic.warmup_transcripts import (
     GIVEN,

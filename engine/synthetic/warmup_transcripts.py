@@ -177,7 +177,7 @@ def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random
 
 
 def _prompt(name: str, plan: TranscriptPlan, body: Body, passage_format: str) -> Segments:
-    """The prompt, cut where engine/protocol/render.py cuts it, so that its tokens are the rollout's."""
+    """The prompt, cut where engine/protocol/prompts.py cuts it, so that its tokens are the rollout's."""
     question = ask(plan.asked)
     filled = {
         "{passages}": listed_facts(plan.shown, passage_format) if body[0] else "",

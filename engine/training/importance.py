@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.packing.batches import Item
+from thresher.engine.packing.batches import TrainSequence
 from thresher.engine.training.update import Updater
 
 EXP_CAP = 80.0
@@ -73,8 +73,8 @@ def recomputed_record(ranks: Sequence[Recomputed]) -> dict[str, float]:
 
 
 def recompute(
-    updater: Updater, batch: Sequence[list[Item]], grpo: GrpoSection, temperature: float
-) -> tuple[list[list[Item]], Recomputed]:
+    updater: Updater, batch: Sequence[list[TrainSequence]], grpo: GrpoSection, temperature: float
+) -> tuple[list[list[TrainSequence]], Recomputed]:
     """The items of each of a batch's optimiser steps with old log-probs by the policy as it is now, and importance
     weights where the recipe wants some; what was found on the way."""
     started = time.perf_counter()

@@ -28,9 +28,8 @@ from thresher.engine import console
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing.batches import Item, pack
-from thresher.engine.protocol.passages import fit
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.packing.batches import TrainSequence, pack
+from thresher.engine.protocol.prompts import Renderer, fit
 from thresher.engine.store.records import ON_PURPOSE, read_records
 from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
@@ -302,7 +301,7 @@ class SftTrainer:
     def _backward(self, batch: Sequence[Transcript]) -> tuple[float, int]:
         rows = sum(len(transcript.positions) for transcript in batch)
         items = [
-            Item(
+            TrainSequence(
                 ids=t.ids,
                 positions=t.positions,
                 old_logprobs=[0.0] * len(t.positions),
@@ -337,7 +336,7 @@ class SftTrainer:
     def copying(self) -> float:
         """Share of the held-out copied tokens that are the most likely token at their place."""
         items = [
-            Item(ids=t.ids, positions=t.copied, old_logprobs=[0.0] * len(t.copied), advantage=0.0, weight=1.0)
+            TrainSequence(ids=t.ids, positions=t.copied, old_logprobs=[0.0] * len(t.copied), advantage=0.0, weight=1.0)
             for t in self.held_out
         ]
         right = total = 0

@@ -16,7 +16,7 @@ from thresher.engine import console
 from thresher.engine.assemble import check_fit
 from thresher.engine.episode import Episode, Generate, Prompt, Tools, Turn
 from thresher.engine.evaluation.evaluate import jobs_of
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.systems import load_system

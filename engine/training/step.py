@@ -4,8 +4,8 @@ What each line of `GrpoStep.__call__` does is in one file:
 
     rollout.run(..)     engine/rollout/rollout.py      G trajectories a question, retrieved text among sampled tokens
     score(..)           engine/scoring/score.py        trajectory -> attempt -> entailment, verdicts -> reward
-    advantages(..)      engine/packing/items.py        by group; rewards/advantages.py has the formula
-    make_items(..)      engine/packing/items.py        what of a trajectory is trained, and its weight in the loss
+    advantages(..)      engine/packing/batches.py        by group; rewards/advantages.py has the formula
+    build_train_sequences(..)      engine/packing/batches.py        what of a trajectory is trained, and its weight in the loss
     updater.update(..)  engine/training/update.py      packed batches through the policy (policy/model.py) and the loss
                                                        (kernels/loss.py), one optimiser step
 
@@ -40,14 +40,18 @@ from typing import TypeVar
 
 from thresher.engine.assemble import Parts
 from thresher.engine.decoding.decoder import NotFiniteDraw
-from thresher.engine.packing.batches import Item
-from thresher.engine.packing.items import Totals, advantages, make_items, totals_of
+from thresher.engine.packing.batches import (
+    LossNormalizer,
+    TrainSequence,
+    advantages,
+    build_train_sequences,
+    normalizer_of,
+)
 from thresher.engine.parallel.first import judging
 from thresher.engine.parallel.ranks import ALONE, Ranks
-from thresher.engine.protocol.passages import Fitted, show_passages
+from thresher.engine.protocol.prompts import Fitted, show_passages
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job, seed_of
+from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.importance import Recomputed, recompute
@@ -117,7 +121,7 @@ class GrpoStep:
         bounds = update_bounds(len(groups), size, updates_per_batch)
         totals = totals_of_ranks([trajectories[a:b] for a, b in bounds], self.ranks)
         batch = [
-            make_items(trajectories[a:b], advantage[a:b], recipe.grpo, total)
+            build_train_sequences(trajectories[a:b], advantage[a:b], recipe.grpo, total)
             for (a, b), total in zip(bounds, totals, strict=True)
         ]
         recomputed = None
@@ -135,7 +139,7 @@ class GrpoStep:
         )
 
     def _updates(
-        self, batch: Sequence[list[Item]], step: int, temperature: float, recorder: TokenRecorder | None
+        self, batch: Sequence[list[TrainSequence]], step: int, temperature: float, recorder: TokenRecorder | None
     ) -> list[UpdateStats]:
         """The optimiser steps of a batch: every pass over it takes them in the same order."""
         epochs, updates = self.parts.recipe.grpo.epochs_per_batch, []
@@ -176,12 +180,12 @@ def update_bounds(groups: int, size: int, updates: int) -> list[tuple[int, int]]
     return list(itertools.pairwise(bounds))
 
 
-def totals_of_ranks(batch: Sequence[Sequence[Trajectory]], ranks: Ranks) -> list[Totals]:
+def totals_of_ranks(batch: Sequence[Sequence[Trajectory]], ranks: Ranks) -> list[LossNormalizer]:
     """Of each optimiser step of a batch, over the trajectories of all ranks."""
-    own = [totals_of(trajectories) for trajectories in batch]
+    own = [normalizer_of(trajectories) for trajectories in batch]
     counts = ranks.total(*(total.trajectories for total in own))
     tokens = ranks.total(*(total.tokens for total in own))
-    return [Totals(*pair) for pair in zip(counts, tokens, strict=True)]
+    return [LossNormalizer(*pair) for pair in zip(counts, tokens, strict=True)]
 
 
 def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:

@@ -27,7 +27,7 @@ from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.planning.check import check_memory
 from thresher.engine.planning.disk import check_disk
-from thresher.engine.protocol.passages import Fitted, show_passages
+from thresher.engine.protocol.prompts import Fitted, show_passages
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges, check_all
 from thresher.engine.sinks.sinks import check_sinks, sending

@@ -4,7 +4,7 @@
 
 From top to bottom, as `Updater.update` and `Updater._backward` have it:
 
-    items into micro-batches                   packing/batches.py; the items, with A and w, are packing/items.py's
+    items into micro-batches                   packing/batches.py
     for each of these:
         the reference's log-probs, if any      policy/model.py, kernels/logprob.py
         the policy's hidden states             policy/model.py; of these the rows in the loss
@@ -35,7 +35,7 @@ from thresher.engine import console
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import TrainedWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing.batches import Batch, Item, idle_batch, pack, pack_shared
+from thresher.engine.packing.batches import Batch, TrainSequence, idle_batch, pack, pack_shared
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
@@ -102,7 +102,7 @@ class Updater:
         self.begun = 0  # optimiser steps, since this was made
 
     def update(
-        self, items: Sequence[Item], step: int, temperature: float, recorder: TokenRecorder | None = None
+        self, items: Sequence[TrainSequence], step: int, temperature: float, recorder: TokenRecorder | None = None
     ) -> UpdateStats:
         """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0; it
         sets the learning rate. recorder: keeps what is found of each token. Returns what happened."""
@@ -126,7 +126,7 @@ class Updater:
         stats.seconds = time.perf_counter() - started
         return stats
 
-    def logprobs(self, items: Sequence[Item], temperature: float) -> list[list[float]]:
+    def logprobs(self, items: Sequence[TrainSequence], temperature: float) -> list[list[float]]:
         """The policy's log-probs of every item's trained tokens, as the update computes them, without a gradient."""
         found: list[list[float]] = [[] for _ in items]
         batches = self._batches(items)
@@ -148,7 +148,7 @@ class Updater:
         named = self.weights.module.named_parameters()
         load_optimizer(checkpoint, self.optimizer, named, self.weights.held_here)
 
-    def _batches(self, items: Sequence[Item]) -> list[Batch]:
+    def _batches(self, items: Sequence[TrainSequence]) -> list[Batch]:
         """The items in micro-batches, and idle ones up to the largest number of any rank."""
         budget = self.optim.micro_batch_tokens
         if self.partial is None:

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from thresher.bench.studies.mask.batch import Subject, retrieved_rows, without_retrieved
 from thresher.bench.studies.mask.peak_memory import peak_bytes
-from thresher.engine.packing.batches import Batch, Item, pack
-from thresher.engine.packing.items import make_items
+from thresher.engine.packing.batches import Batch, TrainSequence, build_train_sequences, pack
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy
@@ -45,7 +44,7 @@ class Treated:
     """A treatment's items, the batches that they are packed into, and for each batch [R] bool: which rows' targets the
     policy sampled."""
 
-    items: list[Item]
+    items: list[TrainSequence]
     batches: list[Batch]
     sampled: list[Tensor]
 
@@ -88,7 +87,7 @@ def treat(name: str, subject: Subject) -> Treated:
     trajectories = subject.trajectories
     if name == "removed":
         trajectories = [without_retrieved(trajectory) for trajectory in trajectories]
-    items = make_items(trajectories, subject.advantages, subject.grpo)
+    items = build_train_sequences(trajectories, subject.advantages, subject.grpo)
     sampled = [set(item.positions) for item in items]
     if name in ("in_loss", "zeroed"):
         items = [

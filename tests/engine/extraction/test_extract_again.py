@@ -20,7 +20,7 @@ from thresher.engine.extraction import run as extract_module
 from thresher.engine.extraction.converse import Converser, cut
 from thresher.engine.extraction.figures import summarise
 from thresher.engine.extraction.run import ExtractionPlan, extract
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.store.journal import Journal
 from thresher.engine.store.locks import locked_file
 from thresher.engine.store.records import read_object

@@ -9,15 +9,15 @@ import torch
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim import master_weights as module
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import Item
+from thresher.engine.packing.batches import TrainSequence
 from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy
 
 
-def items(seed: int) -> list[Item]:
+def items(seed: int) -> list[TrainSequence]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        Item(
+        TrainSequence(
             ids=torch.randint(1, 29, (length,), generator=generator).tolist(),
             positions=list(range(4, length)),
             old_logprobs=[-3.0] * (length - 4),

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.packing.batches import Batch, Item, pack
-from thresher.engine.packing.items import make_items
+from thresher.engine.packing.batches import Batch, TrainSequence, build_train_sequences, pack
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.kernels import token_logprobs
 from thresher.policy.model import Policy
@@ -18,9 +17,9 @@ from thresher.rewards.transcript import Source
 BEGIN = 7  # the first id of every item below, which no row predicts
 
 
-def item(rows: list[int], length: int, first: int = BEGIN) -> Item:
+def item(rows: list[int], length: int, first: int = BEGIN) -> TrainSequence:
     """Ids that count up from `first`, so that a target betrays its place; the other numbers tell rows apart."""
-    return Item(
+    return TrainSequence(
         ids=list(range(first, first + length)),
         positions=rows,
         old_logprobs=[-first - row / 64 for row in rows],
@@ -84,7 +83,7 @@ def test_items_without_rows_are_dropped() -> None:
 
 
 @st.composite
-def items(draw: st.DrawFn) -> list[Item]:
+def items(draw: st.DrawFn) -> list[TrainSequence]:
     made = []
     for number in range(draw(st.integers(0, 12))):
         length = draw(st.integers(2, 40))
@@ -95,7 +94,7 @@ def items(draw: st.DrawFn) -> list[Item]:
 
 @given(items(), st.integers(1, 200))
 @settings(max_examples=200, derandomize=True, deadline=None)
-def test_everything_is_covered_once_and_right(given_items: list[Item], budget: int) -> None:
+def test_everything_is_covered_once_and_right(given_items: list[TrainSequence], budget: int) -> None:
     batches = pack(given_items, budget)
     covered = [number for batch in batches for number in batch.items]
     assert sorted(covered) == [number for number, one in enumerate(given_items) if one.positions]
@@ -125,7 +124,7 @@ def test_rows_are_the_policys_tokens_and_no_others() -> None:
     prompt, shown, said = (Source.PROMPT, [1, 2, 3]), (Source.RETRIEVED, [40, 41]), (Source.FEEDBACK, [60, 61, 62])
     several = trajectory(prompt, (Source.POLICY, [20, 21]), shown, (Source.POLICY, [22]), said, (Source.POLICY, [23]))
     cut = trajectory(prompt, (Source.POLICY, [24, 25]), said, (Source.POLICY, []), shown)
-    (batch,) = pack(make_items([several, cut], [1.0, -1.0], GrpoSection()), 1000)
+    (batch,) = pack(build_train_sequences([several, cut], [1.0, -1.0], GrpoSection()), 1000)
     assert batch.targets_R.tolist() == [20, 21, 22, 23, 24, 25]
     assert batch.ids_T[batch.rows_R].tolist() == [3, 20, 41, 62, 3, 24]  # what stands right before each
     assert batch.old_logprobs_R.tolist() == pytest.approx([-1.02, -1.021, -1.022, -1.023, -1.024, -1.025])
@@ -138,7 +137,7 @@ def test_packed_rows_have_the_log_probs_of_their_sequence_unpacked(tiny_policy: 
     for length in (31, 2, 17, 17, 5):
         ids = torch.randint(0, tiny_policy.config.vocab_size, (length,), generator=generator).tolist()
         rows = sorted({1, length // 2 + 1, length - 1} & set(range(1, length)))
-        made.append(Item(ids=ids, positions=rows, old_logprobs=[0.0] * len(rows), advantage=0.0, weight=1.0))
+        made.append(TrainSequence(ids=ids, positions=rows, old_logprobs=[0.0] * len(rows), advantage=0.0, weight=1.0))
     policy = tiny_policy.double()
     for budget in (1, 40, 10**6):
         for batch in pack(made, budget):

@@ -20,7 +20,7 @@ from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.interrupt import Interrupted, handling, held
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import Item
+from thresher.engine.packing.batches import TrainSequence
 from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.first import UnwrittenFolder, VerdictsOfFirst
 from thresher.engine.parallel.ranks import ALONE, Ranks, joined
@@ -264,7 +264,7 @@ def test_micro_batches_that_make_up_the_number_change_no_bit(make_tiny_policy: C
         ids = torch.randint(1, 29, (length,), generator=generator).tolist()
         old = [-3.0] * (length - 4)
         items.append(
-            Item(ids=ids, positions=list(range(4, length)), old_logprobs=old, advantage=advantage, weight=0.05)
+            TrainSequence(ids=ids, positions=list(range(4, length)), old_logprobs=old, advantage=advantage, weight=0.05)
         )
     ends = []
     for ranks in (ALONE, Behind()):

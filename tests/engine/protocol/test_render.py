@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from thresher.engine.episode import Feedback, Prompt, Retrieved
-from thresher.engine.protocol.render import Renderer, passage_lines
+from thresher.engine.protocol.prompts import Renderer, passage_lines
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer

@@ -11,7 +11,7 @@ from tokenizer_cases import LLAMA_TOKENS, write_llama_tokenizer, write_qwen3_tok
 from thresher.cli.commands.generate import _prompt_ids
 from thresher.engine.decoding.generator import GenerateRequest, Generator
 from thresher.engine.episode import Prompt
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.training.sft import encode_transcript
 from thresher.policy.model import init_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer

@@ -14,13 +14,10 @@ from rollout_cases import assert_logprobs_match, record
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
-from thresher.engine.packing.batches import Item
-from thresher.engine.packing.items import make_items
-from thresher.engine.protocol.passages import Fitted, fit_passages, with_passages
+from thresher.engine.packing.batches import TrainSequence, build_train_sequences
+from thresher.engine.protocol.prompts import Fitted, fit_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
-from thresher.engine.rollout.branches import branch_seed, kept_ids
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, kept_ids
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.engine.systems import load_system
 from thresher.policy.model import Policy, init_policy
@@ -82,8 +79,8 @@ def test_what_is_masked_is_absent(tiny_rollout: Make, tiny_tokenizer: Tokenizer,
     assert [segment.source for segment in trajectory.segments] == [Source.PROMPT, Source.POLICY, Source.POLICY]
     assert trajectory.reason == "answered" and run.clock.branches == 2
     # What the branches wrote is not trained: the update's rows are the trunk's tokens, each with its own log-prob.
-    (item,) = make_items([trajectory], [1.0], GrpoSection())
-    assert isinstance(item, Item) and [item.ids[row] for row in item.positions] == [
+    (item,) = build_train_sequences([trajectory], [1.0], GrpoSection())
+    assert isinstance(item, TrainSequence) and [item.ids[row] for row in item.positions] == [
         token for text in trunk for token in tiny_tokenizer.encode_template(text)
     ]
     (scored,) = score([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())

@@ -11,12 +11,9 @@ from rollout_cases import system_of
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import Call, Feedback, Generate, Kept, Prompt, Reprefill, Retrieved, Turn
 from thresher.engine.evaluation.metrics import summarise
-from thresher.engine.packing.batches import Item
-from thresher.engine.packing.items import make_items
+from thresher.engine.packing.batches import TrainSequence, build_train_sequences
 from thresher.engine.protocol.trajectory import check_trajectory
-from thresher.engine.rollout.branches import branch_seed
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job, Rollout, branch_seed
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
@@ -78,9 +75,9 @@ def test_what_a_call_wrote_is_shown_and_not_the_policys(
     (scored,) = score([QUESTION], [trajectory], system(), tiny_tokenizer, Judges())
     assert scored.result.reward == 0 and not scored.result.answer
     check_all([scored], tiny_tokenizer, TAGS, run.limits.max_context)
-    (item,) = make_items([trajectory], [1.0], GrpoSection())
+    (item,) = build_train_sequences([trajectory], [1.0], GrpoSection())
     policy = [token for part in ("<search>x</search>", "no</answer>") for token in tiny_tokenizer.encode_template(part)]
-    assert isinstance(item, Item) and [item.ids[row] for row in item.positions] == policy
+    assert isinstance(item, TrainSequence) and [item.ids[row] for row in item.positions] == policy
     measures = summarise([scored], TAGS)
     assert measures["branch_tokens"] == branch.count(Source.POLICY) and measures["response_tokens"] == len(policy)
 

@@ -11,7 +11,7 @@ from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, s
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
 from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job
 from thresher.kernels.sampling import SamplingTensors, sample
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer

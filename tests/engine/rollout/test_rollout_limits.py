@@ -11,7 +11,7 @@ from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, s
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question

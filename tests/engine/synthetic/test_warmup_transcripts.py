@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from thresher.engine.protocol.render import Renderer, passage_lines
+from thresher.engine.protocol.prompts import Renderer, passage_lines
 from thresher.engine.synthetic.invent import invent_files
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT, SEARCHING, template, warmup_transcripts
 from thresher.engine.synthetic.world import Size, invent

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.synthetic.invent import K, invent_files
 from thresher.engine.synthetic.world import (
     BLIND_HOPS,

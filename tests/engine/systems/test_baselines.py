@@ -10,10 +10,9 @@ import pytest
 
 from thresher.engine.baselines import NAMES, load_baseline
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System, Tools, Turn, first_prompt
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import check_trajectory
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_transcript
 from thresher.engine.training.sft_data import make_records

@@ -10,8 +10,7 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.sure import chosen, listed
 from thresher.engine.episode import Call, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, Turn
 from thresher.engine.protocol.trajectory import check_trajectory
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question

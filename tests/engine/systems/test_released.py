@@ -11,8 +11,7 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.released import PROTOCOLS, last_boxed
 from thresher.engine.episode import Generate, Retrieved, Search, System, Tools, Turn
 from thresher.engine.protocol.trajectory import check_trajectory
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.indexes.given import rank_given
 from thresher.retrieval.questions import Question

@@ -10,8 +10,7 @@ from reward_cases import PARTS
 
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.episode import Fork, Generate, Kept, Prompt, Reprefill, System, Tools, Turn, pair_tags
-from thresher.engine.rollout.branches import branch_seed, context_ids
-from thresher.engine.rollout.rollout import Job, Rollout
+from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, context_ids
 from thresher.engine.scoring.entailment import LexicalJudge
 from thresher.engine.scoring.score import Judges, ask_judges, check_all, score
 from thresher.engine.systems import NAMES, load_system

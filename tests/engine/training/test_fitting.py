@@ -14,7 +14,7 @@ from train_cases import Killed, assert_same_run, die_after, metrics, single_thre
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
-from thresher.engine.packing.batches import Item
+from thresher.engine.packing.batches import TrainSequence
 from thresher.engine.planning import check
 from thresher.engine.planning.plan import plan
 from thresher.engine.training import train as train_module
@@ -174,11 +174,11 @@ def test_passes_over_a_batch(
     """Two passes of two parts: the same parts in the same order, numbered through for the schedule; what is kept of
     the tokens is the first pass's. Advantages are given, so that every update moves the weights whatever the policy
     wrote."""
-    calls: list[tuple[int, list[Item]]] = []
+    calls: list[tuple[int, list[TrainSequence]]] = []
     kept: list[bool] = []
     update = train_module.Updater.update
 
-    def noted(self: Any, items: list[Item], step: int, temperature: float, recorder: Any) -> Any:
+    def noted(self: Any, items: list[TrainSequence], step: int, temperature: float, recorder: Any) -> Any:
         calls.append((step, items))
         kept.append(recorder is not None)
         given = [replace(item, advantage=(1.0, -1.0)[item.key[1]]) for item in items]

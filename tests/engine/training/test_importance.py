@@ -15,7 +15,7 @@ from model_cases import make_config
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import Item
+from thresher.engine.packing.batches import TrainSequence
 from thresher.engine.training import update as update_module
 from thresher.engine.training.importance import Recomputed, WeightSums, importance_weights, recompute, recomputed_record
 from thresher.engine.training.update import Updater
@@ -90,7 +90,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> 
         GrpoSection(**settings).check()
 
 
-def sampled(policy: Policy, noise: float, seed: int = 0) -> list[Item]:
+def sampled(policy: Policy, noise: float, seed: int = 0) -> list[TrainSequence]:
     """Random sequences; the rollout's log-probs are the policy's, off by normal noise."""
     generator = torch.Generator().manual_seed(seed)
     items = []
@@ -99,7 +99,7 @@ def sampled(policy: Policy, noise: float, seed: int = 0) -> list[Item]:
         own = own_logprobs(policy, ids, 4).detach()
         old = own + noise * torch.randn(len(own), generator=generator)
         items.append(
-            Item(
+            TrainSequence(
                 ids=ids.tolist(),
                 positions=list(range(4, length)),
                 old_logprobs=old.tolist(),

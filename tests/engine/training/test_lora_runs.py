@@ -20,10 +20,9 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
 from thresher.engine.config.tables import from_dict
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import Item
-from thresher.engine.packing.items import make_items
+from thresher.engine.packing.batches import TrainSequence, build_train_sequences
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job
 from thresher.engine.training import update as grpo_module
 from thresher.engine.training import weights as trained
 from thresher.engine.training.sft import SftTrainer, Transcript
@@ -71,8 +70,8 @@ def spoken(policy: Policy, seed: int = 0) -> list[Trajectory]:
     return result
 
 
-def items_of(trajectories: list[Trajectory], grpo: GrpoSection) -> list[Item]:
-    return make_items(trajectories, ADVANTAGES, grpo)
+def items_of(trajectories: list[Trajectory], grpo: GrpoSection) -> list[TrainSequence]:
+    return build_train_sequences(trajectories, ADVANTAGES, grpo)
 
 
 @exact_norms()

@@ -13,7 +13,7 @@ from model_cases import make_config
 
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Feedback, Prompt, Retrieved
-from thresher.engine.protocol.render import Renderer, passage_lines
+from thresher.engine.protocol.prompts import Renderer, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
 from thresher.engine.training.sft import SftResult, SftTrainer, Transcript, encode_transcript, read_transcripts
 from thresher.policy.model import Policy, init_policy

@@ -15,7 +15,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import Prompt
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.systems import load_system
 from thresher.engine.training import sft_analyses as analyses_module
 from thresher.engine.training.sft import encode_all, encode_transcript, read_data, read_transcripts

@@ -17,8 +17,7 @@ from model_cases import make_config
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import prefix_trie
-from thresher.engine.packing.batches import Batch, Item, pack, pack_shared
-from thresher.engine.packing.items import make_items
+from thresher.engine.packing.batches import Batch, TrainSequence, build_train_sequences, pack, pack_shared
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training.attention import choose_sharing
 from thresher.engine.training.update import Updater, UpdateStats
@@ -61,7 +60,12 @@ def policies(dtype: torch.dtype, adapters: bool = False) -> tuple[Policy, Policy
 
 
 def run(
-    items: list[Item], share: bool, dtype: torch.dtype, adapters: bool = False, grpo: GrpoSection = GRPO, **optim: Any
+    items: list[TrainSequence],
+    share: bool,
+    dtype: torch.dtype,
+    adapters: bool = False,
+    grpo: GrpoSection = GRPO,
+    **optim: Any,
 ) -> tuple[UpdateStats, Gradients]:
     """An update's figures and the gradients that it would have stepped on."""
     policy, reference = policies(dtype, adapters)
@@ -80,7 +84,7 @@ def run(
 
 
 @st.composite
-def tries(draw: st.DrawFn) -> list[Item]:
+def tries(draw: st.DrawFn) -> list[TrainSequence]:
     """Items that go on from a beginning of an earlier one, equal ones and beginnings of others among them; what is
     trained are runs, so that some beginnings are trained by all their members, others by none."""
     made: list[list[int]] = []
@@ -92,11 +96,13 @@ def tries(draw: st.DrawFn) -> list[Item]:
         made.append(ids)
         positions = sorted(draw(st.sets(st.integers(1, len(ids) - 1), max_size=len(ids) - 1)))
         old = [-3.0 - (n * 7 + p) % 5 / 4 for p in positions]
-        items.append(Item(ids=ids, positions=positions, old_logprobs=old, advantage=(n * 5) % 7 / 3 - 1, weight=0.1))
+        items.append(
+            TrainSequence(ids=ids, positions=positions, old_logprobs=old, advantage=(n * 5) % 7 / 3 - 1, weight=0.1)
+        )
     return items
 
 
-def group(prompt: int, completion: int, members: int, seed: int, turn: int = 0) -> list[Item]:
+def group(prompt: int, completion: int, members: int, seed: int, turn: int = 0) -> list[TrainSequence]:
     """Samples of one question, of which the first three wrote the same first turn."""
     noise = torch.Generator().manual_seed(seed)
 
@@ -109,13 +115,15 @@ def group(prompt: int, completion: int, members: int, seed: int, turn: int = 0) 
         ids = [*asked, *(wrote if member < 3 else some(turn)), *some(completion)]
         positions = list(range(prompt, len(ids)))
         old = [-3.4] * len(positions)
-        items.append(Item(ids=ids, positions=positions, old_logprobs=old, advantage=member % 3 - 0.8, weight=0.01))
+        items.append(
+            TrainSequence(ids=ids, positions=positions, old_logprobs=old, advantage=member % 3 - 0.8, weight=0.01)
+        )
     return items
 
 
 @given(items=tries(), adapters=st.booleans(), budget=st.sampled_from([12, 30, 16384]))
 @settings(max_examples=60, derandomize=True, deadline=None)
-def test_shared_and_whole_are_one_update(items: list[Item], adapters: bool, budget: int) -> None:
+def test_shared_and_whole_are_one_update(items: list[TrainSequence], adapters: bool, budget: int) -> None:
     shared, shared_gradients = run(items, True, torch.float64, adapters, micro_batch_tokens=budget)
     whole, whole_gradients = run(items, False, torch.float64, adapters, micro_batch_tokens=budget)
     assert (shared.tokens, shared.rows) == (whole.tokens, whole.rows)
@@ -135,7 +143,7 @@ def test_shared_and_whole_are_one_update(items: list[Item], adapters: bool, budg
 @given(items=tries(), adapters=st.booleans())
 @settings(max_examples=60, derandomize=True, deadline=None)
 @pytest.mark.slow
-def test_float32_is_as_close_to_float64_shared_as_whole(items: list[Item], adapters: bool) -> None:
+def test_float32_is_as_close_to_float64_shared_as_whole(items: list[TrainSequence], adapters: bool) -> None:
     """Over all gradients together: of a few tokens whose advantages cancel, float32 leaves little by either way."""
     stats, truth = run(items, False, torch.float64, adapters)
     if stats.rows:
@@ -185,14 +193,14 @@ def test_segments_of_all_sources_and_dropped_trajectories(drop: bool) -> None:
             segments.append(Segment(source, ids, [-3.0] * count if source is policy else []))
         trajectories.append(Trajectory("q", 0, sample, segments, "answered"))
     grpo = replace(GRPO, drop_zero_advantage=drop)
-    items = make_items(trajectories, [1.0, 0.0, -0.5, -0.5], grpo)
+    items = build_train_sequences(trajectories, [1.0, 0.0, -0.5, -0.5], grpo)
     (shared, found), (whole, expected) = (run(items, share, torch.float64, grpo=grpo) for share in (True, False))
     assert (shared.rows, shared.tokens) == (whole.rows, whole.tokens) == ((27, 87) if drop else (36, 116))
     assert shared.computed_tokens == 25 + 4 * (3 if drop else 4)
     assert off(found, expected) <= 1e-12  # ten thousand roundings of float64
 
 
-def unlike(count: int) -> list[Item]:
+def unlike(count: int) -> list[TrainSequence]:
     items = [item for seed in range(count) for item in group(10, 5 + seed, 1, 100 + seed)]
     return [replace(item, ids=[n + 1, *item.ids[1:]]) for n, item in enumerate(items)]
 
@@ -215,7 +223,7 @@ def test_a_shared_update_is_deterministic() -> None:
 # --- micro-batches
 
 
-def unpacked(batch: Batch, items: list[Item]) -> None:
+def unpacked(batch: Batch, items: list[TrainSequence]) -> None:
     """Every row of a shared batch, by the path that leads to it."""
     layout = batch.layout
     assert isinstance(layout, PrefixForest)
@@ -240,7 +248,7 @@ def unpacked(batch: Batch, items: list[Item]) -> None:
 
 @given(items=tries(), budget=st.integers(1, 60))
 @settings(max_examples=150, derandomize=True, deadline=None)
-def test_everything_is_packed_once_and_right(items: list[Item], budget: int) -> None:
+def test_everything_is_packed_once_and_right(items: list[TrainSequence], budget: int) -> None:
     with free_merges():
         batches = pack_shared(items, budget)
     assert sorted(n for batch in batches for n in batch.items) == [n for n, item in enumerate(items) if item.positions]

@@ -20,7 +20,7 @@ from train_cases import (
 
 from thresher.engine.assemble import load_parts, load_questions
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.rollout.samples import Job, seed_of
+from thresher.engine.rollout.rollout import Job, seed_of
 from thresher.engine.scoring.score import Judges
 from thresher.engine.systems import load_system
 from thresher.engine.training.step import GrpoStep, questions_of_step

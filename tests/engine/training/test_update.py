@@ -12,7 +12,7 @@ from model_cases import make_config
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.items import make_items
+from thresher.engine.packing.batches import build_train_sequences
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training import update as grpo_module
@@ -145,7 +145,7 @@ def update(
     **optim: Any,
 ) -> UpdateStats:
     updater = Updater(MasterWeights(policy), reference, OptimSection(**optim), grpo, VOCAB, 10)
-    return updater.update(make_items(trajectories, advantage, grpo), 0, temperature)
+    return updater.update(build_train_sequences(trajectories, advantage, grpo), 0, temperature)
 
 
 CASES = [
@@ -342,7 +342,7 @@ def test_an_update_moves_the_policy_towards_what_was_rewarded() -> None:
     before = [float(logprobs(policy, trajectory, 1.0).detach().sum()) for trajectory in trajectories]
     grpo = GrpoSection(beta=0)
     updater = Updater(MasterWeights(policy), None, OptimSection(lr=1e-3, warmup_ratio=0.5), grpo, VOCAB, 10)
-    stats = updater.update(make_items(trajectories, [1.0, -1.0, 0.0], grpo), 1, 1.0)
+    stats = updater.update(build_train_sequences(trajectories, [1.0, -1.0, 0.0], grpo), 1, 1.0)
     assert stats.lr == pytest.approx(1e-3 * 2 / 5) and stats.grad_norm > 0 and stats.seconds > 0
     after = [float(logprobs(policy, trajectory, 1.0).detach().sum()) for trajectory in trajectories]
     assert after[0] > before[0] and after[1] < before[1]
@@ -351,7 +351,7 @@ def test_an_update_moves_the_policy_towards_what_was_rewarded() -> None:
 def test_the_optimiser_steps_on_the_gradient_clipped_to_the_recipes_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW's first step is nearly the same for a gradient of any size, so the weights alone would not tell."""
     policy, grpo = make_policy(0), GrpoSection(beta=0)
-    items = make_items(spoken(policy, 0, 0.2), ADVANTAGES, grpo)
+    items = build_train_sequences(spoken(policy, 0, 0.2), ADVANTAGES, grpo)
     found: list[torch.Tensor] = []
 
     def catch(optimizer: torch.optim.Optimizer, _: float) -> None:
@@ -377,7 +377,7 @@ def test_bfloat16_is_a_copy_of_float32_weights_that_are_trained() -> None:
     grpo = GrpoSection(beta=0)
     # A step of 1e-6 is lost on a bfloat16 weight of .3 and must not be lost on the float32 one.
     updater = Updater(MasterWeights(policy, master), None, OptimSection(lr=1e-6), grpo, VOCAB, 10)
-    updater.update(make_items(trajectories, ADVANTAGES, grpo), 0, 1.0)
+    updater.update(build_train_sequences(trajectories, ADVANTAGES, grpo), 0, 1.0)
     for (name, trained), used in zip(master.named_parameters(), policy.parameters(), strict=True):
         assert trained.dtype == torch.float32 and used.dtype == torch.bfloat16
         assert torch.equal(used.data, trained.data.bfloat16())
@@ -394,7 +394,7 @@ def test_recording_changes_no_bit_and_finds_what_the_loss_found(gradients: dict[
             # Ratios of about .67 and 1.49 in turn, so that in every trajectory some are clipped and some are not.
             segment.logprobs = [value + (0.4, -0.4)[n % 2] for n, value in enumerate(segment.logprobs)]
     grpo = GrpoSection(beta=0.1, importance="token", old_logprobs="recomputed", drop_zero_advantage=True)
-    items = make_items(trajectories, [1.3, 0.0, -0.4], grpo)
+    items = build_train_sequences(trajectories, [1.3, 0.0, -0.4], grpo)
     items[1] = replace(items[1], importance=[0.5] * 9)
     found = []
     for recorder in (None, TokenRecorder()):

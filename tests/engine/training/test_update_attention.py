@@ -11,7 +11,7 @@ from model_cases import make_config
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import Item
+from thresher.engine.packing.batches import TrainSequence
 from thresher.engine.training import update
 from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft import SftTrainer, Transcript
@@ -24,8 +24,8 @@ from thresher.rewards.errors import UserError
 
 LIBRARIES = {"varlen_212": "varlen", "flash2": "flash2", "xformers": "xformers"}
 ITEMS = [
-    Item(ids=[3, 1, 4, 1, 5, 9], positions=[3, 4, 5], old_logprobs=[-3.0] * 3, advantage=1.0, weight=0.1),
-    Item(ids=[2, 7, 1, 8], positions=[2, 3], old_logprobs=[-3.5] * 2, advantage=-1.0, weight=0.2),
+    TrainSequence(ids=[3, 1, 4, 1, 5, 9], positions=[3, 4, 5], old_logprobs=[-3.0] * 3, advantage=1.0, weight=0.1),
+    TrainSequence(ids=[2, 7, 1, 8], positions=[2, 3], old_logprobs=[-3.5] * 2, advantage=-1.0, weight=0.2),
 ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing.items import Totals, advantages, make_items
+from thresher.engine.packing.batches import LossNormalizer, advantages, build_train_sequences
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
@@ -34,7 +34,7 @@ def bare(rows: int, sample: int = 0) -> Trajectory:
     ],
 )
 def test_weights_of_the_aggregations(grpo: GrpoSection, expected: list[float]) -> None:
-    items = make_items([bare(3), bare(1), bare(8)], [1.0, 0.0, -1.0], grpo)
+    items = build_train_sequences([bare(3), bare(1), bare(8)], [1.0, 0.0, -1.0], grpo)
     assert [item.weight for item in items] == pytest.approx(expected)
 
 
@@ -44,7 +44,7 @@ def test_what_the_aggregations_average(values: list[list[float]]) -> None:
     trajectories = [bare(len(part)) for part in values]
 
     def weighted(grpo: GrpoSection) -> float:
-        items = make_items(trajectories, [0.0] * len(values), grpo)
+        items = build_train_sequences(trajectories, [0.0] * len(values), grpo)
         return sum(item.weight * value for item, part in zip(items, values, strict=True) for value in part)
 
     flat = [value for part in values for value in part]
@@ -56,7 +56,7 @@ def test_what_the_aggregations_average(values: list[list[float]]) -> None:
 
 
 def test_a_trajectory_without_a_token_counts_in_the_mean_and_trains_nothing() -> None:
-    items = make_items([bare(2), bare(0), bare(4)], [1.0, 1.0, -1.0], GrpoSection())
+    items = build_train_sequences([bare(2), bare(0), bare(4)], [1.0, 1.0, -1.0], GrpoSection())
     assert [(len(item.positions), item.weight) for item in items] == [
         (2, pytest.approx(1 / 6)),
         (4, pytest.approx(1 / 12)),
@@ -73,15 +73,15 @@ def test_a_trajectory_without_a_token_counts_in_the_mean_and_trains_nothing() ->
 )
 def test_weights_are_shares_of_the_totals_that_are_given(grpo: GrpoSection, expected: list[float]) -> None:
     """As where the optimiser step has 10 trajectories of 40 tokens, eight of them on other ranks."""
-    items = make_items([bare(3), bare(5)], [1.0, -1.0], grpo, Totals(trajectories=10, tokens=40))
+    items = build_train_sequences([bare(3), bare(5)], [1.0, -1.0], grpo, LossNormalizer(trajectories=10, tokens=40))
     assert [item.weight for item in items] == pytest.approx(expected)
 
 
 def test_dropping_groups_without_a_signal_leaves_the_weights_of_the_others() -> None:
     trajectories = [bare(2), bare(3), bare(4)]
-    kept = make_items(trajectories, [0.0, 0.5, -0.5], GrpoSection(drop_zero_advantage=True))
-    assert kept == make_items(trajectories, [0.0, 0.5, -0.5], GrpoSection())[1:]
-    assert make_items(trajectories, [0.0] * 3, GrpoSection(drop_zero_advantage=True)) == []
+    kept = build_train_sequences(trajectories, [0.0, 0.5, -0.5], GrpoSection(drop_zero_advantage=True))
+    assert kept == build_train_sequences(trajectories, [0.0, 0.5, -0.5], GrpoSection())[1:]
+    assert build_train_sequences(trajectories, [0.0] * 3, GrpoSection(drop_zero_advantage=True)) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.5, 1.0])), min_size=1, max_size=20))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from thresher.engine.episode import Retrieved
-from thresher.engine.protocol.render import Renderer
+from thresher.engine.protocol.prompts import Renderer
 from thresher.policy import files, hashes
 from thresher.retrieval.data import corpus as corpus_module
 from thresher.retrieval.data.corpus import Corpus, Passage, embedded_text, open_corpus, read_corpus

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rollout_cases import Make
 
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job
 from thresher.retrieval.questions import Question
 from thresher.retrieval.serving.background import Background
 
