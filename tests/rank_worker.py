@@ -26,7 +26,6 @@ from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.ranks import joined
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import saved_so_far
-from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training import train as train_module
 from thresher.engine.training.step import GrpoStep, StepResult
 from thresher.rewards.errors import UserError
@@ -89,19 +88,19 @@ def play_all(file: str, rank: int) -> None:
 def fail_in_step_2(what: str) -> None:
     """Let rank 1 be killed, or find bad input, in the rollout of step 2: when all ranks have come together for its
     weights, and rank 0 has saved step 1."""
-    step = GrpoStep.__call__
+    collect = GrpoStep.collect
 
     def fail(*_: Any) -> None:
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise UserError("questions.jsonl: line 7 is on fire; put it out")
 
-    def failing(self: GrpoStep, number: int, recorder: TokenRecorder | None = None) -> StepResult:
+    def failing(self: GrpoStep, number: int) -> StepResult:
         if number == 2:
             self.rollout.run = fail  # type: ignore[method-assign,assignment]
-        return step(self, number, recorder)
+        return collect(self, number)
 
-    GrpoStep.__call__ = failing  # type: ignore[method-assign]
+    GrpoStep.collect = failing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

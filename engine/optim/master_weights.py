@@ -40,6 +40,10 @@ class TrainedWeights(Protocol):
         """Within it `rollout_policy` has the trained weights."""
         ...
 
+    def most(self, count: int) -> int:
+        """Return the largest `count` of all ranks; the count itself in one process."""
+        ...
+
     def head_gradient(self) -> Tensor | None:
         """Where the loss adds the head's gradient, [V, H] float32 on the policy's device; None: it is not trained."""
         ...
@@ -89,6 +93,9 @@ class MasterWeights:
 
     def rolling_out(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def most(self, count: int) -> int:
+        return count
 
     def head_gradient(self) -> Tensor | None:
         head_VH = self.master.head_VH

@@ -55,6 +55,9 @@ class ShardedWeights:
     def rolling_out(self) -> AbstractContextManager[None]:
         return whole_weights(self.rollout_policy, self.policy)
 
+    def most(self, count: int) -> int:
+        return self.ranks.most(count)
+
     def head_gradient(self) -> Tensor | None:
         head_VH = self.policy.head_VH  # whole, since a forward has just gathered it
         if head_VH.requires_grad and self._head_grad_VH is None:

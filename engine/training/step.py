@@ -1,13 +1,11 @@
 """One GRPO step, top to bottom: draw questions, roll out, score, advantage, update.
 
-What each line of `GrpoStep.__call__` does is in one file:
-
-    rollout.run(..)     engine/rollout/rollout.py      G trajectories a question, retrieved text among sampled tokens
-    score(..)           engine/scoring/score.py        trajectory -> attempt -> entailment, verdicts -> reward
-    advantages(..)      engine/packing/batches.py        by group; rewards/advantages.py has the formula
-    build_train_sequences(..)      engine/packing/batches.py        what of a trajectory is trained, and its weight in the loss
-    updater.update(..)  engine/training/update.py      packed batches through the policy (policy/model.py) and the loss
-                                                       (kernels/loss.py), one optimiser step
+    collect   rollout.run              engine/rollout/rollout.py    G trajectories a question, with retrieved text
+              score                    engine/scoring/score.py      trajectory -> attempt -> judges -> reward
+              advantages               engine/packing/batches.py    by group; rewards/advantages.py has the formula
+              build_train_sequences    engine/packing/batches.py    what is trained, and its weight in the loss
+    learn     updater.update           engine/training/update.py    micro-batches through the policy (policy/model.py)
+                                                                    and the loss (kernels/loss.py); an optimiser step
 
 How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.1):
 
@@ -25,14 +23,14 @@ How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.033
   shuffled within groups as a control.
 
 Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number.
-So what comes before an update may be interrupted, and is computed anew; an update that has begun is finished.
+`collect` may be interrupted, and is computed anew; `learn` is finished once it has begun.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from time import perf_counter
@@ -47,8 +45,6 @@ from thresher.engine.packing.batches import (
     build_train_sequences,
     normalizer_of,
 )
-from thresher.engine.parallel.first import judging
-from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.protocol.prompts import Fitted, show_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
@@ -63,99 +59,123 @@ from thresher.rewards.errors import UserError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepResult:
-    """What a step did on this rank: its scored trajectories with their advantages, and one entry for each optimiser
-    step."""
+    """A step's scored trajectories with their advantages, and one entry of `updates` for each optimiser step.
+
+    batches: the sequences of each optimiser step of one pass over the trajectories. recomputed: see importance.py.
+    """
 
     step: int
     scored: list[Scored]
     advantages: list[float]
-    updates: list[UpdateStats]
+    batches: list[list[TrainSequence]]
     recomputed: Recomputed | None
     shown: Fitted
     scoring_seconds: float
+    updates: list[UpdateStats] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoStep:
-    """What every step of a run needs."""
+    """A step of a run in one process. ranked_step.py has that of several ranks."""
 
     parts: Parts
     questions: Sequence[Question]
     rollout: Rollout
     judges: Judges
     updater: Updater
-    ranks: Ranks = ALONE
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult:
-        """Step number `step`, counted from 1. recorder: keeps what the first pass over the batch finds of each token.
-        Raises Diverged where numbers stop being finite."""
-        recipe, parts = self.parts.recipe, self.parts
-        size, temperature = recipe.rollout.group_size, recipe.rollout.temperature
+        """Run step number `step`, counted from 1. recorder: keeps what the first pass over the batch finds of each
+        token. Raises Diverged where numbers stop being finite."""
+        return self.learn(self.collect(step), recorder)
 
-        count, updates_per_batch = recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch
+    def collect(self, step: int) -> StepResult:
+        """Sample and score the trajectories of a step. It changes no weights: an interrupted one is computed anew."""
+        recipe = self.parts.recipe
+        count, size = recipe.rollout.questions_per_step, recipe.rollout.group_size
+        updates = recipe.grpo.updates_per_batch
         questions = questions_of_step(self.questions, count, recipe.run.seed, step)
-        groups = groups_of_rank(count, updates_per_batch, self.ranks)
-        questions = [questions[group] for group in groups]
-        with self.ranks.interruptible():
-            shown = show_passages(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+        groups = self._groups(count, updates)
+        shown = self._show_passages([questions[group] for group in groups])
         jobs = [
             Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
             for group, question in zip(groups, shown.questions, strict=True)
             for sample in range(size)
         ]
-        with self.updater.weights.rolling_out(), self.ranks.interruptible(), divergence(step):
-            trajectories = self.rollout.run(jobs, temperature)
-
+        with divergence(step):
+            trajectories = self._roll_out(jobs)
         started = perf_counter()
-        with judging(self.judges, self.ranks):
-            scored = score([job.question for job in jobs], trajectories, parts.system, parts.tokenizer, self.judges)
-        check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
+        scored = self._score(jobs, trajectories)
+        check_all(scored, self.parts.tokenizer, self.parts.system.tags, self.parts.limits.max_context)
         rewards = [entry.result.reward for entry in scored]
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
         advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
         scoring_seconds = perf_counter() - started
-
-        bounds = update_bounds(len(groups), size, updates_per_batch)
-        totals = totals_of_ranks([trajectories[a:b] for a, b in bounds], self.ranks)
-        batch = [
-            build_train_sequences(trajectories[a:b], advantage[a:b], recipe.grpo, total)
-            for (a, b), total in zip(bounds, totals, strict=True)
+        bounds = update_bounds(len(groups), size, updates)
+        normalizers = self._normalizers([normalizer_of(trajectories[a:b]) for a, b in bounds])
+        batches = [
+            build_train_sequences(trajectories[a:b], advantage[a:b], recipe.grpo, normalizer)
+            for (a, b), normalizer in zip(bounds, normalizers, strict=True)
         ]
         recomputed = None
         if recipe.grpo.old_logprobs == "recomputed":
-            with self.ranks.interruptible():
-                batch, recomputed = recompute(self.updater, batch, recipe.grpo, temperature)
+            batches, recomputed = self._recompute(batches)
         return StepResult(
             step=step,
             scored=scored,
             advantages=advantage,
-            updates=self._updates(batch, step, temperature, recorder),
+            batches=batches,
             recomputed=recomputed,
             shown=shown,
             scoring_seconds=scoring_seconds,
         )
 
-    def _updates(
-        self, batch: Sequence[list[TrainSequence]], step: int, temperature: float, recorder: TokenRecorder | None
-    ) -> list[UpdateStats]:
-        """The optimiser steps of a batch: every pass over it takes them in the same order."""
-        epochs, updates = self.parts.recipe.grpo.epochs_per_batch, []
-        for number, (epoch, items) in enumerate(itertools.product(range(epochs), batch)):
-            if self.ranks.most(len(items)) == 0:
+    def learn(self, result: StepResult, recorder: TokenRecorder | None = None) -> StepResult:
+        """Run the optimiser steps of a batch; every pass over it takes them in the same order. Returns `result` with
+        its `updates`."""
+        recipe, step = self.parts.recipe, result.step
+        epochs, count = recipe.grpo.epochs_per_batch, len(result.batches)
+        for number, (epoch, sequences) in enumerate(itertools.product(range(epochs), result.batches)):
+            if self.updater.weights.most(len(sequences)) == 0:
                 continue  # every group of this step was without a signal, and the recipe drops those
             try:
-                place = (step - 1) * epochs * len(batch) + number
-                stats = self.updater.update(items, place, temperature, recorder if epoch == 0 else None)
+                place = (step - 1) * epochs * count + number
+                seen = recorder if epoch == 0 else None
+                stats = self.updater.update(sequences, place, recipe.rollout.temperature, seen)
             except NotFinite:  # in a second update of the step; before the first, what was sampled tells
                 raise diverged(step, "policy") from None
             stats.epoch = epoch
-            updates.append(stats)
+            result.updates.append(stats)
             if not math.isfinite(stats.grad_norm):
                 raise diverged(step, "gradient")
-        return updates
+        return result
+
+    # --- What several ranks do together
+
+    def _groups(self, count: int, updates: int) -> list[int]:
+        """Return the numbers of the groups that this process samples."""
+        return list(range(count))
+
+    def _show_passages(self, questions: Sequence[Question]) -> Fitted:
+        parts = self.parts
+        return show_passages(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+
+    def _roll_out(self, jobs: Sequence[Job]) -> list[Trajectory]:
+        return self.rollout.run(jobs, self.parts.recipe.rollout.temperature)
+
+    def _score(self, jobs: Sequence[Job], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        asked = [job.question for job in jobs]
+        return score(asked, trajectories, self.parts.system, self.parts.tokenizer, self.judges)
+
+    def _normalizers(self, own: list[LossNormalizer]) -> list[LossNormalizer]:
+        """Return, of each optimiser step, what its tokens' weights are shares of."""
+        return own
+
+    def _recompute(self, batches: list[list[TrainSequence]]) -> tuple[list[list[TrainSequence]], Recomputed]:
+        return recompute(self.updater, batches, self.parts.recipe.grpo, self.parts.recipe.rollout.temperature)
 
 
 def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:
@@ -178,19 +198,6 @@ def update_bounds(groups: int, size: int, updates: int) -> list[tuple[int, int]]
     """(start, end) of each optimiser step's trajectories: `groups` groups of `size`, whole, shared out evenly."""
     bounds = [round(number * groups / updates) * size for number in range(updates + 1)]
     return list(itertools.pairwise(bounds))
-
-
-def totals_of_ranks(batch: Sequence[Sequence[Trajectory]], ranks: Ranks) -> list[LossNormalizer]:
-    """Of each optimiser step of a batch, over the trajectories of all ranks."""
-    own = [normalizer_of(trajectories) for trajectories in batch]
-    counts = ranks.total(*(total.trajectories for total in own))
-    tokens = ranks.total(*(total.tokens for total in own))
-    return [LossNormalizer(*pair) for pair in zip(counts, tokens, strict=True)]
-
-
-def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
-    """The numbers of this rank's groups: of those of each optimiser step a stretch, as long as every other rank's."""
-    return [start + group for start, end in update_bounds(groups, 1, updates) for group in ranks.share(end - start)]
 
 
 def shuffled_within_groups(rewards: Sequence[T], size: int, seed: int) -> list[T]:

@@ -10,6 +10,7 @@ finished first. Either way the last step that was learned is saved, on all ranks
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
-from thresher.engine.interrupt import Interrupted, held
+from thresher.engine.interrupt import Interrupted, held, released
 from thresher.engine.parallel.agreement import check_ranks
 from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
@@ -38,6 +39,7 @@ from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
+from thresher.engine.training.ranked_step import RankedStep
 from thresher.engine.training.resumed import check_newest, check_resumed, start_record
 from thresher.engine.training.step import Diverged, GrpoStep, StepResult, divergence
 from thresher.engine.training.update import Updater
@@ -145,14 +147,8 @@ class Trainer:
         self.warned_truncation = False
         self.best: list[Mapping[str, Any]] = []  # on rank 0, the record of the best evaluation so far
         self.dev_questions = dev_questions
-        self.grpo_step = GrpoStep(
-            parts=parts,
-            questions=train_questions,
-            rollout=rollout,
-            judges=judges,
-            updater=updater,
-            ranks=ranks,
-        )
+        made = {"parts": parts, "questions": train_questions, "rollout": rollout, "judges": judges, "updater": updater}
+        self.grpo_step = RankedStep(**made, ranks=ranks) if ranks.several else GrpoStep(**made)
 
     def run(self, checkpoint: Checkpoint | None, watch: Callable[[Progress], None], offset: float) -> None:
         """The steps behind the checkpoint, to run.steps. Seconds are counted from -`offset` on the clock of
@@ -236,7 +232,9 @@ class Trainer:
         kept = bool(keep) and step % keep == 0
         recorder = TokenRecorder() if kept and self.recipe.run.token_stats_mib else None
         with in_a_sentence(self.updater, self.rollout):
-            result = self.grpo_step(step, recorder)
+            with nullcontext() if self.ranks.several else released():  # several ranks leave it together
+                result = self.grpo_step.collect(step)
+            self.grpo_step.learn(result, recorder)
         self._warn_of_cuts(result.shown)
         if kept:
             self._keep(result, recorder)

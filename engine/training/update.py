@@ -36,7 +36,6 @@ from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import TrainedWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing.batches import Batch, TrainSequence, idle_batch, pack, pack_shared
-from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.attention import choose_attention, choose_sharing
@@ -90,10 +89,9 @@ class Updater:
         grpo: GrpoSection,
         vocab_size: int,
         total_steps: int,
-        ranks: Ranks = ALONE,
     ) -> None:
         self.weights, self.policy, self.reference = weights, weights.policy, reference
-        self.optim, self.grpo, self.ranks = optim, grpo, ranks
+        self.optim, self.grpo = optim, grpo
         self.vocab_size, self.total_steps = vocab_size, total_steps
         self.device = weights.rollout_policy.device
         self.attention, backend = choose_attention(optim, weights.rollout_policy)
@@ -155,7 +153,7 @@ class Updater:
             batches = pack(items, budget, self.device, self.attention)
         else:
             batches = pack_shared(items, budget, self.device, self.attention, self.partial)
-        lacking = self.ranks.most(len(batches)) - len(batches)
+        lacking = self.weights.most(len(batches)) - len(batches)
         return batches + [idle_batch(self.device, self.attention)] * lacking
 
     def _logprobs_of(self, model: Policy | StreamedPolicy, batch: Batch, temperature: float) -> torch.Tensor:

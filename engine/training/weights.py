@@ -44,7 +44,7 @@ def load_updater(recipe: Recipe, parts: Parts, checkpoint: Checkpoint | None, ra
     folder = starting_weights(recipe, checkpoint)
     weights, reference = _sharded(recipe, policy, folder, ranks) if ranks.several else _whole(recipe, policy, folder)
     steps = (recipe.optim.schedule_steps or recipe.run.steps) * grpo.updates_per_batch * grpo.epochs_per_batch
-    return Updater(weights, reference, recipe.optim, grpo, parts.vocab_size, steps, ranks)
+    return Updater(weights, reference, recipe.optim, grpo, parts.vocab_size, steps)
 
 
 def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights, Reference]:

@@ -26,7 +26,8 @@ from thresher.engine.parallel.first import UnwrittenFolder, VerdictsOfFirst
 from thresher.engine.parallel.ranks import ALONE, Ranks, joined
 from thresher.engine.parallel.shards import rows_of
 from thresher.engine.training.metrics import RankStep, step_record
-from thresher.engine.training.step import groups_of_rank, shuffled_rewards, shuffled_within_groups, update_bounds
+from thresher.engine.training.ranked_step import groups_of_rank
+from thresher.engine.training.step import shuffled_rewards, shuffled_within_groups, update_bounds
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.policy.model import Policy
 from thresher.rewards.errors import UserError
@@ -251,11 +252,11 @@ class Three(Ranks):
         return [value, [], [(("g",), "yes"), (("g",), "no")]]
 
 
-class Behind(Ranks):
+class Behind(MasterWeights):
     """A rank of which another always has two micro-batches more."""
 
-    def most(self, number: int) -> int:
-        return number + 2
+    def most(self, count: int) -> int:
+        return count + 2
 
 
 def test_micro_batches_that_make_up_the_number_change_no_bit(make_tiny_policy: Callable[..., Policy]) -> None:
@@ -267,11 +268,11 @@ def test_micro_batches_that_make_up_the_number_change_no_bit(make_tiny_policy: C
             TrainSequence(ids=ids, positions=list(range(4, length)), old_logprobs=old, advantage=advantage, weight=0.05)
         )
     ends = []
-    for ranks in (ALONE, Behind()):
+    for weights in (MasterWeights, Behind):
         policy, reference = make_tiny_policy().requires_grad_(True), make_tiny_policy(initializer_range=0.2)
         optim = OptimSection(lr=1e-2, micro_batch_tokens=20, checkpoint_activations="on")
         grpo = GrpoSection(beta=0.1, entropy_coef=0.1)
-        updater = Updater(MasterWeights(policy), reference, optim, grpo, 29, 3, ranks)
+        updater = Updater(weights(policy), reference, optim, grpo, 29, 3)
         found = updater.logprobs(items, 1.0)
         stats = [replace(updater.update(items, step, 1.0), seconds=0.0) for step in range(2)]
         ends.append((found, stats, {name: value.tolist() for name, value in policy.state_dict().items()}))
