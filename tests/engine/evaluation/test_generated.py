@@ -3,14 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from thresher.engine.evaluation.folder import EvalFolder
 from thresher.engine.evaluation.generated import REMEDY, Generated, check_generated, read_generated, write_generated
+from thresher.engine.evaluation.run import _generate
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
@@ -116,3 +119,16 @@ def test_an_evaluation_that_cannot_go_on_is_kept(tiny_tokenizer: Tokenizer, tmp_
     kept.write_text("".join(json.dumps(record) + "\n" for record in records[:1]))  # as the sentence says
     with EvalFolder.open(out, {"seed": 1}) as folder:
         assert folder.generated() == [entry]
+
+
+def test_an_evaluation_looks_at_all_that_it_goes_on_with(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    entry = generated(tiny_tokenizer)
+    entry.trajectory.segments[1].logprobs.pop()
+    system, limits = SimpleNamespace(tags=TAGS), SimpleNamespace(max_context=CONTEXT)
+    rollout: Any = SimpleNamespace(tokenizer=tiny_tokenizer, system=system, limits=limits)
+    with EvalFolder.open(tmp_path / "out", {}) as folder:
+        folder.append([entry])
+        with pytest.raises(
+            UserError, match=rf"generated\.jsonl:1: segment 1 \(policy\) has .* log-probs .*; {REMEDY}$"
+        ):
+            _generate(rollout, [Question("q1", "Who?", ("Anna",))], 0.0, 0, folder)
