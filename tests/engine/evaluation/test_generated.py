@@ -1,7 +1,8 @@
-"""Test that a damaged record of generated.jsonl without a checksum, as an earlier version wrote it, is refused."""
+"""Test what an evaluation goes on with: whole parts, and no damaged record without a checksum, as an earlier version
+wrote it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ from thresher.engine.evaluation.folder import EvalFolder
 from thresher.engine.evaluation.generated import REMEDY, Generated, check_generated, read_generated, write_generated
 from thresher.engine.evaluation.run import _generate
 from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
+from thresher.retrieval.retriever import Unanswered
 from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
@@ -121,14 +124,47 @@ def test_an_evaluation_that_cannot_go_on_is_kept(tiny_tokenizer: Tokenizer, tmp_
         assert folder.generated() == [entry]
 
 
+def fake_rollout(tokenizer: Tokenizer, run: Callable[..., list[Trajectory]] | None = None) -> Any:
+    """As far as `_generate` asks a rollout, of parts of two questions."""
+    return SimpleNamespace(
+        tokenizer=tokenizer,
+        system=SimpleNamespace(tags=TAGS, given_passages=False),
+        limits=SimpleNamespace(max_context=CONTEXT, max_running=1),
+        retriever=None,
+        clock=SimpleNamespace(total=1.0, branches_without_room=0),
+        run=run,
+    )
+
+
 def test_an_evaluation_looks_at_all_that_it_goes_on_with(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
     entry = generated(tiny_tokenizer)
     entry.trajectory.segments[1].logprobs.pop()
-    system, limits = SimpleNamespace(tags=TAGS), SimpleNamespace(max_context=CONTEXT)
-    rollout: Any = SimpleNamespace(tokenizer=tiny_tokenizer, system=system, limits=limits)
     with EvalFolder.open(tmp_path / "out", {}) as folder:
         folder.append([entry])
         with pytest.raises(
             UserError, match=rf"generated\.jsonl:1: segment 1 \(policy\) has .* log-probs .*; {REMEDY}$"
         ):
-            _generate(rollout, [Question("q1", "Who?", ("Anna",))], 0.0, 0, folder)
+            _generate(fake_rollout(tiny_tokenizer), [Question("q1", "Who?", ("Anna",))], 0.0, 0, folder)
+
+
+def test_an_evaluation_that_a_server_left_goes_on_with_the_part_that_was_under_way(
+    tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    questions = [Question(f"q{number}", "Who?", ("Anna",)) for number in range(5)]
+    asked: list[list[str]] = []
+
+    def run(jobs: Sequence[Job], *_: Any, **__: Any) -> list[Trajectory]:
+        asked.append([job.question.id for job in jobs])
+        if len(asked) == 2:
+            raise Unanswered("http://index: no answer for 120 s")
+        prompt = Segment(Source.PROMPT, tiny_tokenizer.encode("Who?"))
+        return [Trajectory(job.question.id, 0, 0, [prompt], "ended") for job in jobs]
+
+    rollout = fake_rollout(tiny_tokenizer, run)
+    with pytest.raises(Unanswered), EvalFolder.open(tmp_path / "out", {}) as folder:
+        _generate(rollout, questions, 0.0, 0, folder)
+    with EvalFolder.open(tmp_path / "out", {}) as folder:
+        done = _generate(rollout, questions, 0.0, 0, folder)
+        assert done == folder.generated()
+    assert [entry.trajectory.question_id for entry in done] == [question.id for question in questions]
+    assert asked == [["q0", "q1"], ["q2", "q3"], ["q2", "q3"], ["q4"]]
