@@ -135,6 +135,18 @@ def dpr_pair(folder: Path) -> Path:
     return folder
 
 
+def check_near(found: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor) -> None:
+    """Hold what a float32 forward makes to four times the error of the reference in float32, as norms over all numbers,
+    and 32 roundings, some ten for each of three layers.
+
+    truth: in float64, a row for each text; rows differ by a hundred times as much, so that another text would be seen.
+    """
+    limit = 4 * (reference.double() - truth).norm() + 2**-19 * truth.norm()
+    assert (truth - truth.mean(0)).norm() > 100 * limit
+    assert found.shape == truth.shape
+    assert (found.double() - truth).norm() <= limit
+
+
 def refusal(call: Callable[[], Any]) -> str:
     with pytest.raises(UserError) as caught:
         call()

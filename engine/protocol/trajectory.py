@@ -132,9 +132,10 @@ def check_trajectory(
             wrong.append(f"{name} has a log-prob above 0")
         text = tokenizer.decode_bytes(segment.ids)
         if segment.stop is not None:
-            stop = segment.stop.encode()
-            end = len(text) - segment.trailing
-            if text.find(stop) != end - len(stop) or segment.trailing >= len(tokenizer.token_bytes(segment.ids[-1])):
+            stop = segment.stop.encode("utf-8", "surrogatepass")
+            start = len(text) - segment.trailing - len(stop)
+            last = tokenizer.token_bytes(segment.ids[-1]) if segment.ids else b""
+            if start < 0 or text.find(stop) != start or segment.trailing >= len(last):
                 wrong.append(f"{name} did not end at its first {segment.stop}")
         if segment.source in (Source.RETRIEVED, Source.FEEDBACK):
             if control.intersection(segment.ids):

@@ -46,8 +46,8 @@ def toy(count: int) -> list[dict[str, Any]]:
     found = []
     for n in range(count):
         asked, *others = (WORDS[(n + shift) % 6] for shift in range(4))
-        negatives = [f"the {word} {(n * 7 + place) % 10}" for place, word in enumerate(others)]
-        texts = {"question": f"who is {asked}?", "positive": f"the {asked} {n * 3 % 10}", "negatives": negatives}
+        negatives = [f"The {word} {(n * 7 + place) % 10}." for place, word in enumerate(others)]
+        texts = {"question": f"who is {asked}?", "positive": f"The {asked} {n * 3 % 10}.", "negatives": negatives}
         found.append({"id": n} | texts)
     return found
 
@@ -134,7 +134,11 @@ def test_negatives_are_those_nearest_to_the_question(tmp_path: Path, monkeypatch
 
 
 def test_what_is_trained_is_what_extract_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As typed: a new encoder finds the sentences of questions that it has not seen, and does so from its folder."""
+    """As typed: a new encoder finds the sentences of questions that it has not seen, and does so from its folder.
+
+    Whatever it starts from, four sentences a question are as likely at first, a loss of about ln 4; what it has learnt
+    are a few words, and a tenth of the loss leaves the right one far ahead of those it was trained against.
+    """
     model = folders.random_model(transformers.BertModel, folders.bert_config(**SMALL))
     start = folders.save_model(tmp_path / "contriever", model)
     records = write_records(tmp_path / "c.jsonl", *toy(60))
@@ -143,18 +147,21 @@ def test_what_is_trained_is_what_extract_keeps(tmp_path: Path, capsys: pytest.Ca
     assert run([*words, str(tmp_path / "out"), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["records"], figures["held out"], figures["steps"]) == (54, 6, 60)
-    assert figures["held-out accuracy before"] < 0.7 and figures["held-out accuracy"] == 1
-    assert figures["held-out loss"] < 0.2 < 1 < figures["held-out loss before"]
+    assert figures["held-out accuracy"] == 1 != figures["held-out accuracy before"]
+    assert figures["held-out loss"] < figures["held-out loss before"] / 10
     found = read_hashes(tmp_path / "out", expected=True)
     assert found is not None and {path.name for path in tmp_path.iterdir()} == {"contriever", "c.jsonl", "out"}
     found.check_all()
     assert run([*words, str(tmp_path / "out")]) == 2 and "exists already" in capsys.readouterr().err
-    passages = [
-        {"id": "p", "title": "", "text": "The mayor 8. The city 8. The river 9."},
-        {"id": "r", "title": "", "text": "The born 7."},
-    ]
-    asked = [{"id": word, "question": f"who is {word}?", "golden_answers": ["x"]} for word in ("river", "born")]
-    questions = write_records(tmp_path / "q.jsonl", *({**question, "passages": passages} for question in asked))
+    asked = []
+    for word, first, second in (
+        ("river", "The mayor 8. The born 8. The query 7.", "The river 9."),
+        ("born", "The query 8. The born 7.", "The passage 8. The city 9."),
+    ):
+        passages = [{"id": first, "title": "", "text": first}, {"id": second, "title": "", "text": second}]
+        question = {"id": word, "question": f"who is {word}?", "golden_answers": ["x"]}
+        asked.append(question | {"passages": passages})
+    questions = write_records(tmp_path / "q.jsonl", *asked)
     evidence = tmp_path / "e.jsonl"
     typed = ["extract", "--refiner", "recomp", "--model", str(tmp_path / "out"), "--questions", str(questions)]
     assert run([*typed, "--out", str(evidence)]) == 0

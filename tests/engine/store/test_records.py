@@ -1,6 +1,7 @@
 """Stored records: each way to damage each kind of file, met by each of its readers; old files; and kills."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,45 @@ def test_what_cannot_be_a_record(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def state_of(world: Path, unverified: bool) -> object:
+    return read_state(world / "run", unverified).to_dict()
+
+
+# What may stand in a record that no checksum guards: file, reader, key, value, and what is said of it.
+MISTYPED: list[tuple[str, Reader, str, Any, str]] = [
+    ("metrics.jsonl", state_of, "step", None, "step: expected a whole number, found null"),
+    ("metrics.jsonl", state_of, "step", 10**400, "step: expected a whole number, found 1000"),
+    ("metrics.jsonl", compared_runs, "eval", [7], "eval: expected an object, found a list"),
+    ("metrics.jsonl", report_of, "eval", {"parts": {"em": "x"}}, "eval: parts: em: expected a number, found a string"),
+    ("summary.json", state_of, "seconds", "x", "seconds: expected a number, found a string"),
+    ("starts.jsonl", state_of, "step", True, "step: expected a whole number, found True"),
+    ("evaluations/step_000002.jsonl", report_of, "id", [], "id: expected a string or a whole number, found a list"),
+    ("evaluations/step_000002.jsonl", report_of, "golden_answers", ["x", 7], "golden_answers, item 2: expected a str"),
+    ("evaluations/step_000002.jsonl", report_of, "searches", [{"query": 7}], "searches, item 1: query: expected a str"),
+    ("trajectories/step_000002.jsonl", *READERS["run/trajectories/step_000002.jsonl"], "reward", "x", "reward: expec"),
+    (
+        *("trajectories/step_000002.jsonl", *READERS["run/trajectories/step_000002.jsonl"], "segments"),
+        *([{"ids": [0.5]}], "segments, item 1: ids, item 1: expected a whole number, found 0.5"),
+    ),
+]
+
+
+def test_a_value_of_a_wrong_type_in_an_old_record_is_named(world: Path) -> None:
+    for file in (*(world / "run").rglob("*.jsonl"), world / "run" / "summary.json"):
+        older(file)
+    for name, read, key, value, sentence in MISTYPED:
+        file = world / "run" / name
+        whole = file.read_text()
+        *before, last = whole.splitlines() if file.suffix == ".jsonl" else [whole]
+        file.write_text("\n".join([*before, json.dumps(json.loads(last) | {key: value})]) + "\n")
+        where = f"{file}:{len(before) + 1}" if file.suffix == ".jsonl" else f"{file}"
+        with pytest.raises(
+            UserError, match=f"^{re.escape(f'{where}: {sentence}')}.*; put a copy back, or remove the file"
+        ):
+            read(world, False)
+        file.write_text(whole)
+
+
 WRONG: tuple[Any, ...] = (True, 10**400, "x", [7], [None], {"a": {"b": []}}, None)
 
 
@@ -367,15 +407,12 @@ def test_values_of_wrong_types_end_in_a_sentence(world: Path) -> None:
         file.write_text("\n".join(lines) + "\n")
         return count
 
-    def state(world: Path, unverified: bool) -> object:
-        return read_state(world / "run", unverified).to_dict()
-
     (token_page,) = READERS["run/trajectories/step_000002.jsonl"]
     for name, readers in (
-        ("run/metrics.jsonl", [state, compared_runs]),
+        ("run/metrics.jsonl", [state_of, compared_runs]),
         ("run/evaluations/step_000002.jsonl", [report_of]),
         ("run/trajectories/step_000002.jsonl", [token_page]),
-        ("run/summary.json", [state, compared_runs]),
-        ("run/starts.jsonl", [state, compared_runs]),
+        ("run/summary.json", [state_of, compared_runs]),
+        ("run/starts.jsonl", [state_of, compared_runs]),
     ):
         assert tried(world / name, readers) > 0, name

@@ -104,10 +104,10 @@ def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_bfloat16_is_as_near_as_torch_is() -> None:
-    """Against float64 on the same rounded numbers, within four times what torch's own attention in bfloat16 is off by.
-    Stores are rounded to nearest, as on a GPU; where they are cut off, an error is twice as large."""
+    """Against float64 on the same rounded numbers, within 3.5 times what torch's own attention in bfloat16 is off by:
+    scores are so large that to round them would cost more. Stores are rounded to nearest, as on a GPU."""
     case = CachedCase((12, 2, 128), 64, [129, 64])
-    case.qkv = [tuple(x.bfloat16().float() for x in qkv) for qkv in case.qkv]  # type: ignore[misc]
+    case.qkv = [tuple(x.bfloat16().float() for x in (4 * q, k, v)) for q, k, v in case.qkv]  # type: ignore[misc]
     for number in range(2):
         case._write(number)
     q_BQND, rows, judged = case.decode([1, 1], 1)
@@ -115,7 +115,7 @@ def test_bfloat16_is_as_near_as_torch_is() -> None:
         found = decode_attention(q_BQND.bfloat16(), *(x.bfloat16() for x in case.caches()), rows, splits=2)
     assert found.dtype == torch.bfloat16
     torchs = torch.stack([_torch_row(case, number) for number in range(2)])
-    assert (found.double().cpu() - judged.right).norm() <= 4 * (torchs.double() - judged.right).norm()
+    assert (found.double().cpu() - judged.right).norm() <= 3.5 * (torchs.double() - judged.right).norm()
 
 
 def _torch_row(case: CachedCase, number: int) -> torch.Tensor:

@@ -129,7 +129,8 @@ def test_rounding_is_no_worse_than_that_of_transformers(folder: Path, dtype: tor
     model = transformers.BertModel.from_pretrained(folder).to(dtype).eval()
     ours, other = bert(ids_BT, mask_BT)[mask_BT], theirs(model, ids_BT, mask_BT)[mask_BT]
     assert ours.dtype == dtype
-    assert (ours.double() - truth).abs().mean() <= 2 * (other.double() - truth).abs().mean()
+    roundings = torch.finfo(dtype).eps * truth.norm()  # two of every number, where the other library had luck
+    assert (ours.double() - truth).norm() <= 4 * (other.double() - truth).norm() + roundings
 
 
 def test_old_names_and_what_lies_beside_the_encoder(folder: Path) -> None:
@@ -172,7 +173,7 @@ def test_padding_changes_a_row_by_rounding_at_most(bert: Bert, width: int) -> No
     hidden_BTH = bert(ids_BT, mask_BT)
     for row, length in enumerate(LENGTHS):
         alone_1TH = bert(ids_BT[row : row + 1, :length], mask_BT[row : row + 1, :length])
-        torch.testing.assert_close(hidden_BTH[row, :length], alone_1TH[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(hidden_BTH[row, :length], alone_1TH[0], rtol=0, atol=ROUNDINGS)
 
 
 @pytest.mark.parametrize("width", [LENGTH_STEP, 3 * LENGTH_STEP, 5 * LENGTH_STEP])
