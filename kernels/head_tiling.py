@@ -14,9 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Exponentials are stored up to a multiple of so many columns, 128 bytes of bfloat16: their rows begin on a line of the
-# cache, and both the stores and the matmuls move whole vectors of 16 bytes.
-COLUMN_MULTIPLE = 64
+from thresher.kernels.matmul import stored_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +59,6 @@ def choose_tiling(lm_head_VH: Tensor) -> Tiling:
 def again_tiling(dtype: torch.dtype) -> Tiling:
     """The tiling in which rows whose offset was wrong are worked on again: seldom, so that one for all GPUs will do."""
     return FLOAT32 if dtype == torch.float32 else BFLOAT16
-
-
-def stored_columns(columns: int) -> int:
-    """Columns of the stored exponentials: `columns`, or so many more that they are a multiple of COLUMN_MULTIPLE."""
-    return _cdiv(columns, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def even_rows(lm_head_VH: Tensor, tiling: Tiling, budget: int, count: int) -> int:

@@ -41,7 +41,6 @@ from thresher.kernels.checks import (
     raise_first,
     resolve_backend,
 )
-from thresher.kernels.head_tiling import stored_columns
 from thresher.kernels.logprob import TorchHead, chunk_size, reference_token_logprobs
 from thresher.kernels.matmul import (
     add_head_product,
@@ -50,6 +49,7 @@ from thresher.kernels.matmul import (
     fill_rows,
     hidden_product,
     scale_rows,
+    stored_columns,
 )
 from thresher.kernels.objective import (
     LogitGradient,

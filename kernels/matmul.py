@@ -22,6 +22,9 @@ MIB = 2**20
 # strict reproducibility (MKL_CBWR=AUTO,STRICT), but not with MKL on AVX2 nor for wide heads on several threads:
 # docs/design.md, "Rollout", has the list. (Nor for under 16 columns with H no multiple of 4.)
 ROW_MULTIPLE = 16
+# Exponentials are stored up to a multiple of so many columns, 128 bytes of bfloat16: their rows begin on a line of the
+# cache, and both the stores and the matmuls move whole vectors of 16 bytes.
+COLUMN_MULTIPLE = 64
 # What a part of a low-precision head, or of its gradient, may take in float32.
 SLAB_BYTES = 64 * MIB
 
@@ -34,6 +37,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def mixed_matmul(tensor: Tensor) -> bool:
     """Whether operands are multiplied as they are, into float32."""
     return tensor.is_cuda and tensor.dtype == torch.bfloat16
+
+
+def stored_columns(columns: int) -> int:
+    """Columns of the stored exponentials: `columns`, or so many more that they are a multiple of COLUMN_MULTIPLE."""
+    return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def blas_ready(lm_head_VH: Tensor) -> Tensor:

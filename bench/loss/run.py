@@ -39,7 +39,7 @@ from thresher.bench.measure import in_turn, peak_bytes, spread
 from thresher.bench.rows import append_rows, check_files
 from thresher.engine.console import console, progress_line, table
 from thresher.engine.planning.chips import this_chip
-from thresher.kernels.head_tiling import stored_columns
+from thresher.kernels.matmul import stored_columns
 from thresher.rewards.errors import UserError
 
 MAIN_TOKENS = 8192

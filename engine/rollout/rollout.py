@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -257,6 +258,7 @@ class _Run:
         self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()
         self.called: list[tuple[Sample, object]] = []  # callers, with the turns that they waited for
         self.ended = 0
+        self.searcher: Background[list[list[Hit]]] | None = None  # once a server searches
 
     def begin_samples(
         self, jobs: Iterable[Job], prompt: SharedPrompt, make_episode: Callable[[Job], Episode]
@@ -275,7 +277,7 @@ class _Run:
 
     def finish(self, samples: list[Sample], line: console.Line) -> None:
         """Step until all of them, and the branches that they ask for, have ended; `line` says how far it is."""
-        with Background[list[list[Hit]]]() as self.searcher:
+        with ExitStack() as self.open:
             self._serve([(sample, None) for sample in samples])
             while self.searches or not self.decoder.idle:
                 if self.searches and (self.decoder.idle or self.searches[0][0].done()):
@@ -378,6 +380,8 @@ class _Run:
             self.clock.search_calls += 1
             retriever, queries = self._retriever(), [query for _, query in waiting]
             if retriever.elsewhere:
+                if self.searcher is None:
+                    self.searcher = self.open.enter_context(Background[list[list[Hit]]]())
                 search = self.searcher.submit(partial(retriever.search, queries, self.rollout.renderer.k))
                 self.searches.append((search, waiting))
                 return

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from thresher.engine import console
 from thresher.engine.episode import System
 from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
 from thresher.engine.scoring.entailment import EntailmentJudge
@@ -79,8 +78,7 @@ def score(
     """Each trajectory with its reward; questions[i] is the one that trajectories[i] answers. UserError where the system
     needs a judge that is absent."""
     attempts = [make_attempt(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
-    with console.stage("judging"):
-        attempts = ask_judges(attempts, system, judges or Judges())
+    attempts = ask_judges(attempts, system, judges or Judges())
     return [
         Scored(question, trajectory, system.reward(attempt), attempt)
         for question, trajectory, attempt in zip(questions, trajectories, attempts, strict=True)
