@@ -68,7 +68,8 @@ def test_identities_of_any_group(rewards: list[float], sample_std: bool, std_flo
     assert math.fsum(advantages) == pytest.approx(0, abs=1e-6)
     assert of([reward + 1 for reward in rewards]) == pytest.approx(advantages, abs=1e-6)
     squares = math.fsum(a * a for a in advantages)
-    assert squares <= (len(rewards) - sample_std) * (1 + 1e-9)
+    most = len(rewards) - sample_std
+    assert squares <= most * (1 + 1e-9)  # bound: of n deviations by their own spread; a floor makes it less
     for a, r in zip(advantages, rewards, strict=True):
         assert a == 0 or (a > 0) == (r > math.fsum(rewards) / len(rewards))
     # A member's advantage does not depend on its place, not in the last bit.

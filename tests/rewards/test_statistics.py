@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from statistics import NormalDist
 
 import pytest
 
@@ -11,13 +12,16 @@ from thresher.rewards.statistics import compare_paired, intervals, overlap, sign
 
 
 def test_an_interval_is_where_the_normal_one_is_for_many_questions() -> None:
+    """To nine standard errors of a quantile of so many draws, the root of p (1 - p) / draws over the density there."""
     rng = random.Random(1)
-    values = [float(rng.random() < 0.3) for _ in range(1000)]
-    found = intervals({"em": values})["em"]
-    mean = sum(values) / 1000
-    half = 1.96 * math.sqrt(mean * (1 - mean) / 1000)
-    assert found.mean == pytest.approx(mean, abs=1e-12) and found.count == 1000
-    assert found.low == pytest.approx(mean - half, abs=0.002) and found.high == pytest.approx(mean + half, abs=0.002)
+    values = [rng.random() for _ in range(200)]
+    found = intervals({"f1": values}, resamples=40_000)["f1"]
+    mean = sum(values) / 200
+    spread = math.sqrt(sum((value - mean) ** 2 for value in values)) / 200
+    error = math.sqrt(0.025 * 0.975 / 40_000) / NormalDist().pdf(1.96) * spread
+    assert found.mean == pytest.approx(mean, abs=1e-12) and found.count == 200
+    assert found.low == pytest.approx(mean - 1.96 * spread, abs=9 * error)
+    assert found.high == pytest.approx(mean + 1.96 * spread, abs=9 * error)
 
 
 def test_a_small_bootstrap_has_the_quantiles_of_all_its_draws() -> None:
@@ -26,8 +30,9 @@ def test_a_small_bootstrap_has_the_quantiles_of_all_its_draws() -> None:
     found = intervals({"x": values})["x"]
     # 27 draws of equal chance: 2.5% is below the first (3.7%) and 97.5% above the last but one (96.3%).
     assert (found.low, found.high) == (every[0], every[-1]) == (0.0, 5.0)
-    half = intervals({"x": values}, level=0.5)["x"]  # a quarter and three quarters of 27
-    assert (half.low, half.high) == pytest.approx((every[6], every[20]))
+    # 5.5 and 21.5 of 27, in the middle of the three draws that sum to 2, and of those that sum to 10.
+    inner = intervals({"x": values}, level=16 / 27)["x"]
+    assert (inner.low, inner.high) == pytest.approx((every[5], every[21]))
 
 
 def test_a_share_has_wilsons_interval_whatever_it_is() -> None:
@@ -103,13 +108,13 @@ def test_few_differences_are_counted_and_many_are_drawn() -> None:
     ]
     exact = sum(value >= abs(sum(differences)) for value in sums) / len(sums)
     assert sign_flip_test(differences) == (pytest.approx(exact), "exact sign flip test")
-    rng = random.Random(3)
-    many = [rng.gauss(0.3, 1.0) for _ in range(60)]
+    many = [1.0, 2.0] * 19 + [-1.0, -2.0] * 11
     p, name = sign_flip_test(many)
     assert name == "sign flip test, 10,000 draws"
-    mean = sum(many) / 60
-    z = mean / math.sqrt(sum(d * d for d in many) / 60 / 60)  # under the null, the spread around 0
-    assert p == pytest.approx(math.erfc(abs(z) / math.sqrt(2)), abs=0.015)
+    far = [math.comb(30, i) * math.comb(30, j) for i in range(31) for j in range(31) if abs(2 * i + 4 * j - 90) >= 24]
+    exact = sum(far) / 2**60  # i of the ones and j of the twos are positive; about 6%
+    error = math.sqrt(exact * (1 - exact) / 10_000)
+    assert p == pytest.approx(exact, abs=9 * error)  # nine standard errors
     assert sign_flip_test(many, seed=0)[0] == p
     assert sign_flip_test([5.0 + d / 100 for d in many])[0] == 1 / 10_001  # never 0: the pattern found counts
 
