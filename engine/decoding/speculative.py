@@ -208,7 +208,6 @@ def _nearest(source_BL: Ints, lane_N: Ints, length_N: Ints, tokens_BL: Ints, kno
     return lane_N
 
 
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 NOT_FINITE = -1  # in the place of a code of `StopTables.advance`: the token's log-prob is NaN or infinite

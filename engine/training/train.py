@@ -147,8 +147,10 @@ class Trainer:
         self.warned_truncation = False
         self.best: list[Mapping[str, Any]] = []  # on rank 0, the record of the best evaluation so far
         self.dev_questions = dev_questions
-        made = {"parts": parts, "questions": train_questions, "rollout": rollout, "judges": judges, "updater": updater}
-        self.grpo_step = RankedStep(**made, ranks=ranks) if ranks.several else GrpoStep(**made)
+        step = partial(RankedStep, ranks=ranks) if ranks.several else GrpoStep
+        self.grpo_step: GrpoStep = step(
+            parts=parts, questions=train_questions, rollout=rollout, judges=judges, updater=updater
+        )
 
     def run(self, checkpoint: Checkpoint | None, watch: Callable[[Progress], None], offset: float) -> None:
         """The steps behind the checkpoint, to run.steps. Seconds are counted from -`offset` on the clock of
