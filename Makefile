@@ -107,7 +107,7 @@ demo: $(DEMO_NEEDS)
 	exec $(VENV)/bin/thresher demo --out "$$out" --seed $(SEED)
 
 # mypy does not know setup.py's mapping of folders to packages; links in a folder that git ignores spell it out.
-FOLDERS := kernels rewards policy retrieval engine bench cli recipes
+FOLDERS := common kernels rewards policy retrieval engine bench cli recipes
 .PHONY: lint style types
 lint: style types
 style: .venv

@@ -10,7 +10,7 @@ TRITON = "triton>=3.6,<3.10; platform_system == 'Linux' and platform_machine == 
 SERVER = "aiohttp>=3.10,<4"
 ARROW = "pyarrow>=15"
 ROOT = Path(__file__).resolve().parent
-TOPS = ("kernels", "rewards", "policy", "retrieval", "engine", "bench", "cli", "recipes")
+TOPS = ("common", "kernels", "rewards", "policy", "retrieval", "engine", "bench", "cli", "recipes")
 FOLDERS = sorted(str(init.parent.relative_to(ROOT)) for top in TOPS for init in (ROOT / top).rglob("__init__.py"))
 VERSION = re.search(r'^__version__ = "(.+?)"', (ROOT / "package" / "__init__.py").read_text("utf-8"), re.MULTILINE)
 assert VERSION is not None

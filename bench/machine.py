@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from thresher.engine.machine import origin
+from thresher.common.machine import origin
 
 
 def facts(packages: Sequence[str] = ()) -> dict[str, Any]:

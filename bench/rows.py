@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 
 def append_rows(path: str | Path | None, *rows: dict[str, Any]) -> None:

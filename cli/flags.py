@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from thresher.common.errors import UserError
 from thresher.engine.config.sampling import BOUNDS
-from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
@@ -79,7 +79,7 @@ def resumable(options: Namespace, folder: Path) -> Iterator[None]:
 
     Once the run has gone back to the step of --from, that command has no --from, or it would lose what was learned
     since."""
-    from thresher.engine import interrupt
+    from thresher.common import signals
     from thresher.engine.store.run_folder import count_starts, saved_so_far
 
     if options.from_step is not None and not options.resume:
@@ -89,7 +89,7 @@ def resumable(options: Namespace, folder: Path) -> Iterator[None]:
     def spent() -> str:
         return "--from" if count_starts(folder) > starts else ""
 
-    with interrupt.keeping(lambda: saved_so_far(folder), "--resume", spent):
+    with signals.keeping(lambda: saved_so_far(folder), "--resume", spent):
         yield
 
 

@@ -2,7 +2,7 @@
 
 Exit status: 0 done; 2 the user's mistake, explained in one sentence; 1 ours, with a trace, or in a sentence where a
 command checks our own work (`bench loss`, `bench compile`); 130 interrupted by Ctrl-C, 143 by SIGTERM, with a sentence
-that says what is kept and the command that goes on (engine/interrupt.py); 141 nobody reads the output any more.
+that says what is kept and the command that goes on (common/signals.py); 141 nobody reads the output any more.
 
 With `--json` stdout is one object: what the command found, or {"error": sentence}, with the same status. Everything
 else goes to stderr.
@@ -23,8 +23,8 @@ from thresher.cli import commands
 from thresher.cli.parsing.parser import Parser, add_version
 from thresher.cli.process import leave, prepare_process
 from thresher.cli.registry import add_commands
-from thresher.policy.files import remedy
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.files import remedy
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
-    from thresher.engine import console  # brings numpy, before which `main` decides how its threads wait
+    from thresher.common import console  # brings numpy, before which `main` decides how its threads wait
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in words and not {"-h", "--help"} & set(words)
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     """The exit status of a command, and what is to be said of it."""
-    from thresher.engine.interrupt import Interrupted, handling
+    from thresher.common.signals import Interrupted, handling
 
     try:
         with handling():
@@ -106,7 +106,7 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def _print_trace() -> None:
-    from thresher.engine import console
+    from thresher.common import console
 
     print(console.visible(traceback.format_exc()), file=sys.stderr, end="")
 
@@ -114,7 +114,7 @@ def _print_trace() -> None:
 def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: str = "") -> str:
     """What is said of an interrupted command: what it keeps, and what to type. The other arguments are `Interrupted`'s
     fields."""
-    from thresher.engine import interrupt
+    from thresher.common import signals
 
     again = list(words)
     for place, word in reversed(list(enumerate(again))):
@@ -122,7 +122,7 @@ def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: s
             del again[place : place + (2 if word == spent else 1)]
     if kept is not None and flag and flag not in again:
         again.append(flag)
-    how = "by torchrun, as before, of" if interrupt.under_torchrun() else "with"
+    how = "by torchrun, as before, of" if signals.under_torchrun() else "with"
     what = "nothing is kept of what was not finished; begin again" if kept is None else f"{kept}; go on from there"
     return f"interrupted; {what} {how}: thresher {shlex.join(again)}"
 
@@ -134,7 +134,7 @@ def _unread() -> int:
 
 def run_command(arguments: Sequence[str] | None = None) -> None:
     """Run one command; its errors are raised."""
-    from thresher.engine import console
+    from thresher.common import console
 
     options = build_parser().parse_args(arguments)
     options.handler(options)
@@ -143,7 +143,7 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
 
 def _run_within(arguments: Sequence[str]) -> None:
     """A command of a chain, which has it as `options.run_command`: what it shows is not the chain's answer."""
-    from thresher.engine import console
+    from thresher.common import console
 
     with console.answering():
         run_command(arguments)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+from thresher.common.console import console
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
-from thresher.engine.console import console
 from thresher.engine.decoding.decoder_cuda import free_memory
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import System, Tools, read_template
@@ -30,7 +31,6 @@ from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.questions import Question, read_questions
 from thresher.retrieval.retriever import Retriever
 from thresher.retrieval.serving.client import RemoteRetriever
-from thresher.rewards.errors import UserError
 
 # A head's rows are padded to some multiple below this: Qwen2.5's 151,665 tokens have 151,936 or 152,064.
 PADDING = 1024

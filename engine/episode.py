@@ -26,12 +26,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import read_text
+from thresher.common.errors import UserError
+from thresher.common.files import read_text
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks, final_answer
 from thresher.rewards.transcript import Piece, Source

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 SECONDS = 10.0  # that a template may take
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, model_folder, read_json_object
 from thresher.policy.families import FAMILIES, find_family, infer_model_type, load_layer_class
-from thresher.policy.files import atomic_write_text, model_folder, read_json_object
-from thresher.rewards.errors import UserError
 
 # What `read_config` reads of a model folder.
 CONFIG_FILES = ("config.json", "generation_config.json")

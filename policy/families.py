@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeGuard
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from thresher.common.errors import UserError
 from thresher.kernels.layers import add_norm, norm_heads, silu_gate
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.lora import LayerAdapters
-from thresher.rewards.errors import UserError
 
 # attend(layer, qkv [T, N + 2K, D], rope, K) -> [T, N, D]: queries and keys are not yet rotated
 Attend = Callable[[int, torch.Tensor, torch.Tensor, int], torch.Tensor]

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from thresher.policy.files import atomic_path, atomic_write_text, check_file, read_json_object
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_path, atomic_write_text, check_file, read_json_object
 from thresher.policy.weights import save_tensors
-from thresher.rewards.errors import UserError
 
 # The linear maps of a layer, by the names that a recipe uses, and where Hugging Face keeps each.
 MODULES = {

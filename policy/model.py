@@ -22,17 +22,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from thresher.common.errors import UserError, shown
+from thresher.common.files import as_path
+from thresher.common.hashes import check_hashes
 from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.layers import add_norm, rope_table
 from thresher.policy.config import CONFIG_FILES, ModelConfig, read_config, write_config
 from thresher.policy.families import load_layer_class
-from thresher.policy.files import as_path
-from thresher.policy.hashes import check_hashes
 from thresher.policy.layers import Attend, Layer
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
 from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes, write_weights
-from thresher.rewards.errors import UserError
-from thresher.rewards.values import shown
 
 
 class Policy(nn.Module):
@@ -150,7 +149,7 @@ def load_policy(
     shards with an index).
 
     Names and shapes must match the config exactly; anything else is a UserError that names the file and the tensor.
-    verify: hold what is read against the folder's hashes, where it has some (policy/hashes.py).
+    verify: hold what is read against the folder's hashes, where it has some (common/hashes.py).
     """
     _check_placement(dtype, device)
     folder = as_path(path)

@@ -26,8 +26,8 @@ from typing import Any
 
 import tokenizers
 
-from thresher.policy.chat import TemplateError, fill_template
-from thresher.policy.files import (
+from thresher.common.errors import UserError
+from thresher.common.files import (
     MOST_TEXT,
     MOST_TOKENIZER,
     atomic_write_bytes,
@@ -36,8 +36,8 @@ from thresher.policy.files import (
     read_bytes,
     refuse_other_folder,
 )
-from thresher.policy.hashes import check_hashes
-from thresher.rewards.errors import UserError
+from thresher.common.hashes import check_hashes
+from thresher.policy.chat import TemplateError, fill_template
 
 _COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
 

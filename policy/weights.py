@@ -23,7 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from thresher.policy.files import (
+from thresher.common.errors import UserError
+from thresher.common.files import (
     atomic_path,
     atomic_write_text,
     check_file,
@@ -31,8 +32,7 @@ from thresher.policy.files import (
     parse_json_object,
     read_json_object,
 )
-from thresher.policy.hashes import check_hashes
-from thresher.rewards.errors import UserError
+from thresher.common.hashes import check_hashes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

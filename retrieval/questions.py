@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.retrieval.data.formats import EmptyPassage, Passage, to_passage
-from thresher.retrieval.data.jsonl import (
+from thresher.common.errors import UserError
+from thresher.common.jsonl import (
     Record,
     as_object,
     checked_string,
@@ -26,7 +26,7 @@ from thresher.retrieval.data.jsonl import (
     json_kind,
     string_field,
 )
-from thresher.rewards.errors import UserError
+from thresher.retrieval.data.formats import EmptyPassage, Passage, to_passage
 
 GOLD_KEYS = ("golden_answers", "answers", "answer")
 OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))

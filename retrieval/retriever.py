@@ -12,8 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import ClassVar
 
+from thresher.common.errors import UserError
 from thresher.retrieval.data.corpus import Passage
-from thresher.rewards.errors import UserError
 
 CACHE_QUERIES = 16_384
 # A longer query is not worth a place in the cache, where it would be kept whole.

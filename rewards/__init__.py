@@ -3,9 +3,9 @@
 Another pure function of these may come in, a paper's reward into papers/; neither torch nor any other folder may.
 """
 
+from thresher.common.errors import UserError
 from thresher.rewards.advantages import group_advantages
 from thresher.rewards.attempt import Attempt, count_words
-from thresher.rewards.errors import UserError
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import (
     answer_measures,

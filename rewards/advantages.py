@@ -16,8 +16,7 @@ Deliberately absent: grouping. The caller passes one group, so two copies of a p
 import math
 from collections.abc import Iterable, Sequence
 
-from thresher.rewards.errors import UserError
-from thresher.rewards.values import as_number, shown
+from thresher.common.errors import UserError, as_number, shown
 
 # Rewards are sums of a few parts, so equal ones may differ in their last bits (.1 + .2 and .3). Spreads up to
 # this (times the largest reward, where that exceeds 1) are rounding; without a floor they would be blown up

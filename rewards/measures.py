@@ -12,9 +12,8 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError, as_whole, shown
 from thresher.rewards.text import Golds, Variant, contains_answer, exact_match, f1_score, overlap_f1
-from thresher.rewards.values import as_whole, shown
 
 
 def answer_measures(answer: str | None, golds: Golds) -> dict[str, float | int | bool]:

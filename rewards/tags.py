@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 # Printable ASCII without < and >, in names also without /.

@@ -21,8 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from thresher.rewards.errors import UserError
-from thresher.rewards.values import shown
+from thresher.common.errors import UserError, shown
 
 Variant = Literal["squad", "arena"]
 Golds = str | Sequence[str]

@@ -28,7 +28,7 @@ from documents import Block, Command, blocks, commands, documents, mentions, to_
 from retrieval_server_cases import ask
 
 from thresher.cli.main import build_parser, run
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 CUDA_HERE = torch.cuda.is_available()
 NOBODY = "http://127.0.0.1:9"  # where no server answers

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 TEXTS = [
     "The mayor of the city was born by the river.",

@@ -10,7 +10,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # A folder may import from those of a lower rank and from itself; of two on one rank neither from the other.
-RANK = {"kernels": 0, "rewards": 0, "policy": 1, "retrieval": 2, "engine": 3, "bench": 4, "cli": 5, "recipes": 0}
+RANK = {
+    "common": 0,
+    "kernels": 1,
+    "rewards": 1,
+    "recipes": 1,
+    "policy": 2,
+    "retrieval": 3,
+    "engine": 4,
+    "bench": 5,
+    "cli": 6,
+}
 
 
 def modules() -> list[Path]:
@@ -19,7 +29,7 @@ def modules() -> list[Path]:
 
 @cache
 def sources() -> dict[str, str]:
-    """Every module's source, by its path in the checkout ("engine/console.py")."""
+    """Every module's source, by its path in the checkout ("common/console.py")."""
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in modules()}
 
 

@@ -20,15 +20,15 @@ import torch
 
 from thresher.cli.main import main
 from thresher.cli.process import leave
+from thresher.common.errors import UserError
+from thresher.common.signals import Interrupted, handling
 from thresher.engine.config.recipe import load_recipe
-from thresher.engine.interrupt import Interrupted, handling
 from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.ranks import joined
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import saved_so_far
 from thresher.engine.training import train as train_module
 from thresher.engine.training.step import GrpoStep, StepResult
-from thresher.rewards.errors import UserError
 
 
 def play(scenario: dict[str, Any], rank: int) -> None:

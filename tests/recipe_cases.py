@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
-from thresher.rewards.errors import UserError
 
 SMALLEST = '[model]\npath = "m"\n'
 FULL = """

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 from thresher.retrieval.serving.app import Served
 from thresher.retrieval.serving.server import Server
-from thresher.rewards.errors import UserError
 
 SERVED = Served(passages=9, kind="flat", corpus_sha256="ab" * 32, identity="0123456789abcdef")
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from thresher.engine.store.records import read_records
+from thresher.common.records import read_records
 
 
 def stored(path: Path) -> list[dict[str, Any]]:

@@ -30,9 +30,9 @@ from thresher.bench.compile.predict import Prediction, predict
 from thresher.bench.compile.sass import Code
 from thresher.bench.compile.target import KIB, TARGETS
 from thresher.bench.machine import facts, package_version
-from thresher.engine.console import answer, console, progress_line, shown
+from thresher.common.console import answer, console, progress_line, shown
+from thresher.common.errors import UserError
 from thresher.kernels.registry import Specialisation, specialisations_of, triton_modules
-from thresher.rewards.errors import UserError
 
 KERNEL_MODULES = triton_modules()
 

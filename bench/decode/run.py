@@ -23,7 +23,8 @@ from thresher.bench.machine import facts
 from thresher.bench.measure import spread
 from thresher.bench.roofline.models import MODELS
 from thresher.bench.rows import append_rows, check_files
-from thresher.engine.console import console, table
+from thresher.common.console import console, table
+from thresher.common.errors import UserError
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
@@ -32,7 +33,6 @@ from thresher.engine.planning.floors import DecodeShape, decode_costs, decode_sh
 from thresher.kernels.attention.backends.choice import resolve_attention
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy
-from thresher.rewards.errors import UserError
 
 GROUP, SHARED, OWN = 8, 1200, 300
 PAGE = 64

@@ -20,9 +20,9 @@ from typing import Any
 from thresher.bench.gpu_check.parts import CheckPart, TableLine, missing, parts
 from thresher.bench.machine import facts
 from thresher.bench.rows import append_rows, check_files
-from thresher.engine.console import console, table
-from thresher.engine.machine import checkout, gpu
-from thresher.rewards.errors import UserError
+from thresher.common.console import console, table
+from thresher.common.errors import UserError
+from thresher.common.machine import checkout, gpu
 
 FEWEST_SECONDS = 5.0  # with less left, a part is not begun
 

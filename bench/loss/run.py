@@ -37,10 +37,10 @@ from thresher.bench.loss.peers import PEERS, Contender, Run, contenders, usual_c
 from thresher.bench.machine import facts
 from thresher.bench.measure import in_turn, peak_bytes, spread
 from thresher.bench.rows import append_rows, check_files
-from thresher.engine.console import console, progress_line, table
+from thresher.common.console import console, progress_line, table
+from thresher.common.errors import UserError
 from thresher.engine.planning.chips import this_chip
 from thresher.kernels.matmul import stored_columns
-from thresher.rewards.errors import UserError
 
 MAIN_TOKENS = 8192
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {

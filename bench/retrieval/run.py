@@ -38,15 +38,15 @@ from thresher.bench.retrieval.peers import ExactAnswers, Search, Searcher, bare,
 from thresher.bench.retrieval.service import measure_service, unavailable
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
 from thresher.bench.rows import append_rows, check_files
-from thresher.engine.console import console, table
-from thresher.engine.machine import cpu_memory
+from thresher.common.console import console, table
+from thresher.common.errors import UserError
+from thresher.common.machine import cpu_memory
 from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.kind import Kind
 from thresher.retrieval.indexes.kinds import estimate, parse_kind, show_bytes
 from thresher.retrieval.vectors.approximate import ApproximateSearch
 from thresher.retrieval.vectors.exact import ExactRows, RowScores, largest_row_norm
-from thresher.rewards.errors import UserError
 
 K = 10
 PROOF = 64

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.bench.retrieval.vectors import SyntheticVectors, neighbours
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
 from thresher.retrieval.data.corpus import open_corpus
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.questions import read_queries
 from thresher.retrieval.vectors.file import VectorFile, sample_rows
-from thresher.rewards.errors import UserError
 
 QUESTIONS = 512
 # Rows that are made between two looks at the clock, and synthetic ones between two writes.

@@ -35,8 +35,8 @@ from thresher.bench.rollout.setting import RolloutSetting, make_rollout_setting
 from thresher.bench.rollout.shapes import SHAPES, RolloutShape
 from thresher.bench.rollout.turns import Round, Rounds, Side, take_turns
 from thresher.bench.rows import append_rows, check_files
-from thresher.engine.console import console, table
-from thresher.rewards.errors import UserError
+from thresher.common.console import console, table
+from thresher.common.errors import UserError
 
 PEERS: dict[str, tuple[str, ...]] = {
     "both": ("generate", "generate_batch"),

@@ -13,13 +13,13 @@ from rich.table import Table
 from thresher.bench.machine import facts
 from thresher.bench.roofline.models import MODELS
 from thresher.bench.rows import append_rows, check_files
-from thresher.engine.console import console
+from thresher.common.console import console
+from thresher.common.errors import UserError
 from thresher.engine.planning import floors
 from thresher.engine.planning.chips import CHIPS, GB, Chip
 from thresher.engine.planning.floors import DecodeShape, UpdateShape
 from thresher.engine.planning.sizes import trained_weights
 from thresher.policy.config import ModelConfig, read_config
-from thresher.rewards.errors import UserError
 
 SHARED, OWN, GROUP = 1200, 300, 8
 

@@ -11,7 +11,7 @@ from typing import Any
 from thresher.bench.measure import spread
 from thresher.bench.step.ours import Ours
 from thresher.bench.step.setting import Seconds, Steps
-from thresher.engine.console import console, table
+from thresher.common.console import console, table
 
 SIDES = ("shared", "unshared", "peer")
 _P = ("p20", "p50", "p80")

@@ -35,12 +35,12 @@ from thresher.bench.step.ours import Ours
 from thresher.bench.step.report import make_row, read_rows, show
 from thresher.bench.step.setting import Seconds, Steps, make_setting
 from thresher.bench.step.shapes import SHAPES, StepShape
-from thresher.engine.console import console
-from thresher.engine.machine import checkout
+from thresher.common.console import console
+from thresher.common.errors import UserError
+from thresher.common.machine import checkout
 from thresher.engine.packing.batches import TrainSequence, pack
 from thresher.engine.threads import threads_for, use_threads
 from thresher.kernels import token_logprobs
-from thresher.rewards.errors import UserError
 
 PEERS = ("trl", "none")
 WARMUP = 1  # rounds before the clock counts

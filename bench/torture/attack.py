@@ -21,8 +21,8 @@ from random import Random
 from typing import Any, Literal
 
 from thresher.bench.torture.worker import Ended, ForkLimits, Worker
+from thresher.common.errors import UserError
 from thresher.engine.store.run_folder import to_be_resumed
-from thresher.rewards.errors import UserError
 
 Verdict = Literal["right", "refused", "read", "wrong"]
 

@@ -48,9 +48,9 @@ from thresher.bench.torture import stored as stored_results
 from thresher.bench.torture.attack import Counts, Field, Tried
 from thresher.bench.torture.worker import Worker
 from thresher.bench.torture.world import make_world
-from thresher.engine import console
-from thresher.policy.files import atomic_write_text
-from thresher.rewards.errors import UserError
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
 
 ATTACKS: dict[str, Callable[[Field], Iterator[Tried]]] = {
     "kills": kills.attack,

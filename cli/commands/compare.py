@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "two evaluations of the same questions, side by side"
 PLACE = 50
@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from thresher.common.files import atomic_write_text
     from thresher.engine.evaluation.compare import compare, difference_rows, markdown, read_evaluation, recall_rows
-    from thresher.policy.files import atomic_write_text
 
     first, second = (read_evaluation(path, options.unverified) for path in (options.first, options.second))
     result = compare(first, second)

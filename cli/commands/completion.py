@@ -4,7 +4,7 @@ parser, so that it knows what the program knows; files are the shell's."""
 import argparse
 from collections.abc import Iterator
 
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "a script for the shell's completion of commands and flags"
 PLACE = 150

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console, interrupt
+from thresher.common import console, signals
 
 HELP = "from nothing to a model that searches, in minutes"
 PLACE = 140
@@ -28,10 +28,10 @@ def run(options: argparse.Namespace) -> None:
     def say(text: str) -> None:
         console.console.print(text, style="bold", markup=False, soft_wrap=True)
 
-    with interrupt.keeping(lambda: f"{out} keeps what is finished" if out.exists() else None):
+    with signals.keeping(lambda: f"{out} keeps what is finished" if out.exists() else None):
         demo(out, options.seed, options.set, options.run_command, say)
+    from thresher.common.records import read_object
     from thresher.engine.reporting.report import print_trajectories  # matplotlib takes a second
-    from thresher.engine.store.records import read_object
 
     print_trajectories(out / "grpo")
     summary = read_object(out / "summary.json")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thresher.cli import flags
-from thresher.engine import console, interrupt
+from thresher.common import console, signals
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
 from thresher.engine.config.sections import RolloutSection
 from thresher.engine.store.best_checkpoint import Best, best_checkpoint
 from thresher.engine.store.run_folder import RunFolder
-from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.engine.evaluation.answered import AnsweredBy
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
         answered_by=answered_by,
     )
     out = Path(options.out)
-    with interrupt.keeping(lambda: interrupt.lines_in(out / "generated.jsonl")):
+    with signals.keeping(lambda: signals.lines_in(out / "generated.jsonl")):
         console.answer(run_evaluation(recipe, asked, out))
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thresher.cli import flags
-from thresher.engine import console, interrupt
+from thresher.common import console, signals
+from thresher.common.errors import UserError
 from thresher.engine.refiners.kinds import NAMES, UNITS, refining
-from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.engine.extraction.run import Chosen
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
     )
     by = plan.model if options.refiner is None else f"{options.refiner} of {plan.model}"
     console.announce(f"extract: {options.loop}, from {plan.questions} with {by}, into {plan.out}")
-    with interrupt.keeping(lambda: interrupt.lines_in(Path(plan.out))), console.stages() as on_stage:
+    with signals.keeping(lambda: signals.lines_in(Path(plan.out))), console.stages() as on_stage:
         figures = extract(
             plan,
             lambda done, of: on_stage("extract", done, of),

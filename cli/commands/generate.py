@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
-from thresher.engine import console
-from thresher.rewards.errors import UserError
+from thresher.common import console
+from thresher.common.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.engine.decoding.generator import GenerateRequest, GenerateResult, Generator
@@ -75,7 +75,7 @@ def _prompt(options: argparse.Namespace) -> tuple[str, str]:
     """The flag that gave the text, and the text."""
     where, text = "--prompt", options.prompt
     if text is None:
-        from thresher.policy.files import MOST_TEXT, decode_text, read_bytes
+        from thresher.common.files import MOST_TEXT, decode_text, read_bytes
 
         where = f"--prompt-file {options.prompt_file}"
         text = decode_text(read_bytes(options.prompt_file, MOST_TEXT, stream=True), where)

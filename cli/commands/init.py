@@ -4,7 +4,7 @@ trained model with more layers on top."""
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "make a model folder with random weights"
 PLACE = 10
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_alone(options: argparse.Namespace) -> None:
     """UserError for one of --model and --add-layers without the other, or with a flag that changes nothing there."""
-    from thresher.rewards.errors import UserError
+    from thresher.common.errors import UserError
 
     if options.model is None or options.add_layers is None:
         raise UserError("init: --model FOLDER and --add-layers N belong together; give both")

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
@@ -48,8 +48,8 @@ def _config(model: str) -> "ModelConfig":
     """Of a model folder, or of a config.json. No weights are looked at."""
     from pathlib import Path
 
+    from thresher.common.files import read_json_object
     from thresher.policy.config import config_from_dict, read_config
-    from thresher.policy.files import read_json_object
 
     path = Path(model)
     return config_from_dict(read_json_object(path), str(path)) if path.is_file() else read_config(path)
@@ -59,8 +59,8 @@ def _rates(options: argparse.Namespace, recipe: "Recipe") -> "DeviceRates | None
     """The chip's that was named, or this machine's."""
     import torch
 
+    from thresher.common.errors import UserError
     from thresher.engine.planning.chips import CHIPS
-    from thresher.rewards.errors import UserError
 
     if options.chip is not None:
         if options.chip not in CHIPS:
@@ -83,10 +83,10 @@ def _rates(options: argparse.Namespace, recipe: "Recipe") -> "DeviceRates | None
 def _memory(options: argparse.Namespace, recipe: "Recipe") -> int:
     import torch
 
-    from thresher.engine.machine import cpu_memory
+    from thresher.common.errors import UserError
+    from thresher.common.machine import cpu_memory
     from thresher.engine.planning.chips import CHIPS
     from thresher.retrieval.indexes.kinds import parse_memory
-    from thresher.rewards.errors import UserError
 
     if options.gpu_memory is not None:
         if not re.search(r"[A-Za-z]\s*$", options.gpu_memory):

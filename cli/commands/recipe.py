@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
-from thresher.engine import console
-from thresher.rewards.errors import UserError
+from thresher.common import console
+from thresher.common.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.engine.config.reference import Key
@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _copy(name: str, out: Path) -> None:
     """Write the recipe `name` to a new file."""
+    from thresher.common.files import atomic_write_text
     from thresher.engine.config.shipped import shipped_recipe
-    from thresher.policy.files import atomic_write_text
 
     source = shipped_recipe(name)
     if os.path.lexists(out):

@@ -3,8 +3,8 @@
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
-from thresher.rewards.errors import UserError
+from thresher.common import console
+from thresher.common.errors import UserError
 
 HELP = "curves and trajectories of a run, as a page and pictures; several runs beside each other"
 PLACE = 110

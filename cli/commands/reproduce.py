@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "the tables of a paper, at its scale or in an invented world"
 PLACE = 145
@@ -54,11 +54,11 @@ def _model_is(text: str) -> tuple[str, str]:
 
 
 def run(options: argparse.Namespace) -> None:
+    from thresher.common.errors import UserError
     from thresher.engine.reproduction.commands import Scale
     from thresher.engine.reproduction.manifest import paper_names, read_manifest
     from thresher.engine.reproduction.run import reproduce
     from thresher.engine.reproduction.servers import servers_of
-    from thresher.rewards.errors import UserError
 
     if options.list:
         from thresher.engine.planning.chips import CHIPS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thresher.cli import flags
 from thresher.cli.commands.eval import flagged_recipe
-from thresher.engine import interrupt
+from thresher.common import signals
 
 HELP = "sample trajectories of questions, with their tokens and log-probs"
 PLACE = 36
@@ -54,5 +54,5 @@ def run(options: argparse.Namespace) -> None:
         limit=options.limit,
         resume=options.resume,
     )
-    with interrupt.keeping(lambda: interrupt.lines_in(plan.out), "--resume"):
+    with signals.keeping(lambda: signals.lines_in(plan.out), "--resume"):
         run_rollouts(recipe, plan)

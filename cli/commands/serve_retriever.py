@@ -6,9 +6,9 @@ What a limit is for stands at retrieval/serving/app.py and wire.py.
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
 from thresher.engine.config.overrides import parse_overrides
-from thresher.rewards.errors import UserError
 
 HELP = "answer searches over HTTP, as Search-R1 and ReCall ask"
 PLACE = 90

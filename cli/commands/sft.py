@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
 from thresher.engine.store.run_folder import sft_folder
-from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe

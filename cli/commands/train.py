@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 if TYPE_CHECKING:
     from thresher.engine.parallel.ranks import Ranks

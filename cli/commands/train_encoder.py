@@ -4,7 +4,7 @@ work."""
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "train an encoder to find the sentences that help, RECOMP's extractive compressor"
 PLACE = 31

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "a run while it goes on: its page, live, or a view in the terminal"
 PLACE = 105

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from thresher.cli.parsing.mistakes import command_of, sentence, unknown_flag
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 PACKAGES = ("thresher", "torch", "triton")
 
@@ -85,7 +85,7 @@ def add_version(parser: argparse._ActionsContainer) -> None:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from thresher.engine import console  # brings numpy: see main.py
+        from thresher.common import console  # brings numpy: see main.py
 
         found = {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()}
         console.answer(found)

@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
-from thresher.rewards.errors import UserError
 
 NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py") if path.stem != "common"))
 

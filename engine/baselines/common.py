@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from thresher.common.errors import UserError
+from thresher.common.files import read_text
 from thresher.engine.episode import (
     Call,
     Episode,
@@ -22,11 +24,9 @@ from thresher.engine.episode import (
     over_given,
     read_template,
 )
-from thresher.policy.files import read_text
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import final_answer

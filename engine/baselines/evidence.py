@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record, iter_list, string_field
+from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in
 from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags
-from thresher.engine.store.records import ON_PURPOSE, read_records
 from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.data.jsonl import Record, iter_list, string_field
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.engine.config.tables import Unfit, plain
-from thresher.rewards.errors import UserError
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:

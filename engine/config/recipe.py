@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from thresher.common.errors import UserError
+from thresher.common.files import MOST_TEXT, atomic_write_text, read_bytes
 from thresher.engine.config.overrides import override, unsets
 from thresher.engine.config.sections import (
     DataSection,
@@ -46,8 +48,6 @@ from thresher.engine.config.tables import (
     to_toml,
     toml_key,
 )
-from thresher.policy.files import MOST_TEXT, atomic_write_text, read_bytes
-from thresher.rewards.errors import UserError
 
 S = TypeVar("S", bound=Section)
 SHIPPED = ", or the name of one that came with Thresher (thresher recipe --list)"

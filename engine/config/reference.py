@@ -16,9 +16,9 @@ from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import expected, hints, section_in, toml_value
-from thresher.rewards.errors import UserError
 
 Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]  # system -> section -> key -> value
 

@@ -7,8 +7,7 @@ bounds here are narrower: at LOWEST, logits of up to 3e8 still have a finite quo
 
 from dataclasses import dataclass
 
-from thresher.rewards.errors import UserError
-from thresher.rewards.values import LARGEST_INT, as_number, as_whole, shown
+from thresher.common.errors import LARGEST_INT, UserError, as_number, as_whole, shown
 
 LOWEST, HIGHEST = 1e-30, 1e30
 MOST_SAMPLES = 65_536  # of what is made before it is used

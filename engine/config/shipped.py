@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 FOLDER = Path(str(files("thresher.recipes")))
 

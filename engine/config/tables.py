@@ -18,8 +18,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from thresher.rewards.errors import UserError
-from thresher.rewards.values import is_unicode
+from thresher.common.errors import UserError, is_unicode
 
 T = TypeVar("T")
 

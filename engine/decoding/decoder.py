@@ -29,6 +29,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
+from thresher.common.errors import UserError
 from thresher.engine.decoding.batch_state import BatchState, StopTables
 from thresher.engine.decoding.blocks import BlockPool
 from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
@@ -47,7 +48,6 @@ from thresher.kernels import sampling
 from thresher.kernels.attention.paged import Ints, Pieces
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 
 FORWARD_ROWS = 2048  # of one forward: those that decode, and as many of prompts as fit beside them
 

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from thresher.common.machine import cpu_memory
 from thresher.engine.decoding.batch_state import BatchState, StopTables
 from thresher.engine.decoding.decoder import CudaTimer, DecodeClock, Decoder
 from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size
@@ -51,7 +52,6 @@ from thresher.engine.decoding.speculative import (
     gpu_costs,
     pack_drawn,
 )
-from thresher.engine.machine import cpu_memory
 from thresher.kernels import sampling
 from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.cached import DecodeRows, SharedPrefix, decode_attention, prefix_pays

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
+from thresher.common.errors import LARGEST_INT, UserError, as_whole, is_unicode, shown
 from thresher.engine.config.sampling import BOUNDS, MOST_SAMPLES, checked
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import free_memory, make_decoder
@@ -24,8 +25,6 @@ from thresher.engine.decoding.stop_tags import TagMatcher
 from thresher.kernels.attention.backends.choice import Choice, resolve_attention
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
-from thresher.rewards.values import LARGEST_INT, as_whole, is_unicode, shown
 
 Finish = Literal["stop", "eos", "length", "context"]
 

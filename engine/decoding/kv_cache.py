@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from thresher.common.errors import UserError
 from thresher.kernels.attention.cached import PrefillRows, prefill_attention
 from thresher.kernels.attention.paged import (
     SLOT_STEP,
@@ -28,7 +29,6 @@ from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.layers import rotate_and_store, rotated_heads
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
-from thresher.rewards.errors import UserError
 
 
 class PagedKV:

@@ -24,8 +24,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from thresher.rewards.errors import UserError
-from thresher.rewards.values import as_whole, is_unicode, shown
+from thresher.common.errors import UserError, as_whole, is_unicode, shown
 
 Ints = npt.NDArray[np.integer]
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from thresher.common.console import console
+from thresher.common.errors import UserError
 from thresher.engine.assemble import Frame, make_frame
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
-from thresher.engine.console import console
 from thresher.engine.episode import (
     Call,
     Episode,
@@ -44,7 +45,6 @@ from thresher.policy.tokenizer import load_tokenizer, train_bpe
 from thresher.retrieval.indexes.given import rank_given
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 BYTES_A_TOKEN = 4  # where there is no tokenizer: about what English text has in those of today's models

@@ -15,8 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from thresher.engine.store.records import read_object, read_records
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.records import read_object, read_records
 
 Measures = Mapping[str, float | None]
 

@@ -8,7 +8,7 @@
     table.md             the table, for people
     metrics.json         the same and what it was measured under; written last, so that it is there when all is
 
-The JSONL files have checksums (engine/store/records.py); metrics.json has the number and the digest of the
+The JSONL files have checksums (common/records.py); metrics.json has the number and the digest of the
 trajectories. One process at a time writes to it.
 
 Deliberately absent: any knowledge of judges and measures, which come after all that is costly is on the disk.
@@ -22,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object, staged_folder
+from thresher.common.locks import lock_folder
+from thresher.common.records import RecordLog, write_object, write_records
 from thresher.engine.evaluation.generated import REMEDY, Generated, read_generated, write_generated
-from thresher.engine.store.locks import lock_folder
-from thresher.engine.store.records import RecordLog, write_object, write_records
-from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
-from thresher.rewards.errors import UserError
 
 ANSWERS = "answers.jsonl"
 

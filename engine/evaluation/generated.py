@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 REMEDY = "delete this line and those behind it, and they are generated again"

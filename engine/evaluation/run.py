@@ -19,7 +19,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
 from thresher.engine.assemble import Frame, Parts, check_gold_indices, load_judges, load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import Recipe
@@ -40,7 +41,6 @@ from thresher.engine.systems import own_digest
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.errors import UserError
 from thresher.rewards.papers.evinote import evinote_claims
 from thresher.rewards.text import contains_answer
 

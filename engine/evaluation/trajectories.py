@@ -8,7 +8,7 @@ token's log-prob.
      "question", "golden_answers", .., "seed", "temperature"}
 
 A sample's seed is a function of (seed, question number, sample). The file grows part by part, with checksums
-(engine/store/records.py), and what a kill leaves is gone on with: whole lines are kept where they are the first of what
+(common/records.py), and what a kill leaves is gone on with: whole lines are kept where they are the first of what
 was asked for, and half a line is dropped. On a CPU in float32 the file is then, byte for byte, that of a command which
 nothing interrupted.
 
@@ -23,7 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record
+from thresher.common.locks import locked_file
+from thresher.common.records import RecordLog
 from thresher.engine.assemble import Parts, load_parts
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.run import PART, retriever_of
@@ -31,11 +35,7 @@ from thresher.engine.protocol.prompts import show_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import asked_record, check_whole
-from thresher.engine.store.locks import locked_file
-from thresher.engine.store.records import RecordLog
-from thresher.retrieval.data.jsonl import Record
 from thresher.retrieval.questions import read_questions
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 

@@ -11,6 +11,7 @@ Its system's prompt, and of its episode the first turn, which ends where the evi
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from thresher.common.errors import UserError
 from thresher.engine.assemble import Parts
 from thresher.engine.episode import Episode, Generate, System, Tools
 from thresher.engine.protocol.prompts import fit_passages
@@ -18,7 +19,6 @@ from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 from thresher.rewards.measures import compression_ratio
 from thresher.rewards.tags import blocks
 from thresher.rewards.transcript import Piece

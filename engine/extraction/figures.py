@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from statistics import stdev
 from typing import Any
 
-from thresher.retrieval.data.jsonl import Record
+from thresher.common.jsonl import Record
 from thresher.rewards.measures import answer_recalled
 
 LENGTHS = ("evidence_tokens", "rationale_tokens", "passage_tokens", "compression_ratio")

@@ -21,6 +21,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record
+from thresher.common.locks import locked_file
 from thresher.engine.assemble import load_parts, load_retrieval
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.evidence import answers_from
@@ -38,15 +41,12 @@ from thresher.engine.refiners.kinds import FILCO_TEMPLATE, Refining
 from thresher.engine.refiners.load import load_refiner
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.store.journal import Journal
-from thresher.engine.store.locks import locked_file
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
 from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.data.jsonl import Record
 from thresher.retrieval.questions import Question, passage_record, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.errors import UserError
 
 _COMPUTING = ("max_running", "page_size", "kv_tokens", "attention", "speculate")
 SECTIONS = ("model", "rollout", "retrieval", "system")  # of a recipe, that --set may change

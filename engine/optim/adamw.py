@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from thresher.common.errors import UserError
 from thresher.engine.optim.moments import blocks_of, dequantise, quantise
-from thresher.rewards.errors import UserError
 
 AT_A_TIME = 1 << 22  # values worked on, whole rows: 16 MiB in float32
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether it has a sign

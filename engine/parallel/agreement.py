@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from thresher.common.errors import UserError
+from thresher.common.files import read_bytes
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.systems import own_digest
-from thresher.policy.files import read_bytes
-from thresher.rewards.errors import UserError
 
 
 def check_ranks(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path | None) -> None:

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from thresher.engine.console import console
-from thresher.engine.interrupt import Interrupted, noted, released
-from thresher.rewards.errors import UserError
+from thresher.common.console import console
+from thresher.common.errors import UserError
+from thresher.common.signals import Interrupted, noted, released
 
 PATIENCE = timedelta(hours=6)
 _NOTE = "thresher/failed"  # key of the store: the rank that failed first

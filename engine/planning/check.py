@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from thresher.common.console import console
+from thresher.common.errors import UserError
+from thresher.common.machine import cpu_memory
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.console import console
-from thresher.engine.machine import cpu_memory
 from thresher.engine.planning.plan import GB, Plan, plan
 from thresher.policy.config import read_config
-from thresher.rewards.errors import UserError
 
 
 def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int = 1) -> tuple[Recipe, Plan]:

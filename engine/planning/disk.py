@@ -9,13 +9,13 @@ Deliberately absent: records and trajectories, small beside them.
 
 from pathlib import Path
 
+from thresher.common.files import need_room, show_bytes
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.planning.demand import MOMENT_BYTES, trained_weights_of
 from thresher.engine.planning.setting import read_setting
 from thresher.engine.planning.sizes import FP32, all_weights
 from thresher.engine.store.run_folder import RunFolder
 from thresher.policy.config import ModelConfig, read_config
-from thresher.policy.files import need_room, show_bytes
 
 
 def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from thresher.common.errors import UserError
 from thresher.engine.episode import Feedback, Prompt, Retrieved, System, Tools, first_prompt
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.text import contains_answer
 

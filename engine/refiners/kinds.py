@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from thresher.common.errors import UserError
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 Name = Literal["filco", "selective-context", "recomp", "llmlingua-2"]
 Unit = Literal["sentence", "token"]

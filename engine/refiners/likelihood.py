@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from thresher.common.errors import UserError
 from thresher.engine.packing.batches import TrainSequence, pack
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
 from thresher.kernels.logprob import token_logprobs
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # of one forward
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record, checked_string, id_field, iter_jsonl, json_kind, string_field
 from thresher.engine.refiners.silver import AnswerLikelihood
 from thresher.engine.refiners.spans import sentence_texts
-from thresher.retrieval.data.jsonl import Record, checked_string, id_field, iter_jsonl, json_kind, string_field
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 MARGIN = 1.0  # in nats [assumed]
 

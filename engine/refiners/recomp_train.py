@@ -32,11 +32,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import need_room, staged_folder
+from thresher.common.hashes import write_hashes
 from thresher.engine.refiners.recomp_data import Contrast, read_contrasts
 from thresher.engine.threads import threads_for, use_threads
-from thresher.policy.files import need_room, staged_folder
-from thresher.policy.hashes import write_hashes
 from thresher.retrieval.encoders.learned import (
     CPU_BATCH_TOKENS,
     CUDA_BATCH_TOKENS,
@@ -45,7 +46,6 @@ from thresher.retrieval.encoders.learned import (
     pick_device,
 )
 from thresher.retrieval.encoders.saving import save_encoder
-from thresher.rewards.errors import UserError
 
 HARD = 5  # negatives of a question
 LR, BATCH, EPOCHS, CLIP = 2e-5, 64, 3, 1.0

@@ -15,13 +15,13 @@ Deliberately absent: phrases, the paper's best unit, which take a parser of noun
 from collections.abc import Sequence
 from itertools import accumulate
 
+from thresher.common.errors import UserError
 from thresher.engine.refiners.kinds import Unit
 from thresher.engine.refiners.likelihood import Likelihood
 from thresher.engine.refiners.spans import lines, most, sentences
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 
 class SelectiveContext:

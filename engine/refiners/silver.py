@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
 from thresher.engine.assemble import check_fit
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.config.sections import RetrievalSection
@@ -32,7 +33,6 @@ from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import load_tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.text import contains_answer, f1_score
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from thresher.common.console import shown as shown_number
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import shown as shown_value
-from thresher.engine.console import shown as shown_number
 from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
 from thresher.engine.evaluation.metrics import NAMES
 from thresher.engine.reporting.charts import PALETTE, Chart, Series, charts_of
@@ -28,8 +30,6 @@ from thresher.engine.reporting.pages import open_run, page_template
 from thresher.engine.reporting.plots import draw, smoothing
 from thresher.engine.reporting.report import MEASURES, duration
 from thresher.engine.store.run_folder import RunFolder, step_of
-from thresher.policy.files import atomic_write_text
-from thresher.rewards.errors import UserError
 
 Record = Mapping[str, Any]
 

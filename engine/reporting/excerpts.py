@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thresher.common.console import visible
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.console import visible
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.systems import load_system
 from thresher.rewards.transcript import Source

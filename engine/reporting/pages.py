@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jinja2
 
+from thresher.common.console import shown as shown_number
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.console import shown as shown_number
 from thresher.engine.store.run_folder import RunFolder, step_of
 
 

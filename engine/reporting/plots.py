@@ -19,8 +19,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from PIL import Image
 
+from thresher.common.files import atomic_path
 from thresher.engine.reporting.charts import GREY, HELD_OUT, SAMPLED, Chart, Floats, Series
-from thresher.policy.files import atomic_path
 
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

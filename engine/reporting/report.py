@@ -22,10 +22,12 @@ import torch
 from rich.padding import Padding
 from rich.text import Text
 
+from thresher.common.console import console
+from thresher.common.console import shown as shown_number
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
-from thresher.engine.console import console
-from thresher.engine.console import shown as shown_number
 from thresher.engine.reporting.charts import ENDINGS, charts_of
 from thresher.engine.reporting.excerpts import Chunk, examples_of
 from thresher.engine.reporting.pages import open_run, page_template, steps_in_words, stored_steps
@@ -33,10 +35,8 @@ from thresher.engine.reporting.plots import draw, draw_overview, smoothing
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.policy.config import read_config
 from thresher.policy.families import find_family
-from thresher.policy.files import atomic_write_text, read_json_object
 from thresher.policy.model import Policy
 from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.rewards.errors import UserError
 from thresher.rewards.statistics import wilson
 from thresher.rewards.transcript import Source
 

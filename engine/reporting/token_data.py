@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from thresher.common.console import visible
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.console import visible
 from thresher.engine.reporting.charts import ENDINGS
 from thresher.engine.reporting.excerpts import is_right
 from thresher.engine.store.token_stats import TokenStats
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 Record = Mapping[str, Any]

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.reporting.pages import open_run, page_part, page_template, steps_in_words, stored_steps
 from thresher.engine.reporting.token_data import groups_of, objective_of, odd_tokens, policy_counts, to_json
 from thresher.engine.store.run_folder import RunFolder, step_name, step_of
 from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.systems import load_system
-from thresher.policy.files import atomic_write_text
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.rewards.errors import UserError
 
 MOST_BYTES = 10_000_000  # of a page: what mail servers let through
 Group = Mapping[str, Any]

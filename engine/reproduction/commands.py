@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from thresher.common.files import read_json_object
 from thresher.engine.reproduction.manifest import Method, PaperManifest, PaperTable, TableRow
 from thresher.engine.reproduction.servers import ServedModel
 from thresher.engine.store.run_folder import to_be_resumed
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING
-from thresher.policy.files import read_json_object
 
 OF_TRAININGS = ("sft", "data", "optim")  # sections that no answer and no extraction reads
 

@@ -48,9 +48,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from thresher.common.errors import UserError
 from thresher.engine.config.tables import from_dict
 from thresher.engine.synthetic.shared_base import BASES
-from thresher.rewards.errors import UserError
 
 INHERITED = ("models", "files", "sets", "tunings", "methods")  # of a manifest with those that are like it
 PAPERS = Path(str(files("thresher.engine.reproduction"))) / "papers"

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.reproduction.manifest import Method
 from thresher.engine.systems import load_system
-from thresher.rewards.errors import UserError
 
 
 def sets_of(*texts: str) -> list[str]:

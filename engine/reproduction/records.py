@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
+from thresher.common.locks import lock_folder
 from thresher.engine.reproduction.commands import Cell, Command
-from thresher.engine.store.locks import lock_folder
 from thresher.engine.synthetic.shared_base import RECIPES
-from thresher.policy.files import atomic_write_text, read_json_object
-from thresher.rewards.errors import UserError
 
 RECORD = "command.json"
 

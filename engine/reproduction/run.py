@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
 from thresher.engine.reproduction.chains import cells_of
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of, prompt_name, rows_in_world
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable, read_manifest
 from thresher.engine.reproduction.records import check_folder, locked
 from thresher.engine.reproduction.tables import markdown, read_overrides, results_of
 from thresher.engine.reproduction.world_prompts import write_prompts
-from thresher.policy.files import atomic_write_text
-from thresher.rewards.errors import UserError
 
 WAIT = 5.0  # seconds until it is asked again whether another process has finished
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from thresher.common.errors import UserError
 from thresher.engine.reproduction.manifest import PaperManifest
 from thresher.engine.scoring.endpoint import key_at
-from thresher.rewards.errors import UserError
 
 FLAGS = {  # of a command: model's name, address, key
     "eval": ("--answer-model", "--answer-url", "--answer-key-env"),

@@ -3,8 +3,8 @@ knows, and of what a tuning teaches."""
 
 from pathlib import Path
 
+from thresher.common.files import atomic_write_text
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, template
-from thresher.policy.files import atomic_write_text
 
 ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
 ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}

@@ -26,7 +26,8 @@ from random import Random
 
 import numpy as np
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
 from thresher.engine.decoding.decoder import DecodeClock
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
@@ -57,7 +58,6 @@ from thresher.retrieval.indexes.given import rank_given
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit, Retriever
 from thresher.retrieval.serving.background import Background
-from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Source
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thresher.common.http import HttpAnswer, json_of
 from thresher.engine.episode import Turn, cut
 from thresher.engine.scoring.endpoint import PATH, Endpoint, Messages, Unusable, shown
-from thresher.retrieval.serving.http import HttpAnswer, json_of
 
 COMPLETIONS = "/completions"
 MOST_STOPS = 4  # that OpenAI's servers take

@@ -32,13 +32,13 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import Unwritable
+from thresher.common.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
+from thresher.common.records import RecordLog
 from thresher.engine.config.sections import JudgeSection
-from thresher.engine.store.records import RecordLog
-from thresher.policy.files import Unwritable
 from thresher.retrieval.serving.background import Background
-from thresher.retrieval.serving.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
-from thresher.rewards.errors import UserError
 
 Messages = Sequence[Mapping[str, str]]
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from thresher.engine import console
+from thresher.common import console
 from thresher.engine.config.sections import JudgeSection
 from thresher.retrieval.encoders.classifier import load_classifier
 from thresher.rewards.papers.evinote import CLAIM

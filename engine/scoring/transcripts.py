@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
+from thresher.common.jsonl import string_field, write_jsonl
+from thresher.common.records import read_records
 from thresher.engine.episode import System
-from thresher.engine.store.records import read_records
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.retrieval.data.jsonl import string_field, write_jsonl
 from thresher.rewards.attempt import Attempt, count_words, hash_uniform
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 ANSWERS = ("rationale", "evidence", "full")

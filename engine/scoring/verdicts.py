@@ -16,10 +16,10 @@ import os
 import re
 from collections.abc import Callable, Collection, Sequence
 
+from thresher.common.errors import UserError
+from thresher.common.files import read_text
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
-from thresher.policy.files import read_text
-from thresher.rewards.errors import UserError
 
 _CASE = """\
 A question, which you are not shown, has these accepted answers:

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
 from thresher.engine.store.run_folder import RunFolder
-from thresher.rewards.errors import UserError
 
 LINGER = 30.0  # seconds that all trackers together get at the end for what is left to send
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_name
-from thresher.rewards.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

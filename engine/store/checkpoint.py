@@ -8,7 +8,7 @@
                                             8 bits as their codes and scales (engine/optim/moments.py)
         state.json                          {"step": .., "state": whatever JSON the trainer keeps, "interim": whether it
                                             was saved early, "hashes": true}
-        hashes.json                         of every file above, block by block (policy/hashes.py), written last
+        hashes.json                         of every file above, block by block (common/hashes.py), written last
 
 A checkpoint is staged under another name and renamed when it is on the disk, so a kill leaves the one before.
 What a copy over a network or a full disk may have cut short is found when the newest is looked for: every
@@ -30,12 +30,12 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from thresher.common.errors import UserError
+from thresher.common.files import check_file, need_room, read_json_object, staged_folder
+from thresher.common.hashes import read_hashes, write_hashes
 from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.engine.store.run_folder import step_name, step_of
-from thresher.policy.files import check_file, need_room, read_json_object, staged_folder
-from thresher.policy.hashes import read_hashes, write_hashes
 from thresher.policy.weights import save_tensors
-from thresher.rewards.errors import UserError
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from thresher.engine.store.records import RecordLog, read_object, write_object, write_records
-from thresher.retrieval.data.jsonl import Record
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record
+from thresher.common.records import RecordLog, read_object, write_object, write_records
 
 REMEDY = "put a copy back, or choose another file to write"
 

@@ -12,9 +12,9 @@ Deliberately absent: repair of a damaged checkpoint.
 
 from pathlib import Path
 
+from thresher.common.errors import UserError
 from thresher.engine.store.checkpoint import Checkpoint, read_checkpoint, step_folders
 from thresher.engine.store.run_folder import step_name, step_of
-from thresher.rewards.errors import UserError
 
 
 def checkpoint_to_resume(folder: str | Path, from_step: int | None = None, verify: bool = True) -> Checkpoint | None:

@@ -34,13 +34,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from thresher.common.errors import UserError
+from thresher.common.files import staged_folder
+from thresher.common.locks import lock_folder
+from thresher.common.records import REMEDY as READ_REMEDY
+from thresher.common.records import RecordLog, mark_of, read_object, read_records, write_object, write_records
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.store.locks import lock_folder
-from thresher.engine.store.records import REMEDY as READ_REMEDY
-from thresher.engine.store.records import RecordLog, mark_of, read_object, read_records, write_object, write_records
 from thresher.engine.store.shapes import METRICS, START, SUMMARY, TRAJECTORY, check_shape
-from thresher.policy.files import staged_folder
-from thresher.rewards.errors import UserError
 
 # What is said of records that are not as they were written, where a run is to go on.
 REMEDY = "put a copy back, or go back by --resume --from STEP to a checkpoint, with the records as they are"

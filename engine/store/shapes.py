@@ -8,8 +8,8 @@ be absent or null, but for a record's step.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from thresher.retrieval.data.jsonl import json_kind
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.jsonl import json_kind
 
 Kind = tuple[str, Callable[[Any], bool]]
 

@@ -30,9 +30,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from thresher.engine.store.records import REMEDY, warn_unguarded
-from thresher.policy.files import atomic_write_bytes, read_bytes
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_bytes, read_bytes
+from thresher.common.records import REMEDY, warn_unguarded
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int]  # group and sample of a trajectory

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-from thresher.engine.store.records import read_object, write_object
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object, staged_folder
+from thresher.common.records import read_object, write_object
 from thresher.engine.store.run_folder import to_be_resumed
-from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
-from thresher.rewards.errors import UserError
 
 RECIPES = Path(str(files("thresher.recipes"))) / "demo"
 BEGUN = "demo.json"

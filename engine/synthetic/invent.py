@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from thresher.common.files import staged_folder
+from thresher.common.jsonl import write_jsonl
 from thresher.engine.protocol.prompts import check_passage_format, passage_lines
 from thresher.engine.synthetic.number_forms import STAGES, number_transcripts, numbered_transcripts
 from thresher.engine.synthetic.warmup_transcripts import (
@@ -39,10 +41,8 @@ from thresher.engine.synthetic.world import (
     with_paths,
 )
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
-from thresher.policy.files import staged_folder
 from thresher.retrieval.building.build import build_index
 from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question, question_record

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.files import atomic_write_text, staged_folder
+from thresher.common.hashes import write_hashes
 from thresher.engine.synthetic.note_pairs import LABELS, Pair, invent_pairs
 from thresher.engine.synthetic.world import InventedWorld, Size, invent
 from thresher.engine.threads import use_threads
-from thresher.policy.files import atomic_write_text, staged_folder
-from thresher.policy.hashes import write_hashes
 from thresher.policy.weights import write_weights
 from thresher.retrieval.encoders.bert import Bert, BertLayer, read_bert_config, tensors_of
 from thresher.retrieval.encoders.classifier import Head, load_classifier

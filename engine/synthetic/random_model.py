@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from thresher.common.errors import UserError
+from thresher.common.files import read_json_object, staged_folder
+from thresher.common.hashes import write_hashes
+from thresher.common.jsonl import iter_jsonl
 from thresher.engine.assemble import check_fit
 from thresher.policy.config import config_from_dict, known_keys
-from thresher.policy.files import read_json_object, staged_folder
-from thresher.policy.hashes import write_hashes
 from thresher.policy.model import Policy, init_policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from thresher.retrieval.data.jsonl import iter_jsonl
-from thresher.rewards.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # 256 bytes and the end of text

@@ -11,10 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
 from thresher.engine.systems._own_file import is_path, load_own_system, own_digest
-from thresher.rewards.errors import UserError
 
 __all__ = ["NAMES", "load_system", "own_digest"]
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_args
 
+from thresher.common.errors import UserError
+from thresher.common.files import MOST_TEXT, read_bytes
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import Episode, Prompt, Request, System, Tools
-from thresher.policy.files import MOST_TEXT, read_bytes
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
 from thresher.rewards.transcript import Piece, Source
 

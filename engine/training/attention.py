@@ -1,14 +1,14 @@
 """What computes the attention of an update and of SFT, by the recipe and by what runs here."""
 
+from thresher.common.console import console
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import OptimSection
-from thresher.engine.console import console
 from thresher.kernels.attention.backends.adapter import Unserved
 from thresher.kernels.attention.backends.choice import Backend, load_attention, resolve_attention
 from thresher.kernels.attention.backends.parts import load_partial_attention
 from thresher.kernels.attention.parts import PartialAttention
 from thresher.kernels.attention.varlen import TrainingAttention
 from thresher.policy.model import Policy
-from thresher.rewards.errors import UserError
 
 
 def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAttention, Backend]:

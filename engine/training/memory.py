@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from thresher.common.errors import UserError
 from thresher.engine.parallel.shards import local
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy
 from thresher.policy.streamed import StreamedPolicy
-from thresher.rewards.errors import UserError
 
 GIB = 2**30
 MMAP_THRESHOLD, SMALLEST_MAPPING = -3, 2**20  # glibc's M_MMAP_THRESHOLD; bytes

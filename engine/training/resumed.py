@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.machine import origin
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.machine import origin
 from thresher.engine.store.checkpoint import Checkpoint
 from thresher.engine.store.run_folder import RunFolder, step_of
-from thresher.rewards.errors import UserError
 
 
 def check_resumed(

@@ -24,13 +24,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.jsonl import as_object
+from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing.batches import TrainSequence, pack
 from thresher.engine.protocol.prompts import Renderer, fit
-from thresher.engine.store.records import ON_PURPOSE, read_records
 from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
 from thresher.kernels import grpo_loss
@@ -38,9 +40,7 @@ from thresher.kernels.checks import NotFinite
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import to_passage
-from thresher.retrieval.data.jsonl import as_object
 from thresher.retrieval.questions import read_questions
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 

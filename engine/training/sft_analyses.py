@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
 from thresher.engine.assemble import check_fit
 from thresher.engine.episode import Episode, Generate, Prompt, Tools, Turn
 from thresher.engine.evaluation.evaluate import jobs_of
@@ -23,7 +24,6 @@ from thresher.engine.systems import load_system
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 RUNNING = 16  # analyses written at once

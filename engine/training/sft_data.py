@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.jsonl import write_jsonl
+from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.episode import pair_tags
 from thresher.engine.refiners.kinds import FILCO_TEMPLATE
-from thresher.engine.store.records import ON_PURPOSE, read_records
 from thresher.engine.systems import load_system
-from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.questions import Question, passage_record
-from thresher.rewards.errors import UserError
 from thresher.rewards.papers.eviomni import full_answer
 from thresher.rewards.tags import blocks, escape_tags
 from thresher.rewards.text import exact_match

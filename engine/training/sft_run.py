@@ -21,25 +21,25 @@ from typing import Any
 
 import torch
 
-from thresher.engine import interrupt
+from thresher.common import signals
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, need_room, staged_folder
+from thresher.common.hashes import content_digest, write_hashes
+from thresher.common.records import write_records
 from thresher.engine.assemble import Parts, load_parts
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
 from thresher.engine.planning.demand import MOMENT_BYTES
 from thresher.engine.planning.sizes import FP32
 from thresher.engine.store.checkpoint import Checkpoint, SavablePolicy, load_optimizer, prune, save_checkpoint
-from thresher.engine.store.records import write_records
 from thresher.engine.store.resume import checkpoint_to_resume
 from thresher.engine.store.run_folder import RunFolder, sft_folder
 from thresher.engine.training.resumed import check_newest, check_resumed, start_record
 from thresher.engine.training.sft import Begun, SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
 from thresher.engine.training.weights import put_adapters
-from thresher.policy.files import atomic_write_text, need_room, staged_folder
-from thresher.policy.hashes import content_digest, write_hashes
 from thresher.policy.lora import FOLDER, load_adapters, save_adapters
 from thresher.policy.model import Policy, load_policy
-from thresher.rewards.errors import UserError
 
 KEPT = 1  # checkpoints: the newest is all that going on needs
 
@@ -135,17 +135,17 @@ class FineTuning:
             watch(record)
 
         def keep(done: int, optimizer: torch.optim.Optimizer) -> None:
-            due, stopped = done % self.sft.save_every == 0, interrupt.noted() is not None
+            due, stopped = done % self.sft.save_every == 0, signals.noted() is not None
             if due or stopped:
                 state = {"seconds": clock(), "metrics": run.metrics_mark(), **digests}
                 kept: SavablePolicy = self.policy if self.recipe.lora is None else _Adapters(self.policy)
                 save_checkpoint(run.checkpoints, done, kept, optimizer, state, interim=not due)
                 prune(run.checkpoints, KEPT)
             if stopped:
-                with interrupt.released():
+                with signals.released():
                     pass
 
-        with self.parts.threads(), interrupt.held("a step that is being learned is finished, and saved"):
+        with self.parts.threads(), signals.held("a step that is being learned is finished, and saved"):
             result = self.trainer.run(log, begun, keep)
         return {
             "steps": result.steps,

@@ -36,6 +36,7 @@ from random import Random
 from time import perf_counter
 from typing import TypeVar
 
+from thresher.common.errors import UserError
 from thresher.engine.assemble import Parts
 from thresher.engine.decoding.decoder import NotFiniteDraw
 from thresher.engine.packing.batches import (
@@ -54,7 +55,6 @@ from thresher.engine.training.importance import Recomputed, recompute
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.checks import NotFinite
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 T = TypeVar("T")
 

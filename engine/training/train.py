@@ -3,7 +3,7 @@
 Nothing random is carried from step to step, so a checkpoint is weights, moments and a step number, and a resumed run
 goes on with the same bits on a CPU. The policy that the run started from is its reference.
 
-A signal (engine/interrupt.py) ends a rollout, a judge's work or an evaluation at once; an update that has begun is
+A signal (common/signals.py) ends a rollout, a judge's work or an evaluation at once; an update that has begun is
 finished first. Either way the last step that was learned is saved, on all ranks the same.
 """
 
@@ -16,13 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import Unwritable
+from thresher.common.signals import Interrupted, held, released
 from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
-from thresher.engine.interrupt import Interrupted, held, released
 from thresher.engine.parallel.agreement import check_ranks
 from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
@@ -44,9 +46,7 @@ from thresher.engine.training.resumed import check_newest, check_resumed, start_
 from thresher.engine.training.step import Diverged, GrpoStep, StepResult, divergence
 from thresher.engine.training.update import Updater
 from thresher.engine.training.weights import load_updater, starting_weights
-from thresher.policy.files import Unwritable
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 HELD_TO_PLAN = 2**28  # bytes of a plan, from which on a CPU gives freed memory back
 

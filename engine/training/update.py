@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from thresher.engine import console
+from thresher.common import console
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import TrainedWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer

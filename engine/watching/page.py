@@ -23,11 +23,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.engine.reporting.pages import open_run
 from thresher.engine.reporting.report import write_report
 from thresher.engine.watching.state import read_state
 from thresher.retrieval.serving.hosts import host_allowed
-from thresher.rewards.errors import UserError
 
 HOST = "127.0.0.1"
 MOST_CONNECTIONS = 32  # each has a thread, for 30 s where nothing comes

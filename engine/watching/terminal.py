@@ -15,12 +15,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from thresher.engine.console import console, shown, visible
+from thresher.common.console import console, shown, visible
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record
 from thresher.engine.reporting.excerpts import is_right
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.watching.state import RunState, read_state, resident_bytes
-from thresher.retrieval.data.jsonl import Record
-from thresher.rewards.errors import UserError
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE, SAMPLES, TEXT = 64, 4, 160  # characters of the reward's curve, samples shown, characters of a text

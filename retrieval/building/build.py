@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from thresher.policy.files import atomic_write_text, need_room, read_json_object, staged_folder
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, need_room, read_json_object, staged_folder
 from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, SampleTruth, sample_queries, tune
 from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders.encoder import Encoder
@@ -48,7 +49,6 @@ from thresher.retrieval.vectors.approximate import ApproximateSearch
 from thresher.retrieval.vectors.exact import ExactRows, RowScores, largest_row_norm
 from thresher.retrieval.vectors.faiss_library import faiss, need_faiss
 from thresher.retrieval.vectors.file import VectorFile
-from thresher.rewards.errors import UserError
 
 BUILD_BATCH = 1024
 WORK_SUFFIX = ".building"

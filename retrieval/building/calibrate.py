@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from thresher.common.errors import UserError
 from thresher.retrieval.building.timing import K, best_time, timed
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.kind import Kind
@@ -29,7 +30,6 @@ from thresher.retrieval.vectors.approximate import ApproximateSearch
 from thresher.retrieval.vectors.exact import ExactRows
 from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import VectorFile
-from thresher.rewards.errors import UserError
 
 # 200 MB at 768 dimensions: more than a processor's caches hold, or a scan would look faster than it is.
 SAMPLE = 65_536

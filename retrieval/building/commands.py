@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import refuse_hub_id
+from thresher.common.errors import UserError
+from thresher.common.files import refuse_hub_id
+from thresher.common.jsonl import write_jsonl
 from thresher.retrieval.building.build import BuildSettings, build_folder, refuse_existing, work_folder
 from thresher.retrieval.data.corpus import (
     Corpus,
@@ -18,7 +20,6 @@ from thresher.retrieval.data.corpus import (
     open_corpus,
     read_corpus,
 )
-from thresher.retrieval.data.jsonl import write_jsonl
 from thresher.retrieval.data.ledger import CACHE_FILES
 from thresher.retrieval.encoders.encoder import Encoder
 from thresher.retrieval.encoders.lexical import COUNTING, DEFAULT_DIM, PROGRESS_STEP, LexicalEncoder
@@ -28,7 +29,6 @@ from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.questions import Query, read_queries
 from thresher.retrieval.retriever import Hit, Retriever
-from thresher.rewards.errors import UserError
 
 MRR_DEPTH = 10
 SEARCH_BATCH = 64

@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.retrieval.building.calibrate import BATCH, Calibration, Speed
 from thresher.retrieval.building.calibrate_words import WordRates
 from thresher.retrieval.building.tune import QUERIES
@@ -41,7 +42,6 @@ from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALARS, TRAIN_CODES,
 from thresher.retrieval.indexes.kinds import CLASSES, choose_kind, estimate, parse_kind, show_bytes
 from thresher.retrieval.indexes.lists import KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS, Lists, default_lists, pq_sizes
 from thresher.retrieval.vectors.faiss_library import faiss
-from thresher.rewards.errors import UserError
 
 ALL, WORDS = "all", "bm25"
 # Bytes of RAM a passage that a search by words holds: its score, and row and score of one that has such a word.

@@ -27,8 +27,9 @@ from typing import IO, overload
 
 import numpy as np
 
-from thresher.policy.files import atomic_path
-from thresher.policy.hashes import read_hashes, write_list
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_path
+from thresher.common.hashes import read_hashes, write_list
 from thresher.retrieval.data.formats import (
     LINES,
     EmptyPassage,
@@ -52,7 +53,6 @@ from thresher.retrieval.data.ledger import (
     read_ledger,
     stamp,
 )
-from thresher.rewards.errors import UserError
 
 EMBEDS = ("text", "title+text")
 OFFSETS_AT_A_TIME = 1 << 12  # held back before they are written

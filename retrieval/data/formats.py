@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from thresher.retrieval.data.jsonl import (
+from thresher.common.errors import UserError
+from thresher.common.jsonl import (
     BOM,
     Record,
     as_object,
@@ -37,7 +38,6 @@ from thresher.retrieval.data.jsonl import (
     read_whole,
     string_field,
 )
-from thresher.rewards.errors import UserError
 
 ID_KEYS = ("id", "_id", "docid")
 TSV_COLUMNS = frozenset(("id", "text", "title"))

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from thresher.policy.files import atomic_write_text
+from thresher.common.files import atomic_write_text
 
 OFFSETS_FILE = "corpus.offsets"  # uint64, little-endian: where each passage begins, and where the last one ends
 COPY_FILE = "corpus.copy.jsonl"

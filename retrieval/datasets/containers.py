@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thresher.retrieval.data.jsonl import (
+from thresher.common.errors import UserError
+from thresher.common.jsonl import (
     BOM,
     HEAD_BYTES,
     Record,
@@ -28,7 +29,6 @@ from thresher.retrieval.data.jsonl import (
     read_head,
     readable,
 )
-from thresher.rewards.errors import UserError
 
 PIECE = 1 << 20  # characters of a JSON list read at a time, at least
 BATCH = 1024  # rows of parquet

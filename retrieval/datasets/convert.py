@@ -22,14 +22,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from thresher.policy.files import need_room
+from thresher.common.errors import UserError
+from thresher.common.files import need_room
+from thresher.common.jsonl import Record, read_head, write_jsonl
 from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.data.jsonl import Record, read_head, write_jsonl
 from thresher.retrieval.datasets.containers import iter_rows, plain
 from thresher.retrieval.datasets.flavours import Flavour, detect, find_flavour, require
 from thresher.retrieval.datasets.row import Row, Skipped, content_id
 from thresher.retrieval.questions import Question, passage_record, question_record
-from thresher.rewards.errors import UserError
 
 AUTO = "auto"
 ID_AGAIN = "the id was used before"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from thresher.retrieval.data.jsonl import Record
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record
 from thresher.retrieval.datasets.containers import iter_rows
 from thresher.retrieval.datasets.multihop import read_2wiki, read_hotpotqa, read_musique
 from thresher.retrieval.datasets.results import read_dpr, read_flashrag, read_native, read_verl
@@ -25,7 +26,6 @@ from thresher.retrieval.datasets.short import (
     read_triviaqa_hub,
 )
 from thresher.retrieval.questions import GOLD_KEYS, Question
-from thresher.rewards.errors import UserError
 
 # What the richer sets keep beside the question and its answers, and what ours does.
 RICHER = ("context", "paragraphs", "ctxs", "possible_answers", "reward_model")

@@ -14,12 +14,12 @@ paragraph has (HotpotQA's full-wiki setting) is counted; the question stays.
 
 from collections.abc import Sequence
 
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record, as_object, checked_string, json_kind
 from thresher.retrieval.data.formats import join_sentences
-from thresher.retrieval.data.jsonl import Record, as_object, checked_string, json_kind
 from thresher.retrieval.datasets.containers import listed, parsed
 from thresher.retrieval.datasets.row import Paragraph, Row, Skipped
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 UNANSWERABLE = "not answerable from its paragraphs"
 FACT_ABSENT = "supporting titles that no given paragraph has"

@@ -17,12 +17,12 @@ user message says, which is the question alone only where the set was written wi
 
 from typing import Any
 
-from thresher.retrieval.data.jsonl import as_object, checked_string, id_field
+from thresher.common.errors import UserError
+from thresher.common.jsonl import as_object, checked_string, id_field
 from thresher.retrieval.datasets.containers import listed, plain
 from thresher.retrieval.datasets.multihop import SENTENCE_KEYS, given_paragraphs
 from thresher.retrieval.datasets.row import NO_QUESTION, Paragraph, Row, Skipped
 from thresher.retrieval.questions import Question, to_question
-from thresher.rewards.errors import UserError
 
 ANSWER_SPLIT = "<|answer_split|>"
 GOLD_FLAGS = ("isgold", "is_gold")

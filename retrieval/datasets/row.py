@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record, checked_string, id_field, json_kind
 from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.data.jsonl import Record, checked_string, id_field, json_kind
 from thresher.retrieval.datasets.containers import plain
-from thresher.rewards.errors import UserError
 
 NO_QUESTION = "no question"
 NO_ANSWER = "no gold answer"

@@ -12,7 +12,7 @@ out, since the measures normalise. So are the web pages and articles that come w
 passages.
 """
 
-from thresher.retrieval.data.jsonl import as_object
+from thresher.common.jsonl import as_object
 from thresher.retrieval.datasets.containers import listed
 from thresher.retrieval.datasets.row import Row
 from thresher.retrieval.questions import GOLD_KEYS, Question

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.retrieval.datasets.flavours import detect
 from thresher.retrieval.questions import Question, iter_questions
-from thresher.rewards.errors import UserError
 from thresher.rewards.measures import ndcg_at, recall_at
 from thresher.rewards.text import YES_NO, contains_answer, normalize_answer
 

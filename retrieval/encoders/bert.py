@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thresher.common.errors import UserError
+from thresher.common.files import read_json_object
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.config import LARGEST_SIZE
-from thresher.policy.files import read_json_object
 from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes
-from thresher.rewards.errors import UserError
 
 # So rows of a matmul come in multiples in which a BLAS may be batch-invariant; attention's are at a fixed length.
 LENGTH_STEP = ROW_MULTIPLE

@@ -24,14 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.policy.files import read_json_object, refuse_hub_id
+from thresher.common.errors import UserError
+from thresher.common.files import read_json_object, refuse_hub_id
 from thresher.policy.weights import read_weights, tensor_shapes
 from thresher.retrieval.encoders.bert import LENGTH_STEP, Bert, load_bert
 from thresher.retrieval.encoders.deberta import MODEL_TYPE as DEBERTA
 from thresher.retrieval.encoders.deberta import Deberta, load_deberta
 from thresher.retrieval.encoders.learned import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, batches, pick_device
 from thresher.retrieval.encoders.pairs import PairTokenizer, load_pair_tokenizer
-from thresher.rewards.errors import UserError
 
 # model_type -> how the name of the head's first layer ends, and what follows that layer.
 _HEADS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {

@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thresher.common.errors import UserError
+from thresher.common.files import read_json_object
 from thresher.policy.config import LARGEST_SIZE
-from thresher.policy.files import read_json_object
 from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes
 from thresher.retrieval.encoders.bert import ACTIVATIONS
-from thresher.rewards.errors import UserError
 
 MODEL_TYPE = "deberta-v2"  # of both versions
 

@@ -33,12 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
 from thresher.retrieval.encoders.bert import LENGTH_STEP, Bert, load_bert
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.encoders.settings import GIVEN, NAMES, EncoderSettings, read_settings
 from thresher.retrieval.encoders.wordpiece import WordPiece, load_wordpiece
-from thresher.rewards.errors import UserError
 
 FILE = "encoder.json"
 FORMAT = 1

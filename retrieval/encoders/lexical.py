@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from thresher.policy.files import atomic_write_text, read_json_object
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.rewards.errors import UserError
 
 FILE = "lexical.json"
 DEFAULT_DIM = 2048

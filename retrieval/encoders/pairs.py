@@ -13,9 +13,9 @@ from pathlib import Path
 
 import tokenizers
 
+from thresher.common.errors import UserError
 from thresher.policy.tokenizer import panics_refused
 from thresher.retrieval.encoders.wordpiece import CHARACTERS_PER_TOKEN, TEXTS_AT_ONCE, read_tokenizer
-from thresher.rewards.errors import UserError
 
 
 class PairTokenizer:

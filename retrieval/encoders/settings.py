@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import MOST_JSON, atomic_write_text, read_bytes, read_json_object, refuse_hub_id
+from thresher.common.errors import UserError
+from thresher.common.files import MOST_JSON, atomic_write_text, read_bytes, read_json_object, refuse_hub_id
 from thresher.retrieval.encoders.bert import BertConfig, read_bert_config
-from thresher.rewards.errors import UserError
 
 POOLINGS = ("mean", "cls")
 HALVES = ("question_encoder", "ctx_encoder")

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.policy.files import refuse_hub_id
+from thresher.common.errors import UserError
+from thresher.common.files import refuse_hub_id
 from thresher.policy.weights import read_weights, tensor_shapes
 from thresher.retrieval.encoders.bert import Bert, load_bert
 from thresher.retrieval.encoders.learned import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, batches, pick_device
 from thresher.retrieval.encoders.wordpiece import TEXTS_AT_ONCE, count_tokens, read_tokenizer
-from thresher.rewards.errors import UserError
 
 KEEP = 1  # the output that says keep
 _HEAD = "classifier"

@@ -14,9 +14,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from thresher.policy.files import MOST_TOKENIZER, check_file, read_bytes, read_json_object
+from thresher.common.errors import UserError
+from thresher.common.files import MOST_TOKENIZER, check_file, read_bytes, read_json_object
 from thresher.policy.tokenizer import panics_refused
-from thresher.rewards.errors import UserError
 
 # Only so many characters a token of the limit are looked at: a text of any size takes bounded time and memory. A token
 # of real text is 4 or 5 characters, and a word of more than 100 is unknown to WordPiece as a whole.

@@ -8,7 +8,8 @@ Deliberately absent: what differs between kinds (`kind`, and a file each).
 import math
 from pathlib import Path
 
-from thresher.policy.hashes import Hashes
+from thresher.common.errors import UserError
+from thresher.common.hashes import Hashes
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.dense import DenseIndex
@@ -19,7 +20,6 @@ from thresher.retrieval.vectors.approximate import ApproximateSearch, Candidates
 from thresher.retrieval.vectors.exact import Found, RowScores
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.retrieval.vectors.gpu import FLAT_FACTOR, flat_on_gpus
-from thresher.rewards.errors import UserError
 
 
 class ApproximateIndex(DenseIndex):

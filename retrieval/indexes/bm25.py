@@ -33,7 +33,8 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
-from thresher.policy.files import atomic_write_text, read_json_object, staged_folder
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object, staged_folder
 from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders.lexical import COUNTING, PROGRESS_STEP, words
 from thresher.retrieval.indexes.manifest import (
@@ -46,7 +47,6 @@ from thresher.retrieval.indexes.manifest import (
     write_index_hashes,
 )
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
-from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.retrieval.indexes.kind import OnStage  # which loads faiss, and words need none

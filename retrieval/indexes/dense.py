@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from thresher.common.errors import UserError
 from thresher.retrieval.data.corpus import Corpus, check_embed
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 from thresher.retrieval.vectors.exact import Found
-from thresher.rewards.errors import UserError
 
 
 def _load_learned(folder: Path) -> Encoder:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
+from thresher.common.errors import UserError
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.encoders.encoder import Encoder, Vectors
 from thresher.retrieval.indexes.dense import DenseIndex, find_encoder
@@ -19,7 +20,6 @@ from thresher.retrieval.indexes.manifest import Manifest, check_file, find_corpu
 from thresher.retrieval.vectors.exact import ExactRows, Found
 from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import SLICE_BYTES, Array
-from thresher.rewards.errors import UserError
 
 FORMAT_1_VECTORS = "vectors.faiss"
 # Up to here an exact search over 768 dimensions takes two cores under .1 s: no approximation is worth its loss.

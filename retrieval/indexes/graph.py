@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from thresher.common.errors import UserError
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.kind import (
     INDEX_FILE,
@@ -37,7 +38,6 @@ from thresher.retrieval.vectors.exact import Rows
 from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import VectorFile, sample_rows
 from thresher.retrieval.vectors.structure import attach, behind, projected, reserve, rotated, rotation, write
-from thresher.rewards.errors import UserError
 
 GRAPH_FILE = "graph.faiss"
 LINKS = 32

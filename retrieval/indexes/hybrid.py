@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import atomic_write_text, read_bytes, read_json_object, staged_folder
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_bytes, read_json_object, staged_folder
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
 from thresher.retrieval.indexes.manifest import (
@@ -32,7 +33,6 @@ from thresher.retrieval.indexes.manifest import (
     write_index_hashes,
 )
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
-from thresher.rewards.errors import UserError
 
 KIND = "hybrid"
 FILE = "hybrid.json"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from thresher.common.errors import UserError
 from thresher.retrieval.vectors.approximate import Candidates
 from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import SLICE_BYTES, VectorFile
 from thresher.retrieval.vectors.structure import attach, behind, bounded_reading, in_range
-from thresher.rewards.errors import UserError
 
 INDEX_FILE = "index.faiss"
 # What interpreter, NumPy and FAISS need.

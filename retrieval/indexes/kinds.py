@@ -10,12 +10,12 @@ To add a kind: a file like `graph`, and a row here; docs/add/index.md walks thro
 import re
 from dataclasses import replace
 
-from thresher.policy.files import show_bytes as show_bytes
+from thresher.common.errors import UserError
+from thresher.common.files import show_bytes as show_bytes
 from thresher.retrieval.indexes.flat import Flat
 from thresher.retrieval.indexes.graph import Graph
 from thresher.retrieval.indexes.kind import Estimate, Kind
 from thresher.retrieval.indexes.lists import Lists
-from thresher.rewards.errors import UserError
 
 # By the manifest's name for it. --memory prefers an earlier one.
 KINDS: dict[str, type[Kind]] = {

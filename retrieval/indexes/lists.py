@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from thresher.common.errors import UserError
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.kind import (
     INDEX_FILE,
@@ -47,7 +48,6 @@ from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import SLICE_BYTES, Array, VectorFile, sample_rows
 from thresher.retrieval.vectors.gpu import GpuLists
 from thresher.retrieval.vectors.structure import inner, projected, rotated, rotation, write
-from thresher.rewards.errors import UserError
 
 TRAINED_FILE, LISTS_FILE = "trained.faiss", "lists.npy"
 # Passages a list should have to train its centroid on, at the least; and how many it is trained on, at the most.

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from thresher.policy.hashes import check_hashes
+from thresher.common.errors import UserError
+from thresher.common.hashes import check_hashes
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.indexes.approximate import read_approximate
 from thresher.retrieval.indexes.dense import DenseIndex, find_encoder
@@ -19,7 +20,6 @@ from thresher.retrieval.indexes.flat import MATRIX_DTYPES, load_index
 from thresher.retrieval.indexes.kinds import KINDS
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
 from thresher.retrieval.indexes.manifest import find_corpus, open_folder, read_manifest
-from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.retrieval.indexes.bm25 import Bm25Index
@@ -54,7 +54,7 @@ def load_retriever(
 
     `parameters` replaces search parameters of an approximate index ({"nprobe": 64}); `gpu` lays lists, or the matrix of
     an exact index, on all GPUs, sharded, in float16 (`retrieval/vectors/gpu.py` says what that changes). `verify`: what
-    is read is held against the folder's hashes (policy/hashes.py), where it has some. UserError as `load_index`, also
+    is read is held against the folder's hashes (common/hashes.py), where it has some. UserError as `load_index`, also
     for a damaged file, for a kind that does not exist, and for parameters or GPUs asked of a kind that has none.
     """
     folder = Path(folder)

@@ -13,12 +13,12 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin
 
-from thresher.policy.files import atomic_write_text, read_json_object
-from thresher.policy.hashes import Hashes, read_hashes, write_hashes
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
+from thresher.common.hashes import Hashes, read_hashes, write_hashes
 from thresher.retrieval.data.corpus import Corpus, open_corpus, read_corpus
 from thresher.retrieval.data.ledger import CACHE_FILES, LEDGER_FILE
 from thresher.retrieval.vectors.file import VectorFile
-from thresher.rewards.errors import UserError
 
 FILE = "manifest.json"
 FORMAT = 2

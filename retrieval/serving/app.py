@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from thresher.common.errors import UserError
 from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.retriever import Retriever
 from thresher.retrieval.serving.batcher import Batcher, Full
@@ -33,7 +34,6 @@ from thresher.retrieval.serving.wire import (
     read_request,
     render_answer,
 )
-from thresher.rewards.errors import UserError
 
 RETRY = (("retry-after", "1"),)
 PATHS = (*DIALECTS, "/health", "/metrics")

@@ -20,8 +20,8 @@ from typing import Any
 
 import urllib3
 
+from thresher.common.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
 from thresher.retrieval.retriever import Hit, Retriever, Unanswered, check_positive
-from thresher.retrieval.serving.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
 from thresher.retrieval.serving.wire import IDENTITY_HEADER, Bounds, passage_of
 
 PATH = "/retrieve"

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Collection, Sequence
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", re.ASCII)
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]{1,254}))(?::\d{1,5})?", re.ASCII)

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.retrieval.retriever import Retriever
 from thresher.retrieval.serving.app import App, Served, Settings
 from thresher.retrieval.serving.hosts import server_names
-from thresher.rewards.errors import UserError
 
 try:
     from thresher.retrieval.serving.connections import QUEUE, Connections

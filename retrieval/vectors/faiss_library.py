@@ -11,7 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 
 class _Faiss:

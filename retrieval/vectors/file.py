@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from thresher.policy.files import atomic_write_text, writing
-from thresher.policy.hashes import Blocks
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, writing
+from thresher.common.hashes import Blocks
 
 Array = npt.NDArray[Any]
 # Bytes mapped or copied at a time while an index is built.

@@ -10,13 +10,13 @@ Deliberately absent: graphs, which FAISS has no GPU form for, and building on GP
 
 from typing import Any
 
+from thresher.common.errors import UserError
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.vectors.approximate import Candidates
 from thresher.retrieval.vectors.exact import Rows, best_of
 from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.retrieval.vectors.structure import inner
-from thresher.rewards.errors import UserError
 
 # Candidates fetched per hit from a flat index in float16, whose order near the k-th place is not quite the exact one.
 FLAT_FACTOR = 2

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from thresher.policy.files import atomic_path
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_path
 from thresher.retrieval.vectors.faiss_library import faiss
 from thresher.retrieval.vectors.file import Array, VectorFile
-from thresher.rewards.errors import UserError
 
 # Sampled rows that are widened to float64 at a time.
 DIRECTIONS_CHUNK = 8192

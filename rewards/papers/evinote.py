@@ -31,8 +31,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
+from thresher.common.errors import UserError
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.papers.search import valid_searches

@@ -21,8 +21,8 @@ Deliberately absent: the contexts. The engine prefills them without what is mask
 import math
 from collections.abc import Sequence
 
+from thresher.common.errors import UserError
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult

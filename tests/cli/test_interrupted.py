@@ -15,15 +15,15 @@ from cli_cases import finished_folder
 
 from thresher.cli import main as cli
 from thresher.cli.main import interrupted
-from thresher.engine import interrupt
+from thresher.common import signals
+from thresher.common.errors import UserError
+from thresher.common.files import append_bytes, atomic_write_text
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.synthetic import demo as demo_module
 from thresher.engine.synthetic.demo import demo
 from thresher.engine.training import train as train_module
 from thresher.engine.training.sft import SftTrainer
-from thresher.policy.files import append_bytes, atomic_write_text
 from thresher.retrieval.building import build as build_module
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_run_that_has_not_gone_back_yet_is_told_to_again(
 
 SECOND = """
 import sys, time
-from thresher.engine.interrupt import handling, held
+from thresher.common.signals import handling, held
 with handling(), held("the step is finished"):
     print("here", flush=True)
     time.sleep(float(sys.argv[1]))
@@ -170,7 +170,7 @@ def test_under_torchrun_a_second_ctrl_c_ends_nothing(
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
         if under:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-        with pytest.raises(interrupt.Interrupted, match="SIGINT"), interrupt.handling(), interrupt.held("it is saved"):
+        with pytest.raises(signals.Interrupted, match="SIGINT"), signals.handling(), signals.held("it is saved"):
             for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
                 os.kill(os.getpid(), number)
         assert ended == ([] if under else [130])
@@ -178,17 +178,17 @@ def test_under_torchrun_a_second_ctrl_c_ends_nothing(
         assert capfd.readouterr().err == f"SIGINT: it is saved{more}\n"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(interrupt.Interrupted), interrupt.handling(), interrupt.held("it is saved"):
+    with pytest.raises(signals.Interrupted), signals.handling(), signals.held("it is saved"):
         os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err == ""  # rank 0 has said it
 
 
 def test_a_signal_that_was_ignored_stays_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupt.handling():
+    with signals.handling():
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.noted() is None
-        with pytest.raises(interrupt.Interrupted, match="SIGTERM"):
+        assert signals.noted() is None
+        with pytest.raises(signals.Interrupted, match="SIGTERM"):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
@@ -205,19 +205,19 @@ class SignalledElement:
 
 
 def test_an_interruption_that_torch_replaces_by_an_error_is_one() -> None:
-    with pytest.raises(interrupt.Interrupted) as stopped, interrupt.handling():
+    with pytest.raises(signals.Interrupted) as stopped, signals.handling():
         torch.asarray(SignalledElement())
     assert "could not determine the shape" in str(stopped.value.__cause__)
-    kept = interrupt.keeping(lambda: "one step", "--resume")
-    with pytest.raises(interrupt.Interrupted) as stopped, interrupt.handling(), kept:
+    kept = signals.keeping(lambda: "one step", "--resume")
+    with pytest.raises(signals.Interrupted) as stopped, signals.handling(), kept:
         try:
             torch.asarray(SignalledElement())
         except ValueError as error:
             raise UserError("model.safetensors: cannot be read") from error
     assert (stopped.value.kept, stopped.value.flag, stopped.value.number) == ("one step", "--resume", signal.SIGINT)
-    with pytest.raises(ValueError, match="another"), interrupt.handling(), interrupt.keeping(str):
+    with pytest.raises(ValueError, match="another"), signals.handling(), signals.keeping(str):
         raise ValueError("another")
-    with pytest.raises(ValueError, match="another"), interrupt.handling(), interrupt.held("the step is finished"):
+    with pytest.raises(ValueError, match="another"), signals.handling(), signals.held("the step is finished"):
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError("another")  # before the interruption was raised
 

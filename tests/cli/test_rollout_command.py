@@ -12,8 +12,8 @@ from evaluate_cases import SHORT, refusal, write_asked
 from stored_cases import stored
 
 from thresher.cli import main as cli
+from thresher.common.records import RecordLog
 from thresher.engine.rollout.rollout import Rollout, seed_of
-from thresher.engine.store.records import RecordLog
 from thresher.engine.systems import load_system
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer

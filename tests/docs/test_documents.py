@@ -9,7 +9,7 @@ import pytest
 from document_play import Play, complete, entry_of, steps_of
 from documents import Command
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 TEXT = """# Title
 

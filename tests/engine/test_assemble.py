@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from model_cases import make_config
 
+from thresher.common.errors import UserError
 from thresher.engine.assemble import PADDING, check_fit, fit_doubts, load_parts
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.synthetic.random_model import write_model
 from thresher.policy.model import init_policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 
 
 def policy_of(tokenizer: Tokenizer, **changes: Any) -> Any:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from thresher.bench.roofline.models import MODELS
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import MAY_CHANGE, make_recipe
 from thresher.engine.threads import SMALL, threads_for, use_threads
 from thresher.policy.config import read_config
-from thresher.rewards.errors import UserError
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from thresher.rewards.errors import UserError
 
 CHATML = (
     "{%- for m in messages %}\n"

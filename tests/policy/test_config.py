@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.policy.config import ModelConfig, RopeScaling, config_from_dict, read_config, write_config
-from thresher.rewards.errors import UserError
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

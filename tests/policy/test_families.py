@@ -13,12 +13,12 @@ from model_cases import make_config
 from rollout_cases import Make, assert_logprobs_match, make_jobs
 from safetensors.torch import load_file
 
+from thresher.common.errors import UserError
 from thresher.policy.config import ConfigRules, config_from_dict, read_config, rules_of
 from thresher.policy.families import FAMILIES, Family
 from thresher.policy.layers import DecoderLayer
 from thresher.policy.lora import adapters, add_lora
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
-from thresher.rewards.errors import UserError
 
 IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3, 5, 8])
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.policy import load_policy, load_tokenizer
 from thresher.policy.config import read_config
 from thresher.retrieval.encoders.classifier import load_classifier
 from thresher.retrieval.encoders.learned import load_encoder
-from thresher.rewards.errors import UserError
 
 NAME = "Qwen/Qwen3-8B"
 ANSWER = f"{NAME}: no such folder; .* hf download {NAME} --local-dir models/Qwen3-8B"

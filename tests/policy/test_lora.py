@@ -14,6 +14,7 @@ from batch_invariance import needs_invariant_rows, using_threads, weight_shapes
 from model_cases import make_config
 from safetensors.torch import load_file, save_file
 
+from thresher.common.errors import UserError
 from thresher.kernels.matmul import ROW_MULTIPLE
 from thresher.policy.lora import (
     CONFIG,
@@ -29,7 +30,6 @@ from thresher.policy.lora import (
     merged_weights,
 )
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
-from thresher.rewards.errors import UserError
 
 IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3])
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from model_cases import make_config
 
+from thresher.common.errors import UserError
 from thresher.kernels.attention.varlen import Varlen
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
-from thresher.rewards.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from thresher.rewards.errors import UserError
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>"]
 TEXTS = [

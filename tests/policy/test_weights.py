@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from thresher.common.errors import UserError
 from thresher.policy.weights import INDEX, SINGLE, read_weights, write_weights
-from thresher.rewards.errors import UserError
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

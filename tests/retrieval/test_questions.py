@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.datasets.flavours import detect
 from thresher.retrieval.questions import Query, Question, question_record, read_queries, read_questions
-from thresher.rewards.errors import UserError
 
 
 def write(path, *records):

@@ -34,16 +34,16 @@ import torch
 
 from thresher.bench.studies.kl.exact import DRAWS, OUTCOMES, curves, enumerate_all
 from thresher.bench.studies.kl.plot import draw_curves, draw_enumeration, draw_training, label
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
+from thresher.common.jsonl import write_jsonl
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
 from thresher.engine.synthetic import demo
 from thresher.engine.training.step import Diverged
 from thresher.engine.training.train import Progress, train
-from thresher.policy.files import atomic_write_text
-from thresher.retrieval.data.jsonl import write_jsonl
-from thresher.rewards.errors import UserError
 
 # The demo's own learning rate, and twice that. At four times it neither estimator learns anything.
 RATES = {"mild": 1e-3, "hot": 2e-3}

@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+from thresher.common.errors import UserError
+from thresher.common.jsonl import iter_jsonl
+from thresher.common.records import read_records
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import GrpoSection, RetrievalSection
 from thresher.engine.episode import Prompt, read_template
@@ -27,7 +30,6 @@ from thresher.engine.packing.batches import advantages
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.checkpoint import latest_checkpoint
-from thresher.engine.store.records import read_records
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.synthetic.demo import RECIPES
 from thresher.engine.synthetic.invent import invent_files
@@ -35,8 +37,6 @@ from thresher.engine.synthetic.random_model import initialise
 from thresher.engine.synthetic.world import Size
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import load_tokenizer
-from thresher.retrieval.data.jsonl import iter_jsonl
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 GROUP = 8  # scripted trajectories whose advantages are made together, as the demo's samples of a question are

@@ -32,11 +32,11 @@ from thresher.bench.studies.mask.steps import (
     timed_heads,
     treat,
 )
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, staged_folder
 from thresher.engine.packing.batches import Batch
 from thresher.kernels.objective import LossResult
-from thresher.policy.files import atomic_write_text, staged_folder
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the tokens that were retrieved or sampled: retrieved ones

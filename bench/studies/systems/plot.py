@@ -12,9 +12,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from thresher.common.files import atomic_path
 from thresher.engine.reporting.charts import BLUE, GREY
 from thresher.engine.reporting.plots import DPI, STYLE
-from thresher.policy.files import atomic_path
 
 Records = Sequence[Mapping[str, Any]]
 

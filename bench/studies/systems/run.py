@@ -23,7 +23,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import RunFolder, read_metrics, to_be_resumed
@@ -38,8 +40,6 @@ from thresher.engine.synthetic.shared_base import (
 )
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, template
 from thresher.engine.training.train import Progress, train
-from thresher.policy.files import atomic_write_text
-from thresher.rewards.errors import UserError
 
 SYSTEMS = (*SEARCHING, *GIVEN)
 # What a system's own claim is measured by, beside reward and EM: a key of the evaluation's record, and what to call it.

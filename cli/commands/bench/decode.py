@@ -3,7 +3,7 @@
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "decode steps of Qwen2.5's sizes, beside their floor and what was predicted"
 PLACE = 17

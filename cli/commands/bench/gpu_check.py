@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "all that a GPU has to confirm, in eight minutes"
 PLACE = 60

@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "the loss's forward and backward, beside peers and its matmuls' floor"
 PLACE = 20

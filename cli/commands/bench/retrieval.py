@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "indexes, their recall and speed, beside torch, numpy and FAISS; the server under load"
 PLACE = 30

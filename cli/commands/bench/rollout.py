@@ -3,7 +3,7 @@
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "sampling, beside transformers' generate and generate_batch"
 PLACE = 15

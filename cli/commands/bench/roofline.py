@@ -3,7 +3,7 @@
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "a decode step and an update on A100 to H200: floors and predictions, by arithmetic"
 PLACE = 50

@@ -3,7 +3,7 @@
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "one whole GRPO step, beside TRL where it is installed"
 PLACE = 10

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "kills, damaged files, malformed records, hostile requests, full disks: what survives"
 PLACE = 60

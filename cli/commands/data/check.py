@@ -2,7 +2,7 @@
 
 import argparse
 
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "what a file of questions holds, and whether every line is sound"
 PLACE = 20

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from thresher.cli import flags
-from thresher.engine import console
-from thresher.rewards.errors import UserError
+from thresher.common import console
+from thresher.common.errors import UserError
 
 HELP = "published question sets into one file of questions"
 PLACE = 10

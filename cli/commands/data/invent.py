@@ -3,7 +3,7 @@
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "an invented world: corpus, questions, warm-up transcripts"
 PLACE = 50

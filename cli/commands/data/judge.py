@@ -3,7 +3,7 @@
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "a judge of entailment for the invented world: a small classifier, trained"
 PLACE = 60

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
 from thresher.engine.refiners.kinds import MEASURES
 from thresher.engine.training.sft_data import FILCO, KINDS, RECOMP, STYLES, TAUGHT, Unused
-from thresher.rewards.errors import UserError
 
 HELP = "questions, or a teacher's answers, into records for supervised fine-tuning"
 PLACE = 40
@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from thresher.common.jsonl import write_jsonl
     from thresher.engine.episode import read_template
     from thresher.engine.training.sft_data import refuse_nothing, say_unused, taught_records, write_unused
-    from thresher.retrieval.data.jsonl import write_jsonl
 
     kind, out = options.kind, Path(options.out)
     _check_flags(options)

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console, interrupt
-from thresher.rewards.errors import UserError
+from thresher.common import console, signals
+from thresher.common.errors import UserError
 
 HELP = "encode a corpus into an index folder"
 PLACE = 20
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     def kept() -> str | None:
         return f"{work} keeps what is done" if (work / RECORD_FILE).is_file() else None
 
-    with interrupt.keeping(kept), console.stages() as on_stage:
+    with signals.keeping(kept), console.stages() as on_stage:
         figures = build(
             options.corpus,
             options.out,

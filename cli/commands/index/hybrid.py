@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "join indexes of one corpus by reciprocal rank"
 PLACE = 30

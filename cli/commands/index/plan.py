@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from thresher.cli import flags
-from thresher.engine import console
-from thresher.rewards.errors import UserError
+from thresher.common import console
+from thresher.common.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.retrieval.building.plan import IndexPlan
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.machine import cpu_memory
-    from thresher.policy.files import atomic_write_text
+    from thresher.common.files import atomic_write_text
+    from thresher.common.machine import cpu_memory
     from thresher.retrieval.building.calibrate import SAMPLE, Calibration, disk_rate, encode_rate
     from thresher.retrieval.building.plan import ALL, WORDS, advice, plan
     from thresher.retrieval.indexes.kinds import parse_memory, show_bytes

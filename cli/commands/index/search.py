@@ -3,8 +3,8 @@
 import argparse
 
 from thresher.cli import flags
-from thresher.engine import console
-from thresher.rewards.errors import UserError
+from thresher.common import console
+from thresher.common.errors import UserError
 
 HELP = "the k nearest passages of a question, or of each in a file"
 PLACE = 40

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "KL estimators: value, gradient, and training pushed off its reference"
 PLACE = 10
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.studies.kl.run import run_study
-    from thresher.policy.files import read_json_object
+    from thresher.common.files import read_json_object
 
     run_study(Path(options.out), options.start, options.steps, options.seeds, options.run_command)
     console.answer(read_json_object(Path(options.out) / "kl.json"))

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console
+from thresher.common import console
 
 HELP = "retrieved tokens in the loss, zeroed, masked, removed: cost and gradient"
 PLACE = 20
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.studies.mask.run import run_study
-    from thresher.policy.files import read_json_object
+    from thresher.common.files import read_json_object
 
     run_study(Path(options.out), options.run, options.seed, options.repeats, options.limit, options.device)
     console.answer(read_json_object(Path(options.out) / "mask.json"))

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from thresher.cli import flags
-from thresher.engine import console, interrupt
+from thresher.common import console, signals
 
 HELP = "every system from a base a seed, beside shuffled rewards"
 PLACE = 30
@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from thresher.bench.studies.systems.run import SYSTEMS, run_study
-    from thresher.policy.files import read_json_object
+    from thresher.common.files import read_json_object
 
     names = options.system or SYSTEMS
-    with interrupt.keeping(lambda: f"{options.out} keeps what is finished"):
+    with signals.keeping(lambda: f"{options.out} keeps what is finished"):
         run_study(
             Path(options.out),
             names,

@@ -9,7 +9,7 @@ from model_cases import make_config
 
 from thresher.bench.decode import run
 from thresher.bench.decode.run import DecodeBench, random_policy, run_decode_bench
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 
 @pytest.fixture(autouse=True)

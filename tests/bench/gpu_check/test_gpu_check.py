@@ -26,8 +26,8 @@ from thresher.bench.gpu_check.parts import (
 from thresher.bench.gpu_check.run import failure, run_gpu_check
 from thresher.cli.commands.bench.gpu_check import PARTS
 from thresher.cli.main import run as cli
+from thresher.common.errors import UserError
 from thresher.kernels.registry import triton_modules
-from thresher.rewards.errors import UserError
 
 ROW = """
 import json, sys, time

@@ -31,7 +31,7 @@ from thresher.bench.loss.plot import draw
 from thresher.bench.loss.run import LossBench, enter, failure, measure_case, read_peers, run_loss_bench
 from thresher.bench.measure import in_turn, peak_bytes
 from thresher.cli.main import run
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 CPU = torch.device("cpu")
 SHAPE = LossShape(tokens=96, hidden=16, vocab=300, density=50)

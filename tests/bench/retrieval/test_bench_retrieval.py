@@ -18,12 +18,12 @@ from thresher.bench.retrieval.plot import draw
 from thresher.bench.retrieval.run import OUT_OF_TIME, RetrievalBench, failure, read_source, run_retrieval_bench
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_set
 from thresher.cli.main import run
+from thresher.common.errors import UserError
 from thresher.retrieval.encoders.encoder import Vectors
 from thresher.retrieval.indexes.kind import grow
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.vectors.approximate import ApproximateSearch
 from thresher.retrieval.vectors.exact import ExactRows, Rows, RowScores
-from thresher.rewards.errors import UserError
 
 N, D = 1500, 24
 

@@ -23,7 +23,7 @@ from thresher.bench.rollout.shapes import SHAPES, RolloutShape, Sizes
 from thresher.bench.rollout.turns import Rounds, take_turns
 from thresher.cli.commands.bench import rollout as command
 from thresher.cli.main import run
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 SIZES = Sizes(
     num_hidden_layers=2,

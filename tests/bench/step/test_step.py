@@ -21,8 +21,8 @@ from thresher.bench.step.setting import make_setting
 from thresher.bench.step.shapes import SHAPES, StepShape
 from thresher.cli.commands.bench.step import SHAPES as NAMED
 from thresher.cli.main import run
-from thresher.engine.machine import checkout
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.machine import checkout
 from thresher.rewards.transcript import Source
 
 TINY = Sizes(num_hidden_layers=1, hidden_size=32, intermediate_size=48, vocab_size=600, initializer_range=0.08)

@@ -24,10 +24,10 @@ from thresher.bench.torture.endurance import judged_descriptors, judged_memory
 from thresher.bench.torture.run import ATTACKS, stored, summary
 from thresher.bench.torture.worker import Ended, ForkLimits, Worker
 from thresher.cli.commands.bench.torture import ATTACKS as NAMED
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
+from thresher.common.hashes import read_hashes, write_hashes
 from thresher.engine.systems import NAMES
-from thresher.policy.files import atomic_write_text
-from thresher.policy.hashes import read_hashes, write_hashes
-from thresher.rewards.errors import UserError
 
 Run = Callable[[Sequence[str]], int]
 

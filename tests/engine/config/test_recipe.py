@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import FULL, SMALLEST, refusal, writer
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sampling import BOUNDS
 from thresher.engine.config.sections import (
@@ -26,7 +27,6 @@ from thresher.engine.config.sections import (
 from thresher.engine.config.tables import from_dict, to_toml, toml_value
 from thresher.kernels.objective import LossSettings
 from thresher.kernels.sampling import SamplingTensors
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from recipe_cases import FULL, refusal, writer
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import MAY_CHANGE, Recipe, load_recipe
 from thresher.engine.config.sections import (
     Attention,
@@ -23,7 +24,6 @@ from thresher.engine.config.sections import (
 )
 from thresher.engine.config.tables import Section, hints, section_in
 from thresher.kernels.attention.backends.choice import Choice
-from thresher.rewards.errors import UserError
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 

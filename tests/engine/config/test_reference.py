@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.reference import explain, keys_of, markdown, meanings_of
 from thresher.engine.config.tables import hints, section_in
 from thresher.engine.systems import NAMES, load_system
-from thresher.rewards.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYS = keys_of({name: load_system(name, {}).preset for name in NAMES})

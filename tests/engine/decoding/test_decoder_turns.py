@@ -7,12 +7,12 @@ import pytest
 from batch_invariance import needs_invariant_policy
 from decoding_cases import Plan, TurnPlan, alone, make_decoder, play
 
+from thresher.common.errors import UserError
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 
 EOS = "<|endoftext|>"
 PROMPT = [30, 31, 32]

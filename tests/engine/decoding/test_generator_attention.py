@@ -2,10 +2,10 @@
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine import GenerateRequest, Generator
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import pytest
 import torch
 from model_cases import make_config
 
+from thresher.common.errors import UserError
 from thresher.engine.decoding.kv_cache import PagedKV, PagedStep
 from thresher.kernels.attention.paged import Pieces
 from thresher.kernels.layers import rope_table
 from thresher.kernels.matmul import ROW_MULTIPLE
-from thresher.rewards.errors import UserError
 
 TABLE_BP = np.array([[5, 2, 7], [3, 6, 0]])
 

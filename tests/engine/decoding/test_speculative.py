@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_cases import make_jobs, record
 
+from thresher.common.errors import UserError
 from thresher.engine import GenerateRequest, Generator
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.speculative import (
@@ -27,7 +28,6 @@ from thresher.engine.rollout.rollout import Rollout
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 Make = Callable[..., Rollout]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
+from thresher.common.records import write_object, write_records
 from thresher.engine.evaluation.compare import compare, difference_rows, read_evaluation
-from thresher.engine.store.records import write_object, write_records
 
 Row = tuple[str, dict[str, float | None]]
 

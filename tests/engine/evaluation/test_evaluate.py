@@ -10,6 +10,7 @@ from evaluate_cases import SHORT, recipe_from, refusal, searching_flags, write_a
 from stored_cases import stored
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.evaluation.run import rewarded_by
@@ -17,7 +18,6 @@ from thresher.engine.evaluation.table import figures_of, markdown, rows_of
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.systems import load_system
 from thresher.retrieval.questions import Question, passage_record
-from thresher.rewards.errors import UserError
 from thresher.rewards.text import contains_answer
 
 

@@ -10,6 +10,8 @@ from evaluate_cases import PROMPT, recipe_from, refusal, searching_flags, write_
 from stored_cases import stored
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
+from thresher.common.records import RecordLog, read_object
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
@@ -21,12 +23,10 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import score
 from thresher.engine.store.best_checkpoint import best_checkpoint, steps_by_dev
-from thresher.engine.store.records import RecordLog, read_object
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine.evaluation.folder import EvalFolder
 from thresher.engine.evaluation.generated import REMEDY, Generated, check_generated, read_generated, write_generated
 from thresher.engine.evaluation.run import _generate
@@ -17,7 +18,6 @@ from thresher.engine.rollout.samples import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Unanswered
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 TAGS = ("<search>", "</search>", "<information>", "</information>")

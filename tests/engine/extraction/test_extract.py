@@ -14,6 +14,7 @@ from chat_server import ChatServer
 from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, make_agentic, make_plan
 from stored_cases import stored
 
+from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.episode import Generate, Prompt, Retrieved, Search, Tools, Turn
 from thresher.engine.extraction.agentic import AgentSearch, ReadingRetriever, thinking, with_packed_searches
@@ -21,7 +22,6 @@ from thresher.engine.extraction.extractor import Extraction
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question, question_record
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture

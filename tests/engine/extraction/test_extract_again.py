@@ -15,6 +15,9 @@ from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, 
 from report_cases import make_run
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
+from thresher.common.locks import locked_file
+from thresher.common.records import read_object
 from thresher.engine.episode import Feedback, Fork, Generate, Prompt, Retrieved, Search, System, Tools, Turn
 from thresher.engine.extraction import run as extract_module
 from thresher.engine.extraction.converse import Converser, cut
@@ -22,12 +25,9 @@ from thresher.engine.extraction.figures import summarise
 from thresher.engine.extraction.run import ExtractionPlan, extract
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.store.journal import Journal
-from thresher.engine.store.locks import locked_file
-from thresher.engine.store.records import read_object
 from thresher.engine.systems import load_system
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 

@@ -15,12 +15,12 @@ import transformers
 from extract_cases import PASSAGES, SMALL, extracted, lines, make_plan
 
 from thresher.cli.main import run
+from thresher.common.errors import UserError
+from thresher.common.records import read_object, write_object
 from thresher.engine.baselines.evidence import read_evidence
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
 from thresher.engine.refiners.kinds import Name, refining
-from thresher.engine.store.records import read_object, write_object
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.parallel.agreement import check_ranks
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.training.train import train
-from thresher.rewards.errors import UserError
 
 Facts = dict[str, Any]
 OWN_SYSTEM = "from thresher.engine.systems.eval_rar import Options, system\n"  # and what all other files hold

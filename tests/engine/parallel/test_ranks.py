@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from thresher.cli.main import run
-from thresher.engine import console
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.signals import Interrupted, handling, held
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.evaluation.metrics import Measured, summary_of
-from thresher.engine.interrupt import Interrupted, handling, held
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing.batches import TrainSequence
 from thresher.engine.parallel import ranks as ranks_module
@@ -30,7 +31,6 @@ from thresher.engine.training.ranked_step import groups_of_rank
 from thresher.engine.training.step import shuffled_rewards, shuffled_within_groups, update_bounds
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.policy.model import Policy
-from thresher.rewards.errors import UserError
 
 
 def of(count: int) -> list[Ranks]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.planning.disk import check_disk, checkpoints_at_a_time
 from thresher.engine.training.train import train
-from thresher.rewards.errors import UserError
 
 
 def test_a_run_is_refused_before_anything_is_loaded(

@@ -11,9 +11,10 @@ from model_cases import make_config
 
 from thresher.bench.roofline.models import MODELS
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
+from thresher.common.machine import cpu_memory
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.machine import cpu_memory
 from thresher.engine.planning import check
 from thresher.engine.planning.check import check_memory
 from thresher.engine.planning.chips import CHIPS
@@ -23,7 +24,6 @@ from thresher.engine.planning.setting import read_setting
 from thresher.engine.planning.sizes import all_weights, one_layer
 from thresher.policy.config import write_config
 from thresher.policy.model import init_policy
-from thresher.rewards.errors import UserError
 
 GB = 10**9
 ROLLOUT = {"group_size": 8, "questions_per_step": 64, "max_policy_tokens": 1024, "max_context": 4096}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.protocol.prompts import Renderer, passage_lines
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
@@ -16,7 +17,6 @@ from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 TAGS = load_system("eval_rar", {}).tags

@@ -14,17 +14,17 @@ import transformers
 from stored_cases import stored
 
 from thresher.cli.main import run
+from thresher.common.errors import UserError
+from thresher.common.hashes import read_hashes
 from thresher.engine.refiners import recomp_train
 from thresher.engine.refiners.recomp_data import Contrast, make_contrasts, read_contrasts
 from thresher.engine.refiners.recomp_train import contrastive_loss, evaluate, train_recomp
 from thresher.engine.refiners.silver import AnswerLikelihood
-from thresher.policy.hashes import read_hashes
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.encoders.bert import tensors_of
 from thresher.retrieval.encoders.learned import load_encoder
 from thresher.retrieval.encoders.saving import save_encoder
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 RECORD = {"id": "a", "question": "who?", "positive": "the mayor", "negatives": ["the city", "the river"]}
 RAGGED = [

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from thresher.common.errors import UserError
 from thresher.engine.refiners.selective_context import SelectiveContext
 from thresher.engine.refiners.spans import most, sentences
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.policy.model import Policy

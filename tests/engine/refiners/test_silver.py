@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from thresher.common.errors import UserError
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.refiners.silver import AnswerLikelihood, silver_evidence
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.policy.model import Policy

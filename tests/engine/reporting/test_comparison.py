@@ -6,11 +6,11 @@ import pytest
 from report_cases import Page, eval_record, make_run, step_record, trajectory
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.engine.reporting import comparison
 from thresher.engine.reporting.charts import Chart
 from thresher.engine.reporting.comparison import write_comparison, write_curves
 from thresher.engine.store.run_folder import RunFolder
-from thresher.rewards.errors import UserError
 
 NAMES = [f"q{number}" for number in range(12)]
 

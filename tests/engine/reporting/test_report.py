@@ -11,6 +11,7 @@ from report_cases import CHARTS, Page, eval_record, make_run, step_record, traje
 from rich.console import Console
 from stored_cases import stored
 
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.reporting import report
 from thresher.engine.reporting.charts import charts_of
@@ -18,7 +19,6 @@ from thresher.engine.reporting.report import print_trajectories, write_report
 from thresher.engine.store.run_folder import RunFolder
 from thresher.policy.model import Policy
 from thresher.retrieval.building.commands import build
-from thresher.rewards.errors import UserError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from report_cases import CHARTS, eval_record, step_record, trajectory
 
-from thresher.engine.console import visible
+from thresher.common.console import visible
 from thresher.engine.reporting.charts import PALETTE, Chart, Series, charts_of
 from thresher.engine.reporting.excerpts import choose, parts_of
 from thresher.engine.reporting.plots import DPI, SIZE, STYLE, _draw_axes, smooth, smoothing

@@ -13,6 +13,7 @@ import pytest
 import torch
 from browser import run_page
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.reporting.token_data import half, line_breaks, prompt_parts, token_texts
@@ -21,7 +22,6 @@ from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.kernels.objective import kl_values
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\u202e\x1b[31m"
 TABLE = {"model": {"path": "gone"}, "system": {"name": "eval_rar"}, "run": {"steps": 9}}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine.reproduction import records, run
 from thresher.engine.reproduction.chains import cells_of
 from thresher.engine.reproduction.commands import Cell, Scale
 from thresher.engine.reproduction.manifest import read_manifest
 from thresher.engine.reproduction.records import check_folder, locked
 from thresher.engine.reproduction.run import reproduce
-from thresher.rewards.errors import UserError
 
 
 class Killed(Exception):

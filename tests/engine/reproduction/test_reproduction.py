@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.planning.chips import CHIPS
@@ -23,7 +24,6 @@ from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.tables import markdown, read_column, results_of
 from thresher.engine.synthetic.shared_base import RECIPES
 from thresher.engine.systems import load_system
-from thresher.rewards.errors import UserError
 
 PAPER = Scale("paper")
 

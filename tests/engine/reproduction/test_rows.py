@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.evidence import answers_from
 from thresher.engine.reproduction.chains import cells_of
@@ -16,7 +17,6 @@ from thresher.engine.reproduction.run import reproduce
 from thresher.engine.reproduction.servers import ServedModel, servers_of
 from thresher.engine.reproduction.tables import _figures, _p, markdown, results_of
 from thresher.engine.synthetic.number_forms import NUMBERED_FORMAT
-from thresher.rewards.errors import UserError
 
 PAPER = Scale("paper")
 

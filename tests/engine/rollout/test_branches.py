@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import assert_logprobs_match, record
 
+from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
@@ -26,7 +27,6 @@ from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import escape_tags, final_answer
 from thresher.rewards.transcript import Source

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rollout_cases import system_of
 
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import Call, Feedback, Generate, Kept, Prompt, Reprefill, Retrieved, Turn
 from thresher.engine.evaluation.metrics import summarise
@@ -19,7 +20,6 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.papers.search import search_r1_reward
 from thresher.rewards.transcript import Source
 

@@ -8,6 +8,7 @@ import pytest
 from batch_invariance import needs_invariant_policy
 from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, system_of
 
+from thresher.common.errors import UserError
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
@@ -15,7 +16,6 @@ from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 

@@ -16,11 +16,11 @@ import pytest
 from chat_server import ChatServer, completion
 from stored_cases import stored
 
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring import endpoint as endpoint_module
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
 from thresher.engine.scoring.verdicts import load_verdicts
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture

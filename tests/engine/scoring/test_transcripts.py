@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.scoring.score import Judges, score
 from thresher.engine.scoring.transcripts import score_file
@@ -15,7 +16,6 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import hash_uniform
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 SYSTEMS = ("eval_rar", "search_r1")

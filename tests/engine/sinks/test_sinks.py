@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from report_cases import eval_record, make_run, step_record
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.sinks import sinks
@@ -18,7 +19,6 @@ from thresher.engine.sinks.send import values_of
 from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.training.train import train
-from thresher.rewards.errors import UserError
 
 NOTE = """
 import json, os

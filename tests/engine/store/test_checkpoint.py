@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from thresher.common.errors import UserError
 from thresher.engine.store import checkpoint
 from thresher.engine.store.checkpoint import (
     OPTIMIZER,
@@ -23,7 +24,6 @@ from thresher.engine.store.checkpoint import (
     prune,
     save_checkpoint,
 )
-from thresher.rewards.errors import UserError
 
 
 class Tiny(nn.Module):
@@ -337,7 +337,7 @@ def run(folder, moment):  # saves two checkpoints, unless it kills itself at a l
     lines = 0
     def trace(frame, event, arg):
         nonlocal lines
-        if not frame.f_code.co_filename.endswith(("engine/store/checkpoint.py", "policy/files.py")):
+        if not frame.f_code.co_filename.endswith(("engine/store/checkpoint.py", "common/files.py")):
             return None
         lines += event == "line"
         if lines == moment:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from thresher.common.errors import UserError
 from thresher.engine.store.checkpoint import OPTIMIZER, latest_checkpoint, read_checkpoint, save_checkpoint
 from thresher.engine.store.resume import checkpoint_to_resume
 from thresher.policy.weights import write_weights
-from thresher.rewards.errors import UserError
 
 
 class Tiny(nn.Module):

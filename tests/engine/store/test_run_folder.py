@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from stored_cases import stored
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import GrpoSection, ModelSection, OptimSection, RunSection
 from thresher.engine.store.run_folder import RunFolder, read_metrics, step_name, step_of
-from thresher.rewards.errors import UserError
 
 RECIPE = Recipe(model=ModelSection(path="m"))
 OTHER = replace(RECIPE, grpo=GrpoSection(beta=0.5))

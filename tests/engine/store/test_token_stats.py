@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from thresher.common.errors import UserError
 from thresher.engine.store.token_stats import TokenRecorder, TokenStats, read_token_stats, stats_of, write_token_stats
-from thresher.rewards.errors import UserError
 
 SAMPLED = {(0, 0): [-0.5, -1.25, -3.0], (0, 1): [-0.125], (2, 0): [], (2, 1): [-2.0, -4.0]}
 BRANCHES = {(0, 1): [-0.75, -1.5]}

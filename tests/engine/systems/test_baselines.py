@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine.baselines import NAMES, load_baseline
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System, Tools, Turn, first_prompt
 from thresher.engine.protocol.prompts import Renderer
@@ -21,7 +22,6 @@ from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 PASSAGES = tuple(Passage(f"p{n}", f"Title {n}", f"Text {n}.") for n in range(7))

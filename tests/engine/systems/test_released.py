@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.released import PROTOCOLS, last_boxed
 from thresher.engine.episode import Generate, Retrieved, Search, System, Tools, Turn
@@ -17,7 +18,6 @@ from thresher.retrieval.indexes.given import rank_given
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 PASSAGES = (

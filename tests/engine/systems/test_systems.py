@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.episode import (
     Generate,
@@ -23,7 +24,6 @@ from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.episode import Tools, Turn
 from thresher.engine.rollout.rollout import Job, Rollout
@@ -20,7 +21,6 @@ from thresher.engine.systems import NAMES, load_system, own_digest
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Piece, Source
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "systems.md"

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from train_cases import Killed, assert_same_run, die_after, metrics, single_threaded, what_happened
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
@@ -22,7 +23,6 @@ from thresher.engine.training.train import train
 from thresher.policy.config import read_config
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 
 SMALL = {"questions_per_step": 2, "group_size": 2}
 RUN = {"steps": 2, "save_every": 1, "eval_every": None, "eval_questions": 1}

@@ -13,6 +13,7 @@ from exact_norms import exact_norms
 from logprob_cases import assert_logprobs_are_fresh
 from model_cases import make_config
 
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing.batches import TrainSequence
@@ -20,7 +21,6 @@ from thresher.engine.training import update as update_module
 from thresher.engine.training.importance import Recomputed, WeightSums, importance_weights, recompute, recomputed_record
 from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy, init_policy
-from thresher.rewards.errors import UserError
 
 # w by token: 3, .5 | 1 | .1, 4; by sequence: 1.5, 1, .4
 ROLLOUT = [[-1.0, -2.0], [-0.5], [-1.0, -1.0]]

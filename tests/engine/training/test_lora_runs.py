@@ -15,6 +15,7 @@ from rollout_cases import assert_logprobs_match
 from safetensors.torch import load_file
 from stored_cases import stored
 
+from thresher.common.errors import UserError
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
@@ -32,7 +33,6 @@ from thresher.policy.config import ModelConfig
 from thresher.policy.lora import FOLDER, MODULES, adapters, add_lora, load_adapters, merged_weights
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 VOCAB = 350

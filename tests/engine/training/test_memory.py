@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.training import memory, train
 from thresher.engine.training.memory import held
-from thresher.rewards.errors import UserError
 
 
 def test_a_full_device_names_what_it_holds_and_what_to_lower(

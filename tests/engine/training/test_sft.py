@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_cases import make_config
 
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.protocol.prompts import Renderer, passage_lines
@@ -19,7 +20,6 @@ from thresher.engine.training.sft import SftResult, SftTrainer, Transcript, enco
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.flat import Index
-from thresher.rewards.errors import UserError
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Source
 

@@ -11,6 +11,7 @@ import torch
 
 from thresher.cli import main as cli
 from thresher.cli.commands.sft import run_sft
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
 from thresher.engine.config.tables import from_dict
@@ -29,7 +30,6 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import Attempt
-from thresher.rewards.errors import UserError
 from thresher.rewards.papers.arena import arena_reward
 from thresher.rewards.transcript import Piece, Source
 

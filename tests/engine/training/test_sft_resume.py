@@ -14,15 +14,15 @@ import pytest
 from train_cases import Killed, single_threaded
 
 from thresher.cli.commands.sft import run_sft
-from thresher.engine import interrupt
+from thresher.common import signals
+from thresher.common.errors import UserError
+from thresher.common.locks import lock_folder
+from thresher.common.records import RecordLog, write_records
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.store.locks import lock_folder
-from thresher.engine.store.records import RecordLog, write_records
 from thresher.engine.store.run_folder import saved_so_far, sft_folder, to_be_resumed
 from thresher.engine.training.sft import SftTrainer
 from thresher.engine.training.sft_run import FineTuning
-from thresher.rewards.errors import UserError
 
 STEPS, PERIOD = 5, 2
 NAMES = ("Anna", "Carl", "Eva", "Gil", "Ida", "Karl", "Mia")
@@ -32,7 +32,7 @@ Make = Callable[..., Recipe]
 @pytest.fixture(autouse=True)
 def handled() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with single_threaded(), interrupt.handling():
+    with single_threaded(), signals.handling():
         yield
     signal.signal(signal.SIGINT, before)
 
@@ -234,12 +234,12 @@ def test_an_interrupt_finishes_the_update_and_saves_it(
             os.kill(os.getpid(), signal.SIGINT)
         return whole(self, batch)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(interrupt.Interrupted):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(signals.Interrupted):
         patch.setattr(SftTrainer, "_backward", signalling)
         run_sft(recipe, out)
     assert calls == [step] and steps_saved(out)[-1] == f"step_{step:06d}"
     assert saved_so_far(sft_folder(out)) == f"{out}.training is saved up to step {step}"
-    with interrupt.handling():
+    with signals.handling():
         run_sft(recipe, out, resume=True)
     assert f"sft: goes on behind step {step} of 5, from {out}.training" in capfd.readouterr().out
     run_sft(recipe, tmp_path / "whole")

@@ -22,6 +22,7 @@ from train_cases import (
     untimed,
 )
 
+from thresher.common.errors import UserError
 from thresher.engine.assemble import load_parts, load_questions, load_retrieval
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.evaluate import evaluate
@@ -30,7 +31,6 @@ from thresher.engine.reporting.token_data import policy_counts
 from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture(scope="module", autouse=True)

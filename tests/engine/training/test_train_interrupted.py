@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from train_cases import assert_same_run, metrics, single_threaded
 
-from thresher.engine import interrupt
+from thresher.common import signals
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import saved_so_far
@@ -19,7 +20,6 @@ from thresher.engine.training import step as step_module
 from thresher.engine.training import update as update_module
 from thresher.engine.training.train import train
 from thresher.engine.training.update import Updater
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 def handled() -> Iterator[None]:
     """As in the program, whatever a shell's background job ignores."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with interrupt.handling():
+    with signals.handling():
         yield
     signal.signal(signal.SIGINT, before)
 
@@ -81,14 +81,14 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
 ) -> None:
     owner, name, number, update, saved = WHERE[where]
     out = tmp_path / "run"
-    with monkeypatch.context() as patch, pytest.raises(interrupt.Interrupted) as stopped:
+    with monkeypatch.context() as patch, pytest.raises(signals.Interrupted) as stopped:
         finished = interrupt_in(patch, owner, name, number, update)
         train(make_recipe(), out)
     assert stopped.value.status == 128 + number and finished == [True] * saved[-1]
     assert steps_saved(out) == saved and metrics(out)[-1]["step"] == saved[-1]
     assert saved_so_far(out) == f"{out} is saved up to step {saved[-1]}"
     assert ("SIGINT: a step that is being learned is finished" in capfd.readouterr().err) == (update == 3)
-    with interrupt.handling():  # as in another process
+    with signals.handling():  # as in another process
         train(make_recipe(), out, resume=True)
     assert f"train: goes on behind step {saved[-1]} of 4, from {out}" in capfd.readouterr().out
     assert_same_run(uninterrupted, out)  # the checkpoint that was saved early is gone

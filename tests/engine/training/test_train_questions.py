@@ -18,6 +18,7 @@ from train_cases import (
     single_threaded,
 )
 
+from thresher.common.errors import UserError
 from thresher.engine.assemble import load_parts, load_questions
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.rollout.rollout import Job, seed_of
@@ -26,7 +27,6 @@ from thresher.engine.systems import load_system
 from thresher.engine.training.step import GrpoStep, questions_of_step
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture(scope="module", autouse=True)

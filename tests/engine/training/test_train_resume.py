@@ -26,11 +26,11 @@ from train_cases import (
     what_happened,
 )
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.store.best_checkpoint import best_checkpoint
 from thresher.engine.training.train import Progress, Trainer, train
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,6 +22,7 @@ from train_cases import (
     what_happened,
 )
 
+from thresher.common.errors import UserError
 from thresher.engine.assemble import load_retrieval
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import JudgeSection
@@ -30,7 +31,6 @@ from thresher.engine.scoring.score import score
 from thresher.engine.training.train import Progress, train
 from thresher.retrieval.retriever import Unanswered
 from thresher.retrieval.serving.client import RemoteRetriever
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture(scope="module", autouse=True)

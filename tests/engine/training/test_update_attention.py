@@ -8,6 +8,7 @@ import torch
 from backend_fakes import install
 from model_cases import make_config
 
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
 from thresher.engine.optim.master_weights import MasterWeights
@@ -20,7 +21,6 @@ from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.attention.backends.choice import load_attention
 from thresher.kernels.attention.varlen import Varlen, varlen_attention
 from thresher.policy.model import Policy, init_policy
-from thresher.rewards.errors import UserError
 
 LIBRARIES = {"varlen_212": "varlen", "flash2": "flash2", "xformers": "xformers"}
 ITEMS = [

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
@@ -15,7 +16,6 @@ from thresher.engine.packing.batches import LossNormalizer, advantages, build_tr
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 PROMPT, POLICY = Source.PROMPT, Source.POLICY

@@ -16,6 +16,7 @@ from report_cases import eval_record, make_run, step_record, trajectory
 from rich.console import Console
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.watching import page as page_module
@@ -23,7 +24,6 @@ from thresher.engine.watching import terminal
 from thresher.engine.watching.page import HOST, LivePage, PageServer, handler, serve_page
 from thresher.engine.watching.state import read_state
 from thresher.engine.watching.terminal import sparkline, watch_terminal
-from thresher.rewards.errors import UserError
 
 EVERY = {"steps": 30, "seed": 7, "eval_every": 10}
 

@@ -12,14 +12,14 @@ import index_cases
 import pytest
 from index_cases import DIM, Clustered, numbered
 
-from thresher.policy.hashes import read_hashes
+from thresher.common.errors import UserError
+from thresher.common.hashes import read_hashes
 from thresher.retrieval.building import build as build_module
 from thresher.retrieval.building.build import BuildSettings, build_folder, work_folder
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.indexes import lists
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.rewards.errors import UserError
 
 COUNT = 1500
 ROOT = Path(__file__).resolve().parents[3]

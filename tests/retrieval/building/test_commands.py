@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.retrieval.building.commands import build, check, search_file
-from thresher.rewards.errors import UserError
 
 PASSAGES = [
     {"title": "Red", "text": "the red fox lives in Arlen"},

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from thresher.cli import main as cli
-from thresher.engine.machine import cpu_memory
+from thresher.common.errors import UserError
+from thresher.common.machine import cpu_memory
 from thresher.retrieval.building import calibrate, calibrate_words
 from thresher.retrieval.building.calibrate import (
     Calibration,
@@ -29,7 +30,6 @@ from thresher.retrieval.indexes.bm25 import build_bm25
 from thresher.retrieval.indexes.graph import Graph
 from thresher.retrieval.indexes.kind import PROCESS_BYTES
 from thresher.retrieval.indexes.kinds import estimate
-from thresher.rewards.errors import UserError
 
 N, D = 21_015_324, 768
 NS = 1e-9

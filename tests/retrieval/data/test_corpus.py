@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from thresher.common import files, hashes
+from thresher.common.errors import UserError
 from thresher.engine.episode import Retrieved
 from thresher.engine.protocol.prompts import Renderer
-from thresher.policy import files, hashes
 from thresher.retrieval.data import corpus as corpus_module
 from thresher.retrieval.data.corpus import Corpus, Passage, embedded_text, open_corpus, read_corpus
-from thresher.rewards.errors import UserError
 
 
 def write(path, *records):

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.retrieval.data.corpus import open_corpus, read_corpus
 from thresher.retrieval.data.formats import Passage, chunks, detect_format
-from thresher.rewards.errors import UserError
 
 PASSAGES = [
     Passage("1", "Aaron", 'Aaron ("Ahärôn") is\u2028a\tprophet. '),

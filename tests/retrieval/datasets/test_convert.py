@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.retrieval.data.corpus import read_corpus
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.datasets.convert import Source, convert, draw, parse_mix, read_aliases
 from thresher.retrieval.datasets.row import NO_ANSWER
 from thresher.retrieval.datasets.summary import excerpt, spread, summarize
 from thresher.retrieval.questions import Question, read_questions
-from thresher.rewards.errors import UserError
 
 
 def write(path: Path, *records: Any) -> Path:

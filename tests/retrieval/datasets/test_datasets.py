@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.datasets import containers
 from thresher.retrieval.datasets.containers import iter_rows
@@ -17,7 +18,6 @@ from thresher.retrieval.datasets.flavours import FLAVOURS, NAMES, detect, find_f
 from thresher.retrieval.datasets.multihop import FACT_ABSENT, UNANSWERABLE
 from thresher.retrieval.datasets.row import EMPTY_PARAGRAPH, NO_ANSWER, NO_QUESTION, Row, Skipped, content_id
 from thresher.retrieval.questions import Question
-from thresher.rewards.errors import UserError
 
 FACTS = [["Alpha", 1], ["Gamma", 0]]
 CONTEXT = [["Alpha", ["A one.", " A two."]], ["Beta", ["B."]], ["Gamma", ["C one.", "C two."]]]

@@ -18,8 +18,8 @@ import transformers
 from batch_invariance import needs_invariant_rows, weight_shapes
 from safetensors.torch import load_file, save_file
 
+from thresher.common.errors import UserError
 from thresher.retrieval.encoders.bert import LENGTH_STEP, Bert, load_bert, read_bert_config
-from thresher.rewards.errors import UserError
 
 LENGTHS = [48, 33, 17, 2, 1]
 # How far two float32 forwards may be apart: 128 roundings, 2^-22 each, of the numbers up to 4 that a LayerNorm leaves.

@@ -18,10 +18,10 @@ from batch_invariance import needs_invariant_rows, weight_shapes
 from safetensors.torch import load_file, save_file
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
+from thresher.common.errors import UserError
 from thresher.retrieval.encoders.bert import load_bert
 from thresher.retrieval.encoders.classifier import Classifier, load_classifier
 from thresher.retrieval.encoders.deberta import buckets, load_deberta, read_deberta_config
-from thresher.rewards.errors import UserError
 
 NLI = {0: "contradiction", 1: "entailment", 2: "neutral"}
 CLAIM = "The mayor was born."

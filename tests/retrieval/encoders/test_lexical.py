@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.retrieval.encoders.lexical import CHUNK, LexicalEncoder, words
-from thresher.rewards.errors import UserError
 
 # Wide enough that no two of the handful of words used below share a place; test_words_do_not_meet holds it to
 # that.

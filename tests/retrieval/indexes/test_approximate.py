@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from index_cases import DIM, Clustered, numbered
 
+from thresher.common.errors import UserError
 from thresher.retrieval.building import tune
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.data.corpus import Corpus
@@ -27,7 +28,6 @@ from thresher.retrieval.vectors.exact import RowScores
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.retrieval.vectors.gpu import FlatShards
 from thresher.retrieval.vectors.structure import inner
-from thresher.rewards.errors import UserError
 
 COUNT = 4000
 LISTS = ("IVF64,Flat", "IVF64,SQfp16", "IVF64,SQ8", "OPQ4,IVF64,PQ4", "PCA12,IVF64,SQfp16")

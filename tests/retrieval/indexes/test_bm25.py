@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.retrieval.building.commands import check
 from thresher.retrieval.data.corpus import Corpus, Passage, read_corpus
 from thresher.retrieval.indexes import bm25 as module
 from thresher.retrieval.indexes.bm25 import Bm25Index, Bm25Settings, build_bm25, load_bm25, parse_bm25
 from thresher.retrieval.indexes.load import load_retriever
-from thresher.rewards.errors import UserError
 
 
 def corpus_of(*texts: str) -> Corpus:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from index_cases import DIM, Clustered, numbered
 
-from thresher.policy import hashes as hashes_module
-from thresher.policy.hashes import Damaged, read_hashes
+from thresher.common import hashes as hashes_module
+from thresher.common.errors import UserError
+from thresher.common.hashes import Damaged, read_hashes
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.data.corpus import Corpus
 from thresher.retrieval.indexes import dense as dense_module
@@ -23,7 +24,6 @@ from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.vectors.file import VectorFile
 from thresher.retrieval.vectors.structure import behind, bounded_reading, in_range
-from thresher.rewards.errors import UserError
 
 COUNT = 600
 KINDS = {

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.retrieval import retriever as retriever_module
 from thresher.retrieval.building.build import build_index
 from thresher.retrieval.data.corpus import Corpus, Passage, embedded_text
@@ -19,7 +20,6 @@ from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.flat import Index, load_index
 from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.vectors import exact as exact_module
-from thresher.rewards.errors import UserError
 
 
 class Numbers:

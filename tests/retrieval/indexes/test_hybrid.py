@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.retrieval.building.build import build_index
 from thresher.retrieval.building.commands import check, search_file
 from thresher.retrieval.data.corpus import Corpus, Passage, read_corpus
@@ -14,7 +15,6 @@ from thresher.retrieval.indexes.bm25 import Bm25Settings, build_bm25
 from thresher.retrieval.indexes.hybrid import Hybrid, build_hybrid, load_hybrid
 from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
-from thresher.rewards.errors import UserError
 
 
 class Scripted(Retriever):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from full_disk import files_of_at_most
 
+from thresher.common.errors import UserError
 from thresher.retrieval.data.corpus import Corpus, Passage
 from thresher.retrieval.indexes.bm25 import build_bm25
 from thresher.retrieval.vectors import structure
-from thresher.rewards.errors import UserError
 
 CORPUS = Corpus([Passage(str(n), "T", f"w{n % 2} w{n % 3} w{n % 5}") for n in range(400)])
 

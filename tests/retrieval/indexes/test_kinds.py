@@ -2,9 +2,9 @@
 
 import pytest
 
+from thresher.common.errors import UserError
 from thresher.retrieval.indexes.kinds import choose_kind, estimate, parse_kind, parse_memory, show_bytes
 from thresher.retrieval.indexes.lists import default_lists, pq_sizes
-from thresher.rewards.errors import UserError
 
 WIKI = (21_015_324, 768)
 

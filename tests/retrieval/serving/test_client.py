@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from thresher.common import http as http_module
+from thresher.common.errors import UserError
 from thresher.engine.scoring.endpoint import Endpoint
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.retriever import Hit, Unanswered
 from thresher.retrieval.serving import client as client_module
-from thresher.retrieval.serving import http as http_module
 from thresher.retrieval.serving.app import Served
 from thresher.retrieval.serving.client import RemoteRetriever
 from thresher.retrieval.serving.server import Server
-from thresher.rewards.errors import UserError
 
 GOOD = {"result": [[{"document": {"id": "7", "contents": '"T"\ntext'}, "score": 0.5}]]}
 QUERIES = ["the rival of Mia Noor", "spouse", "Anna Bell", "teacher of Otto Pike", "", "spouse"]

@@ -16,13 +16,13 @@ from retrieval_server_cases import SERVED, Scripted, address, ask, until
 
 from thresher.bench.retrieval.load_generator import measure_server
 from thresher.cli import main as cli
+from thresher.common.errors import UserError
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.retrieval.serving.app import Served, Settings
 from thresher.retrieval.serving.metrics import Metrics
 from thresher.retrieval.serving.server import Server, serve_folder
 from thresher.retrieval.serving.wire import DIALECTS, Bounds, Refused, contents, passage_of, read_request
-from thresher.rewards.errors import UserError
 
 # what is answered
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from retrieval_server_cases import Scripted, address, ask, until
 
+from thresher.common.errors import UserError
 from thresher.retrieval.serving.hosts import host_allowed, server_names
 from thresher.retrieval.serving.server import Server
-from thresher.rewards.errors import UserError
 
 
 def exchange(server: Server, sent: bytes) -> bytes:

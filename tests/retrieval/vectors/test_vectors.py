@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.common.errors import UserError
 from thresher.retrieval.vectors import exact, scan
 from thresher.retrieval.vectors import file as vectors
 from thresher.retrieval.vectors.exact import ExactRows, best_of, largest_row_norm
 from thresher.retrieval.vectors.file import VectorFile
-from thresher.rewards.errors import UserError
 
 
 def rows_of(count: int, dim: int = 3) -> np.ndarray:

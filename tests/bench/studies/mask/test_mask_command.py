@@ -14,9 +14,9 @@ from thresher.bench.studies.mask import batch as mask_batch
 from thresher.bench.studies.mask import run as mask
 from thresher.bench.studies.mask.steps import TREATMENTS
 from thresher.cli import main as cli
+from thresher.common.records import write_records
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.store.records import write_records
 from thresher.engine.training.train import train
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer

@@ -21,6 +21,7 @@ from thresher.bench.studies.systems.run import (
     train_all,
 )
 from thresher.cli.main import build_parser, run
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
 from thresher.engine.store.run_folder import sft_folder
@@ -28,7 +29,6 @@ from thresher.engine.synthetic.number_forms import NUMBERED_FORMAT
 from thresher.engine.synthetic.shared_base import world_stages
 from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
 from thresher.engine.systems import load_system
-from thresher.rewards.errors import UserError
 
 
 @pytest.fixture

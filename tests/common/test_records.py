@@ -14,6 +14,9 @@ from safetensors.numpy import load_file, save_file
 from stored_cases import stored
 
 from thresher.cli import main as cli
+from thresher.common import records as records_module
+from thresher.common.errors import UserError
+from thresher.common.records import RecordLog, read_records, write_records
 from thresher.engine.baselines.evidence import read_evidence
 from thresher.engine.evaluation.compare import compare, read_evaluation
 from thresher.engine.evaluation.folder import EvalFolder
@@ -25,17 +28,14 @@ from thresher.engine.reporting.report import write_report
 from thresher.engine.reporting.token_view import write_token_view
 from thresher.engine.scoring.endpoint import Replies
 from thresher.engine.scoring.transcripts import score_file
-from thresher.engine.store import records as records_module
 from thresher.engine.store.best_checkpoint import best_checkpoint
 from thresher.engine.store.journal import Journal
-from thresher.engine.store.records import RecordLog, read_records, write_records
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.engine.training.sft_data import taught_records
 from thresher.engine.watching.page import LivePage
 from thresher.engine.watching.state import read_state
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.errors import UserError
 from thresher.rewards.transcript import Source
 
 Lines = list[bytes]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.policy import hashes as module
-from thresher.policy.hashes import FILE, Damaged, check_hashes, read_hashes, write_hashes
+from thresher.common import hashes as module
+from thresher.common.errors import UserError
+from thresher.common.hashes import FILE, Damaged, check_hashes, read_hashes, write_hashes
 from thresher.policy.model import init_policy, load_policy
 from thresher.policy.tokenizer import load_tokenizer, train_bpe
-from thresher.rewards.errors import UserError
 
 BLOCK = 100
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from thresher.engine import console
+from thresher.common import console
 
 
 @pytest.mark.parametrize(

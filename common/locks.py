@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from thresher.policy.files import Unwritable
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.files import Unwritable
 
 
 def lock_folder(folder: Path) -> int:

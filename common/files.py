@@ -23,8 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from thresher.rewards.errors import UserError
-from thresher.rewards.values import shown
+from thresher.common.errors import UserError, shown
 
 # Bytes of a file that is read whole: any, a tokenizer, JSON, and a text (a template, a prompt, a recipe).
 MOST_BYTES, MOST_TOKENIZER, MOST_JSON, MOST_TEXT = 2**30, 2**28, 2**26, 2**24

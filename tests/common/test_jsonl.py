@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from thresher.retrieval.data.jsonl import iter_jsonl, iter_records, write_jsonl
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.jsonl import iter_jsonl, iter_records, write_jsonl
 
 
 def test_lines_are_numbered_as_an_editor_does_and_blank_ones_passed_over(tmp_path):
@@ -142,7 +142,7 @@ def test_a_limit_that_is_none_is_refused(tmp_path, monkeypatch, said):
 
 
 def test_a_list_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("thresher.retrieval.data.jsonl.WHOLE_LIMIT", 12)
+    monkeypatch.setattr("thresher.common.jsonl.WHOLE_LIMIT", 12)
     for text, kept in ((b'[{"a": 123}]', 1), (b'[{"a": 1234}]', None)):
         (tmp_path / "a.json").write_bytes(text)
         if kept:

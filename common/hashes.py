@@ -25,8 +25,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from thresher.policy.files import MOST_BYTES, atomic_write_text, check_file, read_json_object
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.files import MOST_BYTES, atomic_write_text, check_file, read_json_object
 
 FILE = "hashes.json"
 FORMAT = 1

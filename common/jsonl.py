@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from thresher.policy.files import atomic_path, unreadable
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_path, unreadable
 
 Record = dict[str, Any]
 BOM = b"\xef\xbb\xbf"

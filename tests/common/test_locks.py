@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from thresher.engine.store.locks import lock_folder, locked_file
+from thresher.common.locks import lock_folder, locked_file
 
 
 def fails(number: int) -> Any:

@@ -29,9 +29,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from thresher.policy.files import Unwritable, append_bytes, atomic_path, atomic_write_text, read_json_object
-from thresher.retrieval.data.jsonl import BOM, Record, as_object, iter_lines, parse_json
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
+from thresher.common.files import Unwritable, append_bytes, atomic_path, atomic_write_text, read_json_object
+from thresher.common.jsonl import BOM, Record, as_object, iter_lines, parse_json
 
 CHECKSUM, DIGITS = "checksum", 16
 REMEDY = "put a copy back, or read it as it is by --unverified"

@@ -1,11 +1,18 @@
-"""Checks of single values that the Python API is given: text, whole numbers, numbers. Each raises UserError.
+"""The exception for a mistake that the user can fix, and values as its sentences and checks have them.
 
-A whole number is anything that Python takes as an index (int, NumPy's and torch's integers), and never a bool: 1.5 is
-refused and not cut. A number is anything that Python takes as a float, and never a bool or a string.
+The command line prints the sentence of a `UserError` and exits with status 2. A whole number is anything that Python
+takes as an index (int, NumPy's and torch's integers), and never a bool: 1.5 is refused and not cut. A number is
+anything that Python takes as a float, and never a bool or a string.
 """
 
 import math
 from operator import index
+
+
+class UserError(ValueError):
+    """A mistake in what was handed in. Its message is one sentence that names the file, line or key, says what was
+    expected and what to do."""
+
 
 LARGEST_INT = 2**63 - 1
 

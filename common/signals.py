@@ -7,7 +7,7 @@
 
 The first signal raises `Interrupted` in the main thread; inside `held` it is noted, and raised where `released` begins
 or where `held` ends. It is raised once. A second Ctrl-C ends the process there and then with status 130. That is a
-kill, which files (policy/files.py) and run folders are made for: it leaves temporary files, and nothing that is half
+kill, which files (common/files.py) and run folders are made for: it leaves temporary files, and nothing that is half
 written under its own name.
 
 torchrun passes Ctrl-C on to ranks that the terminal has interrupted already, and ends after 30 s who goes on; so there

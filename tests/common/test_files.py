@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from thresher.policy.files import (
+from thresher.common.errors import UserError
+from thresher.common.files import (
     Unwritable,
     atomic_path,
     atomic_write_bytes,
@@ -19,7 +20,6 @@ from thresher.policy.files import (
     refuse_hub_id,
     staged_folder,
 )
-from thresher.rewards.errors import UserError
 
 
 def names(folder: Path) -> list[str]:
@@ -54,7 +54,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal
-from thresher.policy.files import Unwritable, {helper}
+from thresher.common.files import Unwritable, {helper}
 with {helper}({target!r}) as temporary:
     {write}
     os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import urllib3
 
-from thresher.rewards.errors import UserError
+from thresher.common.errors import UserError
 
 # Of an answer: the passages of a whole batch are some 50 MB.
 MOST_BYTES = 2**28
