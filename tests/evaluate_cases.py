@@ -13,6 +13,9 @@ from thresher.retrieval.questions import Question, question_record
 
 SHORT = ("--set", "rollout.max_turn_tokens=40", "--set", "rollout.max_context=900")
 PROMPT = "<search> or <answer>: {question}\n"  # which the tiny policy was taught to go on from
+# What `script` has a policy write to the seven questions, whose seeds are their numbers: two, one or no searches.
+SEARCHES = ("<search>teacher of Anna Bell</search>", "<search>Carl Dorn</search>")
+SAID = {number: [*SEARCHES[: number % 3], "<answer>Mia Noor</answer>"] for number in range(7)}
 
 
 def write_asked(folder: Path, questions: list[Question]) -> Path:
