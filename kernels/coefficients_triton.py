@@ -1,6 +1,6 @@
 """objective.py's `logit_coefficients` in Triton: what a row's gradient is made of, straight onto its exps.
 
-    p_v = e_v / S, S = e^log_normaliser                                        the exps of head/backend.py
+    p_v = e_v / S, S = e^log_normaliser                                        the exps of head_backend.py
     dz_v = c ([v = y] - p_v) = -(c / S) (e_v - S [v = y]),  c = on_target of objective.py
     with entropy: dz_v = on_target [v = y] + p_v (on_probs + on_plogp log p_v)
 

@@ -3,7 +3,7 @@
 No Triton is needed here: the number of rows in a chunk is asked for where none is installed, too.
 
 Deliberately absent: a table per shape. One tiling a kind of GPU stands here, beside what it was chosen by; what was
-measured on a GPU is in winners.py.
+measured on a GPU is in autotune_cache.py.
 
 Axes: V vocabulary, H hidden width (docs/notation.md).
 """
@@ -40,7 +40,7 @@ class Tiling:
 
 
 # Chosen by registers, shared memory and arithmetic per byte: none of them spills where `choose_tiling` sends it
-# (`thresher bench compile`). Not measured on a GPU yet; winners.py says how that is done.
+# (`thresher bench compile`). Not measured on a GPU yet; autotune_cache.py says how that is done.
 FLOAT32 = Tiling(rows=64, columns=64, width=32, num_warps=4, num_stages=2)
 BFLOAT16 = Tiling(rows=128, columns=128, width=32, num_warps=8, num_stages=4)
 # Three quarters of the traffic from the cache for the same product; takes the registers that wgmma leaves free.

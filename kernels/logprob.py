@@ -4,7 +4,7 @@
     H_t = -sum_v p[t, v] log p[t, v],  p = softmax(z)
 
 Logits are made a chunk of rows at a time, from float32 accumulators, so memory is bounded by the chunk: one matmul,
-2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head/backend.py, so its
+2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head_backend.py, so its
 forward gives these very bits (in torch only for chunks of equal size, unless the BLAS is batch-invariant: cuBLAS is
 not, a CPU's often, see ROW_MULTIPLE).
 

@@ -4,7 +4,7 @@ The product and what a tile leaves behind are those of head_triton.py, and so ar
 has the same shape. What differs is who fetches: a descriptor of each operand, made on the host, lets one thread ask
 for a whole block, so that the loop computes no addresses, and a program's set-up is paid once and not for every tile.
 
-It is a candidate to be timed (winners.py) and nobody's choice until it was. Deliberately absent: `warp_specialize`,
+It is a candidate to be timed (autotune_cache.py) and nobody's choice until it was. Deliberately absent: `warp_specialize`,
 which Triton 3.6 and 3.7 ignore on sm_90 without a word, and `flatten`, with which neither compiles this.
 
 Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs/notation.md).
@@ -77,7 +77,7 @@ def launch_persistent_head(
     scale: float,
     tiling: Tiling,
 ) -> None:
-    """As `launch_head`, for a head of which `takes_descriptors` (winners.py) holds."""
+    """As `launch_head`, for a head of which `takes_descriptors` (autotune_cache.py) holds."""
     rows_RH = rows_RH if rows_RH.data_ptr() % 16 == 0 else rows_RH.clone()
     (count, width), columns = rows_RH.shape, lm_head_VH.shape[0]
     tiles = triton.cdiv(count, tiling.rows) * triton.cdiv(columns, tiling.columns)

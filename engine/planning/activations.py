@@ -2,7 +2,7 @@
 
 A layer (policy/layers.py), e bytes an element; H hidden, N and K heads of D, I intermediate:
 
-    operation    keeps, on a CPU                        on CUDA, by the fused kernels of kernels/elementwise
+    operation    keeps, on a CPU                        on CUDA, by the fused kernels of kernels/*_triton.py
     norm, twice  x in float32, 1/rms 4; n e H           x e H
     q, k, v      its input e H                          the same
     attention    q, k, v e (N + 2K) D, o e N D, lse 4 N q, k turned e (N + K) D, q k v e (N + 2K) D, o e N D, lse 4 N

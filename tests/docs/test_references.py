@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from documents import ROOT, documents, inline, links, read, table_rows, to_be_added
 
-FOLDERS = ("bench", "cli", "docs", "engine", "kernels", "policy", "recipes", "retrieval", "rewards", "tests")
+FOLDERS = ("bench", "cli", "common", "docs", "engine", "kernels", "policy", "recipes", "retrieval", "rewards", "tests")
 SHOWN = ("quote.py", "path/to/file.py", "path/to/mine.py", "thresher.x")  # a reader's own files; any package
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]+")
 _FILE = re.compile(r"(?<![\w./<*-])(?:[\w-]+/)*\w+\.py\b")

@@ -19,7 +19,7 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 
 def fake_head(V: int, H: int, dtype: torch.dtype = torch.bfloat16, pointer: int = 0) -> Any:
-    """What winners.py looks at, of a head on a GPU that is not there."""
+    """What autotune_cache.py looks at, of a head on a GPU that is not there."""
     device = torch.device("cuda")
     return SimpleNamespace(
         is_cuda=True, dtype=dtype, shape=(V, H), device=device, stride=lambda a: (H, 1)[a], data_ptr=lambda: pointer

@@ -14,7 +14,7 @@ from thresher.engine.evaluation.folder import EvalFolder
 from thresher.engine.evaluation.generated import REMEDY, Generated, check_generated, read_generated, write_generated
 from thresher.engine.evaluation.run import _generate
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.rollout.samples import Job
+from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Unanswered
