@@ -4,8 +4,9 @@ The product and what a tile leaves behind are those of head_triton.py, and so ar
 has the same shape. What differs is who fetches: a descriptor of each operand, made on the host, lets one thread ask
 for a whole block, so that the loop computes no addresses, and a program's set-up is paid once and not for every tile.
 
-It is a candidate to be timed (autotune_cache.py) and nobody's choice until it was. Deliberately absent: `warp_specialize`,
-which Triton 3.6 and 3.7 ignore on sm_90 without a word, and `flatten`, with which neither compiles this.
+It is a candidate to be timed (autotune_cache.py) and nobody's choice until it was. Deliberately absent:
+`warp_specialize`, which Triton 3.6 and 3.7 ignore on sm_90 without a word, and `flatten`, with which neither compiles
+this.
 
 Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs/notation.md).
 """
