@@ -317,7 +317,7 @@ def test_approximate_functions_are_off_by_what_a_gpu_s_may_be() -> None:
     scale = [(1 + exact) * truths[0], truths[1], exact.log().abs() + 1, exact.log2().abs() + 1, *truths[4:]]
     for row, (truth, by) in enumerate(zip(truths, scale, strict=True)):
         worst, before = (((found[row].double() - truth).abs() / by).max() / unit for found in (y, plain))
-        assert before <= 2 and 1.5 < worst < 6 and before < worst, (row, before, worst)
+        assert before <= 2 and 1.5 < worst < 6 and before < worst, (row, before, worst)  # bound: 4 units, a rounding
 
 
 @triton.jit

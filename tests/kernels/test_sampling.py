@@ -110,7 +110,7 @@ def test_what_is_drawn_follows_softmax(stream: Callable[[int], tuple[int, int]],
     counts, expected = counts[common], expected[common]
     if rest[1] > 0:
         counts, expected = torch.cat([counts, rest[:1]]), torch.cat([expected, rest[1:]])
-    assert chi_square(counts, expected) < 3.09
+    assert chi_square(counts, expected) < 3.09  # bound: fixed numbers; a rounding may move a draw of the 20,000
 
 
 @pytest.mark.slow

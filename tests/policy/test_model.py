@@ -84,7 +84,7 @@ def test_logits_and_gradients_equal_transformers(shape: Any, tmp_path: Path) -> 
         ids_T = random_ids(config, count, seed=count)
         ours_TV, theirs_TV = policy.logits(ids_T), theirs(ids_T[None]).logits[0]
         assert ours_TV.shape == (count, config.vocab_size)
-        assert theirs_TV.std() > 0.2, "logits too flat to tell a difference"
+        assert theirs_TV.std() > 1e-2, "logits too flat to tell a difference"  # a hundred times the tolerance
         torch.testing.assert_close(ours_TV, theirs_TV, rtol=0, atol=1e-4)
 
     weights_TV = torch.randn(ours_TV.shape, generator=torch.Generator().manual_seed(3)) / count

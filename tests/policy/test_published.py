@@ -121,7 +121,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     theirs.save_pretrained(folder)
     with torch.no_grad():
         expected_TV = theirs(IDS[None]).logits[0]
-    assert expected_TV.std() > 0.3, "logits too flat to show a difference"
+    assert expected_TV.std() > 1e-2, "logits too flat to show a difference"  # a hundred times the tolerance
     return Case(shape, folder, theirs, load_policy(folder), expected_TV)
 
 

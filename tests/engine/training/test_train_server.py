@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer
+from rollout_cases import EOS
 from stored_cases import stored
 from train_cases import (
+    GROUPS,
+    SAMPLES,
     assert_same_run,
     metrics,
     single_threaded,
@@ -27,6 +30,7 @@ from thresher.engine.assemble import load_retrieval
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.evaluation.evaluate import evaluate
+from thresher.engine.rollout.samples import seed_of
 from thresher.engine.scoring.score import score
 from thresher.engine.training.train import Progress, train
 from thresher.retrieval.retriever import Unanswered
@@ -231,8 +235,9 @@ def test_a_judge_that_fails_costs_no_step_that_was_learned(
 
 @pytest.mark.parametrize("accuracy", ["judge", "em"])
 def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], accuracy: str
+    tmp_path: Path, make_recipe: Callable[..., Recipe], accuracy: str, script: Callable[..., None]
 ) -> None:
+    """Of every question's samples the first writes an answer, the others none."""
     (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
     asked = {"question": "Who?", "golden_answers": ["nobody"], "gold_indices": [1]}
     asked["passages"] = [{"title": "Anna", "text": "Anna is the mayor."}]
@@ -240,13 +245,16 @@ def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
     arena = {"name": "arena", "template": str(tmp_path / "prompt.txt"), "options": {"accuracy": accuracy}}
     path = str(tmp_path / "questions.jsonl")
     recipe = make_recipe(system=arena, data={"train": path, "dev": path}, run={"steps": 1})
+    samples = {seed_of(3, 1, group, sample): sample for group in range(GROUPS) for sample in range(SAMPLES)}
+    evaluated = {0: [EOS] * 8}
+    script({seed: ["<answer>Eva</answer>" if not sample else EOS] for seed, sample in samples.items()} | evaluated)
     out = tmp_path / "run"
     with ChatServer() as server:
         server.reply = lambda content: "yes"
         train(replace(recipe, judge=JudgeSection(url=server.url, model="m")), out)
         assert bool(server.asked) == (out / "replies.jsonl").exists() == (accuracy == "judge")
     entries = stored(out / "trajectories" / "step_000001.jsonl")
-    assert any(entry["answer"] for entry in entries)
+    assert [bool(entry["answer"]) for entry in entries] == [sample == 0 for sample in samples.values()]
     for entry in entries:
         assert entry.get("verdict") == (bool(entry["answer"]) if accuracy == "judge" else None)
         assert entry["parts"]["accuracy"] == (accuracy == "judge" and bool(entry["answer"]))
