@@ -109,7 +109,7 @@ def test_the_gradient_is_that_of_a_dense_computation(
     stats = Updater(MasterWeights(policy), policy, OptimSection(micro_batch_tokens=1), grpo, VOCAB, 9).update(
         items_of(trajectories, grpo), 0, 1.0
     )
-    assert stats.loss == pytest.approx(float(loss.detach()), rel=0, abs=1e-12)
+    assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-12)  # it may be hundreds
     assert set(found) == {name for name, _ in policy.named_parameters() if ".adapters." in name}
     slopes = deepcopy(base)
     for name, parameter in slopes.named_parameters():
