@@ -160,6 +160,20 @@ def float32_budget(case: Case, **options: Any) -> dict[str, float]:
     }
 
 
+def bfloat16_budget(case: Case, **options: Any) -> dict[str, float]:
+    """The norm of the error that gradients may have where they and the operands of their products are rounded to
+    bfloat16: three deviations, 2^-8 / sqrt(3) for one rounding, of independent errors."""
+    hidden, head, truth = case.hidden.double(), case.head.double(), brute(case, **options)
+    # The gradient by rows that are the logits themselves is the logits' gradient.
+    logits = replace(case, hidden=hidden @ head.t(), head=torch.eye(len(head)))
+    squares = brute(logits, **options)["hidden_grad"].square()
+    products = {"hidden_grad": squares @ head.square(), "head_grad": squares.t() @ hidden.square()}
+    return {
+        name: 3**0.5 * 2**-8 * float(2 * product.sum() + truth[name].square().sum()) ** 0.5
+        for name, product in products.items()
+    }
+
+
 def run(case: Case, upstream: float = 1.0, with_ref: bool = True, **options: Any) -> dict[str, Any]:
     """grpo_loss on fresh leaves, with its gradients, in the form of `brute`."""
     hidden, head = (t.detach().clone().requires_grad_() for t in (case.hidden, case.head))

@@ -62,5 +62,6 @@ def address(server: Server | str) -> tuple[str, int]:
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline
+        if time.monotonic() > deadline:
+            raise TimeoutError("20 s, and the condition does not hold")
         time.sleep(0.002)

@@ -71,7 +71,7 @@ def test_identities_of_any_group(rewards: list[float], sample_std: bool, std_flo
     most = len(rewards) - sample_std
     assert squares <= most * (1 + 1e-9)  # bound: of n deviations by their own spread; a floor makes it less
     for a, r in zip(advantages, rewards, strict=True):
-        assert a == 0 or (a > 0) == (r > math.fsum(rewards) / len(rewards))
+        assert a == 0 or math.copysign(1, a) == math.copysign(1, r - math.fsum(rewards) / len(rewards))
     # A member's advantage does not depend on its place, not in the last bit.
     order = list(range(len(rewards)))
     random.Random(0).shuffle(order)

@@ -28,7 +28,8 @@ def test_every_step_has_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureFi
     assert shared["shape"] == {"batch": 16, "group": 8, "shared": 70, "own": 9}
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(16 / row["mean_step_s"])
-        assert 0 < row["host_s"] < row["mean_step_s"] and row["floor_share"] is None
+        assert 0 < row["host_s"] < row["mean_step_s"]  # bound: it is a part
+        assert row["floor_share"] is None
     assert capsys.readouterr().out.startswith("decode steps")
 
 

@@ -208,7 +208,7 @@ def test_the_generator_plays_a_shape(settings: dict[str, RolloutSetting], name: 
     assert sum(len(one.positions) for one in work.written) == shape.tokens
     assert prove(setting, work.written)["recomputed"] <= LARGEST_GAP
     assert work.prefilled is not None and 0 < work.prefilled <= shape.asked
-    assert work.forwards and work.host_share is not None and 0 < work.host_share < 1
+    assert work.forwards and work.host_share is not None and 0 < work.host_share < 1  # bound: a share
     assert 0 <= work.accepted <= work.drafted
     again = side.run()
     assert {tuple(one.ids) for one in again.written}.isdisjoint(tuple(one.ids) for one in work.written)

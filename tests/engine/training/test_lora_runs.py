@@ -108,7 +108,7 @@ def test_the_gradient_is_that_of_a_dense_computation(
     stats = Updater(MasterWeights(policy), policy, OptimSection(micro_batch_tokens=1), grpo, VOCAB, 9).update(
         items_of(trajectories, grpo), 0, 1.0
     )
-    assert stats.loss == pytest.approx(float(loss.detach()), rel=0, abs=1e-12)
+    assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-12)  # it may be hundreds
     assert set(found) == {name for name, _ in policy.named_parameters() if ".adapters." in name}
     slopes = deepcopy(base)
     for name, parameter in slopes.named_parameters():
@@ -155,7 +155,7 @@ def test_with_its_adapters_off_the_policy_is_its_own_reference_bit_for_bit(
     for trajectory in trajectories:
         with own.adapters_off():
             assert torch.equal(logprobs(own, trajectory), logprobs(base, trajectory))
-        assert not torch.allclose(logprobs(own, trajectory), logprobs(base, trajectory), atol=1e-3)
+        assert (logprobs(own, trajectory) - logprobs(base, trajectory)).abs().max() > 1e-3
 
 
 def test_only_adapters_are_in_the_optimizer_and_the_frozen_head_costs_nothing(

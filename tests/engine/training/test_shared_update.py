@@ -158,7 +158,8 @@ def test_float32_gradients_of_groups_are_as_near_to_float64s_shared_as_whole(ada
     (shared_stats, shared), (whole_stats, whole) = (
         run(items, share, torch.float32, adapters) for share in (True, False)
     )
-    assert shared_stats.computed_tokens < 0.6 * whole_stats.computed_tokens
+    # Of each group the prompt, three first turns and what follows them, whose last token is not fed.
+    assert shared_stats.computed_tokens <= 3 * (40 + 3 * 8 + 5 * 24) < whole_stats.computed_tokens
     assert shared_stats.loss == pytest.approx(whole_stats.loss, rel=1e-6, abs=1e-6)
     own = off(whole, truth)
     assert own <= 1e-5 and off(shared, whole) > 0  # some hundred roundings of float32; 0: both are one path

@@ -89,7 +89,7 @@ def test_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     ids_BT, mask_BT = inputs()
     ours_BTH, theirs_BTH = load_bert(tmp_path)(ids_BT, mask_BT), theirs(model, ids_BT, mask_BT)
-    assert theirs_BTH[mask_BT].std() > 0.5  # something to compare
+    assert theirs_BTH[mask_BT].std(0).min() > 100 * ROUNDINGS  # something to compare
     torch.testing.assert_close(ours_BTH[mask_BT], theirs_BTH[mask_BT], rtol=0, atol=ROUNDINGS)
 
 
@@ -115,7 +115,7 @@ def test_token_types(folder: Path) -> None:
     )
     bert = load_bert(folder)
     torch.testing.assert_close(bert(ids_BT, mask_BT, types_BT)[mask_BT], expected_BTH[mask_BT], rtol=0, atol=ROUNDINGS)
-    assert not torch.allclose(bert(ids_BT, mask_BT)[mask_BT], expected_BTH[mask_BT], atol=1e-2)
+    assert (bert(ids_BT, mask_BT)[mask_BT] - expected_BTH[mask_BT]).abs().max() > 100 * ROUNDINGS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

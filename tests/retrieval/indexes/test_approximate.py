@@ -96,7 +96,7 @@ def test_every_kind_reaches_its_recall_and_scores_exactly(world, folders, truth,
     assert isinstance(index, ApproximateIndex) and len(index) == COUNT
     manifest = read_manifest(folder)
     assert (manifest.factory, manifest.parameters) == (kind, index.parameters)
-    assert min(manifest.recall["recall_at_5"], manifest.recall["recall_at_10"]) >= 0.9
+    assert min(manifest.recall["recall_at_5"], manifest.recall["recall_at_10"]) >= 0.9  # bound: tuned until it is so
     found, exact = index.search(QUERIES, 5), truth.search(QUERIES, 5)
     # Other queries than those it was tuned on.
     assert overlap(found, exact) >= 0.82  # bound: .9, less five deviations of 350 hits
@@ -145,19 +145,22 @@ def test_what_is_kept_of_the_vectors(world, folders, truth):
     names = [{path.name for path in folders(*each).iterdir()} for each in (("IVF64,SQfp16", "float16"), UNSCORED)]
     assert names[0] - names[1] == {"vectors16.npy"} and "vectors.npy" not in names[0] | names[1]
     exact = scores(truth, 500)
-    gaps = []
+    structure = faiss.read_index(str(folders(*UNSCORED) / "index.faiss"))
+    structure.make_direct_map()
+    gaps, estimates = [], []
     for index in (half, none):
         found = [(query, hit) for query, hits in zip(QUERIES, index.search(QUERIES, 5), strict=True) for hit in hits]
         gaps.append(max(abs(hit.score - exact.get((query, hit.row), hit.score)) for query, hit in found))
-    # Rounding to float16, and the estimates of 4 bytes a vector.
-    assert 0 < gaps[0] < 2e-3 < gaps[1] < 0.5
+        estimates = [world[1].encode_queries([query])[0] @ structure.reconstruct(hit.row) for query, hit in found]
+    assert 0 < gaps[0] < 2e-3 < gaps[1]  # rounding to float16, and what 4 bytes a vector leave of it
+    np.testing.assert_allclose([hit.score for _, hit in found], estimates, rtol=0, atol=2**-19)  # 32 roundings of 1
     assert "candidates" in none.parameters and none.parameters["candidates"] == 1
 
 
 def test_flat16_measures_what_rounding_costs(world, folders):
     folder = folders("flat16")
     recall = read_manifest(folder).recall
-    assert 0.98 <= recall["recall_at_10"] <= 1 and recall["queries"] == 200
+    assert 0 <= 1 - recall["recall_at_10"] <= 0.02 and recall["queries"] == 200
     index = load_retriever(folder, world[0])
     rounded = np.load(folder / "vectors16.npy")
     assert rounded.dtype == np.float16

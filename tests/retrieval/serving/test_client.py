@@ -201,7 +201,9 @@ def test_patience_ends(stub: Stub) -> None:
     started = time.monotonic()
     with pytest.raises(Unanswered) as caught:
         remote.search(["r"], 1)
-    assert 0.3 <= time.monotonic() - started < 5
+    waited = time.monotonic() - started
+    assert waited >= 0.3  # bound: its patience
+    assert waited < 5
     assert str(caught.value) == (
         f"{stub.url}/retrieve: no answer for 0.3 s (status 503 (the queue is full)); "
         "start the server again, and continue a training run with --resume"

@@ -313,7 +313,7 @@ def test_the_load_generator_counts_what_it_was_answered(
     answered = server.app.metrics.requests["/retrieve", 200]
     assert (figures["requests"], figures["failed"]) == (answered, 0) and answered > 4
     assert figures["requests_per_s"] == pytest.approx(answered / 0.3)
-    assert 0 < figures["p50_ms"] <= figures["p99_ms"] <= figures["largest_ms"]
+    assert 0 < figures["p50_ms"] <= figures["p99_ms"] <= figures["largest_ms"]  # bound: their order
     refused = measure_server(server.url, ["a"], connections=2, seconds=0.1, k=10)
     assert refused["requests"] == 0 and refused["failed"] == server.app.metrics.requests["/retrieve", 400] > 0
 

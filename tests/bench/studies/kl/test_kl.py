@@ -51,7 +51,8 @@ def test_which_estimators_are_exact_and_of_what(policies: torch.Tensor) -> None:
     assert on["k1", "k1"][1].norm() < EXACT
     assert far(on["k3", "k3"][1], forward_V) < EXACT < 1e-2 < far(on["k3", "k3"][1], reverse_V)
     for choice in CHOICES:
-        assert (on[choice][0] == pytest.approx(reverse, rel=EXACT)) == (choice[0] != "k2")
+        difference = abs(on[choice][0] / reverse - 1)
+        assert difference > 1e-2 if choice[0] == "k2" else difference < EXACT
 
     assert far(off["k3_ratio", "k3_ratio"][1], reverse_V) < EXACT
     assert off["k3_ratio", "k3_ratio"][0] == pytest.approx(reverse, rel=EXACT)
@@ -77,7 +78,8 @@ def test_the_table_says_so_too() -> None:
     }
     for row in rows:
         assert (row["cosine"] is None) == (row["finding"] == "zero")
-        assert row["reverse_error"]["smallest"] <= row["reverse_error"]["median"] <= row["reverse_error"]["largest"]
+        error = row["reverse_error"]
+        assert error["smallest"] <= error["median"] <= error["largest"]  # bound: their order
         if row["finding"] == "exact":
             assert row["cosine"]["smallest"] == pytest.approx(1)
 
