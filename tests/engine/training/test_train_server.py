@@ -30,7 +30,7 @@ from thresher.engine.assemble import load_retrieval
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.evaluation.evaluate import evaluate
-from thresher.engine.rollout.samples import seed_of
+from thresher.engine.rollout.rollout import seed_of
 from thresher.engine.scoring.score import score
 from thresher.engine.training.train import Progress, train
 from thresher.retrieval.retriever import Unanswered
