@@ -52,7 +52,7 @@ def test_which_estimators_are_exact_and_of_what(policies: torch.Tensor) -> None:
     assert far(on["k3", "k3"][1], forward_V) < EXACT < 1e-2 < far(on["k3", "k3"][1], reverse_V)
     for choice in CHOICES:
         difference = abs(on[choice][0] / reverse - 1)
-        assert difference > 1e-2 if choice[0] == "k2" else difference < EXACT
+        assert difference > 1e4 * EXACT if choice[0] == "k2" else difference < EXACT
 
     assert far(off["k3_ratio", "k3_ratio"][1], reverse_V) < EXACT
     assert off["k3_ratio", "k3_ratio"][0] == pytest.approx(reverse, rel=EXACT)

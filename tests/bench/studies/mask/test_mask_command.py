@@ -79,7 +79,7 @@ def run_folder(
     tiny_index_folder: Path,
     tiny_questions: list[Question],
 ) -> Path:
-    """A run of two steps; rewards differ, for the golds are what the policy likes to say."""
+    """Train two steps, and write advantages into the last, for every other group: what a policy says may earn none."""
     folder = tmp_path_factory.mktemp("study")
     make_tiny_policy().save(folder / "model")
     tiny_tokenizer.save(folder / "model")
@@ -106,6 +106,11 @@ def run_folder(
         "run": {"steps": 2, "save_every": 2},
     }
     train(from_dict(Recipe, tables, "test"), folder / "grpo")
+    path = folder / "grpo/trajectories/step_000002.jsonl"
+    records = stored(path)
+    for record in records:
+        record["advantage"] = record["group"] % 2 * (record["sample"] - 1.5)
+    write_records(path, records)
     return folder
 
 
@@ -131,7 +136,7 @@ def test_a_run_s_trajectories_come_with_their_signal_first(run_folder: Path) -> 
         assert trajectory.ids() == [token for part in line["segments"] for token in part["ids"]]
         assert advantage == line["advantage"]
         signal.append(any(other["advantage"] for other in lines if other["group"] == trajectory.group))
-    assert signal == sorted(signal, reverse=True)
+    assert signal == [True] * 12 + [False] * 12
 
 
 def rewrite(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
