@@ -17,7 +17,7 @@ from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
 from thresher.engine.decoding.decoder_cuda import free_memory
 from thresher.engine.decoding.kv_cache import PagedKV
-from thresher.engine.episode import System, Tools, read_template
+from thresher.engine.episode import EpisodeConfig, System, read_template
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.scoring.entailment import load_judge
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class PromptContext:
     """What a system is run with, whoever writes. `system_digest` is that of a user's own system file, None for a
     built-in system."""
 
@@ -46,13 +46,13 @@ class Frame:
     tokenizer: Tokenizer
     system: System
     renderer: Renderer
-    tools: Tools
+    tools: EpisodeConfig
     limits: Limits
     system_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts(Frame):
+class RunContext(PromptContext):
     """The loaded parts of a run. `vocab_size` is the tokenizer's: columns beyond it are never sampled nor trained."""
 
     policy: Policy
@@ -84,12 +84,12 @@ class Parts(Frame):
         return Rollout(self.policy, self.tokenizer, retriever, *parts, shuffle=shuffle)
 
 
-def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: System | None = None) -> Parts:
+def load_run_context(recipe: Recipe, model_path: str | Path | None = None, system: System | None = None) -> RunContext:
     """Policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`, `system` that of the one
     which the recipe names."""
     folder = Path(recipe.model.path if model_path is None else model_path)
     tokenizer = load_tokenizer(folder, recipe.run.verify)
-    frame = make_frame(recipe, tokenizer, system)
+    frame = make_prompt_context(recipe, tokenizer, system)
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
     if doubts := fit_doubts(policy, tokenizer, folder):
@@ -104,10 +104,10 @@ def load_parts(recipe: Recipe, model_path: str | Path | None = None, system: Sys
             f"{policy.config.max_position_embeddings} positions; lower it"
         )
     frame = replace(frame, limits=replace(frame.limits, attention=attention))
-    return Parts(policy=policy, **{field.name: getattr(frame, field.name) for field in fields(frame)})
+    return RunContext(policy=policy, **{field.name: getattr(frame, field.name) for field in fields(frame)})
 
 
-def make_frame(recipe: Recipe, tokenizer: Tokenizer, system: System | None = None) -> Frame:
+def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | None = None) -> PromptContext:
     """A recipe's system, or `system` in its place, with its prompt, limits, and this tokenizer."""
     section, rollout = recipe.need(SystemSection), recipe.rollout
     digest = own_digest(section.name) if system is None else None
@@ -118,7 +118,7 @@ def make_frame(recipe: Recipe, tokenizer: Tokenizer, system: System | None = Non
         else read_template(section.template, "{passages}" in system.template)
     )
     retrieval = recipe.retrieval or RetrievalSection()
-    return Frame(
+    return PromptContext(
         recipe=recipe,
         tokenizer=tokenizer,
         system=system,
@@ -130,7 +130,7 @@ def make_frame(recipe: Recipe, tokenizer: Tokenizer, system: System | None = Non
             max_passage_tokens=rollout.max_passage_tokens,
             passage_format=retrieval.passage_format,
         ),
-        tools=Tools(template, rollout.max_turns),
+        tools=EpisodeConfig(template, rollout.max_turns),
         limits=Limits(
             max_turn_tokens=rollout.max_turn_tokens,
             max_policy_tokens=rollout.max_policy_tokens or rollout.max_context,

@@ -7,15 +7,15 @@ never sees a tensor, a batch or another episode.
     Prompt(...)     -> None         the first request, once
     Generate(stop)  -> Turn         the policy writes until a stop tag, the end of text, or a limit
     Search(query)   -> [Hit]        waits for the next retrieval, which serves all waiting episodes in one call
-    Call(context)   -> Turn         a turn of the policy in a context of its own, which the episode waits for
+    SubCall(context)   -> Turn         a turn of the policy in a context of its own, which the episode waits for
     Retrieved(...)  -> None         appends passages, or a text made of them, between a pair of tags
     Feedback(text)  -> None         appends a line of the engine's own
-    Fork(branches)  -> None         contexts of their own, in which the policy writes once more, for the reward alone
+    SpawnBranches(branches)         contexts of their own, in which the policy writes once more, for the reward alone
 
 A branch hides what its context leaves out: the context is put together anew and computed anew from where it differs,
 since the hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in
-it goes to the reward (Attempt.branches) and never into the loss. A call is such a context in the middle of an episode:
-what was written in it may be shown, as retrieved text, and is among the branches too, as "call 1", "call 2", ..
+it goes to the reward (RewardInput.branches) and never into the loss. A call is such a context in the middle of an
+episode: what was written in it may be shown, as retrieved text, and is among the branches too ("call 1", ..).
 
 A generator returns the reason why the trajectory ended ("answered", "turns", ...). Limits of tokens and context are the
 engine's business: it closes the generator and records its own reason.
@@ -24,17 +24,18 @@ engine's business: it closes the generator and records its own reason.
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thresher.common.errors import UserError
 from thresher.common.files import read_text
+from thresher.common.renamed import renamed
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks, final_answer
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Feedback:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptSpan:
     """What the policy has written so far, from byte `start` to `end`, all its turns counted as one text (in which the
     bytes that open a turn's text, because they trailed the one before, are there once)."""
 
@@ -90,34 +91,34 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Reprefill:
+class BranchPrompt:
     """A context of its own: a prompt, then text kept from the trajectory, template text (str) and what was retrieved,
     in this order. In it the policy writes one turn, up to a tag of `stop`. Kept tokens stay whole; of one that
     straddles a boundary the kept part is encoded anew, byte by byte. max_tokens: as in Generate."""
 
     prompt: Prompt
-    parts: tuple[Kept | str | Retrieved, ...]
+    parts: tuple[KeptSpan | str | Retrieved, ...]
     stop: tuple[str, ...]
     max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class SpawnBranches:
     """Branches of the trajectory, by name. They are written after it, in the same rollout; nothing waits for them."""
 
-    branches: Mapping[str, Reprefill]
+    branches: Mapping[str, BranchPrompt]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SubCall:
     """One turn of the policy in a context of its own, whose Turn the episode gets: it may ask for a text to be read,
     and show what came of it. No token of it is trained on. Passages of its prompt that exceed their budget are cut, as
     those of a search. A limit ends the turn without a tag; a context that leaves it no room ends the trajectory."""
 
-    context: Reprefill
+    context: BranchPrompt
 
 
-Request = Prompt | Generate | Search | Call | Retrieved | Feedback | Fork
+Request = Prompt | Generate | Search | SubCall | Retrieved | Feedback | SpawnBranches
 Episode = Generator[Request, Any, str]
 
 
@@ -138,7 +139,7 @@ class Turn:
 
     def inside(self, tag: str) -> str | None:
         """The text of the turn's first closed `<tag>` span, stripped; None if there is none or it is empty."""
-        found = blocks([Piece(Source.POLICY, self.text)], tag)
+        found = blocks([TextSegment(Source.POLICY, self.text)], tag)
         return (found[0].text.strip() or None) if found else None
 
 
@@ -150,14 +151,14 @@ def cut(reply: str, stop: Sequence[str]) -> Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class EpisodeConfig:
     """What an episode is given besides its question: its prompt template and the limit on its turns."""
 
     template: str
     max_turns: int
 
 
-def last_answer(attempt: Attempt) -> str | None:
+def last_answer(attempt: RewardInput) -> str | None:
     """The final answer of the transcript, as most systems read it (rewards/tags.py)."""
     return final_answer(attempt.pieces)
 
@@ -180,14 +181,14 @@ class System:
 
     name: str
     tags: tuple[str, ...]
-    episode: Callable[[Question, Tools], Episode]
-    reward: Callable[[Attempt], RewardResult]
+    episode: Callable[[Question, EpisodeConfig], Episode]
+    reward: Callable[[RewardInput], RewardResult]
     template: str
     preset: dict[str, dict[str, Any]] = field(default_factory=dict)
     given_passages: bool = False
-    claims: Callable[[Attempt], Sequence[tuple[str, str]]] | None = None
+    claims: Callable[[RewardInput], Sequence[tuple[str, str]]] | None = None
     wants_verdict: bool = False
-    answer: Callable[[Attempt], str | None] = last_answer
+    answer: Callable[[RewardInput], str | None] = last_answer
     needs_gold_indices: bool = False
     searches: bool | None = None
 
@@ -196,7 +197,7 @@ class System:
         return "<information>" in self.tags if self.searches is None else self.searches
 
 
-def first_prompt(system: System, question: Question, tools: Tools) -> Prompt:
+def first_prompt(system: System, question: Question, tools: EpisodeConfig) -> Prompt:
     """The episode's first request; TypeError for one that does not begin with a prompt."""
     request = next(system.episode(question, tools))
     if not isinstance(request, Prompt):
@@ -208,7 +209,7 @@ def over_given(system: System) -> System:
     """The system with every search of it answered from the passages that the question brings, and no index needed.
     UserError, when it searches, for a question that brings none."""
 
-    def episode(question: Question, tools: Tools) -> Episode:
+    def episode(question: Question, tools: EpisodeConfig) -> Episode:
         inner, answer = system.episode(question, tools), None
         while True:
             try:
@@ -238,3 +239,10 @@ def read_template(path: str | Path, passages: bool = False) -> str:
             expected = f"needs {place} exactly once" if wanted else f"of this system has no use for {place}"
             raise UserError(f"{path}: a prompt template {expected}, found {found}")
     return text
+
+
+if not TYPE_CHECKING:  # which would let any name pass
+    __getattr__ = renamed(
+        __name__,
+        {"Tools": EpisodeConfig, "Reprefill": BranchPrompt, "Kept": KeptSpan, "Fork": SpawnBranches, "Call": SubCall},
+    )

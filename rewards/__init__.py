@@ -3,9 +3,12 @@
 Another pure function of these may come in, a paper's reward into papers/; neither torch nor any other folder may.
 """
 
+from typing import TYPE_CHECKING
+
 from thresher.common.errors import UserError
+from thresher.common.renamed import renamed
 from thresher.rewards.advantages import group_advantages
-from thresher.rewards.attempt import Attempt, count_words
+from thresher.rewards.attempt import RewardInput, count_words
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import (
     answer_measures,
@@ -25,13 +28,13 @@ from thresher.rewards.papers.search import autorefine_reward, eval_rar_reward, s
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks, escape_tags, final_answer, tag_sequence, tag_strings
 from thresher.rewards.text import contains_answer, exact_match, f1_score, normalize_answer
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 __all__ = [
-    "Attempt",
-    "Piece",
+    "RewardInput",
     "RewardResult",
     "Source",
+    "TextSegment",
     "UserError",
     "answer_measures",
     "answer_recalled",
@@ -63,3 +66,7 @@ __all__ = [
     "tag_sequence",
     "tag_strings",
 ]
+
+
+if not TYPE_CHECKING:  # which would let any name pass
+    __getattr__ = renamed(__name__, {"Attempt": RewardInput, "Piece": TextSegment})

@@ -1,7 +1,7 @@
 """One answer to one question, with all that a reward may look at.
 
-A reward is a pure function of an Attempt. What takes a model to know (an entailment probability, a judge's verdict) is
-found out beforehand and passed in as a number, so that a reward can be recomputed from what a run folder stores.
+A reward is a pure function of a RewardInput. What takes a model to know (an entailment probability, a judge's verdict)
+is found out beforehand and passed in as a number, so that a reward can be recomputed from what a run folder stores.
 """
 
 import re
@@ -9,8 +9,10 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-from thresher.rewards.transcript import Piece
+from thresher.common.renamed import renamed
+from thresher.rewards.transcript import TextSegment
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -26,14 +28,14 @@ def count_words(text: str) -> int:
     return len(_WORD.findall(text))
 
 
-def hash_uniform(id_: str, pieces: Sequence[Piece]) -> float:
+def hash_uniform(id_: str, pieces: Sequence[TextSegment]) -> float:
     """A number in [0, 1), uniform over questions and texts: a hash of both, so it is the same whenever it is scored."""
     text = b"\0".join([id_.encode("utf-8", "surrogatepass"), *(piece.text for piece in pieces)])
     return int.from_bytes(blake2b(text, digest_size=6).digest()) / 2**48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class RewardInput:
     """What was written, and what it is judged by.
 
     pieces: the transcript. golds: acceptable answers. passages: (title, text), those shown with the question, in their
@@ -44,13 +46,17 @@ class Attempt:
     chance: a number in [0, 1) that belongs to this attempt, for rewards with a random part.
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[TextSegment]
     golds: Sequence[str]
     question: str = ""
     passages: Sequence[tuple[str, str]] = ()
     gold_indices: Sequence[int] | None = None
-    branches: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    branches: Mapping[str, Sequence[TextSegment]] = field(default_factory=dict)
     entailment: float | None = None
     verdict: bool | None = None
     length: Callable[[str], int] = count_words
     chance: float = 0.0
+
+
+if not TYPE_CHECKING:  # which would let any name pass
+    __getattr__ = renamed(__name__, {"Attempt": RewardInput})

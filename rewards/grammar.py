@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from thresher.rewards.tags import tag_sequence
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 # Qwen's end-of-text tokens. Transcripts from elsewhere hold their text; ours end at the tag before.
 _THE_END = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>)*+")
 
 
 def outline(
-    pieces: Sequence[Piece], tags: Sequence[str], *, retrieved: str | None = None, prose: bool = False
+    pieces: Sequence[TextSegment], tags: Sequence[str], *, retrieved: str | None = None, prose: bool = False
 ) -> tuple[str, ...] | None:
     """The names of the transcript's sections, in order; None where it is not made of closed sections alone.
 
@@ -60,7 +60,7 @@ def _written(text: bytes, tags: Sequence[str], at_end: bool, prose: bool) -> lis
     names: list[str] = []
     opened: str | None = None
     position = 0
-    for event in tag_sequence([Piece(Source.POLICY, text)], tags):
+    for event in tag_sequence([TextSegment(Source.POLICY, text)], tags):
         if opened is None:
             if event.closing or not (prose or _blank(text[position : event.start])):
                 return None

@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from thresher.common.errors import UserError
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 # Printable ASCII without < and >, in names also without /.
 _NAME = re.compile(r"[!-.0-;=?-~]+")
@@ -63,7 +63,7 @@ def tag_strings(*tags: str) -> tuple[str, ...]:
     return tuple(text for tag in tags for text in (f"<{tag}>", f"</{tag}>"))
 
 
-def blocks(pieces: Sequence[Piece], tag: str) -> list[TagSpan]:
+def blocks(pieces: Sequence[TextSegment], tag: str) -> list[TagSpan]:
     """All closed spans of `tag` (a name, such as "search") in POLICY text, in order.
 
     A closing tag takes the last opening tag before it (the innermost of nested ones), back to the previous
@@ -84,7 +84,7 @@ def blocks(pieces: Sequence[Piece], tag: str) -> list[TagSpan]:
     return found
 
 
-def tag_sequence(pieces: Sequence[Piece], tags: Sequence[str]) -> list[TagEvent]:
+def tag_sequence(pieces: Sequence[TextSegment], tags: Sequence[str]) -> list[TagEvent]:
     """Every opening and closing tag of the given names in POLICY text, in order: for checks of grammar."""
     known = sorted({text for tag in tags for text in tag_strings(tag)})
     if not known:
@@ -101,7 +101,7 @@ def tag_sequence(pieces: Sequence[Piece], tags: Sequence[str]) -> list[TagEvent]
     return events
 
 
-def final_answer(pieces: Sequence[Piece], *, after: int = 0) -> str | None:
+def final_answer(pieces: Sequence[TextSegment], *, after: int = 0) -> str | None:
     """What the policy wrote in its first closed `<answer>` span that is not empty, of those that begin at the byte
     `after` of the transcript or later.
 
@@ -113,7 +113,7 @@ def final_answer(pieces: Sequence[Piece], *, after: int = 0) -> str | None:
     return next((span.text for span in answers if span.text), "" if answers else None)
 
 
-def up_to_answer(pieces: Sequence[Piece]) -> list[Piece]:
+def up_to_answer(pieces: Sequence[TextSegment]) -> list[TextSegment]:
     """The transcript up to and including the span of the final answer; all of it where there is none.
 
     Transcripts from elsewhere may run on after the answer; what follows must not count.
@@ -154,7 +154,7 @@ def _tag_start(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("<(?=" + "|".join(re.escape(tag[1:]) for tag in tags) + ")")
 
 
-def _policy_stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, bytes]]:
+def _policy_stretches(pieces: Sequence[TextSegment]) -> Iterator[tuple[int, bytes]]:
     """(offset in the transcript, bytes) of every maximal run of adjacent POLICY pieces."""
     offset, begin, run = 0, 0, list[bytes]()
     for piece in pieces:
@@ -170,7 +170,7 @@ def _policy_stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, bytes]]:
         yield begin, b"".join(run)
 
 
-def _piece_starts(pieces: Sequence[Piece]) -> list[int]:
+def _piece_starts(pieces: Sequence[TextSegment]) -> list[int]:
     return list(accumulate((len(piece.text) for piece in pieces), initial=0))
 
 
@@ -179,12 +179,12 @@ def _piece_at(starts: list[int], offset: int) -> int:
     return bisect_right(starts, offset) - 1
 
 
-def _cut(pieces: Sequence[Piece], end: int) -> list[Piece]:
-    kept: list[Piece] = []
+def _cut(pieces: Sequence[TextSegment], end: int) -> list[TextSegment]:
+    kept: list[TextSegment] = []
     offset = 0
     for piece in pieces:
         if offset + len(piece.text) >= end:
-            return [*kept, Piece(piece.source, piece.text[: end - offset])]
+            return [*kept, TextSegment(piece.source, piece.text[: end - offset])]
         kept.append(piece)
         offset += len(piece.text)
     return kept

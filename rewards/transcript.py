@@ -8,6 +8,9 @@ decoding; nothing ever goes the other way.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from thresher.common.renamed import renamed
 
 
 class Source(StrEnum):
@@ -20,8 +23,12 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextSegment:
     """A stretch of a transcript written by one source, as UTF-8 bytes (possibly cut inside a character)."""
 
     source: Source
     text: bytes
+
+
+if not TYPE_CHECKING:  # which would let any name pass
+    __getattr__ = renamed(__name__, {"Piece": TextSegment})

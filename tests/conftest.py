@@ -266,7 +266,7 @@ def tiny_rollout(
 ) -> Callable[..., Rollout]:
     """make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens, shuffle,
     **limits) -> Rollout; everything has a default. `system` is a name or a System."""
-    from thresher.engine.episode import Tools
+    from thresher.engine.episode import EpisodeConfig
     from thresher.engine.protocol.prompts import Renderer
     from thresher.engine.rollout.rollout import Limits, Rollout
     from thresher.engine.systems import load_system
@@ -301,7 +301,7 @@ def tiny_rollout(
             tokenizer,
             tiny_index if index is None else index,
             system,
-            Tools(template, max_turns),
+            EpisodeConfig(template, max_turns),
             renderer,
             Limits(**sizes),
             shuffle=shuffle,

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from thresher.rewards import Attempt, Piece, Source
+from thresher.rewards import RewardInput, Source, TextSegment
 
 # The parts of each system's own reward, a row a system; the measures among what it hands back are not in it.
 PARTS = {
@@ -23,13 +23,13 @@ PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"], "r1": PART
 LETTERS = {"q": Source.PROMPT, "p": Source.POLICY, "r": Source.RETRIEVED, "f": Source.FEEDBACK}
 
 
-def transcript(*parts: str) -> list[Piece]:
+def transcript(*parts: str) -> list[TextSegment]:
     """Pieces from "p:text", the letter naming the source: question, policy, retrieved, feedback."""
-    return [Piece(LETTERS[part[0]], part[2:].encode()) for part in parts]
+    return [TextSegment(LETTERS[part[0]], part[2:].encode()) for part in parts]
 
 
-def attempt(*parts: str, golds: tuple[str, ...] = ("Paris",), **more: Any) -> Attempt:
-    return Attempt(pieces=transcript(*parts), golds=golds, **more)
+def attempt(*parts: str, golds: tuple[str, ...] = ("Paris",), **more: Any) -> RewardInput:
+    return RewardInput(pieces=transcript(*parts), golds=golds, **more)
 
 
 NAMES = (
@@ -48,7 +48,7 @@ TAGS = [f"<{slash}{name}>" for name in NAMES for slash in ("", "/")]
 SCRAPS = ["[1,2]", "1", "Paris", "*x*", "- y", " ", "\n", "<", "</", "<|im_end|>", "the", "é"]
 WRITTEN = st.lists(st.sampled_from(TAGS + SCRAPS), max_size=24).map(lambda scraps: "".join(scraps).encode())
 BYTES = st.one_of(st.binary(max_size=40), WRITTEN, WRITTEN.map(lambda text: text[:-1]))
-PIECES = st.lists(st.builds(Piece, st.sampled_from(list(Source)), BYTES), max_size=6)
+PIECES = st.lists(st.builds(TextSegment, st.sampled_from(list(Source)), BYTES), max_size=6)
 GOLDS = st.lists(st.sampled_from(["Paris", "no", "The", "", "x", "é"]), max_size=3)
 
 # A hundred kilobytes that make a careless parser quadratic, or worse.

@@ -1,8 +1,8 @@
 """Our side of `thresher bench rollout`: the Generator, or the rollout with an episode.
 
 The Generator answers `demo` and `rag`, which are one turn. `search` and `branches` are episodes: a passage is appended
-to a living sample, and the hidden contexts are the engine's Fork. Every turn must have one length, so its tag is too
-long for chance to spell, and it ends by its number of tokens.
+to a living sample, and the hidden contexts are the engine's branches. Every turn must have one length, so its tag is
+too long for chance to spell, and it ends by its number of tokens.
 
 Deliberately absent: scoring. What is sampled is kept only for the proof and for the counts.
 """
@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 from thresher.bench.rollout.plan import play
 from thresher.bench.rollout.setting import RolloutSetting
 from thresher.engine.decoding.generator import GenerateRequest, GenerateResult, Generator
-from thresher.engine.episode import Episode, Fork, Generate, Kept, Prompt, Reprefill, Retrieved, Search, System, Tools
+from thresher.engine.episode import (
+    BranchPrompt,
+    Episode,
+    EpisodeConfig,
+    Generate,
+    KeptSpan,
+    Prompt,
+    Retrieved,
+    Search,
+    SpawnBranches,
+    System,
+)
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Job, Limits, Rollout
@@ -114,7 +125,7 @@ class RolloutSide:
             setting.tokenizer,
             Shelf(setting.appended),
             system,
-            Tools(TEMPLATE, len(shape.turns)),
+            EpisodeConfig(TEMPLATE, len(shape.turns)),
             Renderer(
                 tokenizer=setting.tokenizer,
                 tags=system.tags,
@@ -159,7 +170,7 @@ class RolloutSide:
             written=[Written(one.ids(), one.policy_positions(), one.policy_logprobs()) for one in everything],
         )
 
-    def _episode(self, question: Question, tools: Tools) -> Episode:
+    def _episode(self, question: Question, tools: EpisodeConfig) -> Episode:
         shape = self.setting.shape
         prompt = Prompt(tools.template, question.question, self.given[question.id])
         yield prompt
@@ -169,7 +180,7 @@ class RolloutSide:
                 hits = yield Search(f"{question.id[1:]} {turn - 1}")
                 yield Retrieved(hits, "", "")
             if turn and turn + 1 == len(shape.turns) and shape.branches:
-                yield Fork(_hidden(prompt, tools.template, lengths, tokens))
+                yield SpawnBranches(_hidden(prompt, tools.template, lengths, tokens))
             written = yield Generate((STOP,), tokens)
             lengths.append(len(written.text))
         return "ended"
@@ -191,13 +202,13 @@ def _lengths(segments: Sequence[Segment]) -> tuple[int, tuple[int, ...]]:
     return sum(len(segment.ids) for segment in segments) - sum(turns), turns
 
 
-def _hidden(prompt: Prompt, template: str, lengths: Sequence[int], tokens: int) -> dict[str, Reprefill]:
+def _hidden(prompt: Prompt, template: str, lengths: Sequence[int], tokens: int) -> dict[str, BranchPrompt]:
     """EviOmni's contexts: (q, P, r) and (q, e); lengths: bytes of reason and evidence."""
     reason, evidence = lengths
     bare = Prompt(template, prompt.question)
     return {
-        "rationale": Reprefill(prompt, (Kept(0, reason),), (STOP,), tokens),
-        "evidence": Reprefill(bare, (Kept(reason, reason + evidence),), (STOP,), tokens),
+        "rationale": BranchPrompt(prompt, (KeptSpan(0, reason),), (STOP,), tokens),
+        "evidence": BranchPrompt(bare, (KeptSpan(reason, reason + evidence),), (STOP,), tokens),
     }
 
 

@@ -22,7 +22,7 @@ from thresher.engine.store.best_checkpoint import Best, best_checkpoint
 from thresher.engine.store.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from thresher.engine.evaluation.answered import AnsweredBy
+    from thresher.engine.evaluation.api_rollout import AnsweredBy
 
 HELP = "answer questions with a system or a baseline, and measure"
 PLACE = 40
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _answered_by(options: argparse.Namespace) -> "AnsweredBy | None":
     """UserError for a part of an endpoint without the others."""
-    from thresher.engine.evaluation.answered import AnsweredBy
+    from thresher.engine.evaluation.api_rollout import AnsweredBy
 
     if (options.answer_url is None) != (options.answer_model is None):
         raise UserError("eval: --answer-url URL and --answer-model NAME belong together; give both")

@@ -14,23 +14,23 @@ from typing import Literal
 from thresher.common.errors import UserError
 from thresher.common.files import read_text
 from thresher.engine.episode import (
-    Call,
+    BranchPrompt,
     Episode,
+    EpisodeConfig,
     Generate,
     Prompt,
-    Reprefill,
+    SubCall,
     System,
-    Tools,
     over_given,
     read_template,
 )
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import final_answer
-from thresher.rewards.transcript import Piece
+from thresher.rewards.transcript import TextSegment
 
 # How the templates of this folder ask for the answer, and how the same asks for it bare: what a generator is tuned on
 # (engine/training/sft_data.py) is what it is asked with here.
@@ -56,35 +56,35 @@ def searching(system: System, over: Over) -> System:
     return over_given(system) if over == "given" else system
 
 
-def answer_reward(attempt: Attempt) -> RewardResult:
+def answer_reward(attempt: RewardInput) -> RewardResult:
     """Exact match of the final answer. Parts: answer (the reward), em, f1 (a measure), answered."""
     return reward_of(final_answer(attempt.pieces), attempt)
 
 
-def reward_of(answer: str | None, attempt: Attempt) -> RewardResult:
+def reward_of(answer: str | None, attempt: RewardInput) -> RewardResult:
     measures = answer_measures(answer, attempt.golds)
     reward = float(measures["em"])
     return RewardResult(reward, {"answer": reward, **measures}, answer)
 
 
-def reader_call(question: str, passages: Sequence[Passage]) -> Call:
+def reader_call(question: str, passages: Sequence[Passage]) -> SubCall:
     """A call that answers a question from passages, in the words of naive RAG."""
     template = read_template(Path(__file__).with_name("passages.txt"), passages=True)
-    return Call(Reprefill(Prompt(template, question, passages), (), ("</answer>",)))
+    return SubCall(BranchPrompt(Prompt(template, question, passages), (), ("</answer>",)))
 
 
-def calls(attempt: Attempt) -> list[Sequence[Piece]]:
+def calls(attempt: RewardInput) -> list[Sequence[TextSegment]]:
     """What was shown and written in the attempt's calls, in their order."""
     numbered = {int(name.removeprefix("call ")): pieces for name, pieces in attempt.branches.items() if "call " in name}
     return [pieces for _, pieces in sorted(numbered.items())]
 
 
-def called_answer(attempt: Attempt) -> str | None:
+def called_answer(attempt: RewardInput) -> str | None:
     """The final answer of the last call."""
     return final_answer(called[-1]) if (called := calls(attempt)) else None
 
 
-def called_answer_reward(attempt: Attempt) -> RewardResult:
+def called_answer_reward(attempt: RewardInput) -> RewardResult:
     """As answer_reward, of the answer that the last call gave."""
     return reward_of(called_answer(attempt), attempt)
 
@@ -108,7 +108,7 @@ def with_examples(template: str, options: Options) -> str:
 def one_turn(shown: Callable[[Question], tuple[Passage, ...]] = lambda question: ()) -> Callable[..., Episode]:
     """The episode of a prompt with the passages that `shown` picks, and one turn that should hold the answer."""
 
-    def episode(question: Question, tools: Tools) -> Episode:
+    def episode(question: Question, tools: EpisodeConfig) -> Episode:
         yield Prompt(tools.template, question.question, shown(question))
         turn = yield Generate(stop=("</answer>",))
         return "answered" if turn.inside("answer") else "ended"

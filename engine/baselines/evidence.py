@@ -16,7 +16,7 @@ from thresher.common.jsonl import Record, iter_list, string_field
 from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in
-from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, pair_tags
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 
@@ -40,7 +40,7 @@ def system(options: Options) -> System:
 def answers_from(evidence: Mapping[str, str], source: str, options: common.Options | None = None) -> System:
     """A system that answers a question from `evidence[question.id]`; `source` is where an absent one was looked for."""
 
-    def episode(question: Question, tools: Tools) -> Episode:
+    def episode(question: Question, tools: EpisodeConfig) -> Episode:
         if question.id not in evidence:
             raise UserError(
                 f"{source}: holds no evidence for question {question.id}; extract from these questions first"

@@ -6,13 +6,13 @@ prompt and the same tags less the reasoning. There its evidence has 100 tokens a
 """
 
 from thresher.engine.baselines.common import Options, answer_reward, built_in
-from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, pair_tags
 from thresher.retrieval.questions import Question
 
 __all__ = ["Options", "system"]
 
 
-def episode(question: Question, tools: Tools) -> Episode:
+def episode(question: Question, tools: EpisodeConfig) -> Episode:
     yield Prompt(tools.template, question.question, question.passages)
     turn = yield Generate(stop=("</extract>",))
     if not turn.stopped_at("</extract>"):

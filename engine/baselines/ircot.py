@@ -15,13 +15,13 @@ from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in, called_answer, called_answer_reward, reader_call
 from thresher.engine.episode import (
     Episode,
+    EpisodeConfig,
     Feedback,
     Generate,
     Prompt,
     Retrieved,
     Search,
     System,
-    Tools,
     last_answer,
     pair_tags,
 )
@@ -40,7 +40,7 @@ class Options(common.Options):
     reader: bool = False
 
 
-def episode(question: Question, tools: Tools, reader: bool) -> Episode:
+def episode(question: Question, tools: EpisodeConfig, reader: bool) -> Episode:
     shown: dict[str, Passage] = {}
     reason = yield from thoughts(question, tools, shown)
     if reader:
@@ -49,7 +49,7 @@ def episode(question: Question, tools: Tools, reader: bool) -> Episode:
     return reason
 
 
-def thoughts(question: Question, tools: Tools, shown: dict[str, Passage]) -> Episode:
+def thoughts(question: Question, tools: EpisodeConfig, shown: dict[str, Passage]) -> Episode:
     """The loop; the passages that it shows come into `shown`, by id."""
     yield Prompt(tools.template, question.question)
     query: str | None = question.question

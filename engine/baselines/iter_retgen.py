@@ -17,15 +17,15 @@ from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in
 from thresher.engine.config.tables import Count
 from thresher.engine.episode import (
-    Call,
+    BranchPrompt,
     Episode,
+    EpisodeConfig,
     Generate,
     Prompt,
-    Reprefill,
     Retrieved,
     Search,
+    SubCall,
     System,
-    Tools,
     pair_tags,
 )
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
@@ -41,13 +41,13 @@ class Options(common.Options):
     iterations: Count = 3
 
 
-def episode(question: Question, tools: Tools, iterations: int) -> Episode:
+def episode(question: Question, tools: EpisodeConfig, iterations: int) -> Episode:
     prompt = Prompt(tools.template, question.question)
     yield prompt
     query = question.question
     for _ in range(iterations - 1):
         shown = Retrieved((yield Search(query)), BEFORE, AFTER)
-        turn = yield Call(Reprefill(prompt, (shown,), ("</answer>",)))
+        turn = yield SubCall(BranchPrompt(prompt, (shown,), ("</answer>",)))
         query = f"{question.question} {without_tags(turn.text)}".strip()
     yield Retrieved((yield Search(query)), BEFORE, AFTER)
     turn = yield Generate(stop=("</answer>",))

@@ -29,12 +29,12 @@ from typing import Literal
 
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import Over, built_in, reward_of, searching
-from thresher.engine.episode import Episode, Generate, Prompt, Retrieved, Search, System, Tools, Turn, pair_tags
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, Retrieved, Search, System, Turn, pair_tags
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import final_answer
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 Name = Literal["research", "r1_searcher", "simple_deep_searcher"]
 
@@ -84,14 +84,14 @@ class Options(common.Options):
     over: Over = "index"
 
 
-def episode(question: Question, tools: Tools, protocol: Name) -> Episode:
+def episode(question: Question, tools: EpisodeConfig, protocol: Name) -> Episode:
     known = PROTOCOLS[protocol]
     opening, closing = known.query
     yield Prompt(tools.template, question.question)
-    written: list[Piece] = []
+    written: list[TextSegment] = []
     for searches_left in reversed(range(tools.max_turns)):
         turn: Turn = yield Generate(stop=(closing, "</answer>") if known.answer_tag else (closing,))
-        written.append(Piece(Source.POLICY, turn.text))
+        written.append(TextSegment(Source.POLICY, turn.text))
         if not turn.stopped_at(closing):
             return "answered" if answer_in(written, protocol) else "ended"
         query = turn.text.decode("utf-8", "replace").partition(closing)[0].rpartition(opening)[2]
@@ -103,7 +103,7 @@ def episode(question: Question, tools: Tools, protocol: Name) -> Episode:
     return "turns"
 
 
-def answer_in(pieces: Sequence[Piece], protocol: Name) -> str | None:
+def answer_in(pieces: Sequence[TextSegment], protocol: Name) -> str | None:
     """The answer that stands in what the policy wrote; None where there is none."""
     known = PROTOCOLS[protocol]
     if known.answer_tag:
@@ -130,11 +130,11 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def answer_of(attempt: Attempt, protocol: Name) -> str | None:
+def answer_of(attempt: RewardInput, protocol: Name) -> str | None:
     return answer_in(attempt.pieces, protocol)
 
 
-def released_reward(attempt: Attempt, protocol: Name) -> RewardResult:
+def released_reward(attempt: RewardInput, protocol: Name) -> RewardResult:
     """Exact match of the answer where the protocol has it."""
     return reward_of(answer_of(attempt, protocol), attempt)
 

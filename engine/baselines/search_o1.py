@@ -18,16 +18,16 @@ from pathlib import Path
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in
 from thresher.engine.episode import (
-    Call,
+    BranchPrompt,
     Episode,
+    EpisodeConfig,
     Feedback,
     Generate,
     Prompt,
-    Reprefill,
     Retrieved,
     Search,
+    SubCall,
     System,
-    Tools,
     pair_tags,
     read_template,
 )
@@ -46,7 +46,7 @@ class Options(common.Options):
     reading: bool = True
 
 
-def episode(question: Question, tools: Tools) -> Episode:
+def episode(question: Question, tools: EpisodeConfig) -> Episode:
     yield Prompt(tools.template, question.question)
     reasoning, asked = "", set[str]()
     for searches_left in reversed(range(tools.max_turns)):
@@ -64,7 +64,7 @@ def episode(question: Question, tools: Tools) -> Episode:
         hits = yield Search(query)
         about = f"{question.question}\n\nReasoning so far:\n{reasoning}\n\nQuery: {query}"
         prompt = Prompt(READ, about, [hit.passage for hit in hits])
-        read = yield Call(Reprefill(prompt, (), ("</information>",)))
+        read = yield SubCall(BranchPrompt(prompt, (), ("</information>",)))
         helps = read.inside("information") or NOTHING
         reasoning += BEFORE + helps + AFTER
         yield Retrieved(helps, BEFORE, AFTER)

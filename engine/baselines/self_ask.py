@@ -14,7 +14,17 @@ from functools import partial
 
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import Over, answer_reward, built_in, reader_call, searching
-from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, pair_tags
+from thresher.engine.episode import (
+    Episode,
+    EpisodeConfig,
+    Feedback,
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    System,
+    pair_tags,
+)
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.retrieval.questions import Question
 
@@ -32,7 +42,7 @@ class Options(common.Options):
     over: Over = "index"
 
 
-def episode(question: Question, tools: Tools, reader: bool) -> Episode:
+def episode(question: Question, tools: EpisodeConfig, reader: bool) -> Episode:
     yield Prompt(tools.template, question.question)
     for turns_left in reversed(range(tools.max_turns)):
         if turns_left == 0:

@@ -22,22 +22,22 @@ from thresher.engine.baselines import common
 from thresher.engine.baselines.common import built_in, calls, reward_of
 from thresher.engine.config.tables import Count
 from thresher.engine.episode import (
-    Call,
+    BranchPrompt,
     Episode,
+    EpisodeConfig,
     Generate,
     Prompt,
-    Reprefill,
+    SubCall,
     System,
-    Tools,
     Turn,
     pair_tags,
     read_template,
 )
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks
-from thresher.rewards.transcript import Piece
+from thresher.rewards.transcript import TextSegment
 
 SUMMARY = read_template(Path(__file__).with_name("sure_summary.txt"), passages=True)
 VALIDITY, RANKING = (read_template(Path(__file__).with_name(f"sure_{name}.txt")) for name in ("validity", "ranking"))
@@ -50,7 +50,7 @@ class Options(common.Options):
     candidates: Count = 2
 
 
-def episode(question: Question, tools: Tools, most: int) -> Episode:
+def episode(question: Question, tools: EpisodeConfig, most: int) -> Episode:
     yield Prompt(tools.template, question.question, question.passages)
     turn = yield Generate(stop=("</candidates>",))
     candidates = listed(turn.inside("candidates"), most)
@@ -59,14 +59,14 @@ def episode(question: Question, tools: Tools, most: int) -> Episode:
     summaries = []
     for candidate in candidates:
         about = f"{question.question}\n\nCandidate answer: {candidate}"
-        read: Turn = yield Call(Reprefill(Prompt(SUMMARY, about, question.passages), (), ("</support>",)))
+        read: Turn = yield SubCall(BranchPrompt(Prompt(SUMMARY, about, question.passages), (), ("</support>",)))
         summaries.append(read.inside("support") or "none was written")
     for candidate, summary in zip(candidates, summaries, strict=True):
         about = f"{question.question}\n\nCandidate answer: {candidate}\n\nSummary: {summary}"
-        yield Call(Reprefill(Prompt(VALIDITY, about), (), ("</verdict>",)))
+        yield SubCall(BranchPrompt(Prompt(VALIDITY, about), (), ("</verdict>",)))
     for one, other in permutations(summaries, 2):
         about = f"{question.question}\n\nSummary 1: {one}\n\nSummary 2: {other}"
-        yield Call(Reprefill(Prompt(RANKING, about), (), ("</verdict>",)))
+        yield SubCall(BranchPrompt(Prompt(RANKING, about), (), ("</verdict>",)))
     return "answered"
 
 
@@ -76,7 +76,7 @@ def listed(text: str | None, most: int) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line))[:most]
 
 
-def chosen(attempt: Attempt, most: int) -> str | None:
+def chosen(attempt: RewardInput, most: int) -> str | None:
     """The answer; None without candidates, and where a call is missing."""
     spans = blocks(attempt.pieces, "candidates")
     candidates = listed(spans[0].text if spans else None, most)
@@ -92,12 +92,12 @@ def chosen(attempt: Attempt, most: int) -> str | None:
     return candidates[scores.index(max(scores))]
 
 
-def chosen_reward(attempt: Attempt, most: int) -> RewardResult:
+def chosen_reward(attempt: RewardInput, most: int) -> RewardResult:
     """Exact match of the chosen candidate."""
     return reward_of(chosen(attempt, most), attempt)
 
 
-def verdict(pieces: Sequence[Piece]) -> str:
+def verdict(pieces: Sequence[TextSegment]) -> str:
     spans = blocks(pieces, "verdict")
     return spans[0].text.lower().rstrip(".") if spans else ""
 

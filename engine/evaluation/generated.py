@@ -40,8 +40,16 @@ def check_generated(
 
 
 def write_generated(entry: Generated) -> dict[str, Any]:
-    """The record of an entry."""
-    return asdict(entry)
+    """Return the record of an entry."""
+    return asdict(entry) | {"trajectory": _stored(entry.trajectory)}
+
+
+def _stored(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory's record, in which `from_api` has its first name, "elsewhere"."""
+    record = asdict(trajectory)
+    record["branches"] = {name: _stored(branch) for name, branch in trajectory.branches.items()}
+    record["elsewhere"] = record.pop("from_api")
+    return record
 
 
 def read_generated(record: Mapping[str, Any], where: str) -> Generated:
@@ -63,7 +71,7 @@ def read_generated(record: Mapping[str, Any], where: str) -> Generated:
 
 def _trajectory(record: Mapping[str, Any]) -> Trajectory:
     """ValueError, TypeError or KeyError where the record is not one of `asdict`; check_trajectory does the rest."""
-    fields = dict(record)
+    fields = {"from_api" if key == "elsewhere" else key: value for key, value in record.items()}
     segments = [_segment(segment) for segment in fields.pop("segments")]
     branches = {name: _trajectory(branch) for name, branch in fields.pop("branches").items()}
     trajectory = Trajectory(**fields, segments=segments, branches=branches)

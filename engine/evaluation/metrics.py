@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thresher.engine.scoring.score import Scored
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.measures import (
     answer_recalled,
     char_f1,
@@ -178,14 +178,14 @@ def _place(name: str) -> int:
     return _PLACES.get(name, len(_PLACES))
 
 
-def _all_spans(tag: str) -> Callable[[Attempt], list[str]]:
+def _all_spans(tag: str) -> Callable[[RewardInput], list[str]]:
     """Every such span that the policy closed up to its answer; no gold forms across two of them."""
     return lambda attempt: [span.text for span in blocks(up_to_answer(attempt.pieces), tag)]
 
 
 _PLACES = {name: place for place, name in enumerate(NAMES)}
 # Tag -> the measure, and the texts that it looks in: of EviOmni's spans the first, which is the one its reward reads.
-_RECALLS: dict[str, tuple[str, Callable[[Attempt], list[str]]]] = {
+_RECALLS: dict[str, tuple[str, Callable[[RewardInput], list[str]]]] = {
     "extract": ("recall_evidence", lambda attempt: [evidence_of(attempt.pieces)]),
     "reason": ("recall_rationale", lambda attempt: [rationale_of(attempt.pieces)]),
     "summary": ("recall_notes", _all_spans("summary")),

@@ -21,18 +21,25 @@ from typing import Any
 
 from thresher.common import console
 from thresher.common.errors import UserError
-from thresher.engine.assemble import Frame, Parts, check_gold_indices, load_judges, load_parts, load_retrieval
+from thresher.engine.assemble import (
+    PromptContext,
+    RunContext,
+    check_gold_indices,
+    load_judges,
+    load_retrieval,
+    load_run_context,
+)
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import DataSection, SystemSection
 from thresher.engine.episode import System, first_prompt
-from thresher.engine.evaluation.answered import AnsweredBy, ElsewhereRollout, PartsElsewhere, load_elsewhere
+from thresher.engine.evaluation.api_rollout import AnsweredBy, ApiRollout, ApiRunContext, load_api_context
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.evaluation.folder import ANSWERS, EvalFolder, check_belongs
 from thresher.engine.evaluation.generated import Generated, check_generated
 from thresher.engine.evaluation.metrics import Values, measures_of, parts_of, ranking_measures
 from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_of
-from thresher.engine.protocol.prompts import Fitted, fit_passages, noise_pool, with_noise, with_passages
+from thresher.engine.protocol.prompts import PromptBatch, noise_pool, truncate_passages, with_noise, with_passages
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
@@ -61,7 +68,7 @@ _FREE = {
         "temperature",
     },
 }
-Answerer = Parts | PartsElsewhere  # each with a `rollout` that has a prompt, a run and a clock
+Answerer = RunContext | ApiRunContext  # each with a `rollout` that has a prompt, a run and a clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +158,9 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
     }
 
 
-def prepare(questions: Sequence[Question], parts: Frame, retriever: Retriever | None, noise: int) -> Fitted:
+def prepare(
+    questions: Sequence[Question], parts: PromptContext, retriever: Retriever | None, noise: int
+) -> PromptBatch:
     """The questions with what their prompts show: passages found where they bring none, and noise, as far as they fit.
 
     Noise is drawn from the corpus where it is at hand, else from the passages of the other questions. UserError for
@@ -160,23 +169,23 @@ def prepare(questions: Sequence[Question], parts: Frame, retriever: Retriever | 
     if not parts.system.given_passages:
         if noise:
             raise UserError(f"eval: --noise adds passages to a prompt, and that of {parts.system.name} shows none")
-        return Fitted(list(questions), 0, 0, parts.renderer.max_passage_tokens)
+        return PromptBatch(list(questions), 0, 0, parts.renderer.max_passage_tokens)
     questions = with_passages(questions, retriever, parts.renderer.k)
     questions = with_noise(questions, noise_pool(questions, retriever), noise, parts.recipe.run.seed)
-    return fit_passages(questions, parts.system, parts.tools, parts.renderer)
+    return truncate_passages(questions, parts.system, parts.tools, parts.renderer)
 
 
 def _load(recipe: Recipe, asked: EvalOptions, answers: Path) -> Answerer:
     section = recipe.need(SystemSection)
     system = None if asked.baseline is None else load_baseline(asked.baseline, section.options)
     if asked.answered_by is not None:
-        return load_elsewhere(recipe, system, asked.answered_by, answers)
-    return load_parts(recipe, system=system)
+        return load_api_context(recipe, system, asked.answered_by, answers)
+    return load_run_context(recipe, system=system)
 
 
 def _measures(scored: Sequence[Scored], done: Sequence[Generated], parts: Answerer) -> list[Values]:
     """Each question's; without those in tokens where an endpoint answered and nobody knows its tokens."""
-    left_out = parts.unmeasured if isinstance(parts, PartsElsewhere) else ()
+    left_out = parts.unmeasured if isinstance(parts, ApiRunContext) else ()
     found = [
         measures_of(entry, parts.system.tags) | ranking_measures(one.relevant)
         for entry, one in zip(scored, done, strict=True)
@@ -191,7 +200,7 @@ def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
 
 
 def _generate(
-    rollout: Rollout | ElsewhereRollout,
+    rollout: Rollout | ApiRollout,
     questions: Sequence[Question],
     temperature: float,
     seed: int,
@@ -221,7 +230,7 @@ def _generate(
 
 
 def _part(
-    rollout: Rollout | ElsewhereRollout,
+    rollout: Rollout | ApiRollout,
     questions: Sequence[Question],
     temperature: float,
     seed: int,
@@ -240,7 +249,7 @@ def _part(
     ]
 
 
-def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout | ElsewhereRollout) -> list[bool]:
+def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout | ApiRollout) -> list[bool]:
     """Whether each passage holds a gold string: of those that the prompt shows, or of those found, best first, search
     after search."""
     passages: Sequence[Passage] = ()
@@ -304,7 +313,7 @@ def _facts(
         "rewarded_by": rewarded_by(parts),
         "reasons": (reasons := dict(sorted(Counter(entry.trajectory.reason for entry in scored).items()))),
         "ended": ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
-        **(parts.facts(each) if isinstance(parts, PartsElsewhere) else {}),
+        **(parts.facts(each) if isinstance(parts, ApiRunContext) else {}),
     }
 
 
@@ -312,7 +321,7 @@ def _roomless(count: int) -> str | None:
     return f"{count:,} found no room in rollout.max_context, and their answers count as missing" if count else None
 
 
-def _gold(parts: Frame, scored: Sequence[Scored]) -> str | None:
+def _gold(parts: PromptContext, scored: Sequence[Scored]) -> str | None:
     """How many questions leave open what their gold passages are, where the system's reward asks for it."""
     unknown = sum(entry.question.gold_indices is None for entry in scored)
     if not parts.system.needs_gold_indices or not unknown:
@@ -320,7 +329,7 @@ def _gold(parts: Frame, scored: Sequence[Scored]) -> str | None:
     return f"unknown for {unknown:,} of {len(scored):,} questions, to which naming some earns nothing"
 
 
-def rewarded_by(parts: Frame) -> str:
+def rewarded_by(parts: PromptContext) -> str:
     """The reward in words: two evaluations with the same have rewards that compare."""
     if parts.system_digest is not None:
         section = parts.recipe.need(SystemSection)
@@ -332,7 +341,7 @@ def rewarded_by(parts: Frame) -> str:
     return f"{module}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
 
 
-def _retrieval(parts: Frame) -> str | None:
+def _retrieval(parts: PromptContext) -> str | None:
     """Where passages come from, in words; None for a system that reads none."""
     section = parts.recipe.retrieval
     place = section and (section.index or section.url)

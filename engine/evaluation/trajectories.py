@@ -28,10 +28,10 @@ from thresher.common.errors import UserError
 from thresher.common.jsonl import Record
 from thresher.common.locks import locked_file
 from thresher.common.records import RecordLog
-from thresher.engine.assemble import Parts, load_parts
+from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.run import PART, retriever_of
-from thresher.engine.protocol.prompts import show_passages
+from thresher.engine.protocol.prompts import retrieve_and_truncate
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import asked_record, check_whole
@@ -61,9 +61,9 @@ def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
 def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     questions = read_questions(plan.questions, golds_needed=False)[: plan.limit]
     running = min(recipe.rollout.max_running, len(questions) * plan.samples)
-    parts = load_parts(replace(recipe, rollout=replace(recipe.rollout, max_running=running)))
+    parts = load_run_context(replace(recipe, rollout=replace(recipe.rollout, max_running=running)))
     retriever = retriever_of(recipe, parts.system)
-    shown = show_passages(questions, parts.system, parts.tools, parts.renderer, retriever)
+    shown = retrieve_and_truncate(questions, parts.system, parts.tools, parts.renderer, retriever)
     if warning := shown.warning():
         console.console.print(f"rollout: {warning}", soft_wrap=True)
     rollout = parts.rollout(retriever)
@@ -138,7 +138,7 @@ def _check_belongs(record: Record, where: str, job: Job, prompts: Sequence[Seque
 
 
 def _draw(
-    rollout: Rollout, parts: Parts, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
+    rollout: Rollout, parts: RunContext, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
 ) -> dict[str, Any]:
     """The trajectories that are not in the file yet, appended part by part; figures of these alone."""
     size = PART * rollout.limits.max_running
@@ -175,7 +175,9 @@ def _draw(
     }
 
 
-def _records(jobs: Sequence[Job], trajectories: Sequence[Trajectory], parts: Parts, temperature: float) -> list[Record]:
+def _records(
+    jobs: Sequence[Job], trajectories: Sequence[Trajectory], parts: RunContext, temperature: float
+) -> list[Record]:
     records = []
     for job, trajectory in zip(jobs, trajectories, strict=True):
         check_whole(trajectory, parts.tokenizer, parts.system.tags, parts.limits.max_context)

@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thresher.engine.episode import Episode, Generate, Search, System, Tools, Turn
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Search, System, Turn
 from thresher.engine.extraction.extractor import Extraction, Extractor
 from thresher.engine.extraction.refined import RefinedExtractor
 from thresher.retrieval.data.formats import Passage
@@ -90,7 +90,7 @@ class ReadingRetriever(Retriever):
 def with_packed_searches(system: System) -> System:
     """The system with its searches packed: each carries the question and the thinking of its turn."""
 
-    def episode(question: Question, tools: Tools) -> Episode:
+    def episode(question: Question, tools: EpisodeConfig) -> Episode:
         loop = system.episode(question, tools)
         answer, turn = None, Turn(b"", None)
         while True:

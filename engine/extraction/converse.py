@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from thresher.engine.episode import Episode, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, cut
+from thresher.engine.episode import Episode, EpisodeConfig, Feedback, Generate, Prompt, Retrieved, Search, System, cut
 from thresher.engine.protocol.prompts import passage_lines
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.tags import escape_tags
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 
 class Chat(Protocol):
@@ -37,7 +37,7 @@ class Conversation:
 
     question: Question
     messages: list[dict[str, str]] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TextSegment] = field(default_factory=list)
     searches: list[dict[str, Any]] = field(default_factory=list)
     reason: str = ""
     unsent: str = ""  # what the next user message will say
@@ -49,7 +49,7 @@ class Converser:
     """How to hold conversations of one system. retriever: for systems that search. max_tokens: of one reply."""
 
     system: System
-    tools: Tools
+    tools: EpisodeConfig
     chat: Chat
     retriever: Retriever | None
     k: int
@@ -77,7 +77,7 @@ class Converser:
                 turn = cut(reply, talk.stop)
                 text = turn.text.decode("utf-8", "replace")
                 talk.messages.append({"role": "assistant", "content": text})
-                talk.pieces.append(Piece(Source.POLICY, turn.text))
+                talk.pieces.append(TextSegment(Source.POLICY, turn.text))
                 waiting.append((talk, episode, turn))
 
     def _serve(self, ready: Sequence[tuple[Conversation, Episode, Any]]) -> list[tuple[Conversation, Episode]]:
@@ -113,7 +113,7 @@ class Converser:
             if isinstance(request, Search | Generate):
                 return request
             source, text = self._written(request)
-            talk.pieces.append(Piece(source, text.encode("utf-8", "surrogatepass")))
+            talk.pieces.append(TextSegment(source, text.encode("utf-8", "surrogatepass")))
             talk.unsent += text
 
     def _written(self, request: object) -> tuple[Source, str]:

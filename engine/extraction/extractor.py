@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thresher.common.errors import UserError
-from thresher.engine.assemble import Parts
-from thresher.engine.episode import Episode, Generate, System, Tools
-from thresher.engine.protocol.prompts import fit_passages
+from thresher.engine.assemble import RunContext
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, System
+from thresher.engine.protocol.prompts import truncate_passages
 from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.measures import compression_ratio
 from thresher.rewards.tags import blocks
-from thresher.rewards.transcript import Piece
+from thresher.rewards.transcript import TextSegment
 
 SPANS = (("extract", "reason"), ("think", None))  # tags of evidence and of rationale; a system's are the first it has
 
@@ -54,10 +54,10 @@ class Extraction:
 
 
 class Extractor:
-    """One model as extractor; `parts` as `load_parts` gives them for a system of SPANS that is given passages, else
-    UserError. evidence_tokens: evidence that is longer is cut to so many; None: none is."""
+    """One model as extractor; `parts` as `load_run_context` gives them for a system of SPANS that is given passages,
+    else UserError. evidence_tokens: evidence that is longer is cut to so many; None: none is."""
 
-    def __init__(self, parts: Parts, evidence_tokens: int | None = None) -> None:
+    def __init__(self, parts: RunContext, evidence_tokens: int | None = None) -> None:
         self.tokenizer: Tokenizer = parts.tokenizer
         self.evidence_tokens = evidence_tokens
         self.evidence_tag, self.rationale_tag = spans_of(parts.system)
@@ -72,7 +72,7 @@ class Extractor:
         into the context."""
         run = self._rollout
         given = [question.passages for question in questions]
-        questions = fit_passages(questions, run.system, run.tools, run.renderer).questions
+        questions = truncate_passages(questions, run.system, run.tools, run.renderer).questions
         jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
         extractions = []
         for whole, question, trajectory in zip(given, questions, run.run(jobs, 0.0), strict=True):
@@ -115,7 +115,7 @@ def spans_of(system: System) -> tuple[str, str | None]:
 def first_turn(system: System, tag: str) -> System:
     """The system with everything behind the first turn of its episode left out, which ends where `tag` is closed."""
 
-    def episode(question: Question, tools: Tools) -> Episode:
+    def episode(question: Question, tools: EpisodeConfig) -> Episode:
         whole = system.episode(question, tools)
         request = next(whole)
         while not isinstance(request, Generate):
@@ -127,6 +127,6 @@ def first_turn(system: System, tag: str) -> System:
     return replace(system, episode=episode)
 
 
-def _first(pieces: Sequence[Piece], tag: str) -> str:
+def _first(pieces: Sequence[TextSegment], tag: str) -> str:
     """What the policy wrote in its first closed span of `tag`; "" without one."""
     return next((span.text for span in blocks(pieces, tag)), "")

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from thresher.engine.assemble import Parts
-from thresher.engine.episode import System, Tools
+from thresher.engine.assemble import RunContext
+from thresher.engine.episode import EpisodeConfig, System
 from thresher.engine.extraction.converse import Converser
 from thresher.engine.rollout.rollout import Job
 from thresher.engine.scoring.score import check_all, score
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.result import RewardResult
 
 
@@ -37,7 +37,7 @@ class LocalResponder:
     """A policy of ours under `system`, shown passages in this format, with everything else as in `parts`."""
 
     def __init__(
-        self, parts: Parts, system: System, tools: Tools, retriever: Retriever | None, passage_format: str
+        self, parts: RunContext, system: System, tools: EpisodeConfig, retriever: Retriever | None, passage_format: str
     ) -> None:
         renderer = replace(parts.renderer, tags=system.tags, passage_format=passage_format)
         self._parts = replace(parts, system=system, tools=tools, renderer=renderer)
@@ -63,6 +63,6 @@ class ChatResponder:
 
     def responses(self, questions: Sequence[Question]) -> Iterator[Response]:
         for talk in self._converser.converse(questions):
-            attempt = Attempt(pieces=talk.pieces, golds=talk.question.golds, question=talk.question.question)
+            attempt = RewardInput(pieces=talk.pieces, golds=talk.question.golds, question=talk.question.question)
             result = self._converser.system.reward(attempt)
             yield Response(question=talk.question, result=result, reason=talk.reason, searches=talk.searches)

@@ -24,12 +24,12 @@ from typing import Any
 from thresher.common.errors import UserError
 from thresher.common.jsonl import Record
 from thresher.common.locks import locked_file
-from thresher.engine.assemble import load_parts, load_retrieval
+from thresher.engine.assemble import load_retrieval, load_run_context
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.evidence import answers_from
 from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
 from thresher.engine.config.sections import RetrievalSection, SystemSection
-from thresher.engine.episode import System, Tools, read_template
+from thresher.engine.episode import EpisodeConfig, System, read_template
 from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
 from thresher.engine.extraction.converse import Converser
 from thresher.engine.extraction.extractor import Extraction, Extractor
@@ -183,7 +183,7 @@ class Loop:
         baseline = None if plan.of_baseline is None else load_baseline(plan.of_baseline, options)
         refining = plan.refining
         self.k = self.recipe.need(RetrievalSection).k
-        self.parts = None if plan.of_encoder else load_parts(self.recipe, system=baseline)
+        self.parts = None if plan.of_encoder else load_run_context(self.recipe, system=baseline)
         self.retriever = load_retrieval(
             self.recipe, load_system("eviomni", {}) if self.parts is None else self.parts.system
         )
@@ -273,10 +273,10 @@ class Loop:
     ) -> Responder:
         shows = "{passages}" in system.template
         template = system.template if chosen.template is None else read_template(chosen.template, shows)
-        tools = Tools(template, turns)
+        tools = EpisodeConfig(template, turns)
         if chosen.model is not None:
             parts = self.parts if chosen.model == self.plan.model else None
-            parts = parts or load_parts(self.recipe, chosen.model)
+            parts = parts or load_run_context(self.recipe, chosen.model)
             return LocalResponder(parts, system, tools, retriever, passage_format)
         assert chosen.url is not None and chosen.name is not None
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
@@ -298,7 +298,7 @@ class Loop:
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:
-    """The recipe that `load_parts` needs for the extractor; the other local models are loaded with it as well.
+    """The recipe that `load_run_context` needs for the extractor; the other local models are loaded with it as well.
 
     UserError for a template that nobody is asked with.
     """

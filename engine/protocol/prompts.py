@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from thresher.common.errors import UserError
-from thresher.engine.episode import Feedback, Prompt, Retrieved, System, Tools, first_prompt
+from thresher.engine.episode import EpisodeConfig, Feedback, Prompt, Retrieved, System, first_prompt
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
@@ -129,7 +129,7 @@ def passage_line(number: int, passage: Passage, passage_format: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class PromptBatch:
     """Questions with passages as their prompts show them; how many questions and passages were cut for it, and to how
     many tokens a question."""
 
@@ -148,17 +148,19 @@ class Fitted:
         )
 
 
-def show_passages(
-    questions: Sequence[Question], system: System, tools: Tools, renderer: Renderer, retriever: Retriever | None
-) -> Fitted:
+def retrieve_and_truncate(
+    questions: Sequence[Question], system: System, tools: EpisodeConfig, renderer: Renderer, retriever: Retriever | None
+) -> PromptBatch:
     """The questions with what their prompts show: where the system is given passages, those that came with a question
     or that one search for it finds, as far as they fit."""
     if system.given_passages:
         questions = with_passages(questions, retriever, renderer.k)
-    return fit_passages(questions, system, tools, renderer)
+    return truncate_passages(questions, system, tools, renderer)
 
 
-def fit_passages(questions: Sequence[Question], system: System, tools: Tools, renderer: Renderer) -> Fitted:
+def truncate_passages(
+    questions: Sequence[Question], system: System, tools: EpisodeConfig, renderer: Renderer
+) -> PromptBatch:
     """The questions, passages that their prompts show cut to what fits; those that none shows stay as they are.
 
     UserError where a budget is too small for the form of a question's passages alone.
@@ -176,7 +178,7 @@ def fit_passages(questions: Sequence[Question], system: System, tools: Tools, re
             cut_questions, cut_passages = cut_questions + 1, cut_passages + len(lost)
             question = replace(question, passages=tuple(lost.get(id(one), one) for one in question.passages))
         fitted.append(question)
-    return Fitted(fitted, cut_questions, cut_passages, renderer.max_passage_tokens)
+    return PromptBatch(fitted, cut_questions, cut_passages, renderer.max_passage_tokens)
 
 
 def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tuple[Passage, ...]:

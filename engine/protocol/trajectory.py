@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Trajectory:
     reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
     branches: what the policy wrote in contexts of their own, for the reward alone or in a call; no part of ids() or of
     the loss.
-    elsewhere: a server wrote the turns, and told neither ids nor log-probs: its ids are of the text that came back.
+    from_api: a server wrote the turns, and told neither ids nor log-probs: its ids are of the text that came back.
     """
 
     question_id: str
@@ -47,7 +47,7 @@ class Trajectory:
     reason: str = ""
     searches: list[dict[str, Any]] = field(default_factory=list)
     branches: dict[str, "Trajectory"] = field(default_factory=dict)
-    elsewhere: bool = False
+    from_api: bool = False
 
     def ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.ids]
@@ -71,9 +71,9 @@ class Trajectory:
     def count(self, source: Source) -> int:
         return sum(len(segment.ids) for segment in self.segments if segment.source is source)
 
-    def pieces(self, tokenizer: Tokenizer) -> list[Piece]:
+    def pieces(self, tokenizer: Tokenizer) -> list[TextSegment]:
         """The form that rewards read: bytes with their sources."""
-        return [Piece(segment.source, tokenizer.decode_bytes(segment.ids)) for segment in self.segments]
+        return [TextSegment(segment.source, tokenizer.decode_bytes(segment.ids)) for segment in self.segments]
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """For the run folder: the text of every segment beside the exact ids, where they are known."""
@@ -92,7 +92,7 @@ class Trajectory:
     def _segments(self, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         return [
             {"source": str(segment.source), "text": tokenizer.decode(segment.ids)}
-            | ({} if self.elsewhere else {"ids": segment.ids})
+            | ({} if self.from_api else {"ids": segment.ids})
             for segment in self.segments
         ]
 
@@ -125,7 +125,7 @@ def check_trajectory(
         if not all(0 <= token < tokenizer.vocab_size for token in segment.ids):
             wrong.append(f"{name} holds an id outside the tokenizer")
             continue
-        sampled = segment.source is Source.POLICY and not trajectory.elsewhere
+        sampled = segment.source is Source.POLICY and not trajectory.from_api
         if len(segment.logprobs) != (len(segment.ids) if sampled else 0):
             wrong.append(f"{name} has {len(segment.logprobs)} log-probs for {len(segment.ids)} ids")
         if any(not value <= 1e-6 for value in segment.logprobs):

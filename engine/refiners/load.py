@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from thresher.engine.assemble import Parts
+from thresher.engine.assemble import RunContext
 from thresher.engine.refiners.kinds import Refiner, Refining
 from thresher.engine.refiners.llmlingua2 import LlmLingua2
 from thresher.engine.refiners.recomp import Recomp
@@ -11,7 +11,7 @@ from thresher.retrieval.encoders.learned import load_encoder
 from thresher.retrieval.encoders.token_classifier import load_token_classifier
 
 
-def load_refiner(refining: Refining, folder: Path, device: str, parts: Parts | None) -> Refiner:
+def load_refiner(refining: Refining, folder: Path, device: str, parts: RunContext | None) -> Refiner:
     """parts: those of `folder`, where the refiner is a policy's. UserError for a folder that is no such model."""
     if refining.name == "selective-context":
         assert parts is not None and refining.keep is not None and refining.unit is not None

@@ -33,23 +33,23 @@ from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.decoding.speculative import TURN_END, Int32s, Speculate
 from thresher.engine.episode import (
-    Call,
+    BranchPrompt,
     Episode,
+    EpisodeConfig,
     Feedback,
-    Fork,
     Generate,
-    Kept,
+    KeptSpan,
     Prompt,
-    Reprefill,
     Request,
     Retrieved,
     Search,
+    SpawnBranches,
+    SubCall,
     System,
-    Tools,
     Turn,
     first_prompt,
 )
-from thresher.engine.protocol.prompts import Renderer, fit, fit_passages
+from thresher.engine.protocol.prompts import Renderer, fit, truncate_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
@@ -126,7 +126,7 @@ class Sample:
     sequence: TokenSequence
     policy_tokens: int = 0
     max_tokens: int | None = None  # of the turn, where its episode says so
-    forks: dict[str, tuple[Reprefill, list[int]]] = field(default_factory=dict)  # branches, with their contexts
+    forks: dict[str, tuple[BranchPrompt, list[int]]] = field(default_factory=dict)  # branches, with their contexts
     reported: bool = True  # to whoever watches; a branch is not
     calls: int = 0
     caller: "tuple[Sample, str] | None" = None  # who waits for it, and its name there
@@ -141,7 +141,7 @@ class Rollout:
         tokenizer: Tokenizer,
         retriever: Retriever | None,
         system: System,
-        tools: Tools,
+        tools: EpisodeConfig,
         renderer: Renderer,
         limits: Limits,
         shuffle: bool = False,
@@ -240,7 +240,7 @@ class Rollout:
                 around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
             longest = len(escape_tags(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
             if around[request.template] + longest + 1 > self.limits.max_context:
-                (shown,) = fit_passages([question], self.system, self.tools, self.renderer).questions
+                (shown,) = truncate_passages([question], self.system, self.tools, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)
 
 
@@ -346,9 +346,9 @@ class _Run:
     def _written(self, sample: Sample) -> list[int]:
         return [token for turn in turns(sample.trajectory) for token in turn.ids]
 
-    def _call(self, sample: Sample, context: Reprefill) -> None:
+    def _call(self, sample: Sample, context: BranchPrompt) -> None:
         """Begin a call; the sample goes on when it has ended."""
-        context, cut = with_fitted_passages(context, self.rollout.renderer, sample.job.question.id)
+        context, cut = with_truncated_passages(context, self.rollout.renderer, sample.job.question.id)
         self.clock.cut_search_tokens += cut
         ids = context_ids(context, self._written(sample), self.rollout.renderer)
         if len(ids) + 1 > self.rollout.limits.max_context:
@@ -434,10 +434,10 @@ class _Run:
             if isinstance(request, Generate):
                 self._open_turn(sample, request)
                 return []
-            if isinstance(request, Call):
+            if isinstance(request, SubCall):
                 self._call(sample, request.context)
                 return []
-            if isinstance(request, Fork):
+            if isinstance(request, SpawnBranches):
                 for name, branch in request.branches.items():
                     ids = context_ids(branch, self._written(sample), self.rollout.renderer)
                     sample.forks[name] = (branch, ids)
@@ -492,11 +492,11 @@ def ids_by_turns(trajectory: Trajectory) -> Int32s:
 # engine's. All of it is PROMPT there; only what the policy then writes is POLICY.
 
 
-def context_ids(branch: Reprefill, written: Sequence[int], renderer: Renderer) -> list[int]:
+def context_ids(branch: BranchPrompt, written: Sequence[int], renderer: Renderer) -> list[int]:
     """The ids of a branch's context; `written` are all tokens that the policy sampled before the fork."""
     ids = renderer.prompt(branch.prompt)
     for part in branch.parts:
-        if isinstance(part, Kept):
+        if isinstance(part, KeptSpan):
             ids += kept_ids(part, written, renderer.tokenizer)
         elif isinstance(part, Retrieved):
             ids += renderer.retrieved(part)
@@ -505,7 +505,7 @@ def context_ids(branch: Reprefill, written: Sequence[int], renderer: Renderer) -
     return ids
 
 
-def with_fitted_passages(context: Reprefill, renderer: Renderer, question_id: str) -> tuple[Reprefill, int]:
+def with_truncated_passages(context: BranchPrompt, renderer: Renderer, question_id: str) -> tuple[BranchPrompt, int]:
     """A call's context, the passages of its prompt cut to the budget of a search; and how many tokens of all its
     passages that budget costs."""
     asked = context.prompt.passages
@@ -515,7 +515,7 @@ def with_fitted_passages(context: Reprefill, renderer: Renderer, question_id: st
     return replace(context, prompt=replace(context.prompt, passages=passages)), cut
 
 
-def kept_ids(kept: Kept, written: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+def kept_ids(kept: KeptSpan, written: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """Tokens of `written` between two of its bytes: whole where they lie inside, else one token for each byte kept."""
     ids, start = [], 0
     for token in written:
@@ -529,7 +529,7 @@ def kept_ids(kept: Kept, written: Sequence[int], tokenizer: Tokenizer) -> list[i
     return ids
 
 
-def branch_episode(branch: Reprefill, _: Job) -> Episode:
+def branch_episode(branch: BranchPrompt, _: Job) -> Episode:
     yield branch.prompt  # rendered already, with what was kept
     turn = yield Generate(branch.stop, branch.max_tokens)
     return "ended" if turn.stop is None else "answered"

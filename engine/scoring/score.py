@@ -12,7 +12,7 @@ from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
 from thresher.engine.scoring.entailment import EntailmentJudge
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt, hash_uniform
+from thresher.rewards.attempt import RewardInput, hash_uniform
 from thresher.rewards.result import RewardResult
 
 
@@ -40,7 +40,7 @@ class Scored:
     question: Question
     trajectory: Trajectory
     result: RewardResult
-    attempt: Attempt
+    attempt: RewardInput
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """All that `thresher score` needs to find the same reward again, and the exact ids."""
@@ -77,7 +77,7 @@ def score(
 ) -> list[Scored]:
     """Each trajectory with its reward; questions[i] is the one that trajectories[i] answers. UserError where the system
     needs a judge that is absent."""
-    attempts = [make_attempt(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
+    attempts = [make_reward_input(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
     return [
         Scored(question, trajectory, system.reward(attempt), attempt)
@@ -85,10 +85,10 @@ def score(
     ]
 
 
-def make_attempt(question: Question, trajectory: Trajectory, tokenizer: Tokenizer) -> Attempt:
+def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tokenizer) -> RewardInput:
     """A trajectory as its reward sees it; lengths are in tokens."""
     pieces = trajectory.pieces(tokenizer)
-    return Attempt(
+    return RewardInput(
         pieces=pieces,
         golds=question.golds,
         question=question.question,
@@ -100,7 +100,7 @@ def make_attempt(question: Question, trajectory: Trajectory, tokenizer: Tokenize
     )
 
 
-def ask_judges(attempts: Sequence[Attempt], system: System, judges: Judges) -> list[Attempt]:
+def ask_judges(attempts: Sequence[RewardInput], system: System, judges: Judges) -> list[RewardInput]:
     """The attempts with the judges' words in them, each judge asked once for all."""
     if system.claims is not None and judges.entailment is not None:
         claims = [system.claims(attempt) for attempt in attempts]

@@ -23,8 +23,8 @@ from thresher.common.records import read_records
 from thresher.engine.episode import System
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.rewards.attempt import Attempt, count_words, hash_uniform
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.attempt import RewardInput, count_words, hash_uniform
+from thresher.rewards.transcript import Source, TextSegment
 
 ANSWERS = ("rationale", "evidence", "full")
 
@@ -63,7 +63,7 @@ def score_file(
     return {"transcripts": len(rewards), "reward": sum(rewards) / len(rewards)}
 
 
-def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None = None) -> Attempt:
+def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None = None) -> RewardInput:
     """A record as rewards see it. UserError, starting with `where`, for what is missing or malformed."""
     if "id" not in record or not isinstance(record.get("segments"), list):
         raise UserError(
@@ -73,7 +73,7 @@ def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None
         raise UserError(f"{where}: id: expected a string or a whole number, got {str(record['id'])[:80]}")
     pieces = read_pieces(record["segments"], where, tokenizer)
     passages = _passages(record, where)
-    return Attempt(
+    return RewardInput(
         pieces=pieces,
         golds=_golds(record, where),
         question=_question(record, where),
@@ -87,7 +87,7 @@ def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None
     )
 
 
-def check_judged(attempt: Attempt, system: System, where: str) -> None:
+def check_judged(attempt: RewardInput, system: System, where: str) -> None:
     """UserError where the reward depends on a judge's word that the record does not bring."""
     if system.claims is not None and attempt.entailment is None and system.claims(attempt):
         raise UserError(
@@ -101,7 +101,7 @@ def check_judged(attempt: Attempt, system: System, where: str) -> None:
         )
 
 
-def read_pieces(segments: list[Any], where: str, tokenizer: Tokenizer | None = None) -> list[Piece]:
+def read_pieces(segments: list[Any], where: str, tokenizer: Tokenizer | None = None) -> list[TextSegment]:
     """A transcript's segments as the rewards read them: bytes, from the ids if there are both ids and a tokenizer."""
     pieces = []
     for number, segment in enumerate(segments):
@@ -114,7 +114,7 @@ def read_pieces(segments: list[Any], where: str, tokenizer: Tokenizer | None = N
         text = segment["text"].encode("utf-8", "surrogatepass")
         if tokenizer is not None and "ids" in segment:
             text = _decoded(segment["ids"], segment["text"], f"{where}: segment {number}", tokenizer)
-        pieces.append(Piece(Source(source), text))
+        pieces.append(TextSegment(Source(source), text))
     return pieces
 
 
@@ -170,7 +170,7 @@ def _gold_indices(record: dict[str, Any], passages: int, where: str) -> tuple[in
     return tuple(indices)
 
 
-def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> dict[str, list[Piece]]:
+def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> dict[str, list[TextSegment]]:
     """From "answers", where all of it is the policy's, or from "branches", which name the source of each text."""
     answers, stored = record.get("answers", {}), record.get("branches", {})
     if not isinstance(answers, dict) or not all(
@@ -183,7 +183,7 @@ def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -
         raise UserError(f"{where}: {min(twice)} is among both the answers and the branches; leave one of them out")
     branches = {name: read_pieces(segments, f"{where}: branch {name}", tokenizer) for name, segments in stored.items()}
     for name, text in answers.items():
-        branches[name] = [Piece(Source.POLICY, text.encode("utf-8", "surrogatepass"))]
+        branches[name] = [TextSegment(Source.POLICY, text.encode("utf-8", "surrogatepass"))]
     return branches
 
 

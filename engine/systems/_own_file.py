@@ -21,11 +21,11 @@ from typing import Any, TypeVar, get_args
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_TEXT, read_bytes
 from thresher.engine.config.tables import from_dict
-from thresher.engine.episode import Episode, Prompt, Request, System, Tools
+from thresher.engine.episode import Episode, EpisodeConfig, Prompt, Request, System
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.result import RewardResult
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 MEASURES = ("em", "f1", "answered")  # among the parts of every reward
 FIRST: tuple[type, ...] = (Prompt,)
@@ -94,12 +94,12 @@ def _fault(what: str, path: Path, error: BaseException) -> UserError:
     return UserError(f"{path}: {what} raised {_described(error, path)}; fix the file")
 
 
-def _guarded(call: Callable[[Attempt], T], what: str, path: Path) -> Callable[[Attempt], T]:
+def _guarded(call: Callable[[RewardInput], T], what: str, path: Path) -> Callable[[RewardInput], T]:
     return lambda attempt: _called(partial(call, attempt), what, path)
 
 
 def _own_episode(
-    question: Question, tools: Tools, *, path: Path, episode: Callable[[Question, Tools], Episode]
+    question: Question, tools: EpisodeConfig, *, path: Path, episode: Callable[[Question, EpisodeConfig], Episode]
 ) -> Episode:
     """The file's episode. UserError where it raises, or yields what the engine cannot answer."""
     what = "episode(question, tools)"
@@ -124,7 +124,7 @@ def _own_episode(
         answer, wanted = (yield request), AFTER_PROMPT
 
 
-def _own_reward(attempt: Attempt, *, path: Path, reward: Callable[[Attempt], RewardResult]) -> RewardResult:
+def _own_reward(attempt: RewardInput, *, path: Path, reward: Callable[[RewardInput], RewardResult]) -> RewardResult:
     """What the file's reward gives. UserError where it raises, or gives what no step or table could use."""
     result = _called(partial(reward, attempt), "reward(attempt)", path)
     if wrong := _wrong(result):
@@ -151,11 +151,11 @@ def _wrong(result: object) -> str | None:
     return None
 
 
-def _nothing_written(system: System) -> Attempt:
+def _nothing_written(system: System) -> RewardInput:
     """What every reward must be able to score, since a policy may end its text at once: no text, no branch. Judges have
     had their say, and a passage was shown where any is."""
-    return Attempt(
-        pieces=[Piece(Source.PROMPT, b"Who?"), Piece(Source.POLICY, b"")],
+    return RewardInput(
+        pieces=[TextSegment(Source.PROMPT, b"Who?"), TextSegment(Source.POLICY, b"")],
         golds=("somebody",),
         question="Who?",
         passages=[("Somebody", "It was somebody.")] * system.given_passages,

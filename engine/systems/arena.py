@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from thresher.engine.config.tables import Count
-from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags, read_template
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, pair_tags, read_template
 from thresher.retrieval.questions import Question
 from thresher.rewards.papers.arena import Accuracy, arena_reward
 from thresher.rewards.text import Variant
@@ -42,7 +42,7 @@ class Options:
     variant: Variant = "arena"
 
 
-def episode(question: Question, tools: Tools) -> Episode:
+def episode(question: Question, tools: EpisodeConfig) -> Episode:
     yield Prompt(tools.template, question.question, question.passages)
     turn = yield Generate(stop=("</answer>",))
     return "answered" if turn.stopped_at("</answer>") and turn.inside("answer") else "ended"

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from thresher.engine.episode import System, pair_tags, read_template
 from thresher.engine.systems.search_r1 import search_loop
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import autorefine_reward
 from thresher.rewards.result import RewardResult
 
@@ -38,7 +38,7 @@ class Options:
     substring: bool = False
 
 
-def reward(attempt: Attempt, **switches: Any) -> RewardResult:
+def reward(attempt: RewardInput, **switches: Any) -> RewardResult:
     return autorefine_reward(attempt.pieces, attempt.golds, **switches)
 
 

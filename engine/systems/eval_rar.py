@@ -21,7 +21,7 @@ from pathlib import Path
 
 from thresher.engine.episode import System, pair_tags, read_template
 from thresher.engine.systems.search_r1 import search_loop
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import eval_rar_reward
 from thresher.rewards.result import RewardResult
 
@@ -39,7 +39,7 @@ class Options:
     separate_evaluation: bool = False
 
 
-def reward(attempt: Attempt, **switches: bool) -> RewardResult:
+def reward(attempt: RewardInput, **switches: bool) -> RewardResult:
     return eval_rar_reward(attempt.pieces, attempt.golds, **switches)
 
 

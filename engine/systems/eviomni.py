@@ -33,21 +33,21 @@ from pathlib import Path
 
 from thresher.engine.config.tables import FieldError, NotNegative, Positive, Section, Share
 from thresher.engine.episode import (
+    BranchPrompt,
     Episode,
-    Fork,
+    EpisodeConfig,
     Generate,
-    Kept,
+    KeptSpan,
     Prompt,
-    Reprefill,
+    SpawnBranches,
     System,
-    Tools,
     pair_tags,
     read_template,
 )
 from thresher.retrieval.questions import Question
 from thresher.rewards.papers.eviomni import eviomni_reward, full_answer
 from thresher.rewards.tags import blocks
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 ANSWERED = ("</answer>",)
 
@@ -70,31 +70,31 @@ class Options(Section):
             raise FieldError("full", "expected one of rationale, evidence and full to be true, got none")
 
 
-def episode(question: Question, tools: Tools, options: Options) -> Episode:
+def episode(question: Question, tools: EpisodeConfig, options: Options) -> Episode:
     prompt = Prompt(tools.template, question.question, question.passages)
     yield prompt
     turn = yield Generate(stop=("</extract>",))
     if hidden := branches(prompt, turn.text, options):
-        yield Fork(hidden)
+        yield SpawnBranches(hidden)
     if not turn.stopped_at("</extract>"):
         return "ended"
     turn = yield Generate(stop=ANSWERED)
     return "answered" if turn.stopped_at("</answer>") and turn.inside("answer") else "ended"
 
 
-def branches(prompt: Prompt, written: bytes, options: Options) -> Mapping[str, Reprefill]:
+def branches(prompt: Prompt, written: bytes, options: Options) -> Mapping[str, BranchPrompt]:
     """The contexts of o_r and o_e, made of what the policy wrote up to </extract>. None for a span that is missing,
     and none at all where the reason lies inside the extract, for then neither could be hidden from the other."""
-    text = [Piece(Source.POLICY, written)]
+    text = [TextSegment(Source.POLICY, written)]
     reason, extract = next(iter(blocks(text, "reason")), None), next(iter(blocks(text, "extract")), None)
     if reason and extract and extract.start < reason.end:
         return {}
     found = {}
     if options.rationale and reason:
-        found["rationale"] = Reprefill(prompt, (Kept(0, reason.end), "<answer>"), ANSWERED)
+        found["rationale"] = BranchPrompt(prompt, (KeptSpan(0, reason.end), "<answer>"), ANSWERED)
     if options.evidence and extract:
         bare = Prompt(prompt.template, prompt.question)
-        found["evidence"] = Reprefill(bare, (Kept(extract.start, extract.end), "<answer>"), ANSWERED)
+        found["evidence"] = BranchPrompt(bare, (KeptSpan(extract.start, extract.end), "<answer>"), ANSWERED)
     return found
 
 

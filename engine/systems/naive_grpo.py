@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from thresher.engine.episode import Episode, Generate, Prompt, System, Tools, pair_tags, read_template
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, pair_tags, read_template
 from thresher.retrieval.questions import Question
 from thresher.rewards.papers.naive import naive_reward
 
@@ -25,7 +25,7 @@ class Options:
     passages: bool = True
 
 
-def episode(question: Question, tools: Tools, options: Options) -> Episode:
+def episode(question: Question, tools: EpisodeConfig, options: Options) -> Episode:
     yield Prompt(tools.template, question.question, question.passages if options.passages else ())
     turn = yield Generate(stop=("</answer>",))
     return "answered" if turn.stopped_at("</answer>") and turn.inside("answer") else "ended"

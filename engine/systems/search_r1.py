@@ -19,18 +19,18 @@ from pathlib import Path
 
 from thresher.engine.episode import (
     Episode,
+    EpisodeConfig,
     Feedback,
     Generate,
     Prompt,
     Retrieved,
     Search,
     System,
-    Tools,
     pair_tags,
     read_template,
 )
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import search_r1_reward
 from thresher.rewards.result import RewardResult
 
@@ -49,7 +49,7 @@ class Options:
 
 def search_loop(
     question: Question,
-    tools: Tools,
+    tools: EpisodeConfig,
     answer_after_searches: bool = True,
     behind_information: str | None = None,
     around: tuple[str, str] = (BEFORE, AFTER),
@@ -74,7 +74,7 @@ def search_loop(
     return "turns"
 
 
-def reward(attempt: Attempt) -> RewardResult:
+def reward(attempt: RewardInput) -> RewardResult:
     return search_r1_reward(attempt.pieces, attempt.golds)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from thresher.engine.packing.batches import LossNormalizer, TrainSequence
 from thresher.engine.parallel.first import judging
 from thresher.engine.parallel.ranks import Ranks
-from thresher.engine.protocol.prompts import Fitted
+from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job
 from thresher.engine.scoring.score import Scored
@@ -27,7 +27,7 @@ class RankedStep(GrpoStep):
     def _groups(self, count: int, updates: int) -> list[int]:
         return groups_of_rank(count, updates, self.ranks)
 
-    def _show_passages(self, questions: Sequence[Question]) -> Fitted:
+    def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
         with self.ranks.interruptible():
             return GrpoStep._show_passages(self, questions)
 

@@ -15,7 +15,7 @@ import torch
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.engine.assemble import check_fit
-from thresher.engine.episode import Episode, Generate, Prompt, Tools, Turn
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, Turn
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Trajectory
@@ -47,7 +47,7 @@ def with_answer(question: Question) -> Question:
     return replace(question, question=text)
 
 
-def explain(question: Question, tools: Tools) -> Episode:
+def explain(question: Question, tools: EpisodeConfig) -> Episode:
     yield Prompt(tools.template, question.question, question.passages)
     yield Generate(stop=("</analysis>",))
     return "ended"
@@ -86,7 +86,9 @@ def write_analyses(
         return found
     longest = max(lengths[question.id] for question in fitting) + max_tokens
     limits = Limits(max_turn_tokens=max_tokens, max_policy_tokens=max_tokens, max_context=longest, max_running=RUNNING)
-    rollout = Rollout(policy, tokenizer, None, replace(arena, episode=explain), Tools(TEMPLATE, 1), renderer, limits)
+    rollout = Rollout(
+        policy, tokenizer, None, replace(arena, episode=explain), EpisodeConfig(TEMPLATE, 1), renderer, limits
+    )
     jobs = jobs_of(fitting)
     with console.progress_line("analyses", len(jobs)) as line:
         done = 0

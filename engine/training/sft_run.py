@@ -26,7 +26,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, need_room, staged_folder
 from thresher.common.hashes import content_digest, write_hashes
 from thresher.common.records import write_records
-from thresher.engine.assemble import Parts, load_parts
+from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
 from thresher.engine.planning.demand import MOMENT_BYTES
@@ -63,7 +63,7 @@ class FineTuning:
     transcript."""
 
     recipe: Recipe
-    parts: Parts
+    parts: RunContext
     policy: Policy
     sft: SftSection
     trainer: SftTrainer
@@ -226,7 +226,7 @@ def check_out(out: Path, resume: bool) -> None:
 def load_fine_tuning(recipe: Recipe) -> FineTuning:
     """Model, adapters where the recipe wants them, and transcripts from `sft.transcripts` or `sft.data`."""
     sft = recipe.need(SftSection)
-    parts = load_parts(recipe)
+    parts = load_run_context(recipe)
     policy = parts.policy
     encoding = parts.tokenizer, parts.renderer, parts.tools.template, next(iter(policy.config.eos_token_ids), None)
     unused: list[Unused] = []

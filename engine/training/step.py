@@ -37,7 +37,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from thresher.common.errors import UserError
-from thresher.engine.assemble import Parts
+from thresher.engine.assemble import RunContext
 from thresher.engine.decoding.decoder import NotFiniteDraw
 from thresher.engine.packing.batches import (
     LossNormalizer,
@@ -46,7 +46,7 @@ from thresher.engine.packing.batches import (
     build_train_sequences,
     normalizer_of,
 )
-from thresher.engine.protocol.prompts import Fitted, show_passages
+from thresher.engine.protocol.prompts import PromptBatch, retrieve_and_truncate
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
@@ -71,7 +71,7 @@ class StepResult:
     advantages: list[float]
     batches: list[list[TrainSequence]]
     recomputed: Recomputed | None
-    shown: Fitted
+    shown: PromptBatch
     scoring_seconds: float
     updates: list[UpdateStats] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ class StepResult:
 class GrpoStep:
     """A step of a run in one process. ranked_step.py has that of several ranks."""
 
-    parts: Parts
+    parts: RunContext
     questions: Sequence[Question]
     rollout: Rollout
     judges: Judges
@@ -159,9 +159,9 @@ class GrpoStep:
         """Return the numbers of the groups that this process samples."""
         return list(range(count))
 
-    def _show_passages(self, questions: Sequence[Question]) -> Fitted:
+    def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
         parts = self.parts
-        return show_passages(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+        return retrieve_and_truncate(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
 
     def _roll_out(self, jobs: Sequence[Job]) -> list[Trajectory]:
         return self.rollout.run(jobs, self.parts.recipe.rollout.temperature)

@@ -20,7 +20,7 @@ from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
 from thresher.common.signals import Interrupted, held, released
-from thresher.engine.assemble import Parts, load_judges, load_parts, load_questions, load_retrieval
+from thresher.engine.assemble import RunContext, load_judges, load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
@@ -30,7 +30,7 @@ from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.planning.check import check_memory
 from thresher.engine.planning.disk import check_disk
-from thresher.engine.protocol.prompts import Fitted, show_passages
+from thresher.engine.protocol.prompts import PromptBatch, retrieve_and_truncate
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges, check_all
 from thresher.engine.sinks.sinks import check_sinks, sending
@@ -94,7 +94,7 @@ def train(
     decided = ranks.from_first(lambda: decided)  # a rank with less memory would otherwise compute in another way
     if recipe.model.device == "cpu" and planned.total_bytes >= HELD_TO_PLAN:
         return_freed_memory()
-    parts = load_parts(recipe, starting_weights(recipe, checkpoint))
+    parts = load_run_context(recipe, starting_weights(recipe, checkpoint))
     updater = load_updater(decided, parts, checkpoint, ranks)
     retriever = load_retrieval(recipe, parts.system)
     if checkpoint:
@@ -132,7 +132,7 @@ class Trainer:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunContext,
         updater: Updater,
         rollout: Rollout,
         judges: Judges,
@@ -268,7 +268,7 @@ class Trainer:
             return None
         return sorted(itertools.chain(*gathered), key=lambda record: (record["group"], record["sample"]))
 
-    def _warn_of_cuts(self, shown: Fitted) -> None:
+    def _warn_of_cuts(self, shown: PromptBatch) -> None:
         """The first time that passages were cut to fit; the metrics count them all."""
         if (warning := shown.warning()) and not self.warned_truncation:
             console.console.print(
@@ -284,7 +284,7 @@ class Trainer:
         mine = self.ranks.share(len(self.dev_questions))
         asked = self.dev_questions[mine.start : mine.stop]
         with self.ranks.interruptible():
-            shown = show_passages(asked, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+            shown = retrieve_and_truncate(asked, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
         self._warn_of_cuts(shown)
         with in_a_sentence(self.updater, self.rollout), self.updater.weights.rolling_out(), console.stage("evaluation"):
             asked = shown.questions
@@ -324,7 +324,7 @@ def _check_index(before: str | None, now: str | None) -> None:
         )
 
 
-def _check_system(before: str | None, parts: Parts) -> None:
+def _check_system(before: str | None, parts: RunContext) -> None:
     """UserError where the user's own system file is another than the one that the run had until its checkpoint."""
     if before is not None and before != parts.system_digest:
         raise UserError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from thresher.engine.assemble import DTYPES, Parts, load_on_device
+from thresher.engine.assemble import DTYPES, RunContext, load_on_device
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.optim.master_weights import MasterWeights, TrainedWeights
 from thresher.engine.parallel.ranks import Ranks
@@ -34,7 +34,7 @@ def starting_weights(recipe: Recipe, checkpoint: Checkpoint | None) -> Path:
     return Path(recipe.model.path) if checkpoint is None or recipe.lora is not None else checkpoint.path
 
 
-def load_updater(recipe: Recipe, parts: Parts, checkpoint: Checkpoint | None, ranks: Ranks) -> Updater:
+def load_updater(recipe: Recipe, parts: RunContext, checkpoint: Checkpoint | None, ranks: Ranks) -> Updater:
     """The updater of a run on these ranks, for parts that were loaded from `starting_weights`."""
     policy, grpo = parts.policy, recipe.grpo
     if recipe.lora is not None:

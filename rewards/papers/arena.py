@@ -14,7 +14,7 @@ not: it takes one JSON list, here "1, 5" and "[1],[5]" are read as well. Where i
 follow the last section. EM and F1 compare texts as its code normalises them (rewards/text.py, "arena"). To name every
 reference scores .5 by the equation; `max_indices` closes that hole, and is off by default.
 
-Deliberately absent: the references themselves. Which of them are gold is in the data (`Attempt.gold_indices`).
+Deliberately absent: the references themselves. Which of them are gold is in the data (`RewardInput.gold_indices`).
 """
 
 import re
@@ -22,13 +22,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from thresher.common.errors import UserError
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks, final_answer, up_to_answer
 from thresher.rewards.text import Variant, exact_match, f1_score
-from thresher.rewards.transcript import Piece
+from thresher.rewards.transcript import TextSegment
 
 Accuracy = Literal["em", "f1", "judge"]
 
@@ -53,7 +53,7 @@ def parse_indices(text: str) -> frozenset[int] | None:
     return None
 
 
-def named_indices(pieces: Sequence[Piece]) -> frozenset[int] | None:
+def named_indices(pieces: Sequence[TextSegment]) -> frozenset[int] | None:
     """What the policy's first closed `<relevance>` span before the end of its final answer names; None without one,
     and where it cannot be read."""
     found = blocks(up_to_answer(pieces), "relevance")
@@ -61,7 +61,7 @@ def named_indices(pieces: Sequence[Piece]) -> frozenset[int] | None:
 
 
 def arena_reward(
-    attempt: Attempt, *, accuracy: Accuracy = "em", max_indices: int | None = None, variant: Variant = "arena"
+    attempt: RewardInput, *, accuracy: Accuracy = "em", max_indices: int | None = None, variant: Variant = "arena"
 ) -> RewardResult:
     """ARENA's reward of one attempt.
 
@@ -90,7 +90,7 @@ def arena_reward(
     return RewardResult(sum(parts.values()), parts | measures, answer)
 
 
-def _accuracy(attempt: Attempt, answer: str | None, accuracy: Accuracy, variant: Variant) -> float:
+def _accuracy(attempt: RewardInput, answer: str | None, accuracy: Accuracy, variant: Variant) -> float:
     if not answer:
         return 0.0
     if accuracy == "em":
@@ -114,7 +114,7 @@ def _relevance(named: frozenset[int] | None, gold: frozenset[int] | None, max_in
     return 0.5 if named & gold and not too_many else 0.0
 
 
-def _gold(attempt: Attempt) -> frozenset[int] | None:
+def _gold(attempt: RewardInput) -> frozenset[int] | None:
     if attempt.gold_indices is None:
         return None
     for index in attempt.gold_indices:

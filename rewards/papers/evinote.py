@@ -21,7 +21,7 @@ The ablation's variants, where `noted` means that there is a note:
 
     Base, NS, NE   EM [assumed]: Search-R1; a naive summary; `<evidence>` instead of `<summary>`
     FS             EM if noted, else 0                FS+EQR    EM + EQR if noted, else 0
-    FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`Attempt.chance` decides)
+    FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`RewardInput.chance` decides)
     SEN            R with EQR 0                       SEN+EQR   R
 
 Deliberately absent: the judge. Its probability for `evinote_claims` is passed in.
@@ -32,14 +32,14 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from thresher.common.errors import UserError
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.papers.search import valid_searches
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks, final_answer, up_to_answer
 from thresher.rewards.text import normalize_answer
-from thresher.rewards.transcript import Piece
+from thresher.rewards.transcript import TextSegment
 
 Variant = Literal["Base", "NS", "NE", "FS", "FS+SR", "FS+EQR", "SEN", "SEN+EQR"]
 Marks = Literal["both", "either", "code"]
@@ -61,7 +61,7 @@ CHANCE_OF_CONSOLATION = 1 / 3
 
 
 def evinote_reward(
-    attempt: Attempt, *, variant: Variant = "SEN+EQR", marks: Marks = "both", strict_format: bool = False
+    attempt: RewardInput, *, variant: Variant = "SEN+EQR", marks: Marks = "both", strict_format: bool = False
 ) -> RewardResult:
     """The reward of one attempt under one of the eight variants. `marks`: what note-taking asks for, and
     `strict_format` what the format does; see the top of this file.
@@ -100,7 +100,7 @@ def evinote_reward(
     return RewardResult(reward, {**parts, "entailment": entailment, **measures}, answer)
 
 
-def evinote_claims(attempt: Attempt, tag: str = "summary") -> list[tuple[str, str]]:
+def evinote_claims(attempt: RewardInput, tag: str = "summary") -> list[tuple[str, str]]:
     """What an entailment judge is asked: (the last note, "<gold> is the answer to '<question>'") for each gold.
 
     Empty where there is no note. Golds that normalise to nothing match nothing here either, and are left out. The note
@@ -113,7 +113,7 @@ def evinote_claims(attempt: Attempt, tag: str = "summary") -> list[tuple[str, st
     return [(noted[-1], CLAIM.format(gold=gold, question=attempt.question)) for gold in golds]
 
 
-def notes(pieces: Sequence[Piece], tag: str = "summary") -> list[str]:
+def notes(pieces: Sequence[TextSegment], tag: str = "summary") -> list[str]:
     """The closed notes with text in them that the policy wrote before the end of its final answer, in order."""
     return [span.text for span in blocks(up_to_answer(pieces), tag) if span.text]
 
@@ -123,7 +123,7 @@ def has_mark(note: str, mark: str) -> bool:
     return any(_is_item(line, mark) or _holds_pair(line, mark) for line in note.splitlines())
 
 
-def _formatted(pieces: Sequence[Piece], tag: str | None, strict: bool) -> bool:
+def _formatted(pieces: Sequence[TextSegment], tag: str | None, strict: bool) -> bool:
     tags = ("think", "search", "answer", *([tag] if tag else []))
     names = outline(pieces, tags, retrieved="information", prose=not strict)
     if names is None:
@@ -155,7 +155,7 @@ def _paired(text: str) -> bool:
     return bool(marks) and not opened
 
 
-def _entailment(attempt: Attempt, variant: Variant) -> float:
+def _entailment(attempt: RewardInput, variant: Variant) -> float:
     tag = NOTE_TAGS[variant]
     if tag is None or not evinote_claims(attempt, tag):
         return 0.0

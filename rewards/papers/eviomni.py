@@ -22,19 +22,19 @@ import math
 from collections.abc import Sequence
 
 from thresher.common.errors import UserError
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import blocks, final_answer
 from thresher.rewards.text import f1_score
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 SECTIONS = ("reason", "extract", "answer")
 
 
 def eviomni_reward(
-    attempt: Attempt,
+    attempt: RewardInput,
     *,
     rationale: bool = True,
     evidence: bool = True,
@@ -85,22 +85,22 @@ def eviomni_reward(
     return RewardResult(reward, {**weighed, **reported, **lengths, **answer_measures(answer, attempt.golds)}, answer)
 
 
-def rationale_of(pieces: Sequence[Piece]) -> str:
+def rationale_of(pieces: Sequence[TextSegment]) -> str:
     """r: what the policy wrote in its first closed `<reason>`; "" without one."""
     return _first(pieces, "reason")
 
 
-def evidence_of(pieces: Sequence[Piece]) -> str:
+def evidence_of(pieces: Sequence[TextSegment]) -> str:
     """e: what the policy wrote in its first closed `<extract>`, at which the engine stopped it; "" without one."""
     return _first(pieces, "extract")
 
 
-def length_of_passages(attempt: Attempt) -> int:
+def length_of_passages(attempt: RewardInput) -> int:
     """L_P: the lengths of the passages' texts, without their titles, in the attempt's unit."""
     return sum(attempt.length(text) for _, text in attempt.passages)
 
 
-def full_answer(attempt: Attempt) -> str | None:
+def full_answer(attempt: RewardInput) -> str | None:
     """o_f: the first answer behind the evidence, for one that was written into the rationale is not what M(q, P, r, e)
     answered; where nothing was extracted, the first of all; from the branch "full" where the transcript has none."""
     extracts = blocks(attempt.pieces, "extract")
@@ -128,21 +128,21 @@ def evidence_length_reward(length_of_e: int, length_of_passages: int, *, gamma: 
     return 1.0 if saved >= omega else saved**gamma
 
 
-def _first(pieces: Sequence[Piece], tag: str) -> str:
+def _first(pieces: Sequence[TextSegment], tag: str) -> str:
     found = blocks(pieces, tag)
     return found[0].text if found else ""
 
 
-def _branch_f1(attempt: Attempt, name: str) -> float:
+def _branch_f1(attempt: RewardInput, name: str) -> float:
     """The engine opened the answer, in the branch's context: what the policy wrote is read as if it stood behind
     `<answer>`, which a text that opens one itself does not notice. The first closing tag ends it."""
     pieces = list(attempt.branches.get(name, ()))
     begin = next((i for i, piece in enumerate(pieces) if piece.source == Source.POLICY), len(pieces))
-    answers = blocks([*pieces[:begin], Piece(Source.POLICY, b"<answer>"), *pieces[begin:]], "answer")
+    answers = blocks([*pieces[:begin], TextSegment(Source.POLICY, b"<answer>"), *pieces[begin:]], "answer")
     return f1_score(answers[0].text, attempt.golds) if answers else 0.0
 
 
-def _formatted(attempt: Attempt) -> bool:
+def _formatted(attempt: RewardInput) -> bool:
     if outline(attempt.pieces, SECTIONS) == SECTIONS:
         return True
     apart = outline(attempt.branches.get("full", ()), SECTIONS) == SECTIONS[2:]

@@ -5,7 +5,7 @@
 Deliberately absent: everything that the other systems add; that is what it is for.
 """
 
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
@@ -14,7 +14,7 @@ from thresher.rewards.tags import final_answer
 SECTIONS = ("think", "answer")
 
 
-def naive_reward(attempt: Attempt) -> RewardResult:
+def naive_reward(attempt: RewardInput) -> RewardResult:
     """format: the two sections, in order, and nothing else (grammar.py). answer: EM against any gold, in whatever form.
 
     Parts: format, answer; measures em, f1, answered.

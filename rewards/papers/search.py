@@ -16,17 +16,17 @@ from thresher.rewards.measures import answer_measures
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import TagSpan, blocks, final_answer, up_to_answer
 from thresher.rewards.text import Golds, contains_answer
-from thresher.rewards.transcript import Piece
+from thresher.rewards.transcript import TextSegment
 
 EVALUATION_REWARD = REFINEMENT_REWARD = 0.1
 
 
-def valid_searches(pieces: Sequence[Piece]) -> list[TagSpan]:
+def valid_searches(pieces: Sequence[TextSegment]) -> list[TagSpan]:
     """The closed `<search>` spans with a query in them that the policy wrote before the episode's end."""
     return [span for span in blocks(up_to_answer(pieces), "search") if span.text]
 
 
-def search_r1_reward(pieces: Sequence[Piece], golds: Golds) -> RewardResult:
+def search_r1_reward(pieces: Sequence[TextSegment], golds: Golds) -> RewardResult:
     """Search-R1: 1 where the final answer equals any gold after normalisation, else 0.
 
     Parts: answer (the reward), and the measures em, f1, answered (an `<answer>` was closed), searches (valid ones).
@@ -37,7 +37,7 @@ def search_r1_reward(pieces: Sequence[Piece], golds: Golds) -> RewardResult:
 
 
 def eval_rar_reward(
-    pieces: Sequence[Piece],
+    pieces: Sequence[TextSegment],
     golds: Golds,
     *,
     evaluation_reward: bool = True,
@@ -76,7 +76,7 @@ def eval_rar_reward(
 
 
 def autorefine_reward(
-    pieces: Sequence[Piece],
+    pieces: Sequence[TextSegment],
     golds: Golds,
     *,
     accuracy: Literal["f1", "em"] = "f1",
@@ -108,6 +108,6 @@ def autorefine_reward(
     return RewardResult(float(parts["answer"]) or float(parts["refinement"]), parts, answer)
 
 
-def _answer_parts(pieces: Sequence[Piece], golds: Golds, answer: str | None) -> dict[str, float | int | bool]:
+def _answer_parts(pieces: Sequence[TextSegment], golds: Golds, answer: str | None) -> dict[str, float | int | bool]:
     measures = answer_measures(answer, golds)
     return {"answer": float(measures["em"]), **measures, "searches": len(valid_searches(pieces))}

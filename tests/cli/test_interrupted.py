@@ -107,7 +107,7 @@ def test_the_command_that_goes_on_goes_back_no_more(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("owner", "function", "gone_back"), [(train_module, "load_parts", False), (Rollout, "run", True)]
+    ("owner", "function", "gone_back"), [(train_module, "load_run_context", False), (Rollout, "run", True)]
 )
 def test_a_run_that_has_not_gone_back_yet_is_told_to_again(
     world: Path,

@@ -9,7 +9,7 @@ import pytest
 from model_cases import make_config
 
 from thresher.common.errors import UserError
-from thresher.engine.assemble import PADDING, check_fit, fit_doubts, load_parts
+from thresher.engine.assemble import PADDING, check_fit, fit_doubts, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.synthetic.random_model import write_model
@@ -75,7 +75,7 @@ def test_loading_a_run_says_so_in_one_line(
         "system": {"name": "eval_rar"},
         "rollout": {"max_context": 999},
     }
-    load_parts(from_dict(Recipe, tables, "test"))
+    load_run_context(from_dict(Recipe, tables, "test"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == said and all("head has 2,000 rows" in line for line in lines)
 

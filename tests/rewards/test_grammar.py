@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from reward_cases import LONG, PIECES, transcript
 
-from thresher.rewards import Piece, Source, outline
+from thresher.rewards import Source, TextSegment, outline
 
 AB = ("a", "b")
 
@@ -60,9 +60,9 @@ def test_outline(parts: list[str], expected: tuple[str, ...] | None) -> None:
 
 def test_bytes_that_are_no_text() -> None:
     cut = "é".encode()[:1]
-    assert outline([Piece(Source.POLICY, b"<a>" + cut + b"</a>")], AB) == ("a",)
-    assert outline([Piece(Source.POLICY, b"<a>x</a>" + cut)], AB) is None
-    assert outline([Piece(Source.POLICY, cut + b"<a>x</a>")], AB) is None
+    assert outline([TextSegment(Source.POLICY, b"<a>" + cut + b"</a>")], AB) == ("a",)
+    assert outline([TextSegment(Source.POLICY, b"<a>x</a>" + cut)], AB) is None
+    assert outline([TextSegment(Source.POLICY, cut + b"<a>x</a>")], AB) is None
 
 
 RETRIEVED = [
@@ -86,14 +86,14 @@ def test_what_was_retrieved_is_a_section(parts: list[str], expected: tuple[str, 
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(PIECES)
-def test_whatever_else_is_said_and_however_it_is_cut(pieces: list[Piece]) -> None:
+def test_whatever_else_is_said_and_however_it_is_cut(pieces: list[TextSegment]) -> None:
     tags = ("think", "search", "summary", "answer")
     found = outline(pieces, tags, retrieved="information")
     assert found is None or set(found) <= {*tags, "information"}
-    silent = [p if p.source is Source.POLICY else Piece(p.source, b"." * len(p.text)) for p in pieces]
+    silent = [p if p.source is Source.POLICY else TextSegment(p.source, b"." * len(p.text)) for p in pieces]
     if not any(p.source is Source.FEEDBACK for p in pieces):
         assert outline(silent, tags, retrieved="information") == found
-    halves = [Piece(p.source, half) for p in pieces for half in (p.text[:7], p.text[7:])]
+    halves = [TextSegment(p.source, half) for p in pieces for half in (p.text[:7], p.text[7:])]
     assert outline(halves, tags, retrieved="information") == found
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.rewards import (
-    Piece,
     Source,
+    TextSegment,
     UserError,
     blocks,
     escape_tags,
@@ -22,20 +22,20 @@ from thresher.rewards import (
 from thresher.rewards.tags import up_to_answer
 
 
-def prompt(text: str) -> Piece:
-    return Piece(Source.PROMPT, text.encode())
+def prompt(text: str) -> TextSegment:
+    return TextSegment(Source.PROMPT, text.encode())
 
 
-def policy(text: str | bytes) -> Piece:
-    return Piece(Source.POLICY, text if isinstance(text, bytes) else text.encode())
+def policy(text: str | bytes) -> TextSegment:
+    return TextSegment(Source.POLICY, text if isinstance(text, bytes) else text.encode())
 
 
-def retrieved(text: str) -> Piece:
-    return Piece(Source.RETRIEVED, text.encode())
+def retrieved(text: str) -> TextSegment:
+    return TextSegment(Source.RETRIEVED, text.encode())
 
 
-def feedback(text: str) -> Piece:
-    return Piece(Source.FEEDBACK, text.encode())
+def feedback(text: str) -> TextSegment:
+    return TextSegment(Source.FEEDBACK, text.encode())
 
 
 ANSWERS = [
@@ -86,7 +86,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("pieces", "answer"), [c[1:] for c in ANSWERS], ids=[c[0] for c in ANSWERS])
-def test_final_answer(pieces: list[Piece], answer: str | None) -> None:
+def test_final_answer(pieces: list[TextSegment], answer: str | None) -> None:
     assert final_answer(pieces) == answer
 
 
@@ -163,14 +163,16 @@ SOURCES = st.sampled_from(list(Source))
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(st.lists(st.tuples(SOURCES, TEXTS), max_size=8), st.integers(0, 40))
 def test_only_policy_bytes_matter_and_cutting_them_does_not(parts: list[tuple[Source, str]], cut: int) -> None:
-    pieces = [Piece(source, text.encode()) for source, text in parts]
+    pieces = [TextSegment(source, text.encode()) for source, text in parts]
     found = blocks(pieces, "a")
     # Whatever the others say, as long as they say as much of it, the policy's blocks are the same.
-    silent = [p if p.source is Source.POLICY else Piece(p.source, b"." * len(p.text)) for p in pieces]
+    silent = [p if p.source is Source.POLICY else TextSegment(p.source, b"." * len(p.text)) for p in pieces]
     assert blocks(silent, "a") == found
     # Cutting a policy piece in two changes no text and no place.
     pieced = list(
-        itertools.chain.from_iterable((Piece(p.source, p.text[:cut]), Piece(p.source, p.text[cut:])) for p in pieces)
+        itertools.chain.from_iterable(
+            (TextSegment(p.source, p.text[:cut]), TextSegment(p.source, p.text[cut:])) for p in pieces
+        )
     )
     assert [(b.text, b.start, b.end) for b in blocks(pieced, "a")] == [(b.text, b.start, b.end) for b in found]
     for block in found:

@@ -21,8 +21,8 @@ from thresher.engine.systems import NAMES as SYSTEMS
 from thresher.engine.systems import load_system
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.attempt import RewardInput
+from thresher.rewards.transcript import Source, TextSegment
 
 PASSAGES = (("Paris", "Paris is the capital of France , as all know"), ("Bonn", "Bonn was a capital"))
 
@@ -38,8 +38,8 @@ def scored(
 ) -> Scored:
     """What a system's policy said, scored; of ids only the number counts: one a piece."""
     made = load_system(system, options or {})
-    pieces = [Piece(Source.PROMPT, b"Q"), *(Piece(Source.POLICY, text.encode()) for text in said)]
-    attempt = Attempt(pieces=pieces, golds=golds, **known)
+    pieces = [TextSegment(Source.PROMPT, b"Q"), *(TextSegment(Source.POLICY, text.encode()) for text in said)]
+    attempt = RewardInput(pieces=pieces, golds=golds, **known)
     segments = [Segment(piece.source, [1]) for piece in pieces]
     branches = {"full": Trajectory("q", 0, 0, [Segment(Source.PROMPT, [1]), Segment(Source.POLICY, [1] * branch)])}
     found = [{"query": "x", "passages": []}] * searches

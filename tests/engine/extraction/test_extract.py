@@ -16,7 +16,7 @@ from stored_cases import stored
 
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
-from thresher.engine.episode import Generate, Prompt, Retrieved, Search, Tools, Turn
+from thresher.engine.episode import EpisodeConfig, Generate, Prompt, Retrieved, Search, Turn
 from thresher.engine.extraction.agentic import AgentSearch, ReadingRetriever, thinking, with_packed_searches
 from thresher.engine.extraction.extractor import Extraction
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
@@ -60,7 +60,7 @@ def test_evidence_of_every_question(plan: ExtractionPlan, script: Any, tiny_toke
     assert beside["figures"] == figures and beside["settings"]["k"] == 5
     # What it wrote is what the baseline reads.
     system = load_baseline("evidence", {"file": plan.out})
-    prompt = next(system.episode(Question("q0", "Who?", ()), Tools(system.template, 1)))
+    prompt = next(system.episode(Question("q0", "Who?", ()), EpisodeConfig(system.template, 1)))
     assert isinstance(prompt, Prompt) and [passage.text for passage in prompt.passages] == ["Carl Dorn"]
 
 
@@ -283,7 +283,7 @@ def test_what_a_turn_thinks() -> None:
     ):
         assert thinking(Turn(text.encode(), "</search>")) == thought
     system = with_packed_searches(load_baseline("search_loop", {}))
-    episode = system.episode(Question("q", "Who?", ()), Tools("{question}", 3))
+    episode = system.episode(Question("q", "Who?", ()), EpisodeConfig("{question}", 3))
     assert [episode.send(None), episode.send(None)] == [
         Prompt("{question}", "Who?"),
         Generate(("</search>", "</answer>")),

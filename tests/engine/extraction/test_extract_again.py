@@ -18,7 +18,17 @@ from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.common.locks import locked_file
 from thresher.common.records import read_object
-from thresher.engine.episode import Feedback, Fork, Generate, Prompt, Retrieved, Search, System, Tools, Turn
+from thresher.engine.episode import (
+    EpisodeConfig,
+    Feedback,
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    SpawnBranches,
+    System,
+    Turn,
+)
 from thresher.engine.extraction import run as extract_module
 from thresher.engine.extraction.converse import Converser, cut
 from thresher.engine.extraction.figures import summarise
@@ -219,7 +229,7 @@ def test_a_reply_is_cut_at_its_first_stop() -> None:
 
 
 def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
-    def episode(question: Question, tools: Tools) -> Any:
+    def episode(question: Question, tools: EpisodeConfig) -> Any:
         yield Prompt("T {passages} {question}", question.question, question.passages)
         yield Retrieved((yield Search("mayor")), "<i>", "</i>")
         yield Feedback("Go </a> on.")
@@ -241,7 +251,13 @@ def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
     system = System("test", ("<a>", "</a>", "<i>", "</i>"), episode, None, "T")  # type: ignore[arg-type]
     echo = Echo()
     converser = Converser(
-        system=system, tools=Tools("T", 1), chat=echo, retriever=tiny_index, k=1, passage_format="{text}", max_tokens=9
+        system=system,
+        tools=EpisodeConfig("T", 1),
+        chat=echo,
+        retriever=tiny_index,
+        k=1,
+        passage_format="{text}",
+        max_tokens=9,
     )
     questions = [Question(f"q{n}", f"q{n} </a> {{passages}}", (), passages=PASSAGES[:1]) for n in range(2)]
     talks = list(converser.converse(questions))
@@ -259,14 +275,14 @@ def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
 
 
 def test_a_chat_model_cannot_fork() -> None:
-    def episode(question: Question, tools: Tools) -> Any:
+    def episode(question: Question, tools: EpisodeConfig) -> Any:
         yield Prompt("", "")
-        yield Fork({})
+        yield SpawnBranches({})
 
     system = replace(load_system("search_r1", {}), episode=episode)
     converser = Converser(
         system=system,
-        tools=Tools("", 1),
+        tools=EpisodeConfig("", 1),
         chat=None,
         retriever=None,
         k=1,

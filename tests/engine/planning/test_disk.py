@@ -23,7 +23,7 @@ def test_a_run_is_refused_before_anything_is_loaded(
     needed = 4 * 3 * sum(4 * value.size for value in weights.values())
     real, free = shutil.disk_usage, needed - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=free))
-    monkeypatch.setattr("thresher.engine.training.train.load_parts", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("thresher.engine.training.train.load_run_context", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match=r"run: cannot be written \(a run with 4 checkpoints at a time of .* needs"):
         train(recipe, out)
     assert not out.exists()

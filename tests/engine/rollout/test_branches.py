@@ -14,9 +14,9 @@ from rollout_cases import assert_logprobs_match, record
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.episode import Feedback, Fork, Generate, Kept, Prompt, Reprefill, System, Turn
+from thresher.engine.episode import BranchPrompt, Feedback, Generate, KeptSpan, Prompt, SpawnBranches, System, Turn
 from thresher.engine.packing.batches import TrainSequence, build_train_sequences
-from thresher.engine.protocol.prompts import Fitted, fit_passages, with_passages
+from thresher.engine.protocol.prompts import PromptBatch, truncate_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, kept_ids
 from thresher.engine.scoring.score import Judges, check_all, score
@@ -26,7 +26,7 @@ from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.result import RewardResult
 from thresher.rewards.tags import escape_tags, final_answer
 from thresher.rewards.transcript import Source
@@ -46,10 +46,10 @@ def episode(question: Question, tools: Any) -> Any:
     cut = turn.text.index(b"</reason>") + len(b"</reason>")
     end = turn.text.index(b"</extract>") + len(b"</extract>")
     whole, bare = Prompt(TEMPLATE, question.question, question.passages), Prompt(TEMPLATE, question.question)
-    yield Fork(
+    yield SpawnBranches(
         {
-            "rationale": Reprefill(whole, (Kept(0, cut), "<answer>"), ("</answer>",)),
-            "evidence": Reprefill(bare, (Kept(cut, end), "<answer>"), ("</answer>",)),
+            "rationale": BranchPrompt(whole, (KeptSpan(0, cut), "<answer>"), ("</answer>",)),
+            "evidence": BranchPrompt(bare, (KeptSpan(cut, end), "<answer>"), ("</answer>",)),
         }
     )
     yield Generate(("</answer>",))
@@ -138,7 +138,7 @@ def test_branches_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy) -
         turn = yield Generate(("e", "a"))
         half = len(turn.text) // 2
         again = Prompt("{question}", question.question)
-        yield Fork({name: Reprefill(again, (Kept(0, half), name), ("o", "e")) for name in ("x", "y")})
+        yield SpawnBranches({name: BranchPrompt(again, (KeptSpan(0, half), name), ("o", "e")) for name in ("x", "y")})
         yield Generate(("o",))
         return "answered"
 
@@ -169,8 +169,10 @@ def test_a_branch_without_room_is_counted_and_left_out(
     def long(question: Question, tools: Any) -> Any:
         yield Prompt(TEMPLATE, question.question, question.passages)
         yield Generate(("</extract>",))
-        parts = (Kept(0, 10**6), "<answer>" * 20)
-        yield Fork({"rationale": Reprefill(Prompt(TEMPLATE, "Who?", question.passages), parts, ("</answer>",))})
+        parts = (KeptSpan(0, 10**6), "<answer>" * 20)
+        yield SpawnBranches(
+            {"rationale": BranchPrompt(Prompt(TEMPLATE, "Who?", question.passages), parts, ("</answer>",))}
+        )
         yield Generate(("</answer>",))
         return "answered"
 
@@ -187,7 +189,7 @@ def test_kept_bytes_are_exact_and_whole_tokens_stay(
 ) -> None:
     written = tiny_tokenizer.encode(text)
     start = max(start, 0)
-    kept = kept_ids(Kept(start, start + size), written, tiny_tokenizer)
+    kept = kept_ids(KeptSpan(start, start + size), written, tiny_tokenizer)
     assert tiny_tokenizer.decode_bytes(kept) == tiny_tokenizer.decode_bytes(written)[start : start + size]
     # Whole tokens inside the stretch come through as they were sampled, in order.
     at, inside = 0, []
@@ -203,8 +205,8 @@ def test_kept_bytes_are_exact_and_whole_tokens_stay(
 def test_a_token_that_straddles_the_boundary_is_cut_by_bytes(tiny_tokenizer: Tokenizer) -> None:
     long = next(n for n in range(tiny_tokenizer.vocab_size) if len(tiny_tokenizer.token_bytes(n)) >= 3)
     text = tiny_tokenizer.token_bytes(long)
-    assert kept_ids(Kept(0, 2), [long, long], tiny_tokenizer) == tiny_tokenizer.byte_ids(text[:2])
-    across = kept_ids(Kept(1, len(text) + 1), [long, long], tiny_tokenizer)
+    assert kept_ids(KeptSpan(0, 2), [long, long], tiny_tokenizer) == tiny_tokenizer.byte_ids(text[:2])
+    across = kept_ids(KeptSpan(1, len(text) + 1), [long, long], tiny_tokenizer)
     assert across == tiny_tokenizer.byte_ids(text[1:] + text[:1])
 
 
@@ -223,10 +225,10 @@ def test_judges_are_asked_once_for_all() -> None:
             self.calls += 1
             return [answer in golds for golds, answer in asked]
 
-    from thresher.rewards.transcript import Piece
+    from thresher.rewards.transcript import TextSegment
 
     attempts = [
-        Attempt(pieces=[Piece(Source.POLICY, text)], golds=("Bel",), question=str(n))
+        RewardInput(pieces=[TextSegment(Source.POLICY, text)], golds=("Bel",), question=str(n))
         for n, text in enumerate((b"<answer>Bel</answer>", b"nothing", b"<answer>No</answer>"))
     ]
     claims = {"0": [("abc", "h"), ("abcd", "h")], "1": [], "2": [("a", "h")]}
@@ -239,8 +241,8 @@ def test_judges_are_asked_once_for_all() -> None:
     assert [attempt.verdict for attempt in asked] == [True, False, False] and judge_.calls == 2
 
 
-def fitted(question: Question, run: Rollout) -> Fitted:
-    return fit_passages([question], run.system, run.tools, run.renderer)
+def fitted(question: Question, run: Rollout) -> PromptBatch:
+    return truncate_passages([question], run.system, run.tools, run.renderer)
 
 
 @pytest.mark.parametrize("budget", [75, 90, 120, 150, 400])

@@ -10,7 +10,7 @@ from rollout_cases import system_of
 
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.episode import Call, Feedback, Generate, Kept, Prompt, Reprefill, Retrieved, Turn
+from thresher.engine.episode import BranchPrompt, Feedback, Generate, KeptSpan, Prompt, Retrieved, SubCall, Turn
 from thresher.engine.evaluation.metrics import summarise
 from thresher.engine.packing.batches import TrainSequence, build_train_sequences
 from thresher.engine.protocol.trajectory import check_trajectory
@@ -19,7 +19,7 @@ from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import search_r1_reward
 from thresher.rewards.transcript import Source
 
@@ -35,8 +35,10 @@ def reading(question: Question, tools: Any) -> Any:
     """A turn; a call that reads, with what was written kept; what it wrote is shown; an answer."""
     yield Prompt(tools.template, question.question)
     turn = yield Generate(("</search>",), 10)
-    kept = Kept(0, len(turn.text))
-    read = yield Call(Reprefill(Prompt(READ, question.question, PASSAGES), (kept, "<answer>"), ("</answer>",), 12))
+    kept = KeptSpan(0, len(turn.text))
+    read = yield SubCall(
+        BranchPrompt(Prompt(READ, question.question, PASSAGES), (kept, "<answer>"), ("</answer>",), 12)
+    )
     TURNS.append(read)
     yield Retrieved(read.text.decode("utf-8", "replace"), "<information>", "</information>")
     yield Generate(("</answer>",), 10)
@@ -44,7 +46,7 @@ def reading(question: Question, tools: Any) -> Any:
 
 
 def system(episode: Callable[..., Any] = reading) -> Any:
-    def reward(attempt: Attempt) -> Any:
+    def reward(attempt: RewardInput) -> Any:
         return search_r1_reward(attempt.pieces, attempt.golds)
 
     return replace(system_of(episode, TAGS), reward=reward)
@@ -103,7 +105,7 @@ def test_limits_of_a_call(tiny_rollout: Make, script: Callable[..., None]) -> No
 
     def wide(question: Question, tools: Any) -> Any:
         yield Prompt(tools.template, question.question)
-        yield Call(Reprefill(Prompt(READ, "who " * 400), (), ("</answer>",)))
+        yield SubCall(BranchPrompt(Prompt(READ, "who " * 400), (), ("</answer>",)))
         raise AssertionError("there was no room for it")
 
     (trajectory,) = tiny_rollout(system(wide)).run([Job(QUESTION, 0, 0, 7)], 1.0)
@@ -114,7 +116,7 @@ def test_limits_of_a_call(tiny_rollout: Make, script: Callable[..., None]) -> No
 
     def long(question: Question, tools: Any) -> Any:
         yield Prompt(tools.template, question.question)
-        yield Call(Reprefill(Prompt(READ, question.question, many), (), ("</answer>",), 1))
+        yield SubCall(BranchPrompt(Prompt(READ, question.question, many), (), ("</answer>",), 1))
         yield Feedback("done")
         return "ended"
 

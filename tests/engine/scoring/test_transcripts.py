@@ -16,7 +16,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import hash_uniform
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 SYSTEMS = ("eval_rar", "search_r1")
 
@@ -228,7 +228,7 @@ def test_the_draw_depends_on_id_and_text(tmp_path: Path) -> None:
     """FS+SR gives .1 to one noted wrong answer in three, the same one whenever it is asked."""
     wrong = [NOTED | {"id": number, "golden_answers": ["Rome"]} for number in range(60)]
     rewards = [entry["reward"] for entry in score_lines(tmp_path, "evinote", *wrong, options={"variant": "FS+SR"})]
-    pieces = [Piece(Source(s["source"]), s["text"].encode()) for s in NOTED["segments"]]
+    pieces = [TextSegment(Source(s["source"]), s["text"].encode()) for s in NOTED["segments"]]
     assert rewards == [0.1 if hash_uniform(str(number), pieces) < 1 / 3 else 0 for number in range(60)]
     assert 10 < sum(map(bool, rewards)) < 30
 

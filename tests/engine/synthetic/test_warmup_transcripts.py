@@ -15,8 +15,8 @@ from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_transcript
 from thresher.policy.tokenizer import train_bpe
 from thresher.retrieval.questions import read_questions
-from thresher.rewards.attempt import Attempt
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.attempt import RewardInput
+from thresher.rewards.transcript import Source, TextSegment
 
 SMALL = Size(
     people=24,
@@ -47,8 +47,8 @@ def of_form(files: Path, name: str) -> list[dict[str, Any]]:
     return [record for record in lines(files / "forms.jsonl") if record["id"].startswith(f"{name}-")]
 
 
-def pieces(record: dict[str, Any]) -> list[Piece]:
-    return [Piece(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
+def pieces(record: dict[str, Any]) -> list[TextSegment]:
+    return [TextSegment(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
 
 
 def test_given_questions_hold_what_answers_them(files: Path) -> None:
@@ -86,8 +86,10 @@ def test_a_form_is_one_its_system_rewards(name: str, files: Path) -> None:
         answer = record["segments"][-1]["text"].partition("<answer>")[2].partition("</answer>")[0].strip()
         branches = {}
         if name == "eviomni":
-            branches = {key: [Piece(Source.POLICY, f"{answer}</answer>".encode())] for key in ("rationale", "evidence")}
-        attempt = Attempt(
+            branches = {
+                key: [TextSegment(Source.POLICY, f"{answer}</answer>".encode())] for key in ("rationale", "evidence")
+            }
+        attempt = RewardInput(
             pieces=pieces(record),
             golds=(answer,),
             question=record["question"],

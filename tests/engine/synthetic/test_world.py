@@ -27,7 +27,7 @@ from thresher.retrieval.building.commands import build
 from thresher.retrieval.indexes.flat import load_index
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.papers.search import eval_rar_reward
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 SMALL = Size(
     people=24,
@@ -215,7 +215,7 @@ def test_transcripts_search_copy_and_answer(files: Path) -> None:
             assert f" {subject} has {relation}{name}." in text.split("\n")
         start, end = policy[-1]["copied"][-1]
         assert policy[-1]["text"].endswith(f"<answer>{policy[-1]['text'][start:end]} </answer>")
-        pieces = [Piece(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
+        pieces = [TextSegment(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
         answer = eval_rar_reward(pieces, ["x"]).answer
         assert answer is not None and f" {answer.strip()}" == policy[-1]["text"][start:end]
 

@@ -10,7 +10,17 @@ import pytest
 
 from thresher.common.errors import UserError
 from thresher.engine.baselines import NAMES, load_baseline
-from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System, Tools, Turn, first_prompt
+from thresher.engine.episode import (
+    EpisodeConfig,
+    Feedback,
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    System,
+    Turn,
+    first_prompt,
+)
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
@@ -21,8 +31,8 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import Attempt
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.attempt import RewardInput
+from thresher.rewards.transcript import Source, TextSegment
 
 PASSAGES = tuple(Passage(f"p{n}", f"Title {n}", f"Text {n}.") for n in range(7))
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",), passages=PASSAGES)
@@ -48,7 +58,7 @@ def drive(
     system: System, texts: Sequence[str], hits: Sequence[list[Hit]] = (), max_turns: int = 4
 ) -> tuple[list[Any], str | None]:
     """Everything the episode asked for, with turns and hits scripted, and its reason; None if it wants more turns."""
-    episode = system.episode(QUESTION, Tools(system.template, max_turns))
+    episode = system.episode(QUESTION, EpisodeConfig(system.template, max_turns))
     queue, results, requests, answer = list(texts), list(hits), [], None
     while True:
         try:
@@ -95,7 +105,7 @@ def test_the_prompt_of_evidence(tmp_path: Path) -> None:
     assert requests == [Prompt(system.template, "Who mapped Glass Bay?", (passage,)), ANSWERED]
     assert reason == "answered"
     assert not system.given_passages  # it searches for none where a question brings none
-    tools = Tools(system.template, 1)
+    tools = EpisodeConfig(system.template, 1)
     empty = next(system.episode(replace(QUESTION, id="r"), tools))
     assert isinstance(empty, Prompt) and empty.passages == ()
     with pytest.raises(UserError, match=r"e\.jsonl: holds no evidence for question s"):
@@ -111,7 +121,7 @@ def test_what_a_generator_is_asked_is_to_the_token_what_it_was_tuned_on(
     renderer = Renderer(
         tokenizer=tiny_tokenizer, tags=system.tags, k=1, chat=False, max_passage_tokens=99, passage_format="{text}"
     )
-    asked = renderer.prompt(first_prompt(system, question, Tools(system.template, 1)))
+    asked = renderer.prompt(first_prompt(system, question, EpisodeConfig(system.template, 1)))
     for style, same in (("tagged", True), ("plain", False)):
         ((record,), _) = make_records([question], kind, style)
         tuned = encode_transcript(record, tiny_tokenizer, renderer, "unused", 0)
@@ -253,7 +263,7 @@ def test_what_no_baseline_knows(name: str, options: dict[str, Any], words: str) 
     ],
 )
 def test_the_reward_is_exact_match(pieces: list[tuple[Source, str]], parts: dict[str, Any]) -> None:
-    attempt = Attempt(pieces=[Piece(source, text.encode()) for source, text in pieces], golds=("Anna Bell",))
+    attempt = RewardInput(pieces=[TextSegment(source, text.encode()) for source, text in pieces], golds=("Anna Bell",))
     result = load_baseline("direct", {}).reward(attempt)
     assert result.parts == pytest.approx(parts) and result.reward == parts["em"]
 

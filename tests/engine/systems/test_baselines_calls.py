@@ -8,15 +8,15 @@ import pytest
 
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.sure import chosen, listed
-from thresher.engine.episode import Call, Feedback, Generate, Prompt, Retrieved, Search, System, Tools, Turn
+from thresher.engine.episode import EpisodeConfig, Feedback, Generate, Prompt, Retrieved, Search, SubCall, System, Turn
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import Attempt
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.attempt import RewardInput
+from thresher.rewards.transcript import Source, TextSegment
 
 PASSAGES = tuple(Passage(f"p{n}", f"Title {n}", f"Text {n}.") for n in range(4))
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",), passages=PASSAGES)
@@ -32,8 +32,8 @@ def drive(
     system: System, texts: Sequence[str], called: Sequence[str], hits: Sequence[list[Hit]] = (), max_turns: int = 4
 ) -> tuple[list[Any], str]:
     """Everything that the episode asked for, with turns, calls' turns and hits scripted, and its reason."""
-    episode, answer = system.episode(QUESTION, Tools(system.template, max_turns)), None
-    queues: dict[type, list[Any]] = {Generate: list(texts), Call: list(called), Search: list(hits)}
+    episode, answer = system.episode(QUESTION, EpisodeConfig(system.template, max_turns)), None
+    queues: dict[type, list[Any]] = {Generate: list(texts), SubCall: list(called), Search: list(hits)}
     requests: list[Any] = []
     while True:
         try:
@@ -44,17 +44,20 @@ def drive(
         requests.append(request)
         answer = queues[type(request)].pop(0) if type(request) in queues else None
         if isinstance(answer, str):
-            stops = request.context.stop if isinstance(request, Call) else request.stop
+            stops = request.context.stop if isinstance(request, SubCall) else request.stop
             answer = Turn(answer.encode(), next((tag for tag in stops if answer.endswith(tag)), None))
 
 
-def attempt_of(texts: Sequence[str], called: Sequence[str]) -> Attempt:
+def attempt_of(texts: Sequence[str], called: Sequence[str]) -> RewardInput:
     """What the engine would make of these turns."""
-    return Attempt(
-        pieces=[Piece(Source.POLICY, text.encode()) for text in texts],
+    return RewardInput(
+        pieces=[TextSegment(Source.POLICY, text.encode()) for text in texts],
         golds=QUESTION.golds,
         branches={
-            f"call {number}": [Piece(Source.PROMPT, b"<verdict>no</verdict>"), Piece(Source.POLICY, text.encode())]
+            f"call {number}": [
+                TextSegment(Source.PROMPT, b"<verdict>no</verdict>"),
+                TextSegment(Source.POLICY, text.encode()),
+            ]
             for number, text in enumerate(called, start=1)
         },
     )
@@ -66,12 +69,12 @@ def test_search_o1_shows_what_was_read_and_not_the_documents() -> None:
     read = ["<information> Anna went there. </information>", "nothing closed"]
     requests, reason = drive(system, texts, read, [found(0, 1), found(2)], max_turns=5)
     kinds = [type(request).__name__ for request in requests]
-    once = ["Generate", "Search", "Call", "Retrieved"]
+    once = ["Generate", "Search", "SubCall", "Retrieved"]
     assert kinds == ["Prompt", *once, "Generate", "Feedback", *once, "Generate"] and reason == "answered"
     assert requests[4] == Retrieved("Anna went there.", *SHOWN)
     assert requests[10] == Retrieved("Nothing was found that helps.", *SHOWN)
     assert isinstance(requests[6], Feedback) and "searched before" in requests[6].text
-    first, second = (request.context for request in requests if isinstance(request, Call))
+    first, second = (request.context for request in requests if isinstance(request, SubCall))
     assert first.prompt.passages == [PASSAGES[0], PASSAGES[1]] and second.prompt.passages == [PASSAGES[2]]
     assert QUESTION.question in first.prompt.question and first.prompt.question.endswith("Query: bay")
     assert "I am unsure." in first.prompt.question and "Anna went there." not in first.prompt.question
@@ -87,7 +90,7 @@ def test_iter_retgen_asks_with_what_it_wrote() -> None:
     prompt = Prompt(system.template, QUESTION.question)
     searches = [request.query for request in requests if isinstance(request, Search)]
     assert searches == [QUESTION.question, f"{QUESTION.question} The bay. Bo", f"{QUESTION.question} no tags"]
-    contexts = [request.context for request in requests if isinstance(request, Call)]
+    contexts = [request.context for request in requests if isinstance(request, SubCall)]
     assert [(c.prompt, c.parts) for c in contexts] == [
         (prompt, (Retrieved(found(0), *SHOWN),)),
         (prompt, (Retrieved(found(1), *SHOWN),)),
@@ -158,7 +161,7 @@ def test_self_ask_with_a_reader_gets_the_answer_alone() -> None:
     shown = [request for request in requests if isinstance(request, Retrieved)]
     around = ("\n<intermediate>", "</intermediate>\n")
     assert shown == [Retrieved("North", *around), Retrieved("The documents do not say.", *around)]
-    (first, second) = (request.context.prompt for request in requests if isinstance(request, Call))
+    (first, second) = (request.context.prompt for request in requests if isinstance(request, SubCall))
     assert (first.question, list(first.passages), second.question) == ("Where is it?", [PASSAGES[0]], "Who?")
     assert reason == "answered" and "intermediate" in system.template
 

@@ -10,15 +10,15 @@ import pytest
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.released import PROTOCOLS, last_boxed
-from thresher.engine.episode import Generate, Retrieved, Search, System, Tools, Turn
+from thresher.engine.episode import EpisodeConfig, Generate, Retrieved, Search, System, Turn
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.indexes.given import rank_given
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import Attempt
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.attempt import RewardInput
+from thresher.rewards.transcript import Source, TextSegment
 
 PASSAGES = (
     Passage("a", "Glass Bay", "Anna Bell mapped the bay."),
@@ -37,7 +37,7 @@ SCRIPTS = {  # a search and an answer, as each protocol writes them
 
 
 def drive(system: System, texts: Sequence[str], max_turns: int = 4) -> tuple[list[Any], str]:
-    episode, answer, queue = system.episode(QUESTION, Tools(system.template, max_turns)), None, list(texts)
+    episode, answer, queue = system.episode(QUESTION, EpisodeConfig(system.template, max_turns)), None, list(texts)
     requests: list[Any] = []
     while True:
         try:
@@ -55,10 +55,10 @@ def drive(system: System, texts: Sequence[str], max_turns: int = 4) -> tuple[lis
 
 
 def rewarded(system: System, *texts: str) -> tuple[float, str | None]:
-    pieces = [Piece(Source.PROMPT, b"\\boxed{Lyon} <answer>Lyon</answer>")]
-    pieces += [Piece(Source.POLICY, text.encode()) for text in texts]
-    pieces.append(Piece(Source.RETRIEVED, b"\\boxed{Bo}"))
-    result = system.reward(Attempt(pieces=pieces, golds=QUESTION.golds))
+    pieces = [TextSegment(Source.PROMPT, b"\\boxed{Lyon} <answer>Lyon</answer>")]
+    pieces += [TextSegment(Source.POLICY, text.encode()) for text in texts]
+    pieces.append(TextSegment(Source.RETRIEVED, b"\\boxed{Bo}"))
+    result = system.reward(RewardInput(pieces=pieces, golds=QUESTION.golds))
     return result.reward, result.answer
 
 
@@ -72,7 +72,7 @@ def test_a_search_and_an_answer(name: Any) -> None:
     around = (requests[3].before, requests[3].after)
     assert around == PROTOCOLS[name].around and all(text.strip() in system.tags for text in around)
     assert rewarded(system, search, answer) == (1.0, "Anna Bell") and rewarded(system, search) == (0.0, None)
-    assert system.needs_index and system.answer(Attempt(pieces=[], golds=())) is None
+    assert system.needs_index and system.answer(RewardInput(pieces=[], golds=())) is None
     # Neither a search nor an answer ends it; so does a query that was never opened, or is empty.
     assert drive(system, ["I do not know."])[1] == "ended"
     opening, closing = PROTOCOLS[name].query

@@ -9,12 +9,12 @@ import pytest
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.episode import (
+    EpisodeConfig,
     Generate,
     Prompt,
     Retrieved,
     Search,
     System,
-    Tools,
     Turn,
     pair_tags,
     read_template,
@@ -23,8 +23,8 @@ from thresher.engine.systems import load_system
 from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import Attempt
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.attempt import RewardInput
+from thresher.rewards.transcript import Source, TextSegment
 
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",))
 HITS = [Hit(4, Passage("p4", "Glass Bay", "Anna Bell mapped it."), 0.5)]
@@ -39,7 +39,7 @@ def turn(text: str) -> Turn:
 
 def drive(system: System, texts: Sequence[str], max_turns: int = 4) -> tuple[list[Any], str | None]:
     """Everything the episode asked for, with the turns scripted, and the reason it gave; None if it wants more."""
-    episode = system.episode(QUESTION, Tools("T {question}", max_turns))
+    episode = system.episode(QUESTION, EpisodeConfig("T {question}", max_turns))
     queue, requests, answer = list(texts), [], None
     while True:
         try:
@@ -125,8 +125,8 @@ def test_autorefine_reads_between_tags_of_its_own_and_searches_an_index() -> Non
     assert all(load_system(name, {}).needs_index for name in SYSTEMS) and not load_system("r1", {}).needs_index
     preset = system.preset
     assert preset["rollout"]["max_turns"] == 6 and preset["rollout"]["questions_per_step"] == 256
-    refined = [Piece(Source.POLICY, b"<search>bay</search><refine>Anna Bell</refine>")]
-    wrong = Attempt(pieces=[*refined, Piece(Source.POLICY, b"<answer>Bo</answer>")], golds=("Anna Bell",))
+    refined = [TextSegment(Source.POLICY, b"<search>bay</search><refine>Anna Bell</refine>")]
+    wrong = RewardInput(pieces=[*refined, TextSegment(Source.POLICY, b"<answer>Bo</answer>")], golds=("Anna Bell",))
     assert system.reward(wrong).reward == 0.1
     assert load_system("autorefine", {"refinement_reward": False}).reward(wrong).reward == 0
 
@@ -202,7 +202,7 @@ def test_evinotes_prompt_tags_and_claims_go_with_the_variant(
     assert ("*like this*" in system.template and "-like this-" in system.template) == marks
     assert (system.claims is not None) == judged
     noted = pieces("<search>a</search>", "<information>p</information>", "<summary>*A* -b-</summary>" + ANSWER)
-    scored = system.reward(Attempt(pieces=noted, golds=QUESTION.golds, entailment=0.5))
+    scored = system.reward(RewardInput(pieces=noted, golds=QUESTION.golds, entailment=0.5))
     assert scored.reward == (1.5 if judged else 1)
 
 
@@ -211,7 +211,7 @@ def test_evinotes_claims_are_about_its_last_note() -> None:
     noted = pieces(
         "<search>a</search>", "p", "<summary>One.</summary><search>b</search>", "p", "<summary>Two.</summary>"
     )
-    attempt = Attempt(pieces=noted, golds=("Anna Bell", "A. Bell"), question=QUESTION.question)
+    attempt = RewardInput(pieces=noted, golds=("Anna Bell", "A. Bell"), question=QUESTION.question)
     assert system.claims is not None
     assert list(system.claims(attempt)) == [
         ("Two.", "Anna Bell is the answer to 'Who mapped Glass Bay?'"),
@@ -219,15 +219,15 @@ def test_evinotes_claims_are_about_its_last_note() -> None:
     ]
     either = load_system("evinote", {"variant": "SEN", "marks": "either"}).reward
     one = pieces("<search>a</search>", "p", "<summary>*A*</summary><answer>Bo</answer>")
-    assert either(Attempt(pieces=one, golds=("x",))).reward == 0.1
-    assert load_system("evinote", {"variant": "SEN"}).reward(Attempt(pieces=one, golds=("x",))).reward == 0
+    assert either(RewardInput(pieces=one, golds=("x",))).reward == 0.1
+    assert load_system("evinote", {"variant": "SEN"}).reward(RewardInput(pieces=one, golds=("x",))).reward == 0
 
 
-def pieces(*texts: str) -> list[Piece]:
+def pieces(*texts: str) -> list[TextSegment]:
     """A prompt with an example, then the policy and passages that hold the answer, in turn."""
     sources = [Source.POLICY if number % 2 == 0 else Source.RETRIEVED for number in range(len(texts))]
-    written = [Piece(source, text.encode()) for source, text in zip(sources, texts, strict=True)]
-    return [Piece(Source.PROMPT, b"<answer> Anna Bell </answer>"), *written]
+    written = [TextSegment(source, text.encode()) for source, text in zip(sources, texts, strict=True)]
+    return [TextSegment(Source.PROMPT, b"<answer> Anna Bell </answer>"), *written]
 
 
 def test_rewards_are_the_papers() -> None:
@@ -241,7 +241,7 @@ def test_rewards_are_the_papers() -> None:
 
     def rewards(name: str, **options: bool) -> list[float]:
         reward = load_system(name, options).reward
-        return [reward(Attempt(pieces=p, golds=golds)).reward for p in (right, cited, early, silent, part)]
+        return [reward(RewardInput(pieces=p, golds=golds)).reward for p in (right, cited, early, silent, part)]
 
     assert rewards("search_r1") == [1, 0, 0, 0, 0]
     assert rewards("eval_rar") == [1, 0.1, 0.1, 0.1, 0]
@@ -249,7 +249,7 @@ def test_rewards_are_the_papers() -> None:
     assert rewards("eval_rar", count_before_search=False) == [1, 0.1, 0, 0.1, 0]
     assert rewards("eval_rar", require_answer=True) == [1, 0.1, 0.1, 0, 0]
     substring = load_system("eval_rar", {"substring": True}).reward
-    anna = Attempt(pieces=part, golds=("Anna",))
+    anna = RewardInput(pieces=part, golds=("Anna",))
     assert substring(anna).reward == 0.1 and load_system("eval_rar", {}).reward(anna).reward == 0
 
 

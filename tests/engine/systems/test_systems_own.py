@@ -14,14 +14,14 @@ import pytest
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import SystemSection
-from thresher.engine.episode import Tools, Turn
+from thresher.engine.episode import EpisodeConfig, Turn
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import score
 from thresher.engine.systems import NAMES, load_system, own_digest
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.attempt import RewardInput
+from thresher.rewards.transcript import Source, TextSegment
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "systems.md"
 PAGE = DOCS.read_text(encoding="utf-8")
@@ -200,7 +200,7 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
     # What only what the policy wrote brings to light ends the same way, later.
     later = f"    if not attempt.pieces[-1].text:\n        return RewardResult(0, {NONE_YET}, None)\n    {body}\n"
     path.write_text(GOOD + OWN + later + made)
-    attempt = Attempt(pieces=[Piece(Source.POLICY, b"x")], golds=("x",))
+    attempt = RewardInput(pieces=[TextSegment(Source.POLICY, b"x")], golds=("x",))
     with pytest.raises(UserError, match=r"mine\.py: reward\(attempt\) r.*; fix the file"):
         load_system(str(path), {}).reward(attempt)
 
@@ -229,7 +229,7 @@ def test_an_episode_that_fails_is_the_files(
     quote.write_text(text.replace(right, broken, 1))
     question = replace(tiny_questions[0], passages=(Passage("p", "T", "It is so."),))
     with pytest.raises(UserError, match=re.escape(f"{quote}: {what}")):
-        running = load_system(str(quote), {}).episode(question, Tools("{question}\n{passages}", 2))
+        running = load_system(str(quote), {}).episode(question, EpisodeConfig("{question}\n{passages}", 2))
         next(running)
         while True:
             running.send(Turn(b"<answer>so</answer>", "</answer>"))
@@ -270,8 +270,8 @@ def test_a_file_imports_what_lies_beside_it(quote: Path, tmp_path: Path) -> None
         own.write_text(code.replace("from thresher", "from helper import BONUS\nfrom thresher", 1))
         systems.append(load_system(str(own), {}))
         digests.append(own_digest(str(own)))
-    attempt = Attempt(
-        pieces=[Piece(Source.POLICY, b"<quote>Anna mapped it.</quote><answer>Anna</answer>")],
+    attempt = RewardInput(
+        pieces=[TextSegment(Source.POLICY, b"<quote>Anna mapped it.</quote><answer>Anna</answer>")],
         golds=("Anna",),
         question="Who?",
         passages=[("", "Anna mapped it.")],

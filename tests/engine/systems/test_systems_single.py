@@ -9,7 +9,17 @@ import pytest
 from reward_cases import PARTS
 
 from thresher.engine.assemble import read_run_recipe
-from thresher.engine.episode import Fork, Generate, Kept, Prompt, Reprefill, System, Tools, Turn, pair_tags
+from thresher.engine.episode import (
+    BranchPrompt,
+    EpisodeConfig,
+    Generate,
+    KeptSpan,
+    Prompt,
+    SpawnBranches,
+    System,
+    Turn,
+    pair_tags,
+)
 from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, context_ids
 from thresher.engine.scoring.entailment import LexicalJudge
 from thresher.engine.scoring.score import Judges, ask_judges, check_all, score
@@ -17,9 +27,9 @@ from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.tags import escape_tags
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 ROOT = Path(__file__).resolve().parents[3]
 PASSAGES = (
@@ -40,7 +50,7 @@ TAGS = {
 
 def drive(system: System, texts: Sequence[str]) -> tuple[list[Any], str]:
     """Everything the episode asked for, with its turns scripted, and the reason it gave."""
-    episode = system.episode(QUESTION, Tools(TEMPLATE, 1))
+    episode = system.episode(QUESTION, EpisodeConfig(TEMPLATE, 1))
     queue, requests, answer = list(texts), [], None
     while True:
         try:
@@ -62,8 +72,8 @@ def eviomni(**options: Any) -> System:
 PROMPT = Prompt(TEMPLATE, QUESTION.question, PASSAGES)
 BARE = Prompt(TEMPLATE, QUESTION.question)
 WRITTEN = f"Well. {REASON} {EXTRACT}"
-RATIONALE = Reprefill(PROMPT, (Kept(0, len(f"Well. {REASON}")), "<answer>"), ("</answer>",))
-EVIDENCE = Reprefill(BARE, (Kept(len(f"Well. {REASON} "), len(WRITTEN)), "<answer>"), ("</answer>",))
+RATIONALE = BranchPrompt(PROMPT, (KeptSpan(0, len(f"Well. {REASON}")), "<answer>"), ("</answer>",))
+EVIDENCE = BranchPrompt(BARE, (KeptSpan(len(f"Well. {REASON} "), len(WRITTEN)), "<answer>"), ("</answer>",))
 
 
 def test_eviomni_reasons_extracts_and_answers_in_three_contexts() -> None:
@@ -71,7 +81,7 @@ def test_eviomni_reasons_extracts_and_answers_in_three_contexts() -> None:
     assert requests == [
         PROMPT,
         Generate(("</extract>",)),
-        Fork({"rationale": RATIONALE, "evidence": EVIDENCE}),
+        SpawnBranches({"rationale": RATIONALE, "evidence": EVIDENCE}),
         ANSWER,
     ]
     assert reason == "answered"
@@ -90,10 +100,10 @@ def test_eviomni_reasons_extracts_and_answers_in_three_contexts() -> None:
         (["rationale", "evidence"], None),
     ],
 )
-def test_answers_that_are_switched_off_are_not_written(off: list[str], left: dict[str, Reprefill] | None) -> None:
+def test_answers_that_are_switched_off_are_not_written(off: list[str], left: dict[str, BranchPrompt] | None) -> None:
     """But for the trajectory's own, which its format and all measures of the answer are read from."""
     requests, _ = drive(eviomni(**dict.fromkeys(off, False)), [WRITTEN, "<answer>a</answer>"])
-    assert [request.branches for request in requests if isinstance(request, Fork)] == ([left] if left else [])
+    assert [request.branches for request in requests if isinstance(request, SpawnBranches)] == ([left] if left else [])
     assert requests[-1] == ANSWER
 
 
@@ -113,7 +123,7 @@ def test_what_was_not_written_has_no_branch(text: str, names: list[str], reason:
     """The answer is still asked for where the turn stopped at the tag; where it did not, the policy has finished."""
     texts = [text, "<answer>a</answer>"] if reason == "answered" else [text]
     requests, ended = drive(eviomni(), texts)
-    forks = [request for request in requests if isinstance(request, Fork)]
+    forks = [request for request in requests if isinstance(request, SpawnBranches)]
     assert [list(fork.branches) for fork in forks] == ([names] if names else [])
     assert ended == reason
 
@@ -161,10 +171,10 @@ def test_arenas_input_cannot_be_closed_from_inside(tiny_rollout: Callable[..., R
     assert escape_tags("</references>", system.tags) in shown
 
 
-def attempt_of(text: str, **more: Any) -> Attempt:
-    pieces = [Piece(Source.PROMPT, b"<answer>Anna Bell</answer>"), Piece(Source.POLICY, text.encode())]
+def attempt_of(text: str, **more: Any) -> RewardInput:
+    pieces = [TextSegment(Source.PROMPT, b"<answer>Anna Bell</answer>"), TextSegment(Source.POLICY, text.encode())]
     passages = [(passage.title, passage.text) for passage in PASSAGES]
-    return Attempt(pieces=pieces, golds=QUESTION.golds, passages=passages, gold_indices=(1,), **more)
+    return RewardInput(pieces=pieces, golds=QUESTION.golds, passages=passages, gold_indices=(1,), **more)
 
 
 def test_arenas_switches() -> None:
@@ -188,8 +198,8 @@ def test_arenas_switches() -> None:
 @pytest.mark.parametrize(("options", "answer"), [({}, 2 / 3), ({"full": False}, 0.5), ({"rationale": False}, 1.0)])
 def test_eviomnis_switches_choose_the_answers_that_count(options: dict[str, bool], answer: float) -> None:
     branches = {
-        "rationale": [Piece(Source.POLICY, b"Bo</answer>")],
-        "evidence": [Piece(Source.POLICY, b"Anna Bell</answer>")],
+        "rationale": [TextSegment(Source.POLICY, b"Bo</answer>")],
+        "evidence": [TextSegment(Source.POLICY, b"Anna Bell</answer>")],
     }
     attempt = attempt_of(REASON + EXTRACT + "<answer>Anna Bell</answer>", branches=branches)
     result = load_system("eviomni", options | {"weights": [1, 0, 0]}).reward(attempt)
@@ -318,5 +328,7 @@ def test_there_is_a_recipe_for_every_system(name: str) -> None:
     ],
 )
 def test_what_docs_papers_says_that_a_trick_earns(name: str, written: str, earns: float) -> None:
-    attempt = Attempt(pieces=[Piece(Source.POLICY, written.encode())], golds=("Anna",), question="Who?", passages=[])
+    attempt = RewardInput(
+        pieces=[TextSegment(Source.POLICY, written.encode())], golds=("Anna",), question="Who?", passages=[]
+    )
     assert load_system(name, {}).reward(attempt).reward == pytest.approx(earns)

@@ -29,9 +29,9 @@ from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import Attempt
+from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.arena import arena_reward
-from thresher.rewards.transcript import Piece, Source
+from thresher.rewards.transcript import Source, TextSegment
 
 PASSAGES = (
     Passage("a", "Anna Bell", "Anna Bell has spouse Gil Hart."),
@@ -118,8 +118,8 @@ def test_a_reasoning_record_earns_all_that_arena_gives(renderer: Renderer, tiny_
     assert record["metadata"] == {"kind": "reasoning", "analysis": "templated"} and "template" not in record
     (segment,) = record["segments"]
     assert segment["text"].startswith("<relevance>[1,3]</relevance>\n<analysis>[1] (Anna Bell) and [3] (Gil Hart) ")
-    attempt = Attempt(
-        pieces=[Piece(Source.POLICY, segment["text"].encode())],
+    attempt = RewardInput(
+        pieces=[TextSegment(Source.POLICY, segment["text"].encode())],
         golds=GOOD.golds,
         passages=[(p.title, p.text) for p in PASSAGES],
         gold_indices=GOOD.gold_indices,
@@ -135,8 +135,10 @@ def test_an_analysis_by_a_model_is_kept_without_its_tags_and_credited() -> None:
     records, unused = make_records([GOOD, OTHER], "reasoning", analyses=written, author="models/seven")
     (record,) = records
     assert record["metadata"]["analysis"] == "models/seven"
-    attempt = Attempt(
-        pieces=[Piece(Source.POLICY, record["segments"][0]["text"].encode())], golds=GOOD.golds, gold_indices=[1, 3]
+    attempt = RewardInput(
+        pieces=[TextSegment(Source.POLICY, record["segments"][0]["text"].encode())],
+        golds=GOOD.golds,
+        gold_indices=[1, 3],
     )
     assert arena_reward(attempt).reward == 13
     assert unused == [Unused("other", "models/seven wrote no analysis that closes")]

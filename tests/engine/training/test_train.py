@@ -23,7 +23,7 @@ from train_cases import (
 )
 
 from thresher.common.errors import UserError
-from thresher.engine.assemble import load_parts, load_questions, load_retrieval
+from thresher.engine.assemble import load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import summarise
@@ -126,7 +126,7 @@ def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_i
     written = stored(uninterrupted / f"evaluations/step_{step:06d}.jsonl")
     assert [entry["id"] for entry in written] == [question.id for question in tiny_questions[:DEV]]
     recipe = make_recipe()
-    parts = load_parts(recipe, uninterrupted / f"checkpoints/step_{step:06d}" if step else None)
+    parts = load_run_context(recipe, uninterrupted / f"checkpoints/step_{step:06d}" if step else None)
     judged = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe, parts.system)[1])
     assert [entry.to_dict(parts.tokenizer) for entry in judged] == written
     (record,) = (record["eval"] for record in metrics(uninterrupted) if record["step"] == step and "eval" in record)

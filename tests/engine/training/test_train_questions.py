@@ -19,7 +19,7 @@ from train_cases import (
 )
 
 from thresher.common.errors import UserError
-from thresher.engine.assemble import load_parts, load_questions
+from thresher.engine.assemble import load_questions, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.rollout.rollout import Job, seed_of
 from thresher.engine.scoring.score import Judges
@@ -69,7 +69,7 @@ def test_a_samples_noise_depends_on_the_runs_seed_the_step_the_group_and_the_sam
     updater = SimpleNamespace(weights=SimpleNamespace(rolling_out=nullcontext))
     questions = [Question("q", "Who?", ("a",))]  # the same in every group of every step
     for seed in (0, 1):
-        parts = load_parts(make_recipe(run={"seed": seed}))
+        parts = load_run_context(make_recipe(run={"seed": seed}))
         given: dict[str, Any] = {"parts": parts, "rollout": rollout, "updater": updater}
         step = GrpoStep(questions=questions, judges=Judges(), **given)
         for number in (1, 2, 3):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_cases import GOLDS, LONG, PIECES, attempt
 
-from thresher.rewards import Attempt, Piece, RewardResult, UserError, arena_reward, parse_indices
+from thresher.rewards import RewardInput, RewardResult, TextSegment, UserError, arena_reward, parse_indices
 from thresher.rewards.papers.arena import named_indices
 
 INDICES = [
@@ -210,8 +210,8 @@ GOLD_INDICES = st.one_of(st.none(), st.lists(st.integers(1, 3), max_size=3))
 
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(PIECES, GOLDS, GOLD_INDICES, st.sampled_from(["em", "f1", "judge"]), st.sampled_from([None, 1, 2]))
-def test_any_bytes(pieces: list[Piece], golds: list[str], gold: Any, accuracy: Any, cap: Any) -> None:
-    given_up = Attempt(pieces=pieces, golds=golds, gold_indices=gold, verdict=True)
+def test_any_bytes(pieces: list[TextSegment], golds: list[str], gold: Any, accuracy: Any, cap: Any) -> None:
+    given_up = RewardInput(pieces=pieces, golds=golds, gold_indices=gold, verdict=True)
     result = arena_reward(given_up, accuracy=accuracy, max_indices=cap)
     scored = [result.parts[part] for part in ("format", "accuracy", "relevance", "bonus")]
     assert scored[0] in (0, 1) and 0 <= scored[1] <= 1 and scored[2] in (0, 0.5, 1) and scored[3] in (0, 10)

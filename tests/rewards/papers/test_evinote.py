@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_cases import GOLDS, LONG, PIECES, attempt, transcript
 
-from thresher.rewards import Attempt, Piece, RewardResult, UserError, evinote_claims, evinote_reward
+from thresher.rewards import RewardInput, RewardResult, TextSegment, UserError, evinote_claims, evinote_reward
 from thresher.rewards.papers.evinote import NOTE_TAGS, Variant, has_mark, notes
 
 MARKS = [
@@ -324,8 +324,8 @@ def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], problem:
 
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(PIECES, GOLDS, st.sampled_from(list(NOTE_TAGS)), st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 1.0]))
-def test_any_bytes(pieces: list[Piece], golds: list[str], variant: Any, chance: float, entailment: float) -> None:
-    tried = Attempt(pieces=pieces, golds=golds, chance=chance, entailment=entailment)
+def test_any_bytes(pieces: list[TextSegment], golds: list[str], variant: Any, chance: float, entailment: float) -> None:
+    tried = RewardInput(pieces=pieces, golds=golds, chance=chance, entailment=entailment)
     result = evinote_reward(tried, variant=variant)
     assert all(result.parts[part] in (0, 1) for part in ("format", "answer", "notes", "entailment"))
     assert 0 <= result.reward <= (2 if variant.endswith("+EQR") else 1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_cases import GOLDS, LONG, PIECES, attempt, transcript
 
-from thresher.rewards import Attempt, Piece, RewardResult, UserError, count_words, eviomni_reward
+from thresher.rewards import RewardInput, RewardResult, TextSegment, UserError, count_words, eviomni_reward
 from thresher.rewards.papers.eviomni import (
     evidence_length_reward,
     evidence_of,
@@ -290,8 +290,10 @@ def test_what_is_refused(options: dict[str, Any], problem: str) -> None:
 
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(PIECES, GOLDS, st.dictionaries(st.sampled_from(["rationale", "evidence", "full"]), PIECES), st.booleans())
-def test_any_bytes(pieces: list[Piece], golds: list[str], beside: dict[str, list[Piece]], full: bool) -> None:
-    tried = Attempt(pieces=pieces, golds=golds, branches=beside, passages=PASSAGES)
+def test_any_bytes(
+    pieces: list[TextSegment], golds: list[str], beside: dict[str, list[TextSegment]], full: bool
+) -> None:
+    tried = RewardInput(pieces=pieces, golds=golds, branches=beside, passages=PASSAGES)
     result = eviomni_reward(tried, full=full)
     assert all(0 <= value <= 1 for value in result.parts.values())
     assert 0 <= result.reward <= 1

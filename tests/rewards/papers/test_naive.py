@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from reward_cases import GOLDS, LONG, PIECES, attempt
 
-from thresher.rewards import Attempt, Piece, RewardResult, naive_reward
+from thresher.rewards import RewardInput, RewardResult, TextSegment, naive_reward
 
 CASES = [
     # what it tries, pieces, format, answer
@@ -37,10 +37,10 @@ def test_parts() -> None:
 
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(PIECES, GOLDS)
-def test_any_bytes(pieces: list[Piece], golds: list[str]) -> None:
-    result = naive_reward(Attempt(pieces=pieces, golds=golds))
+def test_any_bytes(pieces: list[TextSegment], golds: list[str]) -> None:
+    result = naive_reward(RewardInput(pieces=pieces, golds=golds))
     assert result.reward in (0.0, 1.0, 2.0)
-    assert naive_reward(Attempt(pieces=pieces, golds=golds)) == result
+    assert naive_reward(RewardInput(pieces=pieces, golds=golds)) == result
 
 
 @pytest.mark.parametrize("number", range(len(LONG)))

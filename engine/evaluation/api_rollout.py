@@ -1,6 +1,6 @@
 """An evaluation whose turns an endpoint writes: the same episodes, prompts and limits, played in text.
 
-`ElsewhereRollout` does for `thresher eval` what a Rollout of ours does. Its trajectories hold ids as well, of the texts
+`ApiRollout` does for `thresher eval` what a Rollout of ours does. Its trajectories hold ids as well, of the texts
 by a tokenizer, so that rewards, measures and checks are the very same; they are not what the server sampled, and have
 no log-probs. Without a tokenizer a byte is a token and 4 of them count as one of a limit.
 
@@ -21,24 +21,24 @@ from typing import Any
 
 from thresher.common.console import console
 from thresher.common.errors import UserError
-from thresher.engine.assemble import Frame, make_frame
+from thresher.engine.assemble import PromptContext, make_prompt_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.episode import (
-    Call,
+    BranchPrompt,
     Episode,
     Feedback,
-    Fork,
     Generate,
-    Reprefill,
     Retrieved,
     Search,
+    SpawnBranches,
+    SubCall,
     System,
     Turn,
     first_prompt,
 )
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
-from thresher.engine.rollout.rollout import Job, RolloutClock, branch_episode, context_ids, with_fitted_passages
+from thresher.engine.rollout.rollout import Job, RolloutClock, branch_episode, context_ids, with_truncated_passages
 from thresher.engine.scoring.continuing import Continued, ContinuingEndpoint, speaks_chat
 from thresher.engine.scoring.endpoint import read_key
 from thresher.policy.tokenizer import load_tokenizer, train_bpe
@@ -67,8 +67,8 @@ class AnsweredBy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartsElsewhere(Frame):
-    """As Parts, with an endpoint in the policy's place."""
+class ApiRunContext(PromptContext):
+    """As RunContext, with an endpoint in the policy's place."""
 
     endpoint: ContinuingEndpoint
     answered_by: AnsweredBy
@@ -80,8 +80,8 @@ class PartsElsewhere(Frame):
     def threads(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def rollout(self, retriever: Retriever | None) -> "ElsewhereRollout":
-        return ElsewhereRollout(self, retriever)
+    def rollout(self, retriever: Retriever | None) -> "ApiRollout":
+        return ApiRollout(self, retriever)
 
     def facts(self, seconds: float) -> dict[str, Any]:
         """What the table says of who answered; seconds: for each question."""
@@ -98,7 +98,7 @@ class PartsElsewhere(Frame):
         }
 
 
-def load_elsewhere(recipe: Recipe, system: System | None, by: AnsweredBy, answers: Path) -> PartsElsewhere:
+def load_api_context(recipe: Recipe, system: System | None, by: AnsweredBy, answers: Path) -> ApiRunContext:
     """The parts of an evaluation that an endpoint answers; what it says is kept in the file `answers`. UserError as
     Endpoint, for a key that is not set, and for a prompt that cannot be made."""
     endpoint = ContinuingEndpoint(
@@ -118,7 +118,7 @@ def load_elsewhere(recipe: Recipe, system: System | None, by: AnsweredBy, answer
             "eval: a completion endpoint gets the prompt as it is; for --prompt chat give --tokenizer, a folder with "
             "the model's chat template, or the address of its chat completions"
         )
-    frame = make_frame(recipe, tokenizer, system)
+    frame = make_prompt_context(recipe, tokenizer, system)
     limits, unit = frame.limits, 1 if by.tokenizer else BYTES_A_TOKEN
     limits = replace(
         limits,
@@ -128,7 +128,7 @@ def load_elsewhere(recipe: Recipe, system: System | None, by: AnsweredBy, answer
     )
     renderer = replace(frame.renderer, chat=wrapped, max_passage_tokens=frame.renderer.max_passage_tokens * unit)
     known = {one.name: getattr(frame, one.name) for one in fields(frame)} | {"limits": limits, "renderer": renderer}
-    return PartsElsewhere(endpoint=endpoint, answered_by=by, **known)
+    return ApiRunContext(endpoint=endpoint, answered_by=by, **known)
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class Play:
     episode: Episode
     trajectory: Trajectory
     context: list[dict[str, str]]
-    forks: dict[str, tuple[Reprefill, list[int]]] = field(default_factory=dict)
+    forks: dict[str, tuple[BranchPrompt, list[int]]] = field(default_factory=dict)
     due: Generate | None = None
     room: int = 0  # for that turn
     limit: str | None = None
@@ -158,10 +158,10 @@ class Play:
         self.episode.close()
 
 
-class ElsewhereRollout:
+class ApiRollout:
     """Makes trajectories of turns that an endpoint writes; `prompt`, `run` and `clock` are as Rollout's."""
 
-    def __init__(self, parts: PartsElsewhere, retriever: Retriever | None) -> None:
+    def __init__(self, parts: ApiRunContext, retriever: Retriever | None) -> None:
         self.tokenizer, self.retriever, self.endpoint = parts.tokenizer, retriever, parts.endpoint
         self.system, self.tools, self.renderer, self.limits = parts.system, parts.tools, parts.renderer, parts.limits
         self.shuffle = (parts.recipe.retrieval or RetrievalSection()).shuffle
@@ -206,7 +206,7 @@ class ElsewhereRollout:
         begin = list(self.tokenizer.begin_ids)
         shown = ids[len(begin) :] if begin and ids[: len(begin)] == begin else ids  # a server puts them there itself
         prompt, rest = shown[: len(shown) - written], shown[len(shown) - written :]
-        trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, ids)], elsewhere=True)
+        trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, ids)], from_api=True)
         play = Play(job, episode, trajectory, [{"role": "user", "content": self.tokenizer.decode(prompt)}])
         if rest:
             play.say("assistant", self.tokenizer.decode(rest))
@@ -265,12 +265,12 @@ class ElsewhereRollout:
                 found = [hit.passage.id for hit in hits]
                 trajectory.searches.append({"query": request.query, "passages": found})
                 continue
-            if isinstance(request, Call):
+            if isinstance(request, SubCall):
                 return self._call(play, request.context)
             if isinstance(request, Generate):
                 self._open_turn(play, request)
                 break
-            if isinstance(request, Fork):
+            if isinstance(request, SpawnBranches):
                 for name, branch in request.branches.items():
                     play.forks[name] = (branch, context_ids(branch, _written(play), self.renderer))
             elif isinstance(request, Retrieved):
@@ -329,7 +329,7 @@ class ElsewhereRollout:
             begun.append(self._begin_branch(play, name, Job(play.job.question, number, 0, play.job.seed), branch, ids))
         return begun
 
-    def _begin_branch(self, play: Play, name: str, job: Job, branch: Reprefill, ids: list[int]) -> Play:
+    def _begin_branch(self, play: Play, name: str, job: Job, branch: BranchPrompt, ids: list[int]) -> Play:
         shown = takewhile(lambda part: isinstance(part, Retrieved), branch.parts)  # the user's, as the prompt is
         kept = len(ids) - len(context_ids(replace(branch, parts=tuple(shown)), (), self.renderer))
         begun = self._begin(job, branch_episode(branch, job), ids, kept)
@@ -337,9 +337,9 @@ class ElsewhereRollout:
         play.trajectory.branches[name] = begun.trajectory
         return begun
 
-    def _call(self, play: Play, context: Reprefill) -> Play | None:
+    def _call(self, play: Play, context: BranchPrompt) -> Play | None:
         """Begin a call, as Rollout does; None where its context leaves it no room, which ends the trajectory."""
-        context, cut = with_fitted_passages(context, self.renderer, play.job.question.id)
+        context, cut = with_truncated_passages(context, self.renderer, play.job.question.id)
         self.clock.cut_search_tokens += cut
         ids = context_ids(context, _written(play), self.renderer)
         if len(ids) + 1 > self.limits.max_context:

@@ -1,0 +1,18 @@
+"""Old names of what a user's own file may import: they work, with a DeprecationWarning that says the new one."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def renamed(module: str, names: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`. names: old name -> the object, whose `__name__` is the new one."""
+
+    def getattr_(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        found = names[name]
+        warnings.warn(f"{module}.{name} is now called {found.__name__}", DeprecationWarning, stacklevel=2)
+        return found
+
+    return getattr_
