@@ -22,7 +22,7 @@ ROOMS = (
     ("engine/threads.py",),
     ("engine/optim",),
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
-    ("engine/baselines", "engine/packing", "engine/rollout", "engine/scoring", "engine/sinks"),
+    ("engine/baselines", "engine/packing.py", "engine/rollout", "engine/scoring", "engine/sinks"),
     ("engine/planning",),
     ("engine/assemble.py", "engine/parallel"),
     ("engine/refiners",),

@@ -18,7 +18,7 @@ from thresher.bench.rollout.ours import RolloutSide
 from thresher.bench.step.setting import Seconds, Setting, reward_of
 from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import advantages, build_train_sequences
+from thresher.engine.packing import advantages, build_train_sequences
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.training.update import Updater
 from thresher.policy.lora import add_lora

@@ -38,7 +38,7 @@ from thresher.bench.step.shapes import SHAPES, StepShape
 from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.common.machine import checkout
-from thresher.engine.packing.batches import TrainSequence, pack
+from thresher.engine.packing import TrainSequence, pack
 from thresher.engine.threads import threads_for, use_threads
 from thresher.kernels import token_logprobs
 

@@ -14,7 +14,7 @@ A layer (policy/layers.py), e bytes an element; H hidden, N and K heads of D, I 
 A weight that is not trained does not need its input: with adapters the inputs of maps without one are not kept, nor
 the n of a norm; an adapter keeps its input and x A^T, e R. On a CPU attention copies q, k and v to padded places, but
 where prompts are computed once (kernels/attention/prefix.py): there it keeps what it keeps on CUDA. Sequences of a
-micro-batch are of like length, so padding counts as tokens here, as it does in packing/batches.py: pack.
+micro-batch are of like length, so padding counts as tokens here, as it does in packing.py: pack.
 
 Deliberately absent: what is saved once a forward and not for each token (A and B in bfloat16, say).
 Axes: T tokens (docs/notation.md).

@@ -7,7 +7,7 @@ which groups may share too) is not counted.
 
     own = min(sampled + searched, length - 1)     prompt = length - own
 
-A shorter prompt makes a smaller group, but for one that is not quite worth sharing (packing/prefix_trie.py). On CUDA
+A shorter prompt makes a smaller group, but for one that is not quite worth sharing (packing.py). On CUDA
 the libraries that can share (kernels/attention/backends/parts.py) serve bfloat16.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.packing.prefix_trie import group_tokens, worth_sharing
+from thresher.engine.packing import group_tokens, worth_sharing
 from thresher.engine.planning.sizes import BF16, FP32
 from thresher.engine.systems import load_system
 

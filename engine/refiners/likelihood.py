@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from thresher.common.errors import UserError
-from thresher.engine.packing.batches import TrainSequence, pack
+from thresher.engine.packing import TrainSequence, pack
 from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
 from thresher.kernels.logprob import token_logprobs
 from thresher.policy.model import Policy

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.packing.batches import TrainSequence
+from thresher.engine.packing import TrainSequence
 from thresher.engine.training.update import Updater
 
 EXP_CAP = 80.0

@@ -6,7 +6,7 @@ Ranks leave a rollout, a search or a judge together where a signal reaches any o
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thresher.engine.packing.batches import LossNormalizer, TrainSequence
+from thresher.engine.packing import LossNormalizer, TrainSequence
 from thresher.engine.parallel.first import judging
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.protocol.prompts import PromptBatch

@@ -31,7 +31,7 @@ from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing.batches import TrainSequence, pack
+from thresher.engine.packing import TrainSequence, pack
 from thresher.engine.protocol.prompts import Renderer, fit
 from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing

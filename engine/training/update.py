@@ -4,7 +4,7 @@
 
 From top to bottom, as `Updater.update` and `Updater._backward` have it:
 
-    items into micro-batches                   packing/batches.py
+    items into micro-batches                   packing.py
     for each of these:
         the reference's log-probs, if any      policy/model.py, kernels/logprob.py
         the policy's hidden states             policy/model.py; of these the rows in the loss
@@ -35,7 +35,7 @@ from thresher.common import console
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import TrainedWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing.batches import Batch, TrainSequence, idle_batch, pack, pack_shared
+from thresher.engine.packing import Batch, TrainSequence, idle_batch, pack, pack_shared
 from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.attention import choose_attention, choose_sharing

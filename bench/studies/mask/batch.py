@@ -26,7 +26,7 @@ from thresher.common.records import read_records
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import GrpoSection, RetrievalSection
 from thresher.engine.episode import Prompt, read_template
-from thresher.engine.packing.batches import advantages
+from thresher.engine.packing import advantages
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.checkpoint import latest_checkpoint

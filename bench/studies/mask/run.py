@@ -35,7 +35,7 @@ from thresher.bench.studies.mask.steps import (
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, staged_folder
-from thresher.engine.packing.batches import Batch
+from thresher.engine.packing import Batch
 from thresher.kernels.objective import LossResult
 from thresher.rewards.transcript import Source
 

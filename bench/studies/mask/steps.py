@@ -30,7 +30,7 @@ from torch import Tensor
 
 from thresher.bench.studies.mask.batch import Subject, retrieved_rows, without_retrieved
 from thresher.bench.studies.mask.peak_memory import peak_bytes
-from thresher.engine.packing.batches import Batch, TrainSequence, build_train_sequences, pack
+from thresher.engine.packing import Batch, TrainSequence, build_train_sequences, pack
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy

@@ -9,7 +9,7 @@ import torch
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim import master_weights as module
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import TrainSequence
+from thresher.engine.packing import TrainSequence
 from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy
 

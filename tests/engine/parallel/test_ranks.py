@@ -21,7 +21,7 @@ from thresher.common.signals import Interrupted, handling, held
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import TrainSequence
+from thresher.engine.packing import TrainSequence
 from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.first import UnwrittenFolder, VerdictsOfFirst
 from thresher.engine.parallel.ranks import ALONE, Ranks, joined

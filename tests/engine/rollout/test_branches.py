@@ -15,7 +15,7 @@ from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import BranchPrompt, Feedback, Generate, KeptSpan, Prompt, SpawnBranches, System, Turn
-from thresher.engine.packing.batches import TrainSequence, build_train_sequences
+from thresher.engine.packing import TrainSequence, build_train_sequences
 from thresher.engine.protocol.prompts import PromptBatch, truncate_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, kept_ids

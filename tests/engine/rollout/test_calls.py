@@ -12,7 +12,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import BranchPrompt, Feedback, Generate, KeptSpan, Prompt, Retrieved, SubCall, Turn
 from thresher.engine.evaluation.metrics import summarise
-from thresher.engine.packing.batches import TrainSequence, build_train_sequences
+from thresher.engine.packing import TrainSequence, build_train_sequences
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, branch_seed
 from thresher.engine.scoring.score import Judges, check_all, score

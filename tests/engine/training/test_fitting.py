@@ -15,7 +15,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
-from thresher.engine.packing.batches import TrainSequence
+from thresher.engine.packing import TrainSequence
 from thresher.engine.planning import check
 from thresher.engine.planning.plan import plan
 from thresher.engine.training import train as train_module

@@ -16,7 +16,7 @@ from model_cases import make_config
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import TrainSequence
+from thresher.engine.packing import TrainSequence
 from thresher.engine.training import update as update_module
 from thresher.engine.training.importance import Recomputed, WeightSums, importance_weights, recompute, recomputed_record
 from thresher.engine.training.update import Updater

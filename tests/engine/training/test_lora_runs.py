@@ -21,7 +21,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
 from thresher.engine.config.tables import from_dict
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import TrainSequence, build_train_sequences
+from thresher.engine.packing import TrainSequence, build_train_sequences
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Job
 from thresher.engine.training import update as grpo_module

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import make_config
 
+from thresher.engine import packing
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing import prefix_trie
-from thresher.engine.packing.batches import Batch, TrainSequence, build_train_sequences, pack, pack_shared
+from thresher.engine.packing import Batch, TrainSequence, build_train_sequences, pack, pack_shared
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training.attention import choose_sharing
 from thresher.engine.training.update import Updater, UpdateStats
@@ -42,7 +42,7 @@ def float64_is_the_truth() -> Iterator[None]:
 @contextmanager
 def free_merges() -> Iterator[None]:
     """Everything that can be shared is."""
-    with patch.object(prefix_trie, "MERGE_COST", 0.0), patch.object(prefix_trie, "NODE_COST", 0.0):
+    with patch.object(packing, "MERGE_COST", 0.0), patch.object(packing, "NODE_COST", 0.0):
         yield
 
 

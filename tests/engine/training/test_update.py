@@ -12,7 +12,7 @@ from model_cases import make_config
 
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import build_train_sequences
+from thresher.engine.packing import build_train_sequences
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training import update as grpo_module

@@ -12,7 +12,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing.batches import TrainSequence
+from thresher.engine.packing import TrainSequence
 from thresher.engine.training import update
 from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft import SftTrainer, Transcript

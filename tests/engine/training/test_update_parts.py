@@ -12,7 +12,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing.batches import LossNormalizer, advantages, build_train_sequences
+from thresher.engine.packing import LossNormalizer, advantages, build_train_sequences
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from itertools import pairwise, product
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.packing import prefix_trie
-from thresher.engine.packing.prefix_trie import (
+from thresher.engine import packing
+from thresher.engine.packing import (
+    OrderedIds,
     PrefixTrie,
     build_trie,
     common,
@@ -26,9 +28,17 @@ from thresher.engine.packing.prefix_trie import (
 Sequences = list[list[int]]
 
 
+def ordered(given_sequences: Sequences) -> OrderedIds:
+    return OrderedIds.of([np.array(ids, np.int64) for ids in given_sequences])
+
+
+def shared_tokens(a: list[int], b: list[int]) -> int:
+    return common(np.array(a, np.int64), np.array(b, np.int64))
+
+
 @contextmanager
 def costs(merge: float = 0.0, node: float = 0.0) -> Iterator[None]:
-    with patch.object(prefix_trie, "MERGE_COST", merge), patch.object(prefix_trie, "NODE_COST", node):
+    with patch.object(packing, "MERGE_COST", merge), patch.object(packing, "NODE_COST", node):
         yield
 
 
@@ -40,17 +50,18 @@ def sequences(draw: st.DrawFn, most: int = 9) -> Sequences:
         source = draw(st.sampled_from(made)) if made and draw(st.booleans()) else []
         start = source[: draw(st.integers(0, len(source)))]
         made.append(start + draw(st.lists(st.integers(0, 2), min_size=not start, max_size=8)))
-    return [made[n] for n in in_order(made)]
+    return [made[n] for n in in_order({n: np.array(ids, np.int64) for n, ids in enumerate(made)})]
 
 
-def paths(trie: PrefixTrie, count: int) -> list[tuple[list[int], list[int]]]:
+def paths(trie: PrefixTrie, given_sequences: Sequences) -> list[tuple[list[int], list[int]]]:
     """Of each sequence the ids along its pieces, and their rows."""
     starts = {0: 0}
     for s, length in enumerate(trie.lengths):
         starts[s + 1] = starts[s] + length
     of_row = {starts[s]: s for s in range(len(trie.lengths))}
     found = []
-    for member in range(count):
+    ids = trie.ids(ordered(given_sequences)).tolist()
+    for member in range(len(given_sequences)):
         rows: list[int] = []
         before = -1
         for position, row in trie.pieces[member]:
@@ -58,7 +69,7 @@ def paths(trie: PrefixTrie, count: int) -> list[tuple[list[int], list[int]]]:
             assert position == len(rows) and trie.parents[segment] == before
             rows.extend(range(row, row + trie.lengths[segment]))
             before = segment
-        found.append(([trie.ids[row] for row in rows], rows))
+        found.append(([ids[row] for row in rows], rows))
     return found
 
 
@@ -66,25 +77,24 @@ def paths(trie: PrefixTrie, count: int) -> list[tuple[list[int], list[int]]]:
 @settings(max_examples=300, derandomize=True, deadline=None)
 def test_a_trie_holds_every_sequence(given_sequences: Sequences, cost: tuple[float, float]) -> None:
     with costs(*cost):
-        trie = build_trie(given_sequences)
-        groups = shared_groups(given_sequences)
-    assert sum(trie.lengths) == len(trie.ids) and min(trie.lengths) >= 1
-    for member, (ids, rows) in enumerate(paths(trie, len(given_sequences))):
+        trie = build_trie(ordered(given_sequences))
+        groups = shared_groups(ordered(given_sequences))
+    assert sum(trie.lengths) == trie.tokens and min(trie.lengths) >= 1
+    for member, (ids, rows) in enumerate(paths(trie, given_sequences)):
         assert ids == given_sequences[member]
-        positions = list(range(0, len(ids), 2))
-        assert trie.rows(member, positions) == [rows[position] for position in positions]
+        assert trie.rows(member, np.arange(0, len(ids), 2)).tolist() == rows[::2]
     assert all(parent < s for s, parent in enumerate(trie.parents))
     inside = {member for group in groups for member in group}
     for member, pieces in enumerate(trie.pieces):
         assert member in inside or len(pieces) == 1
     if cost == (0.0, 0.0):  # then every token that can be shared is
-        fresh = [len(given_sequences[0]), *(len(b) - common(a, b) for a, b in pairwise(given_sequences))]
-        assert len(trie.ids) == sum(fresh)
+        fresh = [len(given_sequences[0]), *(len(b) - shared_tokens(a, b) for a, b in pairwise(given_sequences))]
+        assert trie.tokens == sum(fresh)
 
 
 def cheapest(given_sequences: Sequences, merge: float, node: float) -> float:
     """By trial of all sets of beginnings that at least two sequences have."""
-    starts = {tuple(a[:n]) for a, b in pairwise(given_sequences) for n in [common(a, b)] if n}
+    starts = {tuple(a[:n]) for a, b in pairwise(given_sequences) for n in [shared_tokens(a, b)] if n}
     best = float("inf")
     for flags in product((False, True), repeat=len(starts)):
         chosen = [start for start, flag in zip(sorted(starts), flags, strict=True) if flag]
@@ -106,26 +116,33 @@ def priced(trie: PrefixTrie, given_sequences: Sequences, merge: float, node: flo
     for ids, pieces in zip(given_sequences, trie.pieces, strict=True):
         ends = [*(position for position, _ in pieces[1:]), len(ids)]
         merged += sum(len(ids) - end for (_, row), end in zip(pieces, ends, strict=True) if having[row] > 1)
-    return len(trie.ids) + merge * merged + node * sum(count > 1 for count in having.values())
+    return trie.tokens + merge * merged + node * sum(count > 1 for count in having.values())
 
 
 @given(sequences(most=6), st.sampled_from([(0.1, 1.0), (0.25, 0.5), (0.0, 2.0), (0.5, 0.0)]))
 @settings(max_examples=150, derandomize=True, deadline=None)
 def test_no_way_to_share_is_cheaper(given_sequences: Sequences, cost: tuple[float, float]) -> None:
     with costs(*cost):
-        trie = build_trie(given_sequences)
+        trie = build_trie(ordered(given_sequences))
     assert priced(trie, given_sequences, *cost) == pytest.approx(cheapest(given_sequences, *cost))
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 1, 255, 256, 65_536, 2**31, 2**32 - 1]), max_size=4), max_size=9))
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_the_order_is_that_of_the_ids(given_sequences: Sequences) -> None:
+    arrays = {n: np.array(ids, np.int64) for n, ids in enumerate(given_sequences)}
+    assert in_order(arrays) == sorted(range(len(given_sequences)), key=lambda n: (given_sequences[n], n))
 
 
 def test_by_hand() -> None:
     """abcd, abcd again, abce, ab, x; the equal ones share all that they are."""
     given_sequences = [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [9]]
     with costs():
-        trie = build_trie(given_sequences)
-    assert trie.ids == [1, 2, 3, 4, 5, 9]
+        trie = build_trie(ordered(given_sequences))
+    assert trie.ids(ordered(given_sequences)).tolist() == [1, 2, 3, 4, 5, 9]
     assert trie.lengths == [2, 1, 1, 1, 1] and trie.parents == [-1, 0, 1, 1, -1]
     assert trie.pieces == [[(0, 0)], *[[(0, 0), (2, 2), (3, 3)]] * 2, [(0, 0), (2, 2), (3, 4)], [(0, 5)]]
-    assert shared_groups(given_sequences) == []  # of five tokens none is worth a merge at the measured costs
+    assert shared_groups(ordered(given_sequences)) == []  # of five tokens none is worth a merge at the measured costs
 
 
 @pytest.mark.parametrize(
@@ -135,9 +152,9 @@ def test_by_hand() -> None:
 def test_what_is_worth_it(prompt: int, completion: int, members: int, shared: bool) -> None:
     """The shapes of the bench, and the demo's short prompt."""
     given_sequences = [list(range(prompt)) + [10_000 * (m + 1) + n for n in range(completion)] for m in range(members)]
-    assert shared_groups(given_sequences) == ([range(members)] if shared else [])
+    assert shared_groups(ordered(given_sequences)) == ([range(members)] if shared else [])
     expected = prompt * (1 if shared else members) + members * completion
-    assert len(build_trie(given_sequences).ids) == expected
+    assert build_trie(ordered(given_sequences)).tokens == expected
 
 
 @given(st.integers(1, 150), st.integers(0, 60), st.integers(1, 9))
@@ -147,7 +164,7 @@ def test_tokens_of_a_group_are_what_is_computed(prompt: int, own: int, members: 
 
     def computed(common_tokens: int) -> int:
         group = [list(range(common_tokens)) + [1000 * (m + 1) + n for n in range(own)] for m in range(members)]
-        return len(build_trie(group).ids)
+        return build_trie(ordered(group)).tokens
 
     assert group_tokens(prompt, own, members) == max(computed(n) for n in range(1, prompt + 1))
     assert worth_sharing(prompt, own, members) is (members > 1 and computed(prompt) < members * (prompt + own))
@@ -157,8 +174,8 @@ def test_tokens_of_a_group_are_what_is_computed(prompt: int, own: int, members: 
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_a_group_is_cut_by_members(given_sequences: Sequences, budget: int) -> None:
     with costs(0.05, 0.5):
-        cuts = cut_group(given_sequences, budget)
-        sizes = [len(build_trie(given_sequences[cut.start : cut.stop]).ids) for cut in cuts]
+        cuts = cut_group(ordered(given_sequences), budget)
+        sizes = [build_trie(ordered(given_sequences).run(cut.start, cut.stop)).tokens for cut in cuts]
     assert [n for cut in cuts for n in cut] == list(range(len(given_sequences)))
     assert all(size <= budget or len(cut) == 1 for size, cut in zip(sizes, cuts, strict=True))
 
@@ -171,8 +188,8 @@ def test_a_run_with_fewer_members_is_held_to_the_budget_too() -> None:
         prompt, own = [0] * rng.randint(5, 60), rng.randint(5, 60)
         members = sorted([*prompt, *[rng.randint(1, 2) for _ in range(rng.randint(own // 2, own))]] for _ in range(12))
         budget = rng.randint(150, 600)
-        for cut in cut_group(members, budget):
-            assert len(cut) == 1 or len(build_trie(members[cut.start : cut.stop]).ids) <= budget
+        for cut in cut_group(ordered(members), budget):
+            assert len(cut) == 1 or build_trie(ordered(members).run(cut.start, cut.stop)).tokens <= budget
             shorter += len(cut) < 12
     assert shorter > 100
 
@@ -182,14 +199,14 @@ def test_a_cut_falls_where_the_least_is_shared() -> None:
     prompt = [0] * 10
     members = [[*prompt, turn, turn, turn, turn, n] for turn in (1, 2) for n in range(3)]
     with costs():
-        assert cut_group(members, 24) == [range(6)]
-        assert cut_group(members, 22) == [range(3), range(3, 6)]
-        assert cut_group(members, 15) == [range(1), range(1, 2), range(2, 3), range(3, 4), range(4, 5), range(5, 6)]
+        assert cut_group(ordered(members), 24) == [range(6)]
+        assert cut_group(ordered(members), 22) == [range(3), range(3, 6)]
+        assert cut_group(ordered(members), 15) == [range(n, n + 1) for n in range(6)]
 
 
 def test_a_long_chain_of_prefixes() -> None:
     """Deeper than Python's stack."""
     given_sequences = [list(range(n)) for n in range(1, 1200)]
     with costs():
-        trie = build_trie(given_sequences)
-    assert trie.ids == list(range(1199)) and len(trie.pieces[-1]) == 1199
+        trie = build_trie(ordered(given_sequences))
+    assert trie.ids(ordered(given_sequences)).tolist() == list(range(1199)) and len(trie.pieces[-1]) == 1199

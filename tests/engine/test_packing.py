@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.packing.batches import Batch, TrainSequence, build_train_sequences, pack
+from thresher.engine.packing import Batch, TrainSequence, build_train_sequences, pack
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.kernels import token_logprobs
 from thresher.policy.model import Policy

@@ -1,0 +1,575 @@
+"""Trajectories with their rewards, packed into the micro-batches of one optimiser step.
+
+    A[i]  = (R[i] - mean_G R) / max(std_G R, floor)                       a group's samples, see rewards/advantages.py
+    w[i]  = 1 / (N |y_i|)  |  1 / sum_i |y_i|  |  1 / (N c)               "trajectory" | "token" | "constant"
+
+N counts all trajectories of the optimiser step, also those of groups without a signal; sums are over all of them, on
+whichever rank they are. There is no loss mask: y_i are the tokens that the policy sampled
+(`Trajectory.policy_positions`).
+
+The token at position p is predicted by row p - 1. Only rows whose next token was sampled enter the loss; all others
+never reach the LM head. `pack` puts sequences of like length together. `pack_shared` computes common beginnings once.
+It makes a trie of token segments and takes, of all sets of shared segments, the cheapest, exactly, by dynamic
+programming:
+
+    cost = tokens computed + MERGE_COST x rows below a shared segment, for each such segment above them
+                           + NODE_COST x shared segments
+
+in units of one token's way through all layers. A shared segment saves its tokens for all but one of its members, and
+every row below it merges one part of attention more. Where no set is cheaper than sharing nothing, nothing is shared.
+Both constants were measured on a CPU with the demo's model, which is narrow: the wider a model, the less a merge is
+worth beside a token.
+
+Axes: T packed tokens, R rows in the loss, H hidden, L tokens of a sequence, S sequences.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from thresher.engine.config.sections import GrpoSection
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.kernels.attention.parts import PartialAttention
+from thresher.kernels.attention.prefix import PrefixForest
+from thresher.kernels.attention.varlen import TrainingAttention, Varlen
+from thresher.rewards.advantages import group_advantages
+
+MERGE_COST = 0.1
+NODE_COST = 64.0
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+# --- From trajectories to sequences
+
+
+@dataclass(frozen=True, slots=True)
+class LossNormalizer:
+    """What the weights of an optimiser step's tokens are shares of: its trajectories, and their sampled tokens."""
+
+    trajectories: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSequence:
+    """One sequence to train on: its ids, and for the trained ones (at `positions`, each >= 1) what the loss needs."""
+
+    ids: list[int]
+    positions: list[int]
+    old_logprobs: list[float]
+    advantage: float
+    weight: float  # of each of its trained tokens in the loss
+    importance: list[float] | None = None  # what multiplies the advantage of each; None: 1
+    key: tuple[int, int] = (0, 0)  # group and sample of its trajectory
+
+
+def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:
+    """Those of an optimiser step that has these trajectories and no other."""
+    return LossNormalizer(len(trajectories), sum(len(trajectory.policy_positions()) for trajectory in trajectories))
+
+
+def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
+    """Each trajectory's advantage within its group (members may lie anywhere in the sequence)."""
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    result = [0.0] * len(rewards)
+    for numbers in members.values():
+        values = group_advantages(
+            [rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std, eps=grpo.std_eps
+        )
+        for n, value in zip(numbers, values, strict=True):
+            result[n] = value
+    return result
+
+
+def build_train_sequences(
+    trajectories: Sequence[Trajectory],
+    advantage: Sequence[float],
+    grpo: GrpoSection,
+    totals: LossNormalizer | None = None,
+) -> list[TrainSequence]:
+    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it. totals: of
+    the optimiser step; None: it has these trajectories alone."""
+    positions = [trajectory.policy_positions() for trajectory in trajectories]
+    totals = totals or LossNormalizer(len(trajectories), sum(map(len, positions)))
+    weights = {
+        "trajectory": lambda n: 1.0 / (totals.trajectories * len(positions[n])),
+        "token": lambda n: 1.0 / totals.tokens,
+        "constant": lambda n: 1.0 / (totals.trajectories * (grpo.aggregation_constant or 1.0)),
+    }[grpo.aggregation]
+    return [
+        TrainSequence(
+            ids=trajectory.ids(),
+            positions=positions[n],
+            old_logprobs=trajectory.policy_logprobs(),
+            advantage=advantage[n],
+            weight=weights(n),
+            key=(trajectory.group, trajectory.sample),
+        )
+        for n, trajectory in enumerate(trajectories)
+        if positions[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
+    ]
+
+
+# --- From sequences to batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Several items packed. rows_R points into the T packed tokens, at the token before each target.
+
+    tokens: of the items, of which T are computed: fewer where they share their beginnings. rounds: places among the R
+    rows, such that no row comes twice in a round; none where no row comes twice at all.
+    """
+
+    ids_T: torch.Tensor
+    layout: Varlen | PrefixForest
+    rows_R: torch.Tensor
+    targets_R: torch.Tensor
+    old_logprobs_R: torch.Tensor
+    advantages_R: torch.Tensor
+    weights_R: torch.Tensor
+    items: list[int]  # which items, in the order packed
+    tokens: int
+    rounds: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def computed_tokens(self) -> int:
+        return len(self.ids_T)
+
+    def pick(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """The hidden states of the rows in the loss, [R, H]; the gradient of a row that several items share is their
+        sum, in one order."""
+        if not self.rounds:
+            return hidden_TH.index_select(0, self.rows_R)
+        hidden_RH: torch.Tensor = _PickRounds.apply(hidden_TH, self.rows_R, self.rounds)
+        return hidden_RH
+
+
+class _PickRounds(torch.autograd.Function):
+    """index_select whose backward adds a round after the other: index_add_ on CUDA adds up repeated rows in any
+    order."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: torch.Tensor, rows_R: torch.Tensor, rounds: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(rows_R)
+        ctx.rounds, ctx.count = rounds, len(hidden_TH)
+        return hidden_TH.index_select(0, rows_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows_R,), grad_RH = ctx.saved_tensors, grads[0]
+        grad_TH = grad_RH.new_zeros(ctx.count, grad_RH.shape[1])
+        for places in ctx.rounds:
+            grad_TH.index_add_(0, rows_R[places], grad_RH[places])
+        return grad_TH, None, None
+
+
+class _Arrays(NamedTuple):
+    """A sequence to train on, as arrays: its ids [L], and of its trained tokens positions, log-probs and advantages."""
+
+    ids_L: Ints
+    positions_R: Ints
+    old_logprobs_R: Floats
+    advantages_R: Floats
+    weight: float
+
+    @property
+    def fed_L(self) -> Ints:
+        """Its ids without the last, which predicts nothing that is trained."""
+        return self.ids_L[:-1]
+
+
+def _arrays(item: TrainSequence) -> _Arrays:
+    advantages_R = np.full(len(item.positions), item.advantage)
+    if item.importance:
+        advantages_R *= item.importance
+    ids_L, positions_R = np.array(item.ids, np.int64), np.array(item.positions, np.int64)
+    return _Arrays(ids_L, positions_R, np.array(item.old_logprobs, np.float64), advantages_R, item.weight)
+
+
+def pack(
+    items: Sequence[TrainSequence],
+    micro_batch_tokens: int,
+    device: torch.device | str = "cpu",
+    attention: TrainingAttention | None = None,
+) -> list[Batch]:
+    """Sort by length and cut into batches of at most `micro_batch_tokens` tokens, padding counted (always >= 1 item).
+
+    The last token of a sequence predicts nothing that is trained and is left out. Items that train nothing are dropped.
+    attention: from training/attention.py; None: `varlen_attention`, which runs everywhere.
+    """
+    arrays = {n: _arrays(item) for n, item in enumerate(items) if item.positions}
+    return _pack(arrays, micro_batch_tokens, device, attention)
+
+
+def _pack(
+    arrays: dict[int, _Arrays], budget: int, device: torch.device | str, attention: TrainingAttention | None
+) -> list[Batch]:
+    batches: list[list[int]] = []
+    for n in sorted(arrays, key=lambda n: (-len(arrays[n].ids_L), n)):
+        if batches and len(arrays[batches[-1][0]].ids_L) * (len(batches[-1]) + 1) <= budget:
+            batches[-1].append(n)
+        else:
+            batches.append([n])
+    return [_varlen_batch([arrays[n] for n in members], members, device, attention) for members in batches]
+
+
+def _varlen_batch(
+    chosen: list[_Arrays], members: list[int], device: torch.device | str, attention: TrainingAttention | None
+) -> Batch:
+    lengths = [len(one.fed_L) for one in chosen]
+    starts = np.cumsum(lengths) - lengths
+    rows = [start + one.positions_R - 1 for start, one in zip(starts, chosen, strict=True)]
+    ids_T = np.concatenate([one.fed_L for one in chosen])
+    return _assembled(chosen, members, ids_T, np.concatenate(rows), Varlen(lengths, device, attention))
+
+
+def idle_batch(device: torch.device | str = "cpu", attention: TrainingAttention | None = None) -> Batch:
+    """Return a batch of a token that belongs to no item, in a row of weight 0: what a rank feeds that has to take part
+    in the others' forwards and backwards, and has nothing of its own."""
+    item = TrainSequence(ids=[0, 0], positions=[1], old_logprobs=[0.0], advantage=0.0, weight=0.0)
+    return replace(_varlen_batch([_arrays(item)], [0], device, attention), items=[], tokens=0)
+
+
+def pack_shared(
+    items: Sequence[TrainSequence],
+    micro_batch_tokens: int,
+    device: torch.device | str = "cpu",
+    attention: TrainingAttention | None = None,
+    partial: PartialAttention | None = None,
+) -> list[Batch]:
+    """As `pack`, but what items have in common at their beginnings is packed once where that is worth it; the rest, and
+    all where nothing is, is packed by `pack`.
+
+    Items that share lie together, and batches of at most `micro_batch_tokens` computed tokens are cut between such
+    groups. A group that is larger is cut by members, its prefix repeated.
+    partial: from training/attention.py; None: the CPU's.
+    """
+    arrays = {n: _arrays(item) for n, item in enumerate(items) if item.positions}
+    order = in_order({n: one.fed_L for n, one in arrays.items()})
+    ordered = OrderedIds.of([arrays[n].fed_L for n in order])
+    batches: list[list[int]] = []
+    room = 0
+    for group in shared_groups(ordered):
+        for run in cut_group(ordered.run(group.start, group.stop), micro_batch_tokens):
+            start, stop = group.start + run.start, group.start + run.stop
+            sequences = ordered.run(start, stop)
+            if not shared_groups(sequences):
+                continue
+            size = build_trie(sequences).tokens
+            if size > room:
+                batches.append([])
+                room = micro_batch_tokens
+            batches[-1].extend(order[start:stop])
+            room -= size
+    together = {n for members in batches for n in members}
+    alone = {n: one for n, one in arrays.items() if n not in together}
+    return [
+        *(_shared_batch([arrays[n] for n in members], members, device, partial) for members in batches),
+        *_pack(alone, micro_batch_tokens, device, attention),
+    ]
+
+
+def _shared_batch(
+    chosen: list[_Arrays], members: list[int], device: torch.device | str, partial: PartialAttention | None
+) -> Batch:
+    ordered = OrderedIds.of([one.fed_L for one in chosen])
+    trie = build_trie(ordered)
+    rows = [trie.rows(m, one.positions_R - 1) for m, one in enumerate(chosen)]
+    layout = PrefixForest(trie.lengths, trie.parents, device, partial)
+    return _assembled(chosen, members, trie.ids(ordered), np.concatenate(rows), layout)
+
+
+def _assembled(
+    chosen: list[_Arrays], members: list[int], ids_T: Ints, rows_R: Ints, layout: Varlen | PrefixForest
+) -> Batch:
+    device = layout.device
+
+    def per_row(values: list[Floats]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(device)
+
+    return Batch(
+        ids_T=torch.from_numpy(ids_T).to(device),
+        layout=layout,
+        rows_R=torch.from_numpy(rows_R).to(device),
+        targets_R=torch.from_numpy(np.concatenate([one.ids_L[one.positions_R] for one in chosen])).to(device),
+        old_logprobs_R=per_row([one.old_logprobs_R for one in chosen]),
+        advantages_R=per_row([one.advantages_R for one in chosen]),
+        weights_R=per_row([np.full(len(one.positions_R), one.weight) for one in chosen]),
+        items=members,
+        tokens=sum(len(one.fed_L) for one in chosen),
+        rounds=[torch.from_numpy(places).to(device) for places in _rounds(rows_R)],
+    )
+
+
+def _rounds(rows_R: Ints) -> list[Ints]:
+    """Return the places of rows by how often their row came before; none if none comes twice."""
+    order_R = np.argsort(rows_R, kind="stable")
+    ordered_R = rows_R[order_R]
+    first_R = np.searchsorted(ordered_R, ordered_R)  # of each run of equal rows
+    before_R = np.empty_like(rows_R)
+    before_R[order_R] = np.arange(len(rows_R)) - first_R
+    rounds = int(before_R.max()) + 1
+    return [np.flatnonzero(before_R == number) for number in range(rounds)] if rounds > 1 else []
+
+
+# --- What sequences have in common at their beginnings
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedIds:
+    """Sequences in the order of their ids, so that neighbours share the most and a group lies together.
+
+    common: of each but the last, the tokens of the longest beginning that it shares with the next.
+    """
+
+    sequences: list[Ints]
+    common: list[int]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Ints]) -> "OrderedIds":
+        """Of sequences that are in order already (`in_order`)."""
+        return cls(list(sequences), [common(a, b) for a, b in pairwise(sequences)])
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def run(self, start: int, stop: int) -> "OrderedIds":
+        """Return the sequences from `start` to `stop`."""
+        return OrderedIds(self.sequences[start:stop], self.common[start : stop - 1])
+
+
+@dataclass(slots=True)
+class Branching:
+    """Members [start, stop) of the order have their first `length` tokens in common, and no more.
+
+    below: the branchings within it, in order. shared: whether its tokens, from the shared branching above it on, are a
+    segment of their own.
+    """
+
+    length: int
+    start: int
+    stop: int
+    below: list["Branching"] = field(default_factory=list)
+    shared: bool = False
+
+
+@dataclass(slots=True)
+class PrefixTrie:
+    """Segments in preorder: the sequence that each was taken from, its begin and end there, lengths, parents (-1: a
+    root).
+
+    pieces[m]: of the m-th sequence, (position, row) where each of its segments begins. tokens: of all segments.
+    """
+
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    pieces: list[list[tuple[int, int]]] = field(default_factory=list)
+    tokens: int = 0
+
+    def ids(self, ordered: OrderedIds) -> Ints:
+        """Return the segments' token ids, one behind the other."""
+        return np.concatenate([ordered.sequences[member][begin:end] for member, begin, end in self.segments])
+
+    def rows(self, member: int, positions: Ints) -> Ints:
+        """Return where these positions of a sequence lie."""
+        begin, row = np.array(self.pieces[member], np.int64).T
+        piece = np.searchsorted(begin, positions, "right") - 1
+        rows: Ints = row[piece] + positions - begin[piece]
+        return rows
+
+    def add(self, member: int, begin: int, end: int, parent: int, members: range) -> int:
+        """Add a segment of `members`; returns its number."""
+        for each in members:
+            self.pieces[each].append((begin, self.tokens))
+        self.segments.append((member, begin, end))
+        self.lengths.append(end - begin)
+        self.parents.append(parent)
+        self.tokens += end - begin
+        return len(self.lengths) - 1
+
+
+def in_order(sequences: dict[int, Ints]) -> list[int]:
+    """Return the numbers of the sequences in the order of their ids, equal ones in their own."""
+    # Bytes, the highest first, have the order of the ids from 0 to 2^32 - 1, and are compared at once.
+    return sorted(sequences, key=lambda n: (sequences[n].astype(">u4").tobytes(), n))
+
+
+def shared_groups(ordered: OrderedIds) -> list[range]:
+    """Return the runs of sequences that share something worth it; each is a tree of `build_trie`."""
+    return [range(top.start, top.stop) for top in _tops(ordered)]
+
+
+def cut_group(ordered: OrderedIds, budget: int) -> list[range]:
+    """Cut a group into runs whose tries have at most `budget` tokens (or one member), each with the prefix that it
+    needs. A run that could go on ends behind its middle, where neighbours share the least."""
+    cuts: list[range] = []
+    start = 0
+    while start < len(ordered):
+        sizes = [len(ordered.sequences[start])]  # with the first so many members; at most what is computed
+        for after, shared in zip(ordered.sequences[start + 1 :], ordered.common[start:], strict=True):
+            sizes.append(sizes[-1] + len(after) - shared)
+            if sizes[-1] > budget:
+                break
+        fits = max(1, sum(size <= budget for size in sizes))
+        while fits > 1 and build_trie(ordered.run(start, start + fits)).tokens > budget:
+            fits -= 1
+        if start + fits < len(ordered):
+            cuts_at = ordered.common[start:]  # at n - 1: of the last of n members and the one behind it
+            late = [n for n in range(1, fits) if 2 * sizes[n - 1] >= sizes[fits - 1]]
+            for n in sorted(late, key=lambda n: (cuts_at[n - 1], -n)):
+                if cuts_at[n - 1] >= cuts_at[fits - 1]:
+                    break
+                # Of fewer members less may be worth sharing, so that they are more tokens.
+                if build_trie(ordered.run(start, start + n)).tokens <= budget:
+                    fits = n
+                    break
+        cuts.append(range(start, start + fits))
+        start += fits
+    return cuts
+
+
+def group_tokens(prompt: int, own: int, members: int) -> int:
+    """The most tokens that are computed of a group whose members begin with at most `prompt` tokens in common, the same
+    for all, and go on with `own` others each: the whole prompt once, or a prompt that is not quite worth sharing for
+    each of them."""
+    if members == 1:
+        return prompt + own
+    apart = min(prompt, int(_price(members * own) / (members - 1)))
+    return max(prompt + members * own, members * (apart + own))
+
+
+def worth_sharing(prompt: int, own: int, members: int) -> bool:
+    """Whether such a group's whole prompt is a segment of its own."""
+    return (members - 1) * prompt > _price(members * own)
+
+
+def build_trie(ordered: OrderedIds) -> PrefixTrie:
+    """Return the trie of sequences, none empty. What is not worth sharing is there for each."""
+    trie = PrefixTrie(pieces=[[] for _ in ordered.sequences])
+    tops = {top.start: top for top in _tops(ordered)}
+    at = 0
+    while at < len(ordered):
+        if at in tops:
+            _grow(trie, ordered, tops[at])
+            at = tops[at].stop
+        else:
+            trie.add(at, 0, len(ordered.sequences[at]), -1, range(at, at + 1))
+            at += 1
+    return trie
+
+
+def common(a: Ints, b: Ints) -> int:
+    """Return the number of tokens of the longest common beginning."""
+    least = min(len(a), len(b))
+    differs = a[:least] != b[:least]
+    at = int(differs.argmax()) if least else 0
+    return at if least and differs[at] else least
+
+
+def _grow(trie: PrefixTrie, ordered: OrderedIds, top: Branching) -> None:
+    """Add the segments of a shared branching and of all below it. A stack, for a chain of prefixes may be long."""
+    todo: list[tuple[Branching | int, int, int]] = [(top, 0, -1)]  # a branching or one member, tokens above, parent
+    while todo:
+        node, depth, parent = todo.pop()
+        if isinstance(node, int):
+            length = len(ordered.sequences[node])
+            if length > depth:
+                trie.add(node, depth, length, parent, range(node, node + 1))
+            continue
+        if node.shared:
+            members = range(node.start, node.stop)
+            parent = trie.add(node.start, depth, node.length, parent, members)
+            depth = node.length
+        todo.extend((child, depth, parent) for child in reversed(list(_children(node))))
+
+
+def _children(node: Branching) -> Iterator[Branching | int]:
+    at = node.start
+    for child in node.below:
+        yield from range(at, child.start)
+        yield child
+        at = child.stop
+    yield from range(at, node.stop)
+
+
+def _tops(ordered: OrderedIds) -> list[Branching]:
+    """The uppermost shared branchings."""
+    tops: list[Branching] = []
+    for tree in _branchings(ordered):
+        _choose(tree, ordered)
+        todo = [tree]
+        while todo:
+            node = todo.pop()
+            if node.shared:
+                tops.append(node)
+            else:
+                todo.extend(reversed(node.below))
+    return sorted(tops, key=lambda top: top.start)
+
+
+def _branchings(ordered: OrderedIds) -> list[Branching]:
+    """All branchings of sequences in order, as trees: an interval of equal beginnings each (Abouelhoda et al. 2004,
+    "Replacing suffix trees with enhanced suffix arrays", algorithm 4.4)."""
+    trees: list[Branching] = []
+    stack: list[Branching] = []  # open, lengths ascending
+    for place, length in enumerate([*ordered.common, 0]):
+        start, last = place, None
+        while stack and stack[-1].length > length:
+            closed = stack.pop()
+            closed.stop = place + 1
+            if last is not None:
+                closed.below.append(last)
+            start, last = closed.start, closed
+            if stack and stack[-1].length >= length:
+                stack[-1].below.append(closed)
+                last = None
+        if length and not (stack and stack[-1].length == length):
+            stack.append(Branching(length, start, 0, [] if last is None else [last]))
+        elif last is not None:
+            trees.append(last)
+    return trees
+
+
+def _price(rows: int) -> float:
+    """What a shared segment costs beside its tokens, with so many rows below it."""
+    return NODE_COST + MERGE_COST * rows
+
+
+def _choose(tree: Branching, ordered: OrderedIds) -> None:
+    """Mark the branchings of a tree whose sharing costs least."""
+    lengths = [len(ids) for ids in ordered.sequences]
+    above: list[tuple[Branching, list[int]]] = []  # from the root on, with the depths at which it may begin
+    todo: list[tuple[Branching, list[int]]] = [(tree, [0])]
+    while todo:
+        node, depths = todo.pop()
+        above.append((node, depths))
+        todo.extend((child, [*depths, node.length]) for child in node.below)
+    costs: dict[int, list[float]] = {}  # of a branching, by the depth at which it begins: the least
+    cheaper: dict[int, list[bool]] = {}  # and whether sharing it is
+    for node, depths in reversed(above):
+        singles = [lengths[child] for child in _children(node) if isinstance(child, int)]
+        rows = sum(lengths[n] - node.length for n in range(node.start, node.stop))
+
+        def split(depth: int, at: int, node: Branching = node, singles: list[int] = singles) -> float:
+            """Its parts by themselves, each from `depth` on, the depth numbered `at`."""
+            return sum(singles) - len(singles) * depth + sum(costs[id(child)][at] for child in node.below)
+
+        once = node.length + _price(rows) + split(node.length, len(depths))
+        apart = [split(depth, at) for at, depth in enumerate(depths)]
+        costs[id(node)] = [min(once - depth, cost) for depth, cost in zip(depths, apart, strict=True)]
+        cheaper[id(node)] = [once - depth < cost for depth, cost in zip(depths, apart, strict=True)]
+    chosen: list[tuple[Branching, int, int]] = [(tree, 0, 1)]  # with the depth at which it begins, and how many it has
+    while chosen:
+        node, at, count = chosen.pop()
+        node.shared = cheaper[id(node)][at]
+        chosen.extend((child, count if node.shared else at, count + 1) for child in node.below)
