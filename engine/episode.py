@@ -143,13 +143,6 @@ class Turn:
         return (found[0].text.strip() or None) if found else None
 
 
-def cut(reply: str, stop: Sequence[str]) -> Turn:
-    """The reply up to the end of the first stop tag in it; all of it where there is none."""
-    ends = [(at + len(tag), tag) for tag in stop if (at := reply.find(tag)) >= 0]
-    end, tag = min(ends, default=(len(reply), None))
-    return Turn(reply[:end].encode("utf-8", "surrogatepass"), tag)
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeConfig:
     """What an episode is given besides its question: its prompt template and the limit on its turns."""

@@ -1,54 +1,135 @@
-"""An evaluation whose turns an endpoint writes: the same episodes, prompts and limits, played in text.
+"""Trajectories whose turns a server writes: the same episodes, prompts and limits, played in text.
 
-`ApiRollout` does for `thresher eval` what a Rollout of ours does. Its trajectories hold ids as well, of the texts
-by a tokenizer, so that rewards, measures and checks are the very same; they are not what the server sampled, and have
-no log-probs. Without a tokenizer a byte is a token and 4 of them count as one of a limit.
+Trajectories hold ids as well, of the texts by a tokenizer, so that rewards, measures and checks are the very same; they
+are not what the server sampled, and have no log-probs. Without a tokenizer a byte is a token and 4 of them count as one
+of a limit. All samples go forward together: a step is one call of the endpoint, with judge.concurrency requests at a
+time. Everything that came back is in the file of replies before it is used.
 
-Questions of a part go forward together: a round is one call of the endpoint, with judge.concurrency requests at once,
-and one of the retriever. Everything that came back is in the folder's answers.jsonl before it is used.
+    chat          .../v1/chat/completions    the context as messages: prompts and passages the user's, turns the
+                                             assistant's; where it ends in a turn, that is what is to be continued
+    completion    .../v1/completions         the context as one text: exactly what a policy of ours would read
 
-Deliberately absent: latency apart from the server's, which other work shares with us, and answers that were kept.
+Servers leave the stop tag out of what they return, and most do not say which it was. So it is put back: the one that
+the server names (vLLM's stop_reason, SGLang's matched_stop), else that of the span that was left open last. A text that
+ends of itself inside such a span looks the same, and is closed too. A server that ignores `stop` writes on, and is cut.
+
+Deliberately absent: token ids and log-probs, which such a server need not tell, a reasoner's hidden thoughts, and
+latency apart from the server's.
 """
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from thresher.common.console import console
 from thresher.common.errors import UserError
+from thresher.common.http import HttpAnswer, json_of
 from thresher.engine.assemble import PromptContext, make_prompt_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
-from thresher.engine.episode import (
-    BranchPrompt,
-    Episode,
-    Feedback,
-    Generate,
-    Retrieved,
-    Search,
-    SpawnBranches,
-    SubCall,
-    System,
-    Turn,
-    first_prompt,
-)
-from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
-from thresher.engine.rollout.rollout import Job, RolloutClock, branch_episode, context_ids, with_truncated_passages
-from thresher.engine.scoring.continuing import Continued, ContinuingEndpoint, speaks_chat
-from thresher.engine.scoring.endpoint import read_key
+from thresher.engine.decoding.scheduler import SharedPrompt
+from thresher.engine.episode import BranchPrompt, Retrieved, System, Turn
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.rollout import EpisodeRunner, Job, RolloutClock, Sample, Written, context_ids
+from thresher.engine.scoring.endpoint import PATH, Endpoint, Messages, Unusable, read_key, shown
 from thresher.policy.tokenizer import load_tokenizer, train_bpe
-from thresher.retrieval.indexes.given import rank_given
-from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.transcript import Source
 
 BYTES_A_TOKEN = 4  # where there is no tokenizer: about what English text has in those of today's models
 IN_TOKENS = ("response_tokens", "branch_tokens", "tokens", "evidence_tokens", "rationale_tokens")  # have no value then
+COMPLETIONS = "/completions"
+MOST_STOPS = 4  # that OpenAI's servers take
+
+
+def speaks_chat(url: str) -> bool:
+    """Whether the address is that of a chat: all are but those of completions."""
+    path = url.rstrip("/")
+    return path.endswith(PATH) or not path.endswith(COMPLETIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """One text that came back, and whether the limit on its tokens ended it."""
+
+    turn: Turn
+    full: bool
+
+
+class ContinuingEndpoint(Endpoint):
+    """As Endpoint, asked for the continuations of contexts; `chat` says by which of the two protocols."""
+
+    def __init__(self, url: str, model: str, **settings: Any) -> None:
+        self.chat = speaks_chat(url)
+        super().__init__(url, model, path=PATH if self.chat else COMPLETIONS, **settings)
+
+    def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
+        """What follows each context, up to its stop tags, with at most so many tokens. UserError as `complete`."""
+        bodies = [self._body(context, stop, most, temperature) for context, stop, most in asked]
+        return [
+            _continued(json.loads(reply), context, stop)
+            for reply, (context, stop, _) in zip(self.replies(bodies), asked, strict=True)
+        ]
+
+    def _body(self, context: Messages, stop: tuple[str, ...], most: int, temperature: float) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "temperature": temperature, "max_tokens": most}
+        if 0 < len(stop) <= MOST_STOPS:
+            body["stop"] = list(stop)
+        if self.chat:
+            return body | {"messages": [dict(message) for message in context]}
+        return body | {"prompt": "".join(message["content"] for message in context)}
+
+    def _read(self, response: HttpAnswer) -> str:
+        """The text with what is known of its end, as the JSON that is kept."""
+        answer = json_of(response)
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if self.chat else choice["text"]
+            found = {"text": text, "finish": choice.get("finish_reason")}
+            found["stop"] = next((choice[key] for key in ("stop_reason", "matched_stop") if choice.get(key)), None)
+        except (TypeError, KeyError, IndexError, AttributeError):
+            found = {"text": None}
+        if not isinstance(found["text"], str):
+            where = "choices[0].message.content" if self.chat else "choices[0].text"
+            got = shown(response.data[:400].decode("utf-8", "replace"))
+            raise Unusable(f"no text at {where}, as such a completion has it, but {got}")
+        return json.dumps(found)
+
+
+def _continued(reply: Mapping[str, Any], context: Messages, stop: Sequence[str]) -> Continued:
+    turn = cut(reply["text"].encode("utf-8", "replace").decode(), stop)
+    if turn.stop is None and reply["finish"] == "stop":
+        before = context[-1]["content"] if context[-1]["role"] == "assistant" else ""
+        tag = reply["stop"] if reply["stop"] in stop else _left_open(before + reply["text"], stop)
+        if tag is not None:
+            turn = Turn(turn.text + tag.encode(), tag)
+    return Continued(turn, full=turn.stop is None and reply["finish"] == "length")
+
+
+def _left_open(text: str, stop: Sequence[str]) -> str | None:
+    """The closing tag of the span of `stop` that was opened last and not closed; None where there is none."""
+    opened = [(text.rfind(tag.replace("</", "<", 1)), tag) for tag in stop]
+    at, tag = max(opened, default=(-1, ""))
+    return tag if at > text.rfind(tag) else None
+
+
+def cut(reply: str, stop: Sequence[str]) -> Turn:
+    """Return the reply up to the end of the first stop tag in it; all of it where there is none."""
+    ends = [(at + len(tag), tag) for tag in stop if (at := reply.find(tag)) >= 0]
+    end, tag = min(ends, default=(len(reply), None))
+    return Turn(reply[:end].encode("utf-8", "surrogatepass"), tag)
+
+
+class Continues(Protocol):
+    """Continues contexts: a ContinuingEndpoint, or another that has been given a model."""
+
+    def continued(
+        self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float
+    ) -> list["Continued"]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +162,17 @@ class ApiRunContext(PromptContext):
         return nullcontext()
 
     def rollout(self, retriever: Retriever | None) -> "ApiRollout":
-        return ApiRollout(self, retriever)
+        return ApiRollout(
+            self.endpoint,
+            self.tokenizer,
+            retriever,
+            self.system,
+            self.tools,
+            self.renderer,
+            self.limits,
+            (self.recipe.retrieval or RetrievalSection()).shuffle,
+            1 if self.answered_by.tokenizer else BYTES_A_TOKEN,
+        )
 
     def facts(self, seconds: float) -> dict[str, Any]:
         """What the table says of who answered; seconds: for each question."""
@@ -131,53 +222,14 @@ def load_api_context(recipe: Recipe, system: System | None, by: AnsweredBy, answ
     return ApiRunContext(endpoint=endpoint, answered_by=by, **known)
 
 
-@dataclass(slots=True)
-class Play:
-    """A trajectory, or a branch or a call of one, under way. context: as messages. limit: what ends it where the turn
-    that is due is full (None: the episode goes on). caller: who waits for this call; calls: how many it made."""
+class ApiRollout(EpisodeRunner):
+    """Makes trajectories of turns that an endpoint writes; `prompt`, `run` and `clock` are as Rollout's.
 
-    job: Job
-    episode: Episode
-    trajectory: Trajectory
-    context: list[dict[str, str]]
-    forks: dict[str, tuple[BranchPrompt, list[int]]] = field(default_factory=dict)
-    due: Generate | None = None
-    room: int = 0  # for that turn
-    limit: str | None = None
-    reported: bool = True  # to whoever watches; a branch is not
-    caller: "Play | None" = None
-    calls: int = 0
+    setting: as an EpisodeRunner's."""
 
-    def say(self, role: str, text: str) -> None:
-        if self.context[-1]["role"] != role:
-            self.context.append({"role": role, "content": ""})
-        self.context[-1]["content"] += text
-
-    def end(self, reason: str) -> None:
-        self.trajectory.reason = reason
-        self.episode.close()
-
-
-class ApiRollout:
-    """Makes trajectories of turns that an endpoint writes; `prompt`, `run` and `clock` are as Rollout's."""
-
-    def __init__(self, parts: ApiRunContext, retriever: Retriever | None) -> None:
-        self.tokenizer, self.retriever, self.endpoint = parts.tokenizer, retriever, parts.endpoint
-        self.system, self.tools, self.renderer, self.limits = parts.system, parts.tools, parts.renderer, parts.limits
-        self.shuffle = (parts.recipe.retrieval or RetrievalSection()).shuffle
-        self.unit = 1 if parts.answered_by.tokenizer else BYTES_A_TOKEN
-        self.clock = RolloutClock()
-        self._on_progress: Callable[[int], None] | None = None
-
-    def prompt(self, question: Question) -> list[int]:
-        """The ids of a question's prompt. UserError where they leave no room in the context."""
-        ids = self.renderer.prompt(first_prompt(self.system, question, self.tools))
-        if len(ids) >= self.limits.max_context:
-            raise UserError(
-                f"question {question.id}: its prompt of {len(ids) // self.unit} tokens leaves no room in a context of "
-                f"{self.limits.max_context // self.unit}; raise rollout.max_context or shorten the template"
-            )
-        return ids
+    def __init__(self, endpoint: Continues, *setting: Any) -> None:
+        super().__init__(*setting)
+        self.endpoint = endpoint
 
     def run(
         self,
@@ -187,174 +239,74 @@ class ApiRollout:
         recall: bool = False,  # of drafts, which are none of ours here
     ) -> list[Trajectory]:
         """Every job's trajectory, in the order of the jobs. UserError as the endpoint's."""
-        self.clock, self._on_progress = RolloutClock(), on_progress
+        self.clock = RolloutClock()
         started = time.perf_counter()
-        plays = [
-            self._begin(job, self.system.episode(job.question, self.tools), self.prompt(job.question)) for job in jobs
-        ]
-        ready: list[tuple[Play, object]] = [(play, None) for play in plays]
-        while due := self._serve(ready):
-            asked = [(play.context, play.due.stop, max(play.room // self.unit, 1)) for play in due if play.due]
-            written = self.endpoint.continued(asked, temperature)
-            ready = [(play, self._take(play, one)) for play, one in zip(due, written, strict=True)]
+        trajectories = self.collect(jobs, ApiWriter(self, temperature), on_progress)
         self.clock.total = time.perf_counter() - started
-        return [play.trajectory for play in plays]
+        return trajectories
 
-    def _begin(self, job: Job, episode: Episode, ids: list[int], written: int = 0) -> Play:
-        """At its episode's start. ids: of its prompt, of which the last `written` stand in the policy's place."""
-        next(episode)  # its Prompt, which has been rendered already
-        begin = list(self.tokenizer.begin_ids)
-        shown = ids[len(begin) :] if begin and ids[: len(begin)] == begin else ids  # a server puts them there itself
-        prompt, rest = shown[: len(shown) - written], shown[len(shown) - written :]
-        trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, ids)], from_api=True)
-        play = Play(job, episode, trajectory, [{"role": "user", "content": self.tokenizer.decode(prompt)}])
-        if rest:
-            play.say("assistant", self.tokenizer.decode(rest))
-        return play
-
-    def _serve(self, ready: Sequence[tuple[Play, object]]) -> list[Play]:
-        """Answer the episodes' requests until each has a turn due or has ended, branches among them; those due."""
-        due: list[Play] = []
-        while ready:
-            searching: list[tuple[Play, str]] = []
-            begun: list[tuple[Play, object]] = []
-            for play, answer in ready:
-                waits_for = self._advance(play, answer)
-                if isinstance(waits_for, str):
-                    searching.append((play, waits_for))
-                elif waits_for is not None:
-                    begun.append((waits_for, None))
-                elif not play.trajectory.reason:
-                    due.append(play)
-                else:
-                    begun += [(branch, None) for branch in self._branches(play)]
-                    if play.caller is not None:
-                        begun.append((play.caller, self._called(play)))
-                    if self._on_progress is not None and play.reported:
-                        self._on_progress(1)
-            ready = [*begun, *self._search(searching)]
-        return due
-
-    def _search(self, searching: Sequence[tuple[Play, str]]) -> list[tuple[Play, object]]:
-        if not searching:
-            return []
-        assert self.retriever is not None  # load_retrieval refused a system that searches without one
-        found = self.retriever.search([query for _, query in searching], self.renderer.k)
-        for (play, query), hits in zip(searching, found, strict=True):
-            searches = play.trajectory.searches
-            if self.shuffle:
-                Random(f"{play.job.seed} {len(searches)}").shuffle(hits)
-            searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
-        return [(play, hits) for (play, _), hits in zip(searching, found, strict=True)]
-
-    def _advance(self, play: Play, answer: object) -> "str | Play | None":
-        """Send `answer` to the episode and serve what it asks for; the query or the call that it waits for. None where
-        a turn is due or the trajectory has ended, as it may have before."""
-        trajectory = play.trajectory
-        while not trajectory.reason:
-            try:
-                request = play.episode.send(answer)
-            except StopIteration as stop:
-                play.end(stop.value or "ended")
-                break
-            answer = None
-            if isinstance(request, Search):
-                if request.among is None:
-                    return request.query
-                answer = hits = rank_given(request.among, request.query, self.renderer.k)
-                found = [hit.passage.id for hit in hits]
-                trajectory.searches.append({"query": request.query, "passages": found})
-                continue
-            if isinstance(request, SubCall):
-                return self._call(play, request.context)
-            if isinstance(request, Generate):
-                self._open_turn(play, request)
-                break
-            if isinstance(request, SpawnBranches):
-                for name, branch in request.branches.items():
-                    play.forks[name] = (branch, context_ids(branch, _written(play), self.renderer))
-            elif isinstance(request, Retrieved):
-                self._append(play, Source.RETRIEVED, self.renderer.retrieved(request))
-            elif isinstance(request, Feedback):
-                self._append(play, Source.FEEDBACK, self.renderer.feedback(request))
-            else:
-                raise TypeError(f"{self.system.name} yielded {request!r}, which may not follow the prompt")
-        return None
-
-    def _append(self, play: Play, source: Source, ids: list[int]) -> None:
-        if len(play.trajectory) + len(ids) >= self.limits.max_context:
-            play.end("context")
-            return
-        play.trajectory.segments.append(Segment(source, ids))
-        play.say("user", self.tokenizer.decode(ids))
-
-    def _open_turn(self, play: Play, request: Generate) -> None:
-        """A turn is due, if the limits leave it a token."""
-        limits = self.limits
-        most = None if request.max_tokens is None else request.max_tokens * self.unit
-        rooms = {
-            "turn_tokens": limits.max_turn_tokens,
-            "tokens": limits.max_policy_tokens - play.trajectory.count(Source.POLICY),
-            "context": limits.max_context - len(play.trajectory),
-        }
-        play.limit = min(rooms, key=rooms.__getitem__)
-        play.due, play.room = request, rooms[play.limit]
-        if play.room <= 0:
-            play.end(play.limit)
-        elif most is not None and most <= play.room:
-            play.room, play.limit = most, None
-
-    def _take(self, play: Play, written: Continued) -> Turn | None:
-        """Put what came back on the trajectory; None if a limit ended it there."""
-        ids = self.tokenizer.encode(written.turn.text.decode())
-        room = self.limits.max_context - len(play.trajectory)
-        stop = written.turn.stop if len(ids) <= room else None  # the server's tokens may be fewer
-        segment = Segment(Source.POLICY, ids[:room], stop=stop)
-        play.trajectory.segments.append(segment)
-        text = self.tokenizer.decode_bytes(segment.ids)
-        play.say("assistant", text.decode("utf-8", "replace"))
-        if len(ids) > room or (written.full and play.limit is not None):
-            play.end("context" if len(ids) > room or play.limit is None else play.limit)
-            return None
-        return Turn(text, stop)
-
-    def _branches(self, play: Play) -> list[Play]:
-        """Begin the branches of a trajectory that has ended."""
-        begun = []
-        for number, (name, (branch, ids)) in enumerate(play.forks.items()):
-            if len(ids) + 1 > self.limits.max_context:
-                self.clock.branches_without_room += 1
-                continue
-            self.clock.branches += 1
-            begun.append(self._begin_branch(play, name, Job(play.job.question, number, 0, play.job.seed), branch, ids))
-        return begun
-
-    def _begin_branch(self, play: Play, name: str, job: Job, branch: BranchPrompt, ids: list[int]) -> Play:
-        shown = takewhile(lambda part: isinstance(part, Retrieved), branch.parts)  # the user's, as the prompt is
-        kept = len(ids) - len(context_ids(replace(branch, parts=tuple(shown)), (), self.renderer))
-        begun = self._begin(job, branch_episode(branch, job), ids, kept)
-        begun.reported = False
-        play.trajectory.branches[name] = begun.trajectory
-        return begun
-
-    def _call(self, play: Play, context: BranchPrompt) -> Play | None:
-        """Begin a call, as Rollout does; None where its context leaves it no room, which ends the trajectory."""
-        context, cut = with_truncated_passages(context, self.renderer, play.job.question.id)
-        self.clock.cut_search_tokens += cut
-        ids = context_ids(context, _written(play), self.renderer)
-        if len(ids) + 1 > self.limits.max_context:
-            play.end("context")
-            return None
-        play.calls += 1
-        begun = self._begin_branch(play, f"call {play.calls}", play.job, context, ids)
-        begun.caller = play
-        return begun
-
-    def _called(self, play: Play) -> Turn:
-        """What a call that has ended wrote."""
-        turn = next(turns(play.trajectory), Segment(Source.POLICY, []))
-        return Turn(self.tokenizer.decode_bytes(turn.ids), turn.stop)
+    def stream(self, jobs: Sequence[Job], temperature: float) -> Iterator[Trajectory]:
+        """Every job's trajectory, as soon as it has ended: what is known by the time the endpoint fails has been handed
+        out. Branches are still to come."""
+        for ended in self.play(jobs, ApiWriter(self, temperature)):
+            yield from (sample.trajectory for sample in ended)
 
 
-def _written(play: Play) -> list[int]:
-    return [token for turn in turns(play.trajectory) for token in turn.ids]
+class ApiWriter:
+    """Writes turns by an endpoint: a step is one call of it, for all turns that are due. contexts: as messages."""
+
+    overlaps = False
+
+    def __init__(self, rollout: ApiRollout, temperature: float) -> None:
+        self.rollout, self.temperature, self.unit = rollout, temperature, rollout.unit
+        self.contexts: dict[Sample, list[dict[str, str]]] = {}
+        self.due: list[tuple[Sample, tuple[str, ...]]] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.due
+
+    def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
+        """The prompt is the user's; what of a branch stands in the policy's place is the assistant's."""
+        tokenizer, renderer, ids = self.rollout.tokenizer, self.rollout.renderer, prompt.ids
+        sample.trajectory.from_api = True
+        written = 0
+        if branch is not None:
+            shown = takewhile(lambda part: isinstance(part, Retrieved), branch.parts)  # the user's, as the prompt is
+            written = len(ids) - len(context_ids(replace(branch, parts=tuple(shown)), (), renderer))
+        begin = list(tokenizer.begin_ids)
+        sent = ids[len(begin) :] if begin and ids[: len(begin)] == begin else ids  # a server puts them there itself
+        user, assistant = sent[: len(sent) - written], sent[len(sent) - written :]
+        self.contexts[sample] = [{"role": "user", "content": tokenizer.decode(user)}]
+        if assistant:
+            self._say(sample, "assistant", tokenizer.decode(assistant))
+
+    def append(self, sample: Sample, ids: list[int]) -> None:
+        self._say(sample, "user", self.rollout.tokenizer.decode(ids))
+
+    def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
+        self.due.append((sample, stop))
+
+    def step(self) -> list[tuple[Sample, Written]]:
+        due, self.due = self.due, []
+        asked = [(self.contexts[sample], stop, max(sample.room // self.unit, 1)) for sample, stop in due]
+        found = self.rollout.endpoint.continued(asked, self.temperature)
+        return [(sample, self._written(sample, one)) for (sample, _), one in zip(due, found, strict=True)]
+
+    def _written(self, sample: Sample, continued: Continued) -> Written:
+        ids = self.rollout.tokenizer.encode(continued.turn.text.decode())
+        room = self.rollout.limits.max_context - sample.length
+        too_long = len(ids) > room  # the server's tokens may be fewer
+        if too_long:
+            ids, sample.limit = ids[:room], "context"
+        self._say(sample, "assistant", self.rollout.tokenizer.decode_bytes(ids).decode("utf-8", "replace"))
+        return Written(ids, stop=None if too_long else continued.turn.stop, full=too_long or continued.full)
+
+    def release(self, sample: Sample, keep: bool) -> None:
+        """Nothing is held but the context, for turns to come."""
+
+    def _say(self, sample: Sample, role: str, text: str) -> None:
+        context = self.contexts[sample]
+        if context[-1]["role"] != role:
+            context.append({"role": role, "content": ""})
+        context[-1]["content"] += text

@@ -1,68 +1,96 @@
 """The model beside the extractor, a generator or an agent: a model folder of ours, or a chat model behind a URL.
 
-Both are given a System and hand back the same Response, so that nothing else needs to know which it was. Greedy.
+Both play a System, greedy, and their answers are scored alike.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from thresher.engine.assemble import RunContext
 from thresher.engine.episode import EpisodeConfig, System
-from thresher.engine.extraction.converse import Converser
-from thresher.engine.rollout.rollout import Job
-from thresher.engine.scoring.score import check_all, score
+from thresher.engine.evaluation.api_rollout import ApiRollout, Continued, cut
+from thresher.engine.protocol.prompts import Renderer
+from thresher.engine.rollout.rollout import Job, Limits, Rollout
+from thresher.engine.scoring.endpoint import Messages
+from thresher.engine.scoring.score import Scored, check_all, score
+from thresher.policy.tokenizer import train_bpe
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.result import RewardResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
-    """An answer: `result` by the system's reward, `reason` why it ended, `searches` as a trajectory has them."""
+class Responder:
+    """Answers questions with the system of a rollout."""
 
-    question: Question
-    result: RewardResult
-    reason: str
-    searches: list[dict[str, Any]]
+    def __init__(self, rollout: Rollout | ApiRollout) -> None:
+        self._rollout = rollout
 
-
-class Responder(Protocol):
-    def responses(self, questions: Sequence[Question]) -> Iterator[Response]:
-        """One for each question, in no particular order, as soon as it is known."""
-
-
-class LocalResponder:
-    """A policy of ours under `system`, shown passages in this format, with everything else as in `parts`."""
-
-    def __init__(
-        self, parts: RunContext, system: System, tools: EpisodeConfig, retriever: Retriever | None, passage_format: str
-    ) -> None:
-        renderer = replace(parts.renderer, tags=system.tags, passage_format=passage_format)
-        self._parts = replace(parts, system=system, tools=tools, renderer=renderer)
-        self._rollout = self._parts.rollout(retriever)
-
-    def responses(self, questions: Sequence[Question]) -> Iterator[Response]:
-        parts = self._parts
+    def responses(self, questions: Sequence[Question]) -> Iterator[Scored]:
+        """Yield an answer to each question. Those of a chat model come as soon as each is known: what it said before
+        it stopped to reply, with its endpoint's UserError, has been handed out."""
+        rollout = self._rollout
         jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
-        scored = score(questions, self._rollout.run(jobs, 0.0), parts.system, parts.tokenizer)
-        check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
-        for entry in scored:
-            trajectory = entry.trajectory
-            yield Response(
-                question=entry.question, result=entry.result, reason=trajectory.reason, searches=trajectory.searches
-            )
+        played = rollout.stream(jobs, 0.0) if isinstance(rollout, ApiRollout) else rollout.run(jobs, 0.0)
+        for trajectory in played:
+            scored = score([questions[trajectory.group]], [trajectory], rollout.system, rollout.tokenizer)
+            check_all(scored, rollout.tokenizer, rollout.system.tags, rollout.limits.max_context)
+            yield from scored
 
 
-class ChatResponder:
-    """A chat model. What is known by the time it stops to reply, with its endpoint's UserError, has been handed out."""
+def local_responder(
+    context: RunContext, system: System, tools: EpisodeConfig, retriever: Retriever | None, passage_format: str
+) -> Responder:
+    """Return a policy of ours under `system`, shown passages in this format, with all else as in `context`."""
+    renderer = replace(context.renderer, tags=system.tags, passage_format=passage_format)
+    return Responder(replace(context, system=system, tools=tools, renderer=renderer).rollout(retriever))
 
-    def __init__(self, converser: Converser) -> None:
-        self._converser = converser
 
-    def responses(self, questions: Sequence[Question]) -> Iterator[Response]:
-        for talk in self._converser.converse(questions):
-            attempt = RewardInput(pieces=talk.pieces, golds=talk.question.golds, question=talk.question.question)
-            result = self._converser.system.reward(attempt)
-            yield Response(question=talk.question, result=result, reason=talk.reason, searches=talk.searches)
+class Chat(Protocol):
+    """A chat model; engine/scoring/endpoint.py has one."""
+
+    def complete(
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], *, temperature: float = ..., max_tokens: int = ...
+    ) -> list[str]: ...
+
+
+class WholeReplies:
+    """A chat model's replies as turns. It is told no stop tag and may well go on to invent what the search would have
+    found, so a reply is cut behind the first of its tags."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+
+    def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
+        replies = self._chat.complete(
+            [messages for messages, _, _ in asked], temperature=temperature, max_tokens=asked[0][2]
+        )
+        return [
+            Continued(cut(reply.encode("utf-8", "replace").decode(), stop), full=False)
+            for reply, (_, stop, _) in zip(replies, asked, strict=True)
+        ]
+
+
+def chat_responder(
+    chat: Chat,
+    system: System,
+    tools: EpisodeConfig,
+    retriever: Retriever | None,
+    k: int,
+    passage_format: str,
+    max_tokens: int,
+) -> Responder:
+    """Return a chat model under `system`, without any limit but `max_tokens` of a reply."""
+    tokenizer = train_bpe((), 256)  # a byte is a token
+    renderer = Renderer(
+        tokenizer=tokenizer,
+        tags=system.tags,
+        k=k,
+        chat=False,
+        max_passage_tokens=sys.maxsize,
+        passage_format=passage_format,
+    )
+    limits = Limits(
+        max_turn_tokens=max_tokens, max_policy_tokens=sys.maxsize, max_context=sys.maxsize, max_running=sys.maxsize
+    )
+    return Responder(ApiRollout(WholeReplies(chat), tokenizer, retriever, system, tools, renderer, limits))

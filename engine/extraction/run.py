@@ -31,15 +31,15 @@ from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
 from thresher.engine.config.sections import RetrievalSection, SystemSection
 from thresher.engine.episode import EpisodeConfig, System, read_template
 from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
-from thresher.engine.extraction.converse import Converser
 from thresher.engine.extraction.extractor import Extraction, Extractor
 from thresher.engine.extraction.figures import fault_of, summarise
 from thresher.engine.extraction.refined import RefinedExtractor
-from thresher.engine.extraction.responder import ChatResponder, LocalResponder, Responder, Response
+from thresher.engine.extraction.responder import Responder, chat_responder, local_responder
 from thresher.engine.protocol.prompts import noise_pool, with_noise, with_passages
 from thresher.engine.refiners.kinds import FILCO_TEMPLATE, Refining
 from thresher.engine.refiners.load import load_refiner
 from thresher.engine.scoring.endpoint import Endpoint, read_key
+from thresher.engine.scoring.score import Scored
 from thresher.engine.store.journal import Journal
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
@@ -242,7 +242,7 @@ class Loop:
         """The agent's answer to each question, with every search and what the extractor made of it."""
         assert self.agent is not None and self.reader is not None
         for response in self.agent.responses(questions):
-            packed = [search["query"] for search in response.searches]
+            packed = [search["query"] for search in response.trajectory.searches]
             readings = [self.reader.readings[search] for search in packed]
             reads = [reading_record(search, reading) for search, reading in zip(packed, readings, strict=True)]
             self.journal.add(
@@ -277,24 +277,15 @@ class Loop:
         if chosen.model is not None:
             parts = self.parts if chosen.model == self.plan.model else None
             parts = parts or load_run_context(self.recipe, chosen.model)
-            return LocalResponder(parts, system, tools, retriever, passage_format)
+            return local_responder(parts, system, tools, retriever, passage_format)
         assert chosen.url is not None and chosen.name is not None
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
         key = None if self.plan.key_env is None else read_key(self.plan.key_env)
         chat = Endpoint(chosen.url, chosen.name, key=key, patience=self.plan.patience, replies=replies, say=self.say)
         sent = f", with the key in {self.plan.key_env}" if key else ""
         self.say(f"extract: {chosen.name} is asked at {chat.url}{sent}")
-        return ChatResponder(
-            Converser(
-                system=system,
-                tools=tools,
-                chat=chat,
-                retriever=retriever,
-                k=self.k,
-                passage_format=passage_format,
-                max_tokens=self.recipe.rollout.max_turn_tokens,
-            )
-        )
+        max_tokens = self.recipe.rollout.max_turn_tokens
+        return chat_responder(chat, system, tools, retriever, self.k, passage_format, max_tokens)
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:
@@ -369,11 +360,11 @@ def _extracted(extraction: Extraction) -> Record:
     }
 
 
-def _answered(response: Response) -> Record:
+def _answered(response: Scored) -> Record:
     """What there is to say of an answer: right or wrong only where the question has gold answers."""
     measures = ("em", "f1", "answered") if response.question.golds else ("answered",)
     return {
         "answer": response.result.answer,
         **{name: response.result.parts[name] for name in measures},
-        "answer_ended": response.reason,
+        "answer_ended": response.trajectory.reason,
     }

@@ -1,34 +1,33 @@
-"""Rollout: many episodes at once, each a sequence of the decoder (engine/decoding/decoder.py).
+"""Play many episodes at once into trajectories; `Rollout` has their turns written by the decoder.
 
-An episode asks for turns, searches and text of the engine's. A turn goes to the decoder, which writes all sequences
-side by side; when it has ended, its text goes to the episode, whose next request is served at once. Searches that are
-asked at one step are one call of the retriever; where a server answers it, the others go on writing meanwhile.
+An episode asks for turns, searches and text of the engine's (engine/episode.py). `EpisodeRunner` answers: it renders,
+searches, keeps the limits, and begins branches and calls. A `TurnWriter` writes the turns: here the decoder
+(engine/decoding/decoder.py), in engine/evaluation/api_rollout.py a server. Searches that are asked at one step are one
+call of the retriever.
 
-Branches of a trajectory are episodes of their own, begun when it has ended; so are its calls, for which it waits. A
-caller gives its place in the decoder up meanwhile, so that callers cannot take all places and wait for ever.
+A sample does not depend on the others: its noise is a function of its own seed and position, and sequences of the
+decoder are independent. When a server answers decides only which sequences share a forward.
 
-What makes a sample independent of the others: its noise is a function of its own seed and position, and the decoder's
-sequences are independent of each other. When a server answers decides nothing but who shares a forward.
-
-One sample from here: `begin_samples` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to
-the decoder, and `_take` puts what was written on the trajectory. What happens between the two is decoder.py's.
+One sample from here: `_Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
+writer, and `_take` puts what was written on the trajectory.
 """
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
 from thresher.common import console
 from thresher.common.errors import UserError
-from thresher.engine.decoding.decoder import DecodeClock
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.decoding.speculative import TURN_END, Int32s, Speculate
@@ -116,24 +115,156 @@ class RolloutClock(DecodeClock):
         return max(self.total - self.decode - self.prefill - self.search, 0.0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sample:
-    """A sample that is under way. Its sequence is what the decoder knows of it."""
+    """A sample that is under way.
+
+    length, policy_tokens: tokens of its trajectory so far, and of its turns. room: tokens that the turn which is due may
+    have. limit: the reason that ends the trajectory once they are used up;
+    None: the episode goes on. forks: branches, each with the ids of its context. reported: counted as one of the run's
+    jobs; a branch is not. caller: the sample that waits for this call, and the call's name there.
+    """
 
     job: Job
     episode: Episode
     trajectory: Trajectory
-    sequence: TokenSequence
+    length: int = 0
     policy_tokens: int = 0
-    max_tokens: int | None = None  # of the turn, where its episode says so
-    forks: dict[str, tuple[BranchPrompt, list[int]]] = field(default_factory=dict)  # branches, with their contexts
-    reported: bool = True  # to whoever watches; a branch is not
+    room: int = 0
+    limit: str | None = None
+    forks: dict[str, tuple[BranchPrompt, list[int]]] = field(default_factory=dict)
+    reported: bool = True
     calls: int = 0
-    caller: "tuple[Sample, str] | None" = None  # who waits for it, and its name there
+    caller: "tuple[Sample, str] | None" = None
 
 
-class Rollout:
-    """Makes trajectories with one policy. Reusable; the cache's contents are not kept, on CUDA its memory neither."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A turn that has ended. full: it used up its room. stop, trailing: as in `Segment`."""
+
+    ids: list[int]
+    logprobs: Sequence[float] = ()
+    stop: str | None = None
+    trailing: int = 0
+    full: bool = False
+
+
+class TurnWriter(Protocol):
+    """Writes the turns of one run.
+
+    unit: tokens of the trajectory that count as one of a request's `max_tokens`. overlaps: turns are written while a
+    server searches. idle: no turn is due.
+    """
+
+    unit: int
+    overlaps: bool
+
+    @property
+    def idle(self) -> bool: ...
+
+    def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
+        """Take a new sample, which begins with `prompt`; branch: what that prompt was made of, if it is a branch's."""
+
+    def append(self, sample: Sample, ids: list[int]) -> None:
+        """Append text of the engine's."""
+
+    def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
+        """Begin a turn of `sample.room` tokens at most. lead: bytes before it that belong to its text."""
+
+    def step(self) -> list[tuple[Sample, Written]]:
+        """Write on; return the turns that have ended."""
+
+    def release(self, sample: Sample, keep: bool) -> None:
+        """Give up what a sample holds. keep: its branches, or the sample itself, will begin with the same tokens."""
+
+
+class EpisodeRunner:
+    """Plays the episodes of one system. Reusable. clock: of the last run."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        retriever: Retriever | None,
+        system: System,
+        tools: EpisodeConfig,
+        renderer: Renderer,
+        limits: Limits,
+        shuffle: bool = False,
+        unit: int = 1,
+    ) -> None:
+        self.tokenizer, self.retriever = tokenizer, retriever
+        self.system, self.tools, self.renderer, self.limits = system, tools, renderer, limits
+        self.shuffle, self.unit = shuffle, unit
+        self.clock = RolloutClock()
+
+    def prompt(self, question: Question, room: int = 0) -> list[int]:
+        """Return the ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the
+        context."""
+        ids = self.renderer.prompt(first_prompt(self.system, question, self.tools))
+        if len(ids) + room + 1 > self.limits.max_context:
+            and_passages = f" and passages of up to {room}" if room else ""
+            tokens, context = len(ids) // self.unit, self.limits.max_context // self.unit
+            raise UserError(
+                f"question {question.id}: its prompt of {tokens} tokens{and_passages} leaves no room in a context of "
+                f"{context}; raise rollout.max_context or shorten the template"
+            )
+        return ids
+
+    def check_prompts(self, questions: Iterable[Question]) -> None:
+        """Check the prompts of all questions, before a run begins: only of those that might not fit, a token being at
+        least one byte. Passages that are still to be retrieved are taken to fill their budget."""
+        around: dict[str, int] = {}  # the tokens of a template without a question
+        budget = self.renderer.max_passage_tokens if self.system.given_passages else 0
+        for question in questions:
+            request = first_prompt(self.system, question, self.tools)
+            if request.template not in around:
+                around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
+            longest = len(escape_tags(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
+            if around[request.template] + longest + 1 > self.limits.max_context:
+                (shown,) = truncate_passages([question], self.system, self.tools, self.renderer).questions
+                self.prompt(shown, room=0 if question.passages else budget)
+
+    def play(self, jobs: Sequence[Job], writer: TurnWriter) -> Generator[list[Sample], None, None]:
+        """Yield, step after step, the samples of `jobs` that have ended in it. Branches are in their trajectories
+        only when the last step is over."""
+        groups: dict[int, list[Job]] = {}
+        for job in jobs:
+            groups.setdefault(job.group, []).append(job)
+        with ExitStack() as stack:
+            play = _Play(self, writer, stack)
+            samples = [
+                play.begin(job, prompt, self.system.episode(job.question, self.tools))
+                for members in groups.values()
+                for prompt in [SharedPrompt(self.prompt(members[0].question))]
+                for job in members
+            ]
+            yield from play.steps(samples)
+
+    def collect(
+        self,
+        jobs: Sequence[Job],
+        writer: TurnWriter,
+        on_progress: Callable[[int], None] | None,
+        line: console.Line | None = None,
+    ) -> list[Trajectory]:
+        """`play` to the end; return the trajectories in the order of the jobs. line: says how far it is."""
+        done: dict[tuple[int, int], Trajectory] = {}
+        with closing(self.play(jobs, writer)) as steps:
+            for ended in steps:
+                done |= {(sample.job.group, sample.job.sample): sample.trajectory for sample in ended}
+                if ended and on_progress is not None:
+                    on_progress(len(ended))
+                if line is not None:
+                    line.at(len(done), self._so_far)
+        return [done[job.group, job.sample] for job in jobs]
+
+    def _so_far(self) -> str:
+        return f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
+
+
+class Rollout(EpisodeRunner):
+    """Makes trajectories with one policy. The cache's contents are not kept from run to run, on CUDA its memory
+    neither."""
 
     def __init__(
         self,
@@ -146,9 +277,8 @@ class Rollout:
         limits: Limits,
         shuffle: bool = False,
     ) -> None:
-        self.policy, self.tokenizer, self.retriever = policy, tokenizer, retriever
-        self.system, self.tools, self.renderer, self.limits = system, tools, renderer, limits
-        self.shuffle = shuffle
+        super().__init__(tokenizer, retriever, system, tools, renderer, limits, shuffle)
+        self.policy = policy
         self.decoder = make_decoder(
             policy,
             tokenizer,
@@ -160,14 +290,12 @@ class Rollout:
             share_prefix=limits.share_prefix,
             speculate=limits.speculate,
         )
-        self.clock = RolloutClock()
-        self._written: OrderedDict[str, Int32s] = (
-            OrderedDict()
-        )  # by question: the last trajectory, which may come again
+        # By question: the last trajectory, which may come again.
+        self._written: OrderedDict[str, Int32s] = OrderedDict()
 
     @staticmethod
     def blocks_for(limits: Limits) -> int:
-        """Blocks of the cache: those of kv_tokens, or `max_running` samples of the whole context; and block 0."""
+        """Return the blocks of the cache: those of kv_tokens, or `max_running` whole contexts; and block 0."""
         a_context = -(-limits.max_context // limits.page_size)
         if limits.kv_tokens is None:
             return 1 + limits.max_running * a_context
@@ -190,180 +318,187 @@ class Rollout:
         started = time.perf_counter()
         self.decoder.begin(self.limits.max_context, self.clock)
         recall = recall and bool(self.decoder.speculate)
-        run = _Run(self, temperature, on_progress, recall)
-        groups: dict[int, list[Job]] = {}
-        for job in jobs:
-            groups.setdefault(job.group, []).append(job)
-        samples = [
-            sample
-            for members in groups.values()
-            for sample in run.begin_samples(members, SharedPrompt(self.prompt(members[0].question)), self._episode)
-        ]
-        with console.stage("rollout", len(samples)) as line:
-            run.finish(samples, line)
+        draw = SamplingParams(temperature=temperature)
+        writer = DecoderWriter(self.decoder, draw, self._written if recall else {})
+        with console.stage("rollout", len(jobs)) as line:
+            trajectories = self.collect(jobs, writer, on_progress, line)
         self.decoder.end()
         self.clock.total = time.perf_counter() - started
-        for sample in samples if recall else ():
-            self._written[sample.job.question.id] = ids_by_turns(sample.trajectory)
-            self._written.move_to_end(sample.job.question.id)
+        for trajectory in trajectories if recall else ():
+            self._written[trajectory.question_id] = ids_by_turns(trajectory)
+            self._written.move_to_end(trajectory.question_id)
         while len(self._written) > REMEMBERED:
             self._written.popitem(last=False)
-        done = {(sample.job.group, sample.job.sample): sample.trajectory for sample in samples}
-        return [done[job.group, job.sample] for job in jobs]
-
-    def written_before(self, question: Question) -> Int32s | None:
-        """The last trajectory of this question, if there was one: what its next may repeat."""
-        return self._written.get(question.id)
-
-    def _episode(self, job: Job) -> Episode:
-        return self.system.episode(job.question, self.tools)
-
-    def prompt(self, question: Question, room: int = 0) -> list[int]:
-        """The ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the context."""
-        ids = self.renderer.prompt(first_prompt(self.system, question, self.tools))
-        if len(ids) + room + 1 > self.limits.max_context:
-            and_passages = f" and passages of up to {room}" if room else ""
-            raise UserError(
-                f"question {question.id}: its prompt of {len(ids)} tokens{and_passages} leaves no room in a context "
-                f"of {self.limits.max_context}; raise rollout.max_context or shorten the template"
-            )
-        return ids
-
-    def check_prompts(self, questions: Iterable[Question]) -> None:
-        """`prompt` of all questions, before a run begins: of those alone that might not fit, a token being at least
-        one byte. Passages that are still to be retrieved are taken to fill their budget."""
-        around: dict[str, int] = {}  # the tokens of a template without a question
-        budget = self.renderer.max_passage_tokens if self.system.given_passages else 0
-        for question in questions:
-            request = first_prompt(self.system, question, self.tools)
-            if request.template not in around:
-                around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
-            longest = len(escape_tags(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
-            if around[request.template] + longest + 1 > self.limits.max_context:
-                (shown,) = truncate_passages([question], self.system, self.tools, self.renderer).questions
-                self.prompt(shown, room=0 if question.passages else budget)
+        return trajectories
 
 
-class _Run:
-    """One call of `Rollout.run`: the samples that are under way."""
+class DecoderWriter:
+    """Writes turns with the decoder. earlier: by question, ids in which drafts are looked up."""
 
-    def __init__(
-        self, rollout: Rollout, temperature: float, on_progress: Callable[[int], None] | None, recall: bool
-    ) -> None:
-        self.recall = recall
-        self.rollout, self.decoder, self.clock = rollout, rollout.decoder, rollout.clock
-        self.draw, self.on_progress = SamplingParams(temperature=temperature), on_progress
-        self.samples: dict[TokenSequence, Sample] = {}
+    unit, overlaps = 1, True
+
+    def __init__(self, decoder: Decoder, draw: SamplingParams, earlier: Mapping[str, Int32s]) -> None:
+        self.decoder, self.draw, self.earlier = decoder, draw, earlier
+        self.sequences: dict[Sample, TokenSequence] = {}
+        self.writing: dict[TokenSequence, Sample] = {}
+
+    @property
+    def idle(self) -> bool:
+        return self.decoder.idle
+
+    def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
+        sequence = self.sequences[sample] = TokenSequence(prompt, sample.job.seed, self.draw)
+        sequence.earlier = self.earlier.get(sample.job.question.id)
+
+    def append(self, sample: Sample, ids: list[int]) -> None:
+        self.decoder.append(self.sequences[sample], ids)
+
+    def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
+        sequence = self.sequences[sample]
+        self.writing[sequence] = sample
+        self.decoder.begin_turn(sequence, stop, sample.room, lead)
+
+    def step(self) -> list[tuple[Sample, Written]]:
+        return [(self.writing.pop(sequence), self._written(sequence)) for sequence in self.decoder.step()]
+
+    def _written(self, sequence: TokenSequence) -> Written:
+        hit, full = sequence.hit, sequence.finish == "length"
+        stop, trailing = (None, 0) if hit is None else (hit.tag, len(hit.trailing))
+        return Written(sequence.turn_ids, sequence.logprobs, stop, trailing, full)
+
+    def release(self, sample: Sample, keep: bool) -> None:
+        self.decoder.release(self.sequences[sample], keep=keep)
+
+
+class _Play:
+    """One run of episodes: the samples that are under way."""
+
+    def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack) -> None:
+        self.runner, self.writer, self.clock, self.stack = runner, writer, runner.clock, stack
         self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
         self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()
         self.called: list[tuple[Sample, object]] = []  # callers, with the turns that they waited for
-        self.ended = 0
+        self.ended: list[Sample] = []  # since the last step
         self.searcher: Background[list[list[Hit]]] | None = None  # once a server searches
 
-    def begin_samples(
-        self, jobs: Iterable[Job], prompt: SharedPrompt, make_episode: Callable[[Job], Episode]
-    ) -> list[Sample]:
-        """Samples of one prompt, each at its episode's start."""
-        samples = []
-        for job in jobs:
-            episode = make_episode(job)
-            next(episode)  # its Prompt, which has been rendered already
-            trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, list(prompt.ids))])
-            sequence = TokenSequence(prompt, job.seed, self.draw)
-            if self.recall:
-                sequence.earlier = self.rollout.written_before(job.question)
-            samples.append(Sample(job, episode, trajectory, sequence))
-        return samples
+    def begin(self, job: Job, prompt: SharedPrompt, episode: Episode, branch: BranchPrompt | None = None) -> Sample:
+        """Return a sample at its episode's start. branch: what the prompt was made of, if it is a branch's."""
+        next(episode)  # its Prompt, which has been rendered already
+        trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, list(prompt.ids))])
+        sample = Sample(job, episode, trajectory, len(prompt.ids))
+        self.writer.begin(sample, prompt, branch)
+        return sample
 
-    def finish(self, samples: list[Sample], line: console.Line) -> None:
-        """Step until all of them, and the branches that they ask for, have ended; `line` says how far it is."""
-        with ExitStack() as self.open:
-            self._serve([(sample, None) for sample in samples])
-            while self.searches or not self.decoder.idle:
-                if self.searches and (self.decoder.idle or self.searches[0][0].done()):
-                    self._wait()
-                    continue
-                ended = [self.samples.pop(sequence) for sequence in self.decoder.step()]
-                self._serve([(sample, turn) for sample in ended if (turn := self._take(sample)) is not None])
-                line.at(self.ended, self._so_far)
+    def steps(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+        """Step until all of them, and the branches that they ask for, have ended."""
+        self._serve([(sample, None) for sample in samples])
+        yield self._news()
+        while self.searches or not self.writer.idle:
+            if self.searches and (self.writer.idle or self.searches[0][0].done()):
+                self._wait()
+            else:
+                ended = [(sample, self._take(sample, written)) for sample, written in self.writer.step()]
+                self._serve([(sample, turn) for sample, turn in ended if turn is not None])
+            yield self._news()
         for owner, name, branch in self.branches:
             owner.branches[name] = branch
 
-    def _so_far(self) -> str:
-        return f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
+    def _news(self) -> list[Sample]:
+        ended, self.ended = self.ended, []
+        return ended
 
-    def _take(self, sample: Sample) -> Turn | None:
+    def _take(self, sample: Sample, written: Written) -> Turn | None:
         """Put the turn that has ended on the trajectory; None if a limit ended it, and the trajectory with it."""
-        sequence, segment, limits = sample.sequence, sample.trajectory.segments[-1], self.rollout.limits
-        segment.ids.extend(sequence.turn_ids)
-        segment.logprobs.extend(sequence.logprobs)
+        segment = sample.trajectory.segments[-1]
+        segment.ids.extend(written.ids)
+        segment.logprobs.extend(written.logprobs)
+        segment.stop, segment.trailing = written.stop, written.trailing
+        sample.length += len(segment.ids)
         sample.policy_tokens += len(segment.ids)
-        if sequence.finish == "length" and len(segment.ids) != sample.max_tokens:
-            if len(segment.ids) >= limits.max_turn_tokens:
-                self._end(sample, "turn_tokens")
-            else:
-                self._end(sample, "tokens" if sample.policy_tokens >= limits.max_policy_tokens else "context")
+        if written.full and sample.limit is not None:
+            self._end(sample, sample.limit)
             return None
-        if sequence.hit is not None:
-            segment.stop, segment.trailing = sequence.hit.tag, len(sequence.hit.trailing)
         lead = self._trailing(sample.trajectory.segments[-2])  # the prompt at least; `segment` is the last
-        return Turn(lead + self.rollout.tokenizer.decode_bytes(segment.ids), segment.stop)
+        return Turn(lead + self.runner.tokenizer.decode_bytes(segment.ids), segment.stop)
 
     def _trailing(self, segment: Segment) -> bytes:
-        """What the segment's last token holds behind the stop tag that ended it: it opens the next turn's text."""
+        """Return the bytes of the segment's last token behind the stop tag that ended it: they open the next turn's
+        text."""
         if not segment.trailing:
             return b""
-        return self.rollout.tokenizer.decode_bytes(segment.ids[-1:])[-segment.trailing :]
+        return self.runner.tokenizer.decode_bytes(segment.ids[-1:])[-segment.trailing :]
 
     def _end(self, sample: Sample, reason: str) -> None:
         sample.trajectory.reason = reason
         sample.episode.close()
-        self.decoder.release(sample.sequence, keep=bool(sample.forks))
-        if sample.forks:
-            self._branch(sample)
+        self.writer.release(sample, keep=bool(sample.forks))
+        # What the branches share with their trajectory is still in the cache, mostly.
+        for name, (branch, ids) in sample.forks.items():
+            if len(ids) + 1 > self.runner.limits.max_context:
+                self.clock.branches_without_room += 1
+                continue
+            self.clock.branches += 1
+            begun = self._begin_branch(sample, name, len(self.branches), 0, branch, ids)
+            self.branches.append((sample.trajectory, name, begun.trajectory))
+            self._serve([(begun, None)])
         if sample.caller is not None:
             caller, name = sample.caller
             caller.trajectory.branches[name] = sample.trajectory
             turn = next(turns(sample.trajectory), Segment(Source.POLICY, []))
-            self.called.append((caller, Turn(self.rollout.tokenizer.decode_bytes(turn.ids), turn.stop)))
-        self.ended += sample.reported
-        if self.on_progress is not None and sample.reported:
-            self.on_progress(1)
+            self.called.append((caller, Turn(self.runner.tokenizer.decode_bytes(turn.ids), turn.stop)))
+        if sample.reported:
+            self.ended.append(sample)
 
-    def _branch(self, sample: Sample) -> None:
-        """Begin the branches of a trajectory that has ended. What they share with it is still in the cache, mostly."""
-        for name, (branch, ids) in sample.forks.items():
-            if len(ids) + 1 > self.rollout.limits.max_context:
-                self.clock.branches_without_room += 1
-                continue
-            self.clock.branches += 1
-            job = Job(sample.job.question, len(self.branches), 0, branch_seed(sample.job.seed, name))
-            (begun,) = self.begin_samples([job], SharedPrompt(ids), partial(branch_episode, branch))
-            begun.reported = False
-            self.branches.append((sample.trajectory, name, begun.trajectory))
-            self._serve([(begun, None)])
+    def _begin_branch(
+        self, owner: Sample, name: str, group: int, number: int, branch: BranchPrompt, ids: list[int]
+    ) -> Sample:
+        """Begin a context of its own, with a seed of its own; it is not reported."""
+        job = Job(owner.job.question, group, number, branch_seed(owner.job.seed, name))
+        begun = self.begin(job, SharedPrompt(ids), branch_episode(branch), branch)
+        begun.reported = False
+        return begun
 
-    def _written(self, sample: Sample) -> list[int]:
-        return [token for turn in turns(sample.trajectory) for token in turn.ids]
+    def _context(self, sample: Sample, branch: BranchPrompt) -> list[int]:
+        """Return the ids of a branch's context."""
+        written = [token for turn in turns(sample.trajectory) for token in turn.ids]
+        return context_ids(branch, written, self.runner.renderer)
 
     def _call(self, sample: Sample, context: BranchPrompt) -> None:
-        """Begin a call; the sample goes on when it has ended."""
-        context, cut = with_truncated_passages(context, self.rollout.renderer, sample.job.question.id)
+        """Begin a call; the sample goes on when it has ended, and gives its place in the writer up meanwhile."""
+        context, cut = with_truncated_passages(context, self.runner.renderer, sample.job.question.id)
         self.clock.cut_search_tokens += cut
-        ids = context_ids(context, self._written(sample), self.rollout.renderer)
-        if len(ids) + 1 > self.rollout.limits.max_context:
+        ids = self._context(sample, context)
+        if len(ids) + 1 > self.runner.limits.max_context:
             self._end(sample, "context")
             return
         sample.calls += 1
         name = f"call {sample.calls}"
-        self.decoder.release(sample.sequence, keep=True)
-        job = Job(sample.job.question, sample.job.group, sample.job.sample, branch_seed(sample.job.seed, name))
-        (begun,) = self.begin_samples([job], SharedPrompt(ids), partial(branch_episode, context))
-        begun.reported, begun.caller = False, (sample, name)
+        self.writer.release(sample, keep=True)
+        begun = self._begin_branch(sample, name, sample.job.group, sample.job.sample, context, ids)
+        begun.caller = (sample, name)
         self._advance(begun, None)
 
+    def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
+        """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
+        Where a server searches, a writer that overlaps goes on meanwhile."""
+        while waiting := self._advance_all(ready):
+            self.clock.search_queries += len(waiting)
+            self.clock.search_calls += 1
+            retriever, queries = self._retriever(), [query for _, query in waiting]
+            if retriever.elsewhere and self.writer.overlaps:
+                if self.searcher is None:
+                    self.searcher = self.stack.enter_context(Background[list[list[Hit]]]())
+                search = self.searcher.submit(partial(retriever.search, queries, self.runner.renderer.k))
+                self.searches.append((search, waiting))
+                return
+            started = time.perf_counter()
+            found = retriever.search(queries, self.runner.renderer.k)
+            self.clock.search += time.perf_counter() - started
+            ready = self._found(waiting, found)
+
     def _advance_all(self, ready: "Sequence[tuple[Sample, object]]") -> list[tuple[Sample, str]]:
-        """Who waits for a search, and with which query; those whose calls have ended go on with the others."""
+        """Return the samples that wait for a search, each with its query; samples whose calls have ended go on with the
+        others."""
         waiting: list[tuple[Sample, str]] = []
         pending = [*ready, *self.called]
         self.called = []
@@ -372,26 +507,8 @@ class _Run:
             pending, self.called = self.called, []
         return waiting
 
-    def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
-        """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
-        Where a server searches, the others go on writing meanwhile."""
-        while waiting := self._advance_all(ready):
-            self.clock.search_queries += len(waiting)
-            self.clock.search_calls += 1
-            retriever, queries = self._retriever(), [query for _, query in waiting]
-            if retriever.elsewhere:
-                if self.searcher is None:
-                    self.searcher = self.open.enter_context(Background[list[list[Hit]]]())
-                search = self.searcher.submit(partial(retriever.search, queries, self.rollout.renderer.k))
-                self.searches.append((search, waiting))
-                return
-            started = time.perf_counter()
-            found = retriever.search(queries, self.rollout.renderer.k)
-            self.clock.search += time.perf_counter() - started
-            ready = self._found(waiting, found)
-
     def _wait(self) -> None:
-        """For the search that was asked first; then its episodes go on."""
+        """Wait for the search that was asked first; then its episodes go on."""
         started = time.perf_counter()
         search, waiting = self.searches.popleft()
         found = search.result()
@@ -404,20 +521,20 @@ class _Run:
         return [(sample, hits) for (sample, _), hits in zip(waiting, found, strict=True)]
 
     def _note(self, sample: Sample, query: str, hits: list[Hit]) -> None:
-        if self.rollout.shuffle:
+        if self.runner.shuffle:
             Random(f"{sample.job.seed} {len(sample.trajectory.searches)}").shuffle(hits)
         sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
 
     def _retriever(self) -> Retriever:
-        if self.rollout.retriever is None:
+        if self.runner.retriever is None:
             raise UserError(
-                f"{self.rollout.system.name} searches, and there is nowhere to; set retrieval.index or retrieval.url"
+                f"{self.runner.system.name} searches, and there is nowhere to; set retrieval.index or retrieval.url"
             )
-        return self.rollout.retriever
+        return self.runner.retriever
 
     def _advance(self, sample: Sample, answer: object) -> list[str]:
         """Send `answer` to the episode and serve what it asks for; a list of the one query it waits for, or empty."""
-        trajectory, sequence = sample.trajectory, sample.sequence
+        renderer = self.runner.renderer
         while True:
             try:
                 request: Request = sample.episode.send(answer)
@@ -428,7 +545,7 @@ class _Run:
             if isinstance(request, Search):
                 if request.among is None:
                     return [request.query]
-                answer = hits = rank_given(request.among, request.query, self.rollout.renderer.k)
+                answer = hits = rank_given(request.among, request.query, renderer.k)
                 self._note(sample, request.query, hits)
                 continue
             if isinstance(request, Generate):
@@ -439,39 +556,42 @@ class _Run:
                 return []
             if isinstance(request, SpawnBranches):
                 for name, branch in request.branches.items():
-                    ids = context_ids(branch, self._written(sample), self.rollout.renderer)
-                    sample.forks[name] = (branch, ids)
+                    sample.forks[name] = (branch, self._context(sample, branch))
                 continue
             if isinstance(request, Retrieved):
-                ids, cut = self.rollout.renderer.retrieved_and_cut(request)
+                ids, cut = renderer.retrieved_and_cut(request)
                 segment = Segment(Source.RETRIEVED, ids)
                 self.clock.cut_search_tokens += cut
             elif isinstance(request, Feedback):
-                segment = Segment(Source.FEEDBACK, self.rollout.renderer.feedback(request))
+                segment = Segment(Source.FEEDBACK, renderer.feedback(request))
             else:
                 raise TypeError(
-                    f"{self.rollout.system.name} yielded {request!r}, which is no request that may follow the prompt"
+                    f"{self.runner.system.name} yielded {request!r}, which is no request that may follow the prompt"
                 )
-            if len(sequence.ids) + len(segment.ids) >= self.rollout.limits.max_context:
+            if sample.length + len(segment.ids) >= self.runner.limits.max_context:
                 self._end(sample, "context")
                 return []
-            trajectory.segments.append(segment)
-            self.decoder.append(sequence, segment.ids)
+            sample.trajectory.segments.append(segment)
+            sample.length += len(segment.ids)
+            self.writer.append(sample, segment.ids)
 
     def _open_turn(self, sample: Sample, request: Generate) -> None:
         """Begin a turn of the policy, if the limits leave it a token."""
-        limits = self.rollout.limits
-        policy_room = limits.max_policy_tokens - sample.policy_tokens
-        context_room = limits.max_context - len(sample.sequence.ids)
-        if policy_room <= 0 or context_room <= 0:
-            self._end(sample, "tokens" if policy_room <= 0 else "context")
+        limits = self.runner.limits
+        rooms = {
+            "turn_tokens": limits.max_turn_tokens,
+            "tokens": limits.max_policy_tokens - sample.policy_tokens,
+            "context": limits.max_context - sample.length,
+        }
+        limit = min(rooms, key=rooms.__getitem__)
+        if rooms[limit] <= 0:
+            self._end(sample, limit)
             return
+        most = rooms[limit] + 1 if request.max_tokens is None else request.max_tokens * self.writer.unit
+        sample.room, sample.limit = (rooms[limit], limit) if most > rooms[limit] else (most, None)
         lead = self._trailing(sample.trajectory.segments[-1])
         sample.trajectory.segments.append(Segment(Source.POLICY, []))
-        self.samples[sample.sequence] = sample
-        sample.max_tokens = request.max_tokens
-        room = min(limits.max_turn_tokens, policy_room, context_room, request.max_tokens or limits.max_turn_tokens)
-        self.decoder.begin_turn(sample.sequence, request.stop, room, lead)
+        self.writer.begin_turn(sample, request.stop, lead)
 
 
 def ids_by_turns(trajectory: Trajectory) -> Int32s:
@@ -529,7 +649,7 @@ def kept_ids(kept: KeptSpan, written: Sequence[int], tokenizer: Tokenizer) -> li
     return ids
 
 
-def branch_episode(branch: BranchPrompt, _: Job) -> Episode:
+def branch_episode(branch: BranchPrompt) -> Episode:
     yield branch.prompt  # rendered already, with what was kept
     turn = yield Generate(branch.stop, branch.max_tokens)
     return "ended" if turn.stop is None else "answered"

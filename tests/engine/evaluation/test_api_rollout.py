@@ -11,7 +11,8 @@ from evaluate_cases import refusal, write_asked
 from stored_cases import stored
 
 from thresher.cli import main as cli
-from thresher.engine.scoring.continuing import ContinuingEndpoint
+from thresher.engine.episode import Turn
+from thresher.engine.evaluation.api_rollout import ContinuingEndpoint, cut
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
@@ -227,3 +228,10 @@ def test_a_stop_tag_that_was_left_out_is_put_back(
     (found,) = endpoint.continued([(context, ("</search>", "</answer>"), 9)], 0.0)
     assert (found.turn.stop, found.full) == (expected, finish == "length")
     assert found.turn.text.decode().endswith(expected or text)
+
+
+def test_a_reply_is_cut_at_its_first_stop() -> None:
+    stop = ("</search>", "</answer>")
+    assert cut("<search>a</search> b <answer>c</answer>", stop) == Turn(b"<search>a</search>", "</search>")
+    assert cut("<answer>c</answer></search>", stop) == Turn(b"<answer>c</answer>", "</answer>")
+    assert cut("plain", stop) == Turn(b"plain", None)

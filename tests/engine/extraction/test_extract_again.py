@@ -13,6 +13,7 @@ import pytest
 from chat_server import ChatServer
 from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, make_agentic, make_plan
 from report_cases import make_run
+from rollout_cases import system_of
 
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
@@ -25,17 +26,13 @@ from thresher.engine.episode import (
     Prompt,
     Retrieved,
     Search,
-    SpawnBranches,
-    System,
-    Turn,
 )
 from thresher.engine.extraction import run as extract_module
-from thresher.engine.extraction.converse import Converser, cut
 from thresher.engine.extraction.figures import summarise
+from thresher.engine.extraction.responder import chat_responder
 from thresher.engine.extraction.run import ExtractionPlan, extract
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.store.journal import Journal
-from thresher.engine.systems import load_system
 from thresher.retrieval.indexes.flat import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.transcript import Source
@@ -221,13 +218,6 @@ def test_figures_leave_out_what_has_no_value() -> None:
 # --- Conversations
 
 
-def test_a_reply_is_cut_at_its_first_stop() -> None:
-    stop = ("</search>", "</answer>")
-    assert cut("<search>a</search> b <answer>c</answer>", stop) == Turn(b"<search>a</search>", "</search>")
-    assert cut("<answer>c</answer></search>", stop) == Turn(b"<answer>c</answer>", "</answer>")
-    assert cut("plain", stop) == Turn(b"plain", None)
-
-
 def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
     def episode(question: Question, tools: EpisodeConfig) -> Any:
         yield Prompt("T {passages} {question}", question.question, question.passages)
@@ -248,49 +238,22 @@ def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
             self.asked.append([[dict(message) for message in talk] for talk in conversations])
             return ["<a>x</a>y" if len(talk) > 1 or "q0" in talk[0]["content"] else "no" for talk in conversations]
 
-    system = System("test", ("<a>", "</a>", "<i>", "</i>"), episode, None, "T")  # type: ignore[arg-type]
+    system = system_of(episode, ("<a>", "</a>", "<i>", "</i>"))
     echo = Echo()
-    converser = Converser(
-        system=system,
-        tools=EpisodeConfig("T", 1),
-        chat=echo,
-        retriever=tiny_index,
-        k=1,
-        passage_format="{text}",
-        max_tokens=9,
-    )
+    talks = chat_responder(echo, system, EpisodeConfig("T", 1), tiny_index, 1, "{text}", 9)
     questions = [Question(f"q{n}", f"q{n} </a> {{passages}}", (), passages=PASSAGES[:1]) for n in range(2)]
-    talks = list(converser.converse(questions))
-    assert [talk.question.id for talk in talks] == ["q0", "q1"] and {talk.reason for talk in talks} == {"done"}
+    found = list(talks.responses(questions))
+    assert [one.question.id for one in found] == ["q0", "q1"] and {one.trajectory.reason for one in found} == {"done"}
     first = echo.asked[0][0][0]["content"]
     (hit,) = tiny_index.search(["mayor"], 1)[0]
     prompt = f"T {PASSAGES[0].text} q0 < /a> {{passages}}"
     assert first == f"{prompt}<i>{hit.passage.text}</i>Go < /a> on."
     assert [len(batch) for batch in echo.asked] == [2, 1] and [len(talk) for talk in echo.asked[1]] == [3]
-    assert [(piece.source, piece.text) for piece in talks[0].pieces][-1] == (Source.POLICY, b"<a>x</a>")
-    assert [piece.source for piece in talks[1].pieces] == [
+    assert [(piece.source, piece.text) for piece in found[0].attempt.pieces][-1] == (Source.POLICY, b"<a>x</a>")
+    assert [piece.source for piece in found[1].attempt.pieces] == [
         *(Source.PROMPT, Source.RETRIEVED, Source.FEEDBACK, Source.POLICY, Source.FEEDBACK, Source.POLICY)
     ]
-    assert talks[0].searches == [{"query": "mayor", "passages": [hit.passage.id]}]
-
-
-def test_a_chat_model_cannot_fork() -> None:
-    def episode(question: Question, tools: EpisodeConfig) -> Any:
-        yield Prompt("", "")
-        yield SpawnBranches({})
-
-    system = replace(load_system("search_r1", {}), episode=episode)
-    converser = Converser(
-        system=system,
-        tools=EpisodeConfig("", 1),
-        chat=None,
-        retriever=None,
-        k=1,
-        passage_format="",
-        max_tokens=1,  # type: ignore[arg-type]
-    )
-    with pytest.raises(TypeError, match="which a chat model cannot serve"):
-        list(converser.converse([Question("q", "Who?", ())]))
+    assert found[0].trajectory.searches == [{"query": "mayor", "passages": [hit.passage.id]}]
 
 
 # --- The command
