@@ -37,7 +37,7 @@ setup(
         "thresher.engine.watching": ["*.js"],
         "thresher.engine.systems": ["*.txt"],
         "thresher.engine.baselines": ["*.txt"],
-        "thresher.engine.refiners": ["*.txt"],
+        "thresher.engine.compressors": ["*.txt"],
     },
     install_requires=[
         "torch>=2.11,<2.14",

@@ -25,7 +25,7 @@ ROOMS = (
     ("engine/baselines", "engine/packing.py", "engine/rollout", "engine/scoring", "engine/sinks"),
     ("engine/planning",),
     ("engine/assemble.py", "engine/parallel"),
-    ("engine/refiners",),
+    ("engine/compressors",),
     ("engine/evaluation", "engine/synthetic"),
     ("engine/extraction", "engine/reporting", "engine/training"),
     ("engine/reproduction", "engine/watching"),

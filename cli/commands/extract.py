@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from thresher.cli import flags
 from thresher.common import console, signals
 from thresher.common.errors import UserError
-from thresher.engine.refiners.kinds import NAMES, UNITS, refining
+from thresher.engine.compressors.options import NAMES, UNITS, compressor_options
 
 if TYPE_CHECKING:
     from thresher.engine.extraction.run import Chosen
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
     if agentic and options.noise:
         raise UserError("--noise adds passages to a question's own, and an agent searches; leave one of them out")
     plan = ExtractionPlan(
-        refining=refining(options.refiner, keep=options.keep, unit=options.unit, sentences=options.sentences),
+        refining=compressor_options(options.refiner, keep=options.keep, unit=options.unit, sentences=options.sentences),
         **_extractor(options),
         generator=generator,
         agent=agent,

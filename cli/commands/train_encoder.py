@@ -1,4 +1,4 @@
-"""`thresher train-encoder`: an encoder that finds the sentences that help. engine/refiners/recomp_train.py does the
+"""`thresher train-encoder`: an encoder that finds the sentences that help. engine/compressors/recomp_train.py does the
 work."""
 
 import argparse
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.refiners.recomp_train import train_recomp
+    from thresher.engine.compressors.recomp_train import train_recomp
 
     figures = train_recomp(
         options.records,

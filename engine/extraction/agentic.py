@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thresher.engine.episode import Episode, EpisodeConfig, Generate, Search, System, Turn
-from thresher.engine.extraction.extractor import Extraction, Extractor
-from thresher.engine.extraction.refined import RefinedExtractor
+from thresher.engine.extraction.extractor import CompressorExtractor, Extraction, Extractor
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, passage_record
 from thresher.retrieval.retriever import Hit, Retriever
@@ -61,7 +60,7 @@ class ReadingRetriever(Retriever):
     """Finds passages for packed agent searches and returns what the extractor takes from them; `readings`, by the
     packed search, keeps what was read on the way."""
 
-    def __init__(self, retriever: Retriever, extractor: Extractor | RefinedExtractor) -> None:
+    def __init__(self, retriever: Retriever, extractor: Extractor | CompressorExtractor) -> None:
         super().__init__()
         self.readings: dict[str, Extraction] = {}
         self._retriever, self._extractor = retriever, extractor

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
+from thresher.engine.compressors.options import Compressor
 from thresher.engine.episode import Episode, EpisodeConfig, Generate, System
 from thresher.engine.protocol.prompts import truncate_passages
 from thresher.engine.rollout.rollout import Job
@@ -98,6 +99,34 @@ class Extractor:
         if self.evidence_tokens is None or len(ids) <= self.evidence_tokens:
             return evidence
         return self.tokenizer.decode_bytes(ids[: self.evidence_tokens]).decode("utf-8", "ignore").strip()
+
+
+class CompressorExtractor:
+    """A compressor in an extractor's place: what it keeps of the passages is the evidence, and there is no rationale.
+    Passages are read whole, however long."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+
+    def check(self, questions: Sequence[Question]) -> None:
+        """Nothing has to fit anywhere."""
+
+    def extract(self, questions: Sequence[Question]) -> list[Extraction]:
+        evidence = self._compressor.compress(questions)
+        lengths = iter(self._compressor.count_tokens([p.text for question in questions for p in question.passages]))
+        return [
+            Extraction(
+                rationale=None,
+                evidence=kept,
+                passages=question.passages,
+                cut_passages=0,
+                passage_tokens=sum(next(lengths) for _ in question.passages),
+                evidence_tokens=length,
+                rationale_tokens=0,
+                reason="refined",
+            )
+            for question, kept, length in zip(questions, evidence, self._compressor.count_tokens(evidence), strict=True)
+        ]
 
 
 def spans_of(system: System) -> tuple[str, str | None]:

@@ -1,5 +1,5 @@
 """`thresher extract`: EviOmni in use, evidence before the answer, in a traditional and in an agentic loop; and other
-refiners in its place (engine/refiners/kinds.py), as rows that it is compared with.
+compressors in its place (engine/compressors/options.py), as rows that it is compared with.
 
     traditional   passages P of q, given or retrieved, and noise  ->  extractor(q, P) = r, e
                   ->  a generator, if any: answer(q, e)
@@ -27,17 +27,16 @@ from thresher.common.locks import locked_file
 from thresher.engine.assemble import load_retrieval, load_run_context
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.evidence import answers_from
+from thresher.engine.compressors.compressors import load_compressor
+from thresher.engine.compressors.options import FILCO_TEMPLATE, CompressorOptions
 from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
 from thresher.engine.config.sections import RetrievalSection, SystemSection
 from thresher.engine.episode import EpisodeConfig, System, read_template
 from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
-from thresher.engine.extraction.extractor import Extraction, Extractor
+from thresher.engine.extraction.extractor import CompressorExtractor, Extraction, Extractor
 from thresher.engine.extraction.figures import fault_of, summarise
-from thresher.engine.extraction.refined import RefinedExtractor
 from thresher.engine.extraction.responder import Responder, chat_responder, local_responder
 from thresher.engine.protocol.prompts import noise_pool, with_noise, with_passages
-from thresher.engine.refiners.kinds import FILCO_TEMPLATE, Refining
-from thresher.engine.refiners.load import load_refiner
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.scoring.score import Scored
 from thresher.engine.store.journal import Journal
@@ -80,7 +79,7 @@ class ExtractionPlan:
     model: str
     questions: str
     out: str
-    refining: Refining | None = None
+    refining: CompressorOptions | None = None
     index: str | None = None
     url: str | None = None
     k: int = 5
@@ -187,13 +186,13 @@ class Loop:
         self.retriever = load_retrieval(
             self.recipe, load_system("eviomni", {}) if self.parts is None else self.parts.system
         )
-        self.extractor: Extractor | RefinedExtractor
+        self.extractor: Extractor | CompressorExtractor
         if refining is None or refining.writes:
             assert self.parts is not None
             self.extractor = Extractor(self.parts, plan.evidence_tokens)
         else:
-            refiner = load_refiner(refining, Path(plan.model), self.recipe.model.device, self.parts)
-            self.extractor = RefinedExtractor(refiner)
+            refiner = load_compressor(refining, Path(plan.model), self.recipe.model.device, self.parts)
+            self.extractor = CompressorExtractor(refiner)
         self.pool: Sequence[Passage] = ()  # that noise is drawn from
         self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
         self.agent: Responder | None = None

@@ -119,10 +119,10 @@ class RolloutClock(DecodeClock):
 class Sample:
     """A sample that is under way.
 
-    length, policy_tokens: tokens of its trajectory so far, and of its turns. room: tokens that the turn which is due may
-    have. limit: the reason that ends the trajectory once they are used up;
-    None: the episode goes on. forks: branches, each with the ids of its context. reported: counted as one of the run's
-    jobs; a branch is not. caller: the sample that waits for this call, and the call's name there.
+    length, policy_tokens: tokens of its trajectory so far, and of its turns. room: tokens that the turn which is due
+    may have. limit: the reason that ends the trajectory once they are used up; None: the episode goes on. forks:
+    branches, each with the ids of its context. reported: counted as one of the run's jobs; a branch is not. caller: the
+    sample that waits for this call, and the call's name there.
     """
 
     job: Job

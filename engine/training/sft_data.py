@@ -6,7 +6,7 @@
     qa            question, passages              the answer                                       EviOmni's generator
     closed-book   question                        the answer
     filco         question, passages              <extract>the sentences that help</extract>       FilCo's filter
-    recomp        sentences to train an encoder on, no transcript: engine/refiners/recomp_data.py  RECOMP's compressor
+    recomp        sentences to train an encoder on, no transcript: compressors/training_data.py  RECOMP's compressor
     reason-extract, extract                       evidence behind its rationale, or alone, of a teacher's transcript
                   question, passages              that answers right           EviOmni's empirical study, Section 2.2
 
@@ -14,7 +14,7 @@ The prompts of qa and closed-book are those that the baselines full_passages, ev
 is the first gold, between answer tags or plain. Where no stop at </answer> can be counted on (qa,
 closed-book, every plain answer), the end of text follows and is trained. An analysis comes from a model that was given
 the gold references and the answer (sft_analyses.py), as in the paper, or, without one, from a sentence that names the
-references; the record's metadata say which. Which sentences help is chosen by engine/refiners/silver.py.
+references; the record's metadata say which. Which sentences help is chosen by engine/compressors/training_data.py.
 
 A record is a transcript as sft.py reads it: passages and question stay data, so that nothing in them can become a tag.
 A teacher's transcripts are those of `thresher eval` with the system eviomni, or anyone's in the form of
@@ -34,8 +34,8 @@ from thresher.common.jsonl import write_jsonl
 from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
+from thresher.engine.compressors.options import FILCO_TEMPLATE
 from thresher.engine.episode import pair_tags
-from thresher.engine.refiners.kinds import FILCO_TEMPLATE
 from thresher.engine.systems import load_system
 from thresher.retrieval.questions import Question, passage_record
 from thresher.rewards.papers.eviomni import full_answer
@@ -45,7 +45,7 @@ from thresher.rewards.text import exact_match
 TAUGHT = {"reason-extract": ("reason", "extract"), "extract": ("extract",)}  # kind -> spans of a teacher's transcript
 KINDS = ("direct", "reasoning", "qa", "closed-book")
 FILCO = "filco"  # its records take a measure, which sft.format has not
-RECOMP = "recomp"  # its records are of an encoder: engine/refiners/recomp_data.py
+RECOMP = "recomp"  # its records are of an encoder: engine/compressors/training_data.py
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")

@@ -1,5 +1,5 @@
 """`thresher data sft`: questions, or a teacher's answers, into transcripts for `thresher sft`, or into sentences to
-train an encoder on. The records are engine/training/sft_data.py's and engine/refiners/recomp_data.py's."""
+train an encoder on. The records are engine/training/sft_data.py's and engine/compressors/training_data.py's."""
 
 import argparse
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from thresher.cli import flags
 from thresher.common import console
 from thresher.common.errors import UserError
-from thresher.engine.refiners.kinds import MEASURES
+from thresher.engine.compressors.options import MEASURES
 from thresher.engine.training.sft_data import FILCO, KINDS, RECOMP, STYLES, TAUGHT, Unused
 
 HELP = "questions, or a teacher's answers, into records for supervised fine-tuning"
@@ -79,7 +79,7 @@ def _of_questions(options: argparse.Namespace, template: str | None) -> tuple[li
         usable = [question for question in questions if why_unusable(question, kind) is None]
         analyses = write_analyses(usable, options.model, options.device, options.max_tokens)
     elif kind == FILCO:
-        from thresher.engine.refiners.silver import silver_evidence
+        from thresher.engine.compressors.training_data import silver_evidence
 
         author = options.measure
         usable = [question for question in questions if why_unusable(question, kind) is None]
@@ -89,7 +89,7 @@ def _of_questions(options: argparse.Namespace, template: str | None) -> tuple[li
 
 def _contrasts(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Unused]]:
     """Records of an encoder, and what gave none."""
-    from thresher.engine.refiners.recomp_data import MARGIN, make_contrasts
+    from thresher.engine.compressors.training_data import MARGIN, make_contrasts
     from thresher.engine.training.sft_data import why_unusable
     from thresher.retrieval.questions import read_questions
 

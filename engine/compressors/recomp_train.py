@@ -3,8 +3,8 @@
     loss(q) = -log  exp(<q, p> / tau) / (exp(<q, p> / tau) + sum over n in N of exp(<q, n> / tau))
 
 (Xu, Shi and Choi 2024, "RECOMP", arXiv:2310.04408, section 3.1.) q, p and n are vectors of one encoder, of a question,
-of the sentence that helps most, and of those that help less (recomp_data.py). N is at most 5 of these, the nearest to q
-under the encoder before it is trained. No other question's sentences are contrasted.
+of the sentence that helps most, and of those that help less (training_data.py). N is at most 5 of these, the nearest to
+q under the encoder before it is trained. No other question's sentences are contrasted.
 
 The paper starts from Contriever: mean pooling, no norm, tau = 1. [assumed] to be the paper's: Adam, a learning rate of
 2e-5, batches of 64. [assumed]: three epochs; the rate goes up over the first tenth of the steps and down to 0 over the
@@ -36,7 +36,7 @@ from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import need_room, staged_folder
 from thresher.common.hashes import write_hashes
-from thresher.engine.refiners.recomp_data import Contrast, read_contrasts
+from thresher.engine.compressors.training_data import Contrast, read_contrasts
 from thresher.engine.threads import threads_for, use_threads
 from thresher.retrieval.encoders.learned import (
     CPU_BATCH_TOKENS,

@@ -1,9 +1,9 @@
-"""The refiners of `thresher extract --refiner`, and what each may be told.
+"""Compressors of `thresher extract --refiner`, with their options.
 
     filco              a policy writes the sentences that help, after filco.txt   engine/extraction/extractor.py
-    selective-context  units of most self-information under a policy              selective_context.py
-    recomp             sentences whose vectors are next to the question's         recomp.py
-    llmlingua-2        words that a classifier of tokens keeps                    llmlingua2.py
+    selective-context  units of most self-information under a policy              compressors.py
+    recomp             sentences whose vectors are next to the question's         compressors.py
+    llmlingua-2        words that a classifier of tokens keeps                    compressors.py
 
 Deliberately absent: torch, for the command line reads this file.
 """
@@ -20,10 +20,10 @@ Name = Literal["filco", "selective-context", "recomp", "llmlingua-2"]
 Unit = Literal["sentence", "token"]
 NAMES: tuple[Name, ...] = ("filco", "selective-context", "recomp", "llmlingua-2")
 UNITS: tuple[Unit, ...] = ("sentence", "token")
-MEASURES = ("inclusion", "overlap", "cxmi")  # by which FilCo's sentences are chosen: silver.py
+MEASURES = ("inclusion", "overlap", "cxmi")  # by which FilCo's sentences are chosen: training_data.py
 FILCO_TEMPLATE = Path(__file__).with_name("filco.txt")
 
-# Option -> the refiners that have it, and their default.
+# Option -> the compressors that have it, and their default.
 _OPTIONS: dict[str, dict[str, object]] = {
     "keep": {"selective-context": 0.5, "llmlingua-2": 0.5},
     "unit": {"selective-context": "sentence"},
@@ -32,8 +32,8 @@ _OPTIONS: dict[str, dict[str, object]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refining:
-    """A refiner with its options, None for those that it does not have; made by `refining`.
+class CompressorOptions:
+    """A compressor with its options, None for those that it does not have; made by `compressor_options`.
 
     keep: share of the units that are kept, in (0, 1]. unit: of selective-context. sentences: how many, of recomp.
     """
@@ -54,10 +54,11 @@ class Refining:
         return self.name in ("recomp", "llmlingua-2")
 
 
-def refining(
+def compressor_options(
     name: Name | None, *, keep: float | None = None, unit: Unit | None = None, sentences: int | None = None
-) -> Refining | None:
-    """The refiner with its defaults filled in; None: none is named. UserError for an option that it does not have."""
+) -> CompressorOptions | None:
+    """Return the compressor with its defaults filled in; None: none is named. UserError for an option that
+    it does not have."""
     options: dict[str, object] = {"keep": keep, "unit": unit, "sentences": sentences}
     for key, value in options.items():
         having = _OPTIONS[key]
@@ -65,12 +66,12 @@ def refining(
             raise UserError(f"--{key} is for --refiner {' or '.join(having)}; name it, or leave --{key} out")
         if value is None and name is not None:
             options[key] = having.get(name)
-    return None if name is None else Refining(name=name, **options)  # type: ignore[arg-type]
+    return None if name is None else CompressorOptions(name=name, **options)  # type: ignore[arg-type]
 
 
-class Refiner(Protocol):
-    def refine(self, questions: Sequence[Question]) -> list[str]:
+class Compressor(Protocol):
+    def compress(self, questions: Sequence[Question]) -> list[str]:
         """What is kept of each question's passages, in their order; they keep a line each."""
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """The length of each text, in the tokens that this refiner reads."""
+        """The length of each text, in the tokens that this compressor reads."""

@@ -18,8 +18,8 @@ from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.common.records import read_object, write_object
 from thresher.engine.baselines.evidence import read_evidence
+from thresher.engine.compressors.options import Name, compressor_options
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
-from thresher.engine.refiners.kinds import Name, refining
 from thresher.retrieval.questions import Question
 
 
@@ -38,7 +38,7 @@ def encoder(folder: Path, name: str) -> Path:
 
 def with_refiner(plan: ExtractionPlan, name: Name, folder: Path, **options: Any) -> ExtractionPlan:
     model = plan.model if name == "selective-context" else str(encoder(folder, name))
-    return replace(plan, model=model, refining=refining(name, **options))
+    return replace(plan, model=model, refining=compressor_options(name, **options))
 
 
 def untimed(plan: ExtractionPlan) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def test_a_file_of_evidence_that_is_gone_on_with(plan: ExtractionPlan, name: Nam
     assert untimed(plan) == whole and seen == [(1, 3), (3, 3)]
     changed = "sentences" if name == "recomp" else "keep"
     with pytest.raises(UserError, match="was begun with refining"):
-        extract(replace(plan, refining=refining(name, **{changed: {"sentences": 2, "keep": 0.3}[changed]})))
+        extract(replace(plan, refining=compressor_options(name, **{changed: {"sentences": 2, "keep": 0.3}[changed]})))
     with pytest.raises(UserError, match=f"--template is a prompt, and --refiner {name} has none"):
         extract(replace(plan, template=str(tmp_path / "t.txt"), out=str(tmp_path / "other.jsonl")))
 
@@ -87,7 +87,7 @@ def test_a_generator_answers_from_what_an_encoder_keeps(
 
 def test_filco_writes_without_a_rationale_and_in_its_prompt(plan: ExtractionPlan, script: Callable[..., None]) -> None:
     wide = (*SMALL, "rollout.max_context=1024")
-    plan = replace(plan, refining=refining("filco"), overrides=wide, batch=3)
+    plan = replace(plan, refining=compressor_options("filco"), overrides=wide, batch=3)
     script({n: [extracted("", "Carl")[len("<reason></reason>") :]] for n in range(3)})
     figures = extract(plan)
     assert {(line["evidence"], line["ended"]) for line in lines(plan)} == {("Carl", "extracted")}

@@ -16,10 +16,9 @@ from stored_cases import stored
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.common.hashes import read_hashes
-from thresher.engine.refiners import recomp_train
-from thresher.engine.refiners.recomp_data import Contrast, make_contrasts, read_contrasts
-from thresher.engine.refiners.recomp_train import contrastive_loss, evaluate, train_recomp
-from thresher.engine.refiners.silver import AnswerLikelihood
+from thresher.engine.compressors import recomp_train
+from thresher.engine.compressors.recomp_train import contrastive_loss, evaluate, train_recomp
+from thresher.engine.compressors.training_data import AnswerLikelihood, Contrast, make_contrasts, read_contrasts
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.encoders.bert import tensors_of
 from thresher.retrieval.encoders.learned import load_encoder

@@ -1,34 +1,44 @@
-"""Which sentences a filter is to learn to write: FilCo's three measures of how a sentence t helps to answer q with o.
+"""Sentences that compressors are trained on, chosen by how much each helps to answer the question.
+
+FilCo (Wang et al. 2023, "Learning to Filter Context for Retrieval-Augmented Generation", arXiv:2311.08377, section
+2.2): what a filter is to learn to write, by one of three measures of how a sentence t helps to answer q with o.
 
     inclusion   t holds a gold answer                                         every such sentence
     overlap     F1 of the words of t and o                                    the best, if it is above 0
     cxmi        log p(o | t, q) - log p(o | q), under a generator             the best, if it is above 0
 
-(Wang et al. 2023, "Learning to Filter Context for Retrieval-Augmented Generation", arXiv:2311.08377, section 2.2, which
-takes inclusion for NQ and TriviaQA and cxmi for HotpotQA.) Of all passages together [assumed: its code asks for one
-passage at a time, the papers that compare with it show five]. Where no sentence helps, nothing is what the filter is to
-write. o is the first gold answer; the thresholds are those of its code. RECOMP's records (recomp_data.py) ask the same
-generator.
+The paper takes inclusion for NQ and TriviaQA and cxmi for HotpotQA. Sentences are those of all passages together
+[assumed: its code asks for one passage at a time, the papers that compare with it show five]. Where no sentence helps,
+nothing is what the filter is to write. The thresholds are those of its code.
 
-The generator is asked in the prompt of `data sft --kind qa`, with t as the one passage or with none, as the baseline
-`evidence` asks it.
+RECOMP (Xu, Shi and Choi 2024, arXiv:2310.04408, section 3.1): the sentence that helps most, and those that help less.
+
+    p = argmax_s log p(o | s, q),    N = {s : log p(o | s, q) < log p(o | p, q) - margin}
+
+A question without such N has no record; whether p helps more than no sentence is not asked [assumed]. Which of N are
+shown in training is recomp_train.py's business. A record is a line of JSON, {"id", "question", "positive",
+"negatives"}.
+
+o is the first gold answer [assumed]. The generator is asked in the prompt of `data sft --kind qa`, with t as the one
+passage or with none, as the baseline `evidence` asks it.
 """
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from thresher.common import console
 from thresher.common.errors import UserError
+from thresher.common.jsonl import Record, checked_string, id_field, iter_jsonl, json_kind, string_field
 from thresher.engine.assemble import check_fit
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
+from thresher.engine.compressors.compressors import Likelihood, lines, sentence_texts
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.episode import Prompt, pair_tags
 from thresher.engine.protocol.prompts import Renderer
-from thresher.engine.refiners.likelihood import Likelihood
-from thresher.engine.refiners.spans import lines, sentence_texts
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import load_tokenizer
 from thresher.retrieval.data.formats import Passage
@@ -37,6 +47,7 @@ from thresher.rewards.tags import escape_tags
 from thresher.rewards.text import contains_answer, f1_score
 
 TAGS = pair_tags("answer")
+MARGIN = 1.0  # in nats [assumed]
 
 
 class AnswerLikelihood:
@@ -117,3 +128,60 @@ def _helpful(question: Question, texts: Sequence[str], measure: str, likelihood:
         scores = [value - base for value in given]
     best = max(range(len(texts)), key=lambda number: scores[number])
     return [number == best and scores[number] > 0 for number in range(len(texts))]
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """A question, the sentence that helps most, and at least one that helps less."""
+
+    id: str
+    question: str
+    positive: str
+    negatives: tuple[str, ...]
+
+    def to_dict(self) -> Record:
+        return {"id": self.id, "question": self.question, "positive": self.positive, "negatives": list(self.negatives)}
+
+
+def make_contrasts(
+    questions: Sequence[Question], model: str | Path, margin: float, device: str = "cpu", tagged: bool = True
+) -> dict[str, Contrast]:
+    """Question id -> its record, for those where a sentence falls short of the best by more than `margin` nats.
+
+    Every question has an answer and passages. model: the generator; device and tagged as `AnswerLikelihood` has them.
+    """
+    likelihood = AnswerLikelihood(model, device, tagged)
+    found = {}
+    with console.progress_line("sentences", len(questions)) as line:
+        for done, question in enumerate(questions, 1):
+            split = (text for passage in question.passages for text in sentence_texts(passage.text))
+            texts = [text for text in dict.fromkeys(split) if text]
+            values = likelihood.logprobs(question, texts)
+            best = max(values, default=0.0)
+            negatives = tuple(text for text, value in zip(texts, values, strict=True) if value < best - margin)
+            if negatives:
+                positive = texts[values.index(best)]
+                found[question.id] = Contrast(question.id, question.question, positive, negatives)
+            line.to(done, "")
+    return found
+
+
+def read_contrasts(path: str | Path) -> list[Contrast]:
+    """The records of a file, two or more, since one is held out. UserError names the line of one that is no such
+    record."""
+    found = [_contrast(record, row, f"{path}:{row}") for row, record in iter_jsonl(path)]
+    if len(found) < 2:
+        raise UserError(f"{path}: expected 2 records or more, found {len(found)}; give more questions to data sft")
+    return found
+
+
+def _contrast(record: Record, row: int, where: str) -> Contrast:
+    listed = record.get("negatives")
+    if not isinstance(listed, list) or not listed:
+        kind = "an empty list" if listed == [] else json_kind(listed)
+        raise UserError(f'{where}: expected a list of sentences under "negatives", found {kind}; fix this record')
+    positive = string_field(record, "positive", where)
+    negatives = tuple(checked_string(text, f'{where}: a sentence of "negatives"') for text in listed)
+    if positive in negatives:
+        raise UserError(f'{where}: the positive sentence is among the "negatives" as well; take it out of one of them')
+    return Contrast(id_field(record, row, where), string_field(record, "question", where), positive, negatives)

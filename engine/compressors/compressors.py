@@ -1,0 +1,276 @@
+"""Compressors of `thresher extract --refiner`: they keep parts of passages by a score, and write nothing."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from thresher.common.errors import UserError
+from thresher.engine.assemble import RunContext
+from thresher.engine.compressors.options import Compressor, CompressorOptions, Unit
+from thresher.engine.packing import TrainSequence, pack
+from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
+from thresher.kernels.logprob import token_logprobs
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.encoders.learned import LearnedEncoder, load_encoder
+from thresher.retrieval.encoders.token_classifier import TokenClassifier, load_token_classifier
+from thresher.retrieval.questions import Question
+
+# Behind these a full stop ends no sentence; nor does it behind a single capital, as in "J. Smith" or "U.S. Steel".
+_TITLES = (
+    "Mr Mrs Ms Dr Prof Rev Hon Gen Col Lt Sgt Capt St Mt Ft Jr Sr vs etc No Nos Vol pp cf al ca Inc Ltd Co Corp "
+    "Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec"
+)
+_ABBREVIATED = re.compile(rf"(?:^|[\s(\"'.])(?:[A-Z]|i\.e|e\.g|{'|'.join(_TITLES.split())})\.$")
+_END = re.compile(r"(?:[.!?]+[\"'”’)\]]*\s+|[。！？]+[」』”）]*\s*|\n\s*\n)")
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # of one forward
+
+
+def load_compressor(refining: CompressorOptions, folder: Path, device: str, parts: RunContext | None) -> Compressor:
+    """parts: those of `folder`, where the refiner is a policy's. UserError for a folder that is no such model."""
+    if refining.name == "selective-context":
+        assert parts is not None and refining.keep is not None and refining.unit is not None
+        return SelectiveContext(parts.policy, parts.tokenizer, refining.keep, refining.unit)
+    if refining.name == "recomp":
+        assert refining.sentences is not None
+        return Recomp(load_encoder(folder, device=device), refining.sentences)
+    assert refining.name == "llmlingua-2" and refining.keep is not None
+    return LlmLingua2(load_token_classifier(folder, device=device), refining.keep)
+
+
+class SelectiveContext:
+    """Leaves out what a language model would have guessed; the question plays no part. UserError for a policy with no
+    token that begins or ends a text.
+
+        I(x_t) = -log p(x_t | x_<t),    I(unit) = mean of I over its tokens,    kept: I(unit) >= the (1 - keep) quantile
+
+    (Li et al. 2023, "Compressing Context to Enhance Inference Efficiency of Large Language Models", arXiv:2310.06201,
+    equations 1 to 3.) Units are sentences or tokens, of all passages of a question together. The paper sums a unit's
+    tokens, which keeps the long ones; the mean is its code's, and ours. Its code reads each sentence by itself; here,
+    as the paper has it, a token's condition is its passage up to there [assumed: each passage is a text of its own,
+    behind the token that begins a text, or one that ends one]. Phrases, the paper's best unit, take a
+    parser and are absent.
+    """
+
+    def __init__(self, policy: Policy, tokenizer: Tokenizer, keep: float, unit: Unit) -> None:
+        self._likelihood, self._tokenizer = Likelihood(policy, tokenizer), tokenizer
+        self._keep, self._unit = keep, unit
+        self._begin = list(tokenizer.begin_ids)
+        if not self._begin:
+            config = policy.config
+            marks = [config.bos_token_id, *config.eos_token_ids]
+            self._begin = [token for token in marks if token is not None][:1]
+        if not self._begin:
+            raise UserError(
+                "selective-context: the model names no token that begins or ends a text (bos_token_id, eos_token_id), "
+                "so a passage's first token has nothing to follow; add one to its config.json"
+            )
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(ids) for ids in self._tokenizer.encode_batch(texts)]
+
+    def compress(self, questions: Sequence[Question]) -> list[str]:
+        texts = [passage.text for question in questions for passage in question.passages]
+        encoded = iter(self._tokenizer.encode_batch(texts))
+        ids = [[next(encoded) for _ in question.passages] for question in questions]
+        flat = iter(self.self_information([one for passages in ids for one in passages]))
+        return [
+            self._kept(question, passages, [next(flat) for _ in passages])
+            for question, passages in zip(questions, ids, strict=True)
+        ]
+
+    def self_information(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of each text's tokens, in nats. What is longer than the policy's context is read in stretches of that."""
+        room = self._likelihood.longest - len(self._begin)
+        sequences, owners = [], []
+        for number, ids in enumerate(texts):
+            for start in range(0, len(ids), room):
+                sequence = [*self._begin, *ids[start : start + room]]
+                sequences.append((sequence, list(range(len(self._begin), len(sequence)))))
+                owners.append(number)
+        found: list[list[float]] = [[] for _ in texts]
+        for number, logprobs in zip(owners, self._likelihood.logprobs(sequences), strict=True):
+            found[number] += [-value for value in logprobs]
+        return found
+
+    def _kept(self, question: Question, ids: list[list[int]], information: list[list[float]]) -> str:
+        if self._unit == "token":
+            keep = iter(most([value for values in information for value in values], self._keep))
+            kept = ([token for token in one if next(keep)] for one in ids)
+            return lines([[self._tokenizer.decode_bytes(one).decode("utf-8", "ignore")] for one in kept])
+        spans = [sentences(passage.text) for passage in question.passages]
+        scores = [
+            self._of_sentences(passage.text, *parts)
+            for passage, parts in zip(question.passages, zip(spans, ids, information, strict=True), strict=True)
+        ]
+        keep = iter(most([score for values in scores for score in values], self._keep))
+        return lines(
+            [
+                [passage.text[start:end] for start, end in found if next(keep)]
+                for passage, found in zip(question.passages, spans, strict=True)
+            ]
+        )
+
+    def _of_sentences(
+        self, text: str, spans: list[tuple[int, int]], ids: list[int], information: list[float]
+    ) -> list[float]:
+        """The mean over the tokens whose last byte lies in each span; 0 for a span without one."""
+        ends = list(accumulate(len(self._tokenizer.token_bytes(token)) for token in ids))
+        means, first = [], 0
+        for _, end in spans:
+            limit, behind = len(text[:end].encode("utf-8", "replace")), first
+            while behind < len(ends) and ends[behind] <= limit:
+                behind += 1
+            means.append(sum(information[first:behind]) / max(behind - first, 1))
+            first = behind
+        return means
+
+
+@dataclass(frozen=True)
+class Recomp:
+    """Keeps the sentences whose vectors are next to the question's: `count` of them, or as many as there are.
+
+        score(s) = <enc_q(q), enc_s(s)>,    kept: the first N of all passages' sentences, in the passages' order
+
+    (Xu, Shi and Choi 2024, "RECOMP", arXiv:2310.04408, section 3.1; N is 1 for NQ and TriviaQA there, 2 for HotpotQA.)
+    Any encoder of `retrieval.encoders` serves: RECOMP's own are Contrievers that were trained on which sentence makes
+    the answer likely (here: recomp_train.py), and one that was not trained so is its baseline. [assumed]: titles are no
+    part of a sentence. Of sentences with the same score the first wins.
+    """
+
+    encoder: LearnedEncoder
+    count: int
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return self.encoder.count_tokens(list(texts))
+
+    def compress(self, questions: Sequence[Question]) -> list[str]:
+        parts = [[sentence_texts(passage.text) for passage in question.passages] for question in questions]
+        flat = [sentence for passages in parts for part in passages for sentence in part]
+        queries_QH = self.encoder.encode_queries([question.question for question in questions])
+        vectors_NH = self.encoder.encode_passages(flat)
+        kept, at = [], 0
+        for query_H, passages in zip(queries_QH, parts, strict=True):
+            count = sum(map(len, passages))
+            scores_N = vectors_NH[at : at + count].astype(np.float64) @ query_H.astype(np.float64)
+            first = set(np.argsort(-scores_N, kind="stable")[: self.count].tolist())
+            numbers = iter(range(count))
+            kept.append(lines([[sentence for sentence in part if next(numbers) in first] for part in passages]))
+            at += count
+        return kept
+
+
+@dataclass(frozen=True)
+class LlmLingua2:
+    """Keeps the words that a classifier of tokens would keep, whatever the question.
+
+        p(word) = mean over its tokens of p(keep),    kept: p(word) >= the (1 - keep) quantile over all passages' words
+
+    (Pan et al. 2024, "LLMLingua-2", arXiv:2403.12968, section 3.2; the classifier is retrieval/encoders/
+    token_classifier.py.) Words are kept as they stand, punctuation that touches them included. Its code takes the
+    quantile within each stretch of 512 tokens and weighs words by their tokens; here each word of a question's passages
+    is one. No token is kept by force, and there is no choice among passages before that among words.
+    """
+
+    classifier: TokenClassifier
+    keep: float
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return self.classifier.count_tokens(texts)
+
+    def compress(self, questions: Sequence[Question]) -> list[str]:
+        found = iter(self.classifier.words([p.text for question in questions for p in question.passages]))
+        kept = []
+        for question in questions:
+            passages = [next(found) for _ in question.passages]
+            keep = iter(most([value for words in passages for _, value in words], self.keep))
+            kept.append(lines([[word for word, _ in words if next(keep)] for words in passages]))
+        return kept
+
+
+class Likelihood:
+    """Log-probs of texts that somebody else wrote, under a policy, without gradients. UserError where no attention
+    serves the policy here."""
+
+    def __init__(self, policy: Policy, tokenizer: Tokenizer) -> None:
+        self.policy, self.tokenizer = policy, tokenizer
+        self.longest = policy.config.max_position_embeddings
+        try:
+            backend = resolve_attention("auto", policy.device, policy.dtype, policy.config.head_dim, "training")
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        self._attention = load_attention(backend)
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """(ids, positions) -> the log-prob of the id at each of the positions, in nats, given all ids before it.
+
+        Positions ascend and are 1 or more; a sequence is no longer than the policy's context. Greedy in nothing: the
+        distribution is that of temperature 1 over the tokenizer's ids.
+        """
+        items = [
+            TrainSequence(ids=ids, positions=positions, old_logprobs=[0.0] * len(positions), advantage=0.0, weight=0.0)
+            for ids, positions in sequences
+        ]
+        found: list[list[float]] = [[] for _ in sequences]
+        policy = self.policy
+        for batch in pack(items, BATCH_TOKENS[policy.device.type], policy.device, self._attention):
+            hidden_TH = policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
+            logprobs_R, _ = token_logprobs(
+                batch.pick(hidden_TH), policy.head_VH, batch.targets_R, vocab_size=self.tokenizer.vocab_size
+            )
+            values = logprobs_R.tolist()
+            for number in batch.items:
+                count = len(items[number].positions)
+                found[number], values = values[:count], values[count:]
+        return found
+
+
+def sentences(text: str) -> list[tuple[int, int]]:
+    """(start, end) of each sentence, in order; together they are the whole text, and white space goes with what stands
+    before it.
+
+    By marks of punctuation and white space: a lower case letter begins none, nor does what stands behind an
+    abbreviation. Of the 4,117 sentences that HotpotQA marks in its first 100 dev questions it finds the end of 98%, and
+    99% of what it finds are such ends.
+    """
+    spans, start = [], 0
+    for match in _END.finditer(text):
+        end = match.end()
+        abbreviated = match[0].strip() == "." and _ABBREVIATED.search(text[start : match.start() + 1])
+        if match[0].startswith(".") and end < len(text) and (abbreviated or text[end].islower()):
+            continue
+        if text[start:end].strip():
+            spans.append((start, end))
+            start = end
+    if start < len(text):
+        if text[start:].strip() or not spans:
+            spans.append((start, len(text)))
+        else:
+            spans[-1] = (spans[-1][0], len(text))
+    return spans
+
+
+def sentence_texts(text: str) -> list[str]:
+    """The sentences of `text`, in order, without white space around them."""
+    return [text[start:end].strip() for start, end in sentences(text)]
+
+
+def most(scores: Sequence[float], keep: float) -> list[bool]:
+    """Which units have a score of the (1 - keep) quantile or more, interpolated between units: about a share of `keep`
+    of them, the highest, and one at least where there is any."""
+    if not scores:
+        return []
+    values = np.asarray(scores, np.float64)
+    return list((values >= np.quantile(values, 1.0 - keep)).tolist())
+
+
+def lines(parts: Sequence[Sequence[str]]) -> str:
+    """What is kept of each passage, a line each; a passage of which nothing is kept has none."""
+    joined = (" ".join(part.strip() for part in kept if part.strip()) for kept in parts)
+    return "\n".join(line for line in joined if line)
