@@ -55,7 +55,7 @@ setup(
         "data": [ARROW],
         "cpu": ["faiss-cpu>=1.8"],
         "gpu": ["faiss-gpu>=1.15"],
-        # Trackers, each by the name that `[run] sinks` has.
+        # Trackers, each by the name that `[run] trackers` has.
         "tensorboard": ["tensorboard>=2.14"],
         "wandb": ["wandb>=0.17"],
         "trackio": ["trackio>=0.5"],

@@ -60,11 +60,11 @@ def add_set(parser: ArgumentParser, metavar: str = "SECTION.KEY=VALUE", text: st
 
 
 def add_resume(parser: ArgumentParser, run: str) -> None:
-    """`--resume` and `--from`, of commands that write checkpoints. run: whose checkpoints, in words. `resumed` reads
-    them."""
+    """Add `--resume` and `--resume-from`, which `resumable` reads, for commands that write checkpoints. run: whose
+    checkpoints, in words."""
     parser.add_argument("--resume", action="store_true", help=f"go on from the {run}'s last checkpoint")
     parser.add_argument(
-        "--from",
+        "--resume-from",
         dest="from_step",
         type=natural,
         metavar="STEP",
@@ -75,19 +75,19 @@ def add_resume(parser: ArgumentParser, run: str) -> None:
 @contextmanager
 def resumable(options: Namespace, folder: Path) -> Iterator[None]:
     """An interrupt inside says up to which step the run in `folder` is saved, and the command that goes on. UserError
-    for --from without --resume.
+    for --resume-from without --resume.
 
-    Once the run has gone back to the step of --from, that command has no --from, or it would lose what was learned
-    since."""
+    Once the run has gone back to the step of --resume-from, that command has no --resume-from, or it
+    would lose what was learned since."""
     from thresher.common import signals
     from thresher.engine.store.run_folder import count_starts, saved_so_far
 
     if options.from_step is not None and not options.resume:
-        raise UserError("--from is for going back in a run that is there; give it with --resume")
+        raise UserError("--resume-from is for going back in a run that is there; give it with --resume")
     starts = count_starts(folder)
 
     def spent() -> str:
-        return "--from" if count_starts(folder) > starts else ""
+        return "--resume-from" if count_starts(folder) > starts else ""
 
     with signals.keeping(lambda: saved_so_far(folder), "--resume", spent):
         yield

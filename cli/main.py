@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
     from thresher.common import console  # brings numpy, before which `main` decides how its threads wait
+    from thresher.engine.config.renamed import current_words
 
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    words = current_words(sys.argv[1:] if arguments is None else list(arguments))
     as_json = "--json" in words and not {"-h", "--help"} & set(words)
     # Read before they are parsed, for a mistake in the flags is answered as they want it.
     with console.answering(quiet="--quiet" in words) as answer:

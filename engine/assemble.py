@@ -70,14 +70,15 @@ class RunContext(PromptContext):
         blocks = Rollout.blocks_for(limits)
         if limits.attention != "torch":
             # On a GPU the cache takes what memory there is when a rollout begins, and has to hold one context.
-            blocks = 1 + -(-limits.max_context // limits.page_size)
-        needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.page_size, self.policy.dtype.itemsize)
+            blocks = 1 + -(-limits.max_context // limits.kv_block_size)
+        needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.kv_block_size, self.policy.dtype.itemsize)
         available = free_memory(self.policy.device)
         if needed > available:
             raise UserError(
-                f"the KV cache for {(blocks - 1) * limits.page_size} tokens, by rollout.max_running = "
-                f"{limits.max_running} and rollout.max_context = {limits.max_context}, takes {needed / 2**30:.1f} GiB, "
-                f"and there are {available / 2**30:.1f}; lower one of them, or set rollout.kv_tokens"
+                f"the KV cache for {(blocks - 1) * limits.kv_block_size} tokens, by rollout.max_num_seqs = "
+                f"{limits.max_num_seqs} and rollout.max_context = {limits.max_context}, takes "
+                f"{needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them, or set "
+                "rollout.kv_tokens"
             )
         parts = (self.system, self.tools, self.renderer, limits)
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
@@ -135,11 +136,11 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
             max_turn_tokens=rollout.max_turn_tokens,
             max_policy_tokens=rollout.max_policy_tokens or rollout.max_context,
             max_context=rollout.max_context,
-            max_running=rollout.max_running,
-            page_size=rollout.page_size,
+            max_num_seqs=rollout.max_num_seqs,
+            kv_block_size=rollout.kv_block_size,
             kv_tokens=rollout.kv_tokens,
             share_prefix=rollout.share_prefix,
-            speculate=rollout.speculate,
+            num_draft_tokens=rollout.num_draft_tokens,
         ),
         system_digest=digest,
     )

@@ -41,7 +41,7 @@ questions_per_step = 2
 max_turns = 2
 max_turn_tokens = 6
 max_context = 96
-max_running = 4
+max_num_seqs = 4
 [run]
 steps = 1
 [sft]

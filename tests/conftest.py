@@ -295,7 +295,7 @@ def tiny_rollout(
             max_passage_tokens=max_passage_tokens,
             passage_format='Doc {number}(Title: "{title}") {text}',
         )
-        sizes = {"max_turn_tokens": 48, "max_policy_tokens": 160, "max_context": 360, "max_running": 64, **limits}
+        sizes = {"max_turn_tokens": 48, "max_policy_tokens": 160, "max_context": 360, "max_num_seqs": 64, **limits}
         return Rollout(
             policy or request.getfixturevalue("tiny_policy"),  # taught only where no other is given
             tokenizer,

@@ -16,7 +16,7 @@ from thresher.retrieval.questions import Question, question_record
 
 EOS = "<|endoftext|>"
 ANSWER = "<answer>Carl Dorn</answer>"
-SMALL = ("rollout.max_running=8", "rollout.max_turn_tokens=120", "rollout.max_passage_tokens=200")
+SMALL = ("rollout.max_num_seqs=8", "rollout.max_turn_tokens=120", "rollout.max_passage_tokens=200")
 TEMPLATE = "Q: {question}\nP: {passages}\n"
 PASSAGES = (
     Passage("a", "Anna", "Anna Bell has birthplace Carl Dorn."),

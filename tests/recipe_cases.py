@@ -33,7 +33,7 @@ kl_value = "k2"
 aggregation = "constant"
 aggregation_constant = 256
 old_logprobs = "recomputed"
-importance_cap = 4
+tis_cap = 4
 [optim]
 betas = [0.9, 0.95]
 max_grad_norm = inf
@@ -41,7 +41,7 @@ max_grad_norm = inf
 steps = 7
 [sft]
 transcripts = "t.jsonl"
-gate = 0.9
+stop_at_copy_accuracy = 0.9
 [lora]
 rank = 8
 [judge]

@@ -114,7 +114,7 @@ def shortened(path: Path, world: World, url: str) -> Recipe:
         "rollout.max_turn_tokens": 12,
         "rollout.max_policy_tokens": 20,
         "rollout.max_passage_tokens": 64,
-        "rollout.max_running": 4,
+        "rollout.max_num_seqs": 4,
         "grpo.entropy_coef": 0.1,
         "optim.lr": LR,
         "run.steps": STEPS,

@@ -90,7 +90,7 @@ def recipe_tables(folder: Path, index: Path) -> dict[str, dict[str, Any]]:
             "max_policy_tokens": 80,
             "max_context": 240,
             "max_passage_tokens": 40,
-            "max_running": 8,
+            "max_num_seqs": 8,
         },
         "grpo": {"kl_value": "k2", "beta": 0.02},
         "optim": {"lr": 1e-3, "warmup_ratio": 0.25, "micro_batch_tokens": 400},

@@ -138,7 +138,7 @@ class RolloutSide:
                 max_turn_tokens=max(shape.turns) + 1,
                 max_policy_tokens=sum(shape.turns) + 1,
                 max_context=shape.longest + 1,
-                max_running=shape.samples,
+                max_num_seqs=shape.samples,
                 attention=resolve_attention(
                     "auto", setting.policy.device, setting.policy.dtype, setting.policy.config.head_dim, "rollout"
                 ),

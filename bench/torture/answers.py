@@ -21,7 +21,11 @@ MEMORY = 2 << 30
 LIMITS = ForkLimits(seconds=75, memory=MEMORY)
 SECONDS = 120.0  # that a server lives
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-PATIENCE = [w for of in ("retrieval", "judge") for k in ("patience=1", "timeout=3") for w in ("--set", f"{of}.{k}")]
+PATIENCE = [
+    word
+    for key in ("retrieval.patience=1", "retrieval.timeout=3", "judge.retry_seconds=1", "judge.timeout=3")
+    for word in ("--set", key)
+]
 
 
 def _whole(body: bytes) -> bytes:

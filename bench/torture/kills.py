@@ -67,7 +67,12 @@ JOBS = {
     "sft": Killable(_tuned()),
     "sft, adapters and restarts": Killable(
         _tuned(
-            "lora.rank=2", "sft.steps=12", "sft.held_out=0.2", "sft.gate=1", "sft.gate_every=5", "sft.max_restarts=1"
+            "lora.rank=2",
+            "sft.steps=12",
+            "sft.held_out=0.2",
+            "sft.stop_at_copy_accuracy=1",
+            "sft.gate_every=5",
+            "sft.max_restarts=1",
         )
     ),
     "eval": Killable(eval_words),

@@ -48,7 +48,7 @@ def _resumed(at: Path, out: Path) -> list[str]:
 
 
 def targets() -> dict[str, Readable]:
-    """Every kind with every reader of it; a resume reads the metrics alone, and has --from for --unverified."""
+    """Every kind with every reader of it; a resume reads the metrics alone, and has --resume-from for --unverified."""
     resumed = Readable(("done/metrics.jsonl",), _resumed, "done")
     return {"metrics, train --resume": resumed} | {
         f"{kind}, {reader}": Readable(

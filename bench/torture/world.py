@@ -92,7 +92,7 @@ questions_per_step = 2
 max_turn_tokens = 8
 max_context = 128
 max_passage_tokens = 40
-max_running = 6
+max_num_seqs = 6
 [optim]
 lr = 1e-2
 schedule = "constant"

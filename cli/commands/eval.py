@@ -1,7 +1,7 @@
 """`thresher eval`: its flags, and the recipe that they make, with a file or without one.
 
     thresher eval --model FOLDER --system eval_rar --questions dev.jsonl --index wiki --out runs/eval
-    thresher eval --best runs/train --questions test.jsonl --out runs/eval
+    thresher eval --best-of runs/train --questions test.jsonl --out runs/eval
     thresher eval --answer-url URL --answer-model NAME --system r1 --questions dev.jsonl --out runs/api
 
 What a flag says wins over the file, `--set` over both, and the preset of the system fills what is left open.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HELP = "answer questions with a system or a baseline, and measure"
 PLACE = 40
-EXAMPLE = "thresher eval --best runs/first --questions test.jsonl --out runs/eval"
+EXAMPLE = "thresher eval --best-of runs/first --questions test.jsonl --out runs/eval"
 
 KEYS = {  # flag -> the recipe's key
     "model": "model.path",
@@ -40,7 +40,7 @@ KEYS = {  # flag -> the recipe's key
     "judge_url": "judge.url",
     "judge_model": "judge.model",
     "answer_model": "model.path",  # who answers has the model's place
-    "max_running": "rollout.max_running",  # of `thresher rollout`
+    "max_num_seqs": "rollout.max_num_seqs",  # of `thresher rollout`
 }
 
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model_device(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="model folder")
-    which.add_argument("--best", metavar="RUN", help="a run folder: its recipe, and its checkpoint of best dev EM")
+    which.add_argument("--best-of", metavar="RUN", help="a run folder: its recipe, and its checkpoint of best dev EM")
     add("--system", help="a system's name, or the path of a system's file")
     add("--baseline", metavar="NAME", help="a baseline in the system's place, under the same settings")
     add("--questions", help="JSONL; default: data.dev of the recipe")
@@ -60,7 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--index", help="index folder")
     where.add_argument("--url", help="of a retriever's server")
     add("--k", type=flags.count, help="passages of a search, or of a question that brings none")
-    add("--noise", type=flags.natural, default=0, metavar="N", help="irrelevant passages added to those in the prompt")
+    add(
+        "--distractors",
+        type=flags.natural,
+        default=0,
+        metavar="N",
+        help="irrelevant passages added to those in the prompt",
+    )
     add(
         "--prompt",
         choices=("raw", "chat"),
@@ -95,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
         questions=options.questions,
         limit=options.limit,
         temperature=options.temperature,
-        noise=options.noise,
+        noise=options.distractors,
         baseline=options.baseline,
         best=best,
         allow_keys=tuple(options.allow_key),
@@ -122,12 +128,12 @@ def _answered_by(options: argparse.Namespace) -> "AnsweredBy | None":
 
 
 def eval_recipe(options: argparse.Namespace) -> tuple[Recipe, Best | None]:
-    """The recipe of an evaluation, and the checkpoint that --best chose. UserError where model or system is open."""
-    if options.answer_url is not None and (options.model or options.best):
-        raise UserError("eval: with --answer-url its model answers; leave out --model and --best")
-    best = best_checkpoint(options.best) if options.best else None
-    file = options.recipe or (RunFolder(Path(options.best)).recipe_file if options.best else None)
-    no_model = "eval: no model; give --model FOLDER, or --best RUN, or --answer-url URL, or a recipe"
+    """The recipe of an evaluation, and the checkpoint that --best-of chose. UserError where model or system is open."""
+    if options.answer_url is not None and (options.model or options.best_of):
+        raise UserError("eval: with --answer-url its model answers; leave out --model and --best-of")
+    best = best_checkpoint(options.best_of) if options.best_of else None
+    file = options.recipe or (RunFolder(Path(options.best_of)).recipe_file if options.best_of else None)
+    no_model = "eval: no model; give --model FOLDER, or --best-of RUN, or --answer-url URL, or a recipe"
     no_system = "eval: no system; give --system NAME, or --baseline NAME, or a recipe"
     return flagged_recipe(options, file, no_model, no_system, best), best
 

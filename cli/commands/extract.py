@@ -20,7 +20,7 @@ kept = flags.checked(float, "a share above 0, up to 1", lambda value: 0 < value 
 
 # Flags that are fields of the plan as they are.
 PLAN = (
-    *("questions", "out", "index", "url", "template", "system", "baseline", "noise", "seed", "evidence_tokens"),
+    *("questions", "out", "index", "url", "template", "system", "baseline", "seed", "evidence_tokens"),
     *("actions", "limit", "batch"),
 )
 
@@ -28,7 +28,9 @@ PLAN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder of the extractor, or of the refiner's encoder")
-    which.add_argument("--best", metavar="RUN", help="a run folder: its checkpoint of best dev EM, asked as it trained")
+    which.add_argument(
+        "--best-of", metavar="RUN", help="a run folder: its checkpoint of best dev EM, asked as it trained"
+    )
     protocol = parser.add_mutually_exclusive_group()
     protocol.add_argument("--system", metavar="NAME", help="whose protocol it follows; default: the run's, or eviomni")
     protocol.add_argument(
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--url", help="of a retrieval server instead")
     parser.add_argument("--k", type=flags.count, help="passages of a search; default: the run's, or 5")
     parser.add_argument(
-        "--noise", type=flags.natural, default=0, metavar="N", help="irrelevant passages added to each question's"
+        "--distractors", type=flags.natural, default=0, metavar="N", help="irrelevant passages added to each question's"
     )
     parser.add_argument("--seed", type=flags.natural, default=0, help="of the noise; default 0")
     parser.add_argument(
@@ -97,8 +99,8 @@ def run(options: argparse.Namespace) -> None:
         )
     if agentic and generator is not None:
         raise UserError("with --loop agentic the agent answers; leave out what begins with --answer")
-    if agentic and options.noise:
-        raise UserError("--noise adds passages to a question's own, and an agent searches; leave one of them out")
+    if agentic and options.distractors:
+        raise UserError("--distractors adds passages to a question's own, and an agent searches; leave one of them out")
     plan = ExtractionPlan(
         refining=compressor_options(options.refiner, keep=options.keep, unit=options.unit, sentences=options.sentences),
         **_extractor(options),
@@ -106,6 +108,7 @@ def run(options: argparse.Namespace) -> None:
         agent=agent,
         overrides=tuple(flags.overrides(options)),
         **{name: getattr(options, name) for name in PLAN},
+        noise=options.distractors,
         key_env=options.key_env,
         patience=options.patience,
     )
@@ -126,12 +129,12 @@ def _extractor(options: argparse.Namespace) -> dict[str, Any]:
     from thresher.engine.store.best_checkpoint import best_checkpoint
     from thresher.engine.store.run_folder import RunFolder
 
-    if options.best is None:
+    if options.best_of is None:
         return {"model": options.model, "k": options.k or 5, "prompt": options.prompt or "raw"}
-    tables = read_tables(RunFolder(Path(options.best)).recipe_file)
+    tables = read_tables(RunFolder(Path(options.best_of)).recipe_file)
     return {
-        "model": str(best_checkpoint(options.best).path),
-        "run": options.best,
+        "model": str(best_checkpoint(options.best_of).path),
+        "run": options.best_of,
         "k": options.k or tables.get("retrieval", {}).get("k", 5),
         "prompt": options.prompt or tables["model"].get("prompt", "raw"),
     }

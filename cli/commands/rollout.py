@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n", type=flags.samples, default=1, help="samples a question; default 1")
     add("--temperature", type=flags.temperature, help="0 is greedy; default: the recipe's, or 1")
     add("--seed", type=flags.seed, help="of sampling; default: run.seed of the recipe, or 0")
-    add("--max-running", type=flags.count, metavar="N", help="samples at once; short for --set rollout.max_running=")
+    add("--max-num-seqs", type=flags.count, metavar="N", help="samples at once; short for --set rollout.max_num_seqs=")
     add("--out", required=True, metavar="F.jsonl", help="a line a trajectory, for thresher score or a program")
     add("--resume", action="store_true", help="go on with the file that is there")
 

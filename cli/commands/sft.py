@@ -63,6 +63,6 @@ def run_sft(recipe: "Recipe", out: Path, resume: bool = False, from_step: int | 
     if not figures["passed"]:
         console.console.print(
             f"The gate was not reached: {figures['names copied right']:.0%} of the names were copied right, "
-            f"{sft.gate:.0%} wanted. The model is written all the same; GRPO may learn little from it. "
-            "Try more sft.steps or another run.seed."
+            f"{sft.stop_at_copy_accuracy:.0%} wanted. The model is written all the same; GRPO may learn little from "
+            "it. Try more sft.steps or another run.seed."
         )

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_TEXT, atomic_write_text, read_bytes
 from thresher.engine.config.overrides import override, unsets
+from thresher.engine.config.renamed import current_override, current_tables
 from thresher.engine.config.sections import (
     DataSection,
     GrpoSection,
@@ -63,7 +64,7 @@ MAY_CHANGE = frozenset(
         "run.token_stats_mib",
         "run.threads",
         "run.verify",
-        "run.sinks",
+        "run.trackers",
         "sft.save_every",
     }
     | {
@@ -71,13 +72,13 @@ MAY_CHANGE = frozenset(
         "rollout.attention",
         "rollout.kv_tokens",
         "rollout.share_prefix",
-        "rollout.speculate",
+        "rollout.num_draft_tokens",
         "grpo.reference",
     }
     | {"optim.attention", "optim.share_prefix", "optim.checkpoint_activations", "optim.offload"}
     | {"optim.micro_batch_tokens", "optim.loss_workspace_bytes", "optim.schedule_steps"}
     | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
-    | {f"judge.{key}" for key in ("device", "batch_tokens", "remember", "url", "key_env", "timeout", "patience")}
+    | {f"judge.{key}" for key in ("device", "batch_tokens", "cache_size", "url", "key_env", "timeout", "retry_seconds")}
     | {"judge.concurrency", "judge.replies"}
 )
 
@@ -219,7 +220,7 @@ def read_tables(path: str | Path) -> dict[str, Any]:
     if not os.path.exists(path):
         raise UserError(f"{path}: no such file; give the path of a recipe in TOML{SHIPPED}")
     try:
-        return tomllib.loads(read_bytes(path, MOST_TEXT, stream=True).decode("utf-8-sig"))
+        return current_tables(tomllib.loads(read_bytes(path, MOST_TEXT, stream=True).decode("utf-8-sig")), str(path))
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
@@ -233,12 +234,13 @@ def make_recipe(
     preset: Callable[[str], dict[str, dict[str, Any]]] | None = None,
 ) -> Recipe:
     """`load_recipe` of tables, which are changed in place; `where` names them in errors."""
+    overrides = [current_override(text) for text in overrides]
     flags = {override(tables, text) for text in overrides}
     for text in filter(unsets, overrides):
         check_key(Recipe, text.partition("=")[0])
     section = tables.get("system")
     if preset is not None and isinstance(section, dict) and isinstance(section.get("name"), str):
-        for name, values in preset(section["name"]).items():
+        for name, values in current_tables(dict(preset(section["name"])), f"preset of {section['name']}").items():
             if isinstance(tables.setdefault(name, {}), dict):
                 tables[name] = values | tables[name]
     return from_dict(Recipe, tables, where, flags=flags)

@@ -93,10 +93,10 @@ class RolloutSection(Section):
     max_context: Count = 4096  # of the whole trajectory, prompt and passages included
     max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
     temperature: Annotated[float, Within(LOWEST, HIGHEST)] = 1.0  # of sampling: logits are divided by it
-    max_running: SmallCount = 128  # sequences decoded at once
+    max_num_seqs: SmallCount = 128  # sequences decoded at once
     kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
-    page_size: Count = 64  # positions in a block of the KV cache (what others call a page)
-    speculate: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
+    kv_block_size: Count = 64  # positions in a block of the KV cache (what others call a page)
+    num_draft_tokens: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
     attention: Attention = "auto"  # what computes attention
     share_prefix: bool = True  # attention to what several samples share: computed once, not for each; same results
 
@@ -129,10 +129,10 @@ class GrpoSection(Section):
     updates_per_batch: Count = 1  # optimiser steps per pass over a rollout batch, whole groups split among them
     epochs_per_batch: Count = 1  # passes over a rollout batch, all in one order (PPO's epochs)
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # recorded when sampled, or by a forward of the update's
-    importance: Literal["none", "token", "sequence"] = "none"  # weights recomputed/rollout, of a token or trajectory
-    importance_rule: Literal["truncate", "mask"] = "truncate"  # beyond the cap: the cap, or 0 (and 0 below the floor)
-    importance_cap: Annotated[float, Within(1)] = 2.0  # the largest weight
-    importance_floor: Share | None = None  # of "mask", the smallest; None: 1 / importance_cap
+    tis_level: Literal["none", "token", "sequence"] = "none"  # weights recomputed/rollout, of a token or trajectory
+    tis_rule: Literal["truncate", "mask"] = "truncate"  # beyond the cap: the cap, or 0 (and 0 below the floor)
+    tis_cap: Annotated[float, Within(1)] = 2.0  # the largest weight
+    tis_floor: Share | None = None  # of "mask", the smallest; None: 1 / tis_cap
     shuffle_rewards: bool = False  # the control: rewards shuffled within each group
 
     def check(self) -> None:
@@ -143,14 +143,14 @@ class GrpoSection(Section):
                 "aggregation_constant",
                 f'expected {expected} with aggregation = "{self.aggregation}", got {got}',
             )
-        if self.importance != "none" and self.old_logprobs != "recomputed":
+        if self.tis_level != "none" and self.old_logprobs != "recomputed":
             raise FieldError(
                 "old_logprobs",
-                f'expected "recomputed" with importance = "{self.importance}", for with "rollout" the ratio holds the '
+                f'expected "recomputed" with tis_level = "{self.tis_level}", for with "rollout" the ratio holds the '
                 "weight already",
             )
-        if self.importance_floor is not None and self.importance_rule != "mask":
-            raise FieldError("importance_floor", 'expected none with importance_rule = "truncate", which has no floor')
+        if self.tis_floor is not None and self.tis_rule != "mask":
+            raise FieldError("tis_floor", 'expected none with tis_rule = "truncate", which has no floor')
         if self.reference == "cpu" and self.beta == 0:
             raise FieldError("reference", 'expected a beta > 0 with reference = "cpu", for at 0 there is no reference')
 
@@ -173,7 +173,9 @@ class OptimSection(Section):
     share_prefix: bool = True  # compute once what trajectories begin with alike, where that is worth it
     loss_workspace_bytes: Count | None = None  # of the loss; None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
     checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: recomputed in backward; auto: by plan
-    moments: Literal["float32", "8bit"] = "float32"  # of AdamW; 8bit: in blocks, 2 bytes a weight in place of 8
+    optimizer_state_dtype: Literal["float32", "8bit"] = (
+        "float32"  # of AdamW; 8bit: in blocks, 2 bytes a weight in place of 8
+    )
     offload: Literal["none", "moments", "masters"] = "none"  # to CPU memory: moments, or float32 masters with them
 
 
@@ -191,19 +193,19 @@ class RunSection(Section):
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
     token_stats_mib: Natural = 256  # MiB for the log-probs beside stored trajectories, the oldest deleted; 0: none
     verify: bool = True  # hold checkpoints and indexes against their hashes as they are read
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that get the metrics as well
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that get the metrics as well
 
     def check(self) -> None:
-        if len(set(self.sinks)) < len(self.sinks):
-            raise FieldError("sinks", f"expected each once, got {shown(list(self.sinks))}")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise FieldError("trackers", f"expected each once, got {shown(list(self.trackers))}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftSection(Section):
     """[sft] supervised fine-tuning, on segmented transcripts or on questions with their answers.
 
-    With a gate, copying accuracy on the held-out transcripts is measured every `gate_every` steps: training
-    ends at the first that reaches `gate`, and starts over from another seed if `steps` pass without one.
+    With a gate, copying accuracy on the held-out transcripts is measured every `gate_every` steps: training ends at
+    the first that reaches `stop_at_copy_accuracy`, and starts over from another seed if `steps` pass without one.
     """
 
     transcripts: str | None = None  # JSONL of segmented transcripts
@@ -217,7 +219,9 @@ class SftSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warm-up
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
     held_out: BelowOne = 0.05  # share of the transcripts that is measured and never trained on
-    gate: Share | None = None  # share of names copied right at which training ends; None: it takes all steps
+    stop_at_copy_accuracy: Share | None = (
+        None  # share of names copied right at which training ends; None: it takes all steps
+    )
     gate_every: Count = 50  # steps between two looks at the gate
     min_steps: Natural = 0  # the gate is not asked before
     max_restarts: Natural = 2  # from another seed, where the gate is not reached
@@ -229,7 +233,7 @@ class SftSection(Section):
             raise FieldError("transcripts", f"expected either transcripts or data, questions, got {got}")
         if self.format == "reasoning" and (self.template is not None or self.answer != "tagged"):
             raise FieldError("format", "reasoning has its system's template and tags; leave out template and answer")
-        if self.gate is not None and self.held_out == 0:
+        if self.stop_at_copy_accuracy is not None and self.held_out == 0:
             raise FieldError("held_out", "expected a number > 0 where there is a gate, got 0.0")
 
     @classmethod
@@ -246,7 +250,7 @@ class JudgeSection(Section):
     max_tokens: Count | None = None  # of premise and hypothesis together; None: as many as the classifier can take
     batch_tokens: Count | None = None  # padded tokens of one forward; None: what suits the device
     device: Literal["cpu", "cuda"] = "cpu"  # of the classifier
-    remember: Natural = 65_536  # judged pairs kept in memory
+    cache_size: Natural = 65_536  # judged pairs kept in memory
     # of a server that speaks OpenAI's /v1/chat/completions, for verdicts: of all answers in `eval`, and in `train`
     # where the system is rewarded by them
     url: str | None = None
@@ -254,7 +258,7 @@ class JudgeSection(Section):
     prompt: str = "lenient"  # of verdicts: lenient, strict, or a file with {golds} and {response}
     key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
     timeout: Positive = 120.0  # seconds that one reply may take
-    patience: NotNegative = 300.0  # seconds that the server may stay away
+    retry_seconds: NotNegative = 300.0  # seconds that the server may stay away
     concurrency: SmallCount = 4  # requests under way at once
     replies: str | None = None  # JSONL file that keeps all replies, so that none is paid for twice
 

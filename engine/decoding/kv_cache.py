@@ -100,7 +100,7 @@ class PagedStep:
 def check_page_size(page_size: int) -> None:
     """UserError for a number of slots that softmax would treat otherwise (paged.py, SLOT_STEP)."""
     if page_size < 1 or page_size % SLOT_STEP:
-        raise UserError(f"rollout.page_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
+        raise UserError(f"rollout.kv_block_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
 
 
 class DeviceKV:

@@ -197,7 +197,7 @@ def load_api_context(recipe: Recipe, system: System | None, by: AnsweredBy, answ
         by.model,
         key=None if by.key_env is None else read_key(by.key_env),
         timeout=recipe.judge.timeout,
-        patience=recipe.judge.patience,
+        patience=recipe.judge.retry_seconds,
         concurrency=recipe.judge.concurrency,
         replies=answers,
         say=lambda text: console.print(text, markup=False, soft_wrap=True),

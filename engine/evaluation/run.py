@@ -1,6 +1,6 @@
 """`thresher eval`, from questions to table: generated part by part, kept as it grows, then scored and measured.
 
-    questions -> passages, noise, cut to what fits -> parts of 2 x max_running: rollout, append to the folder
+    questions -> passages, noise, cut to what fits -> parts of 2 x max_num_seqs: rollout, append to the folder
               -> judges (entailment, verdicts) -> rewards -> measures, intervals -> trajectories, table
 
 What is costly comes first and is on the disk before any judge is asked. Whatever ends an evaluation early (a kill, a
@@ -52,17 +52,17 @@ from thresher.rewards.papers.evinote import evinote_claims
 from thresher.rewards.text import contains_answer
 
 NOTES = ("summary", "evidence", "extract", "evaluate", "analysis")  # tags of what may entail an answer
-PART = 2  # times max_running: so much a kill may lose; the fewer, the more often a batch runs empty
+PART = 2  # times max_num_seqs: so much a kill may lose; the fewer, the more often a batch runs empty
 # Keys of the recipe that decide no trajectory, or only where it is computed.
 _FREE = {
     "model": {"device"},
     "retrieval": {"timeout", "patience"},
     "rollout": {
-        "max_running",
-        "page_size",
+        "max_num_seqs",
+        "kv_block_size",
         "kv_tokens",
         "attention",
-        "speculate",
+        "num_draft_tokens",
         "group_size",
         "questions_per_step",
         "temperature",
@@ -95,7 +95,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     settings = settings_of(recipe, asked, path, questions)
     EvalFolder.check(out, settings)
     recipe = replace(
-        recipe, rollout=replace(recipe.rollout, max_running=min(recipe.rollout.max_running, len(questions)))
+        recipe, rollout=replace(recipe.rollout, max_num_seqs=min(recipe.rollout.max_num_seqs, len(questions)))
     )
     parts = _load(recipe, asked, out / ANSWERS)
     parts = replace(parts, system=_with_claims(parts.system, recipe.judge.entailment))
@@ -168,7 +168,9 @@ def prepare(
     """
     if not parts.system.given_passages:
         if noise:
-            raise UserError(f"eval: --noise adds passages to a prompt, and that of {parts.system.name} shows none")
+            raise UserError(
+                f"eval: --distractors adds passages to a prompt, and that of {parts.system.name} shows none"
+            )
         return PromptBatch(list(questions), 0, 0, parts.renderer.max_passage_tokens)
     questions = with_passages(questions, retriever, parts.renderer.k)
     questions = with_noise(questions, noise_pool(questions, retriever), noise, parts.recipe.run.seed)
@@ -211,7 +213,7 @@ def _generate(
     check_belongs(done, [question.id for question in questions], folder.path)
     limits = rollout.limits
     check_generated(done, rollout.tokenizer, rollout.system.tags, limits.max_context, folder.path / "generated.jsonl")
-    size = PART * limits.max_running
+    size = PART * limits.max_num_seqs
     with console.progress_line("eval", len(questions)) as line:
         count = len(done)
 
@@ -288,7 +290,7 @@ def _facts(
         chosen = f"step {best.step}, of best exact match on the dev split ({best.em:.1%})"
         if best.lost is not None:
             chosen += f", among the checkpoints that are kept; step {best.lost} was better and is not"
-    each, model, batch = seconds / len(scored), recipe.model, recipe.rollout.max_running
+    each, model, batch = seconds / len(scored), recipe.model, recipe.rollout.max_num_seqs
     branches = ", branches included" if any(entry.trajectory.branches for entry in scored) else ""
     return {
         "system": None if asked.baseline else parts.system.name,

@@ -60,8 +60,8 @@ def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
 
 def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     questions = read_questions(plan.questions, golds_needed=False)[: plan.limit]
-    running = min(recipe.rollout.max_running, len(questions) * plan.samples)
-    parts = load_run_context(replace(recipe, rollout=replace(recipe.rollout, max_running=running)))
+    running = min(recipe.rollout.max_num_seqs, len(questions) * plan.samples)
+    parts = load_run_context(replace(recipe, rollout=replace(recipe.rollout, max_num_seqs=running)))
     retriever = retriever_of(recipe, parts.system)
     shown = retrieve_and_truncate(questions, parts.system, parts.tools, parts.renderer, retriever)
     if warning := shown.warning():
@@ -141,7 +141,7 @@ def _draw(
     rollout: Rollout, parts: RunContext, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
 ) -> dict[str, Any]:
     """The trajectories that are not in the file yet, appended part by part; figures of these alone."""
-    size = PART * rollout.limits.max_running
+    size = PART * rollout.limits.max_num_seqs
     reasons: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     seconds = 0.0

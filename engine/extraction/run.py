@@ -47,7 +47,7 @@ from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, passage_record, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
 
-_COMPUTING = ("max_running", "page_size", "kv_tokens", "attention", "speculate")
+_COMPUTING = ("max_num_seqs", "kv_block_size", "kv_tokens", "attention", "num_draft_tokens")
 SECTIONS = ("model", "rollout", "retrieval", "system")  # of a recipe, that --set may change
 FREE = ("model.device", *(f"rollout.{key}" for key in _COMPUTING))  # keys that decide no record
 
@@ -334,7 +334,7 @@ def _bare_tables(plan: ExtractionPlan) -> dict[str, Any]:
         "max_context": context,
         "max_passage_tokens": context // 2,
         "max_turn_tokens": min(768, context // 4),
-        "max_running": 32,
+        "max_num_seqs": 32,
     }
     return {"model": {}, "retrieval": {}, "system": {"name": "eviomni"}, "rollout": rollout}
 

@@ -65,7 +65,9 @@ class PartwiseAdamW(torch.optim.Optimizer):
             self.state[param] = self.state_like(param, self.storage or param.device)
             for name, value in self.state[param].items():
                 if name not in saved:
-                    raise UserError(f"the saved moments have no {name}; give the optim.moments they were saved with")
+                    raise UserError(
+                        f"the saved moments have no {name}; give the optim.optimizer_state_dtype they were saved with"
+                    )
                 value.copy_(saved[name])
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """The optimiser of a recipe, one step of it, and the learning rate of a step.
 
-    optim.moments  optim.offload   weights that are trained    moments                       stepped
+    optimizer_state_dtype
+                   offload         weights that are trained    moments                       stepped
     float32        none            on the device               on the device                 there, by torch's AdamW
     float32        moments         on the device               in CPU memory, pinned         there, some rows at a time
     float32        masters         in CPU memory               in CPU memory                 there, by torch's AdamW
@@ -27,10 +28,12 @@ def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": other, "weight_decay": 0.0}]
     # Masters are in CPU memory already; what has none, as SFT, keeps its weights and sends its moments there.
     there = optim.offload == "moments" or (optim.offload == "masters" and any(p.device.type != "cpu" for p in learning))
-    if optim.moments == "float32" and not there:
+    if optim.optimizer_state_dtype == "float32" and not there:
         return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
     storage = torch.device("cpu") if there else None
-    return PartwiseAdamW(groups, lr, optim.betas, optim.eps, eight_bit=optim.moments == "8bit", storage=storage)
+    return PartwiseAdamW(
+        groups, lr, optim.betas, optim.eps, eight_bit=optim.optimizer_state_dtype == "8bit", storage=storage
+    )
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:

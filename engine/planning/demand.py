@@ -5,7 +5,7 @@ N weights, t of them trained, e bytes an element of the computation (bfloat16 2,
     weights          e N, and 4 t of adapters            masters    4 N where all are trained in bfloat16
     gradients        e N of the policy, 4 N of masters   moments    AdamW's two, 8 t; in 8 bits 2 t and their scales
     reference        e N where beta > 0 and all weights are trained
-    KV pool          2 L K D e a token: kv_tokens, or max_running contexts; on CUDA at most KV_SHARE of what is free
+    KV pool          2 L K D e a token: kv_tokens, or max_num_seqs contexts; on CUDA at most KV_SHARE of what is free
     activations      T times what activations.py says    loss       kernels/logprob.py: two buffers of a chunk's logits
 
 The phases of a run, and the parts that each has:

@@ -129,7 +129,7 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
         micro_batch_tokens=optim.micro_batch_tokens,
         loss_workspace_bytes=optim.loss_workspace_bytes,
         checkpoint_activations=optim.checkpoint_activations,
-        moments=optim.moments,
+        moments=optim.optimizer_state_dtype,
         offload=optim.offload,
         # On CUDA by torch's varlen attention; "flash" may be FlashAttention-3, which shares nothing.
         share_rows=optim.share_prefix and (not cuda or (item == BF16 and optim.attention in ("auto", "torch"))),
@@ -139,9 +139,9 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
         length=rollout.max_context,
         sampled=min(written, rollout.max_context),
         searched=searches * rollout.max_passage_tokens,
-        running=rollout.max_running,
+        running=rollout.max_num_seqs,
         kv_tokens=rollout.kv_tokens,
-        page_size=rollout.page_size,
+        page_size=rollout.kv_block_size,
         steps=recipe.run.steps,
         updates=recipe.grpo.updates_per_batch,
         epochs=recipe.grpo.epochs_per_batch,
@@ -163,7 +163,7 @@ def switches(setting: PlanSetting) -> list[Change]:
     if setting.checkpoint_activations == "off":
         found.append(('optim.checkpoint_activations = "on"', changed(checkpoint_activations="on")))
     if setting.moments != "8bit":
-        found.append(('optim.moments = "8bit"', changed(moments="8bit")))
+        found.append(('optim.optimizer_state_dtype = "8bit"', changed(moments="8bit")))
     if not setting.cuda:
         return found
     if setting.frozen_copy and setting.reference == "device":

@@ -116,7 +116,7 @@ class Chain(ABC):
         """Of the policy's own answers."""
         folder = self.out / "evaluations" / name
         if answerer.run:
-            words = ["eval", "--best", answerer.folder, *sets_of(*self.scale.of_judges)]
+            words = ["eval", "--best-of", answerer.folder, *sets_of(*self.scale.of_judges)]
         else:
             words = [*self.eval_words(answerer.folder), *self.baseline()]
         words += [*self.questions(column), *self.noise(column), *self.scale.limiting()]
@@ -146,7 +146,7 @@ class Chain(ABC):
 
     def noise(self, column: str) -> list[str]:
         passages = self.manifest.sets[column].noise
-        return ["--noise", str(passages)] if passages else []
+        return ["--distractors", str(passages)] if passages else []
 
     def overrides(self, method: Method) -> list[str]:
         return list(method.overrides)
@@ -281,7 +281,7 @@ class PaperChain(Chain):
         if self.method.encoder is not None:
             named = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
         else:
-            named = ["--best", answerer.folder] if answerer.run else self.named(answerer.folder)
+            named = ["--best-of", answerer.folder] if answerer.run else self.named(answerer.folder)
         asked = [] if answerer.run or self.method.refiner else self.scale.prompt_of(self.method)
         wider = sets_of(*self.method.extract_overrides, *asked)
         return [*named, *self.method.refiner, *wider, *self.of_extract(answerer), *self.baseline()]
@@ -364,7 +364,7 @@ class WorldChain(Chain):
 
     def extract_words(self, answerer: Answerer) -> list[str]:
         if answerer.run:
-            return ["--best", answerer.folder, *self.of_extract(answerer)]
+            return ["--best-of", answerer.folder, *self.of_extract(answerer)]
         template = ["--template", str(prompt_file(self.world, self._prompt()))]
         sets = [*sets_of(f'retrieval.passage_format="{self._base.passage_format}"'), *self.of_extract(answerer)]
         return ["--model", answerer.folder, *self.method.refiner, *template, *sets, *self.baseline()]

@@ -66,20 +66,20 @@ REMEMBERED = 20_000  # trajectories, of different questions, that drafts are loo
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: the whole trajectory;
-    kv_tokens: keys and values held at once (None: `max_running` whole contexts). When they are full, the youngest
-    samples wait. attention: the backend that was chosen. share_prefix, reuse, speculate: see Decoder; none changes a
-    result where the BLAS is batch-invariant."""
+    kv_tokens: keys and values held at once (None: `max_num_seqs` whole contexts). When they are full, the youngest
+    samples wait. attention: the backend that was chosen. share_prefix, reuse, num_draft_tokens: see Decoder; none
+    changes a result where the BLAS is batch-invariant."""
 
     max_turn_tokens: int
     max_policy_tokens: int
     max_context: int
-    max_running: int
-    page_size: int = 64
+    max_num_seqs: int
+    kv_block_size: int = 64
     kv_tokens: int | None = None
     attention: Backend = "torch"
     share_prefix: bool = True
     reuse: bool = True
-    speculate: Speculate = 0
+    num_draft_tokens: Speculate = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,22 +284,22 @@ class Rollout(EpisodeRunner):
             tokenizer,
             limits.attention,
             num_blocks=self.blocks_for(limits),
-            page_size=limits.page_size,
-            max_running=limits.max_running,
+            page_size=limits.kv_block_size,
+            max_running=limits.max_num_seqs,
             reuse=limits.reuse,
             share_prefix=limits.share_prefix,
-            speculate=limits.speculate,
+            speculate=limits.num_draft_tokens,
         )
         # By question: the last trajectory, which may come again.
         self._written: OrderedDict[str, Int32s] = OrderedDict()
 
     @staticmethod
     def blocks_for(limits: Limits) -> int:
-        """Return the blocks of the cache: those of kv_tokens, or `max_running` whole contexts; and block 0."""
-        a_context = -(-limits.max_context // limits.page_size)
+        """Return the blocks of the cache: those of kv_tokens, or `max_num_seqs` whole contexts; and block 0."""
+        a_context = -(-limits.max_context // limits.kv_block_size)
         if limits.kv_tokens is None:
-            return 1 + limits.max_running * a_context
-        return 1 + max(limits.kv_tokens // limits.page_size, a_context)
+            return 1 + limits.max_num_seqs * a_context
+        return 1 + max(limits.kv_tokens // limits.kv_block_size, a_context)
 
     def run(
         self,

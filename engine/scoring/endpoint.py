@@ -316,7 +316,7 @@ def load_endpoint(
         section.model,
         key=None if section.key_env is None else read_key(section.key_env),
         timeout=section.timeout,
-        patience=section.patience,
+        patience=section.retry_seconds,
         concurrency=section.concurrency,
         replies=section.replies,
         say=say,

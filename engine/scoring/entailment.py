@@ -176,4 +176,4 @@ def load_judge(section: JudgeSection) -> EntailmentJudge:
         batch_tokens=section.batch_tokens,
         device=section.device,
     )
-    return RememberingJudge(judge, section.remember) if section.remember else judge
+    return RememberingJudge(judge, section.cache_size) if section.cache_size else judge

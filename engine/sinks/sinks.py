@@ -29,8 +29,8 @@ def check_sinks(names: Sequence[str]) -> None:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a mere folder of that name, such as wandb leaves, has no origin
             raise UserError(
-                f'run.sinks: expected trackers that are installed, and {name} is not (pip install "thresher[{name}]", '
-                f"or pip install {name})"
+                f"run.trackers: expected trackers that are installed, and {name} is not "
+                f'(pip install "thresher[{name}]", or pip install {name})'
             )
 
 
@@ -106,7 +106,7 @@ class _Sink:
 
 def _say(text: str, run: Path) -> None:
     console.console.print(
-        f"run.sinks: {text}; the run is as it would be without it, and {run / 'metrics.jsonl'} holds everything",
+        f"run.trackers: {text}; the run is as it would be without it, and {run / 'metrics.jsonl'} holds everything",
         markup=False,
         soft_wrap=True,
     )

@@ -142,7 +142,7 @@ def load_optimizer(
             wanted = "no such tensor" if like is None else f"{like.dtype} {list(like.shape)}"
             raise UserError(
                 f"{file}: {tensor_name} is {value.dtype} {list(value.shape)}, expected {wanted} as in the model; give "
-                "the model, and the optim.moments, that it was saved with"
+                "the model, and the optim.optimizer_state_dtype, that it was saved with"
             )
         states.setdefault(index_of[name], {})[what] = value
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,8 +1,8 @@
 """Which checkpoint a run goes on from: the newest, every bit of it verified, or an earlier one that a person named.
 
 A run never goes back by itself: what was trained since would be lost without a word. A damaged checkpoint ends in a
-sentence that names the file and the newest checkpoint that is whole; `--from STEP` goes back to that one, and cuts what
-was recorded behind it (`RunFolder.truncate_after`).
+sentence that names the file and the newest checkpoint that is whole; `--resume-from STEP` goes back to that one, and
+cuts what was recorded behind it (`RunFolder.truncate_after`).
 
 Nor does a run go on from records that were lost (`RunFolder.check_metrics`): metrics.jsonl must hold what it held when
 the checkpoint was saved. What was measured then cannot be computed again.
@@ -47,5 +47,5 @@ def _way_back(paths: list[Path], verify: bool) -> str:
             step = read_checkpoint(path, verify).step
         except UserError:
             continue
-        return f"The newest whole checkpoint is {step_name(step)}: go back to it by --resume --from {step}"
-    return "No earlier checkpoint is whole: begin again by --resume --from 0"
+        return f"The newest whole checkpoint is {step_name(step)}: go back to it by --resume --resume-from {step}"
+    return "No earlier checkpoint is whole: begin again by --resume --resume-from 0"

@@ -7,7 +7,7 @@
     evaluations/step_000010.jsonl     every question of an evaluation, with its trajectory
     checkpoints/step_000010/          see engine/store/checkpoint.py
     replies.jsonl                     of a chat model, where one was asked: nothing is paid for twice
-    sinks/, tensorboard/, wandb/      where [run] sinks names a tracker: see engine/sinks
+    sinks/, tensorboard/, wandb/      where [run] trackers names a tracker: see engine/sinks
     summary.json, plots/, report.html at the end
 
 What a run records has checksums (records.py). metrics.jsonl has its closing line, and summary.json the number and the
@@ -43,7 +43,7 @@ from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.shapes import METRICS, START, SUMMARY, TRAJECTORY, check_shape
 
 # What is said of records that are not as they were written, where a run is to go on.
-REMEDY = "put a copy back, or go back by --resume --from STEP to a checkpoint, with the records as they are"
+REMEDY = "put a copy back, or go back by --resume --resume-from STEP to a checkpoint, with the records as they are"
 
 
 def step_name(step: int) -> str:
@@ -276,7 +276,7 @@ class RunFolder:
         if not _belongs(records, mark) and not any(_belongs(records, told) for told in self._accepted(step)):
             raise UserError(
                 f"{self.metrics_file}: its records up to step {step} are not the {mark['records']} that the checkpoint "
-                f"was saved with; put a copy back, or go on with those that are left by --resume --from {step}"
+                f"was saved with; put a copy back, or go on with those that are left by --resume --resume-from {step}"
             )
 
     def _accepted(self, step: int) -> list[dict[str, Any]]:
@@ -296,7 +296,7 @@ class RunFolder:
         if done > due:
             raise UserError(
                 f"{self.checkpoints}: the newest is of step {step}, and metrics.jsonl holds step {done}: that of step "
-                f"{due} is lost; put it back, or go back by --resume --from {step}"
+                f"{due} is lost; put it back, or go back by --resume --resume-from {step}"
             )
 
 

@@ -104,27 +104,27 @@ def importance_weights(
 ) -> tuple[list[list[float] | None], WeightSums]:
     """Log-probs of every trajectory's tokens, by the update and by the rollout -> the weight of each token, None where
     the recipe wants none, and the sums of the weights as they were."""
-    if grpo.importance == "none":
+    if grpo.tis_level == "none":
         return [None] * len(own), WeightSums()
     logs = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(own, rollout, strict=True)]
-    if grpo.importance == "sequence":
+    if grpo.tis_level == "sequence":
         logs = [[math.fsum(values)] for values in logs if values]
     raw = [[math.exp(min(value, EXP_CAP)) for value in values] for values in logs]
     bounded = [[_bounded(w, grpo) for w in values] for values in raw]
-    if grpo.importance == "sequence":
+    if grpo.tis_level == "sequence":
         of_sequence = iter(bounded)
         bounded = [next(of_sequence) * len(values) if values else [] for values in own]
     return list(bounded), _sums([w for values in raw for w in values], grpo)
 
 
 def _bounded(w: float, grpo: GrpoSection) -> float:
-    if grpo.importance_rule == "truncate":
-        return min(w, grpo.importance_cap)
-    return w if _floor(grpo) <= w <= grpo.importance_cap else 0.0
+    if grpo.tis_rule == "truncate":
+        return min(w, grpo.tis_cap)
+    return w if _floor(grpo) <= w <= grpo.tis_cap else 0.0
 
 
 def _floor(grpo: GrpoSection) -> float:
-    return 1.0 / grpo.importance_cap if grpo.importance_floor is None else grpo.importance_floor
+    return 1.0 / grpo.tis_cap if grpo.tis_floor is None else grpo.tis_floor
 
 
 def _sums(raw: list[float], grpo: GrpoSection) -> WeightSums:

@@ -23,8 +23,8 @@ def check_resumed(
 ) -> None:
     """Say from where a run goes on. UserError where checkpoints or records are lost.
 
-    steps: of the whole run. told: by --from, which step it is to be. period: the steps between checkpoints. also: what
-    is said behind it.
+    steps: of the whole run. told: by --resume-from, which step it is to be. period: the steps between checkpoints.
+    also: what is said behind it.
     """
     step = checkpoint.step if checkpoint else 0
     if not told:
@@ -42,8 +42,8 @@ def check_newest(run: RunFolder, checkpoint: Checkpoint | None) -> None:
 
 
 def start_record(run: RunFolder, checkpoint: Checkpoint | None, cuda: bool, told: bool) -> dict[str, Any]:
-    """The line of starts.jsonl for a run that starts, or goes on, now. told: by --from, so that the records that are
-    left are accepted."""
+    """The line of starts.jsonl for a run that starts, or goes on, now. told: by --resume-from, so that the records
+    that are left are accepted."""
     start = {"step": checkpoint.step if checkpoint else 0, **origin(cuda)}
     if told:
         start["metrics"] = run.metrics_mark()

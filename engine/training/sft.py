@@ -275,18 +275,22 @@ class SftTrainer:
                 "tokens": tokens,
             }
             asked = (step + 1) % sft.gate_every == 0 and step + 1 >= sft.min_steps
-            if sft.gate is not None and (asked or step + 1 == sft.steps):
+            if sft.stop_at_copy_accuracy is not None and (asked or step + 1 == sft.steps):
                 with console.stage("names held out"):
                     copying = self.copying()
                 record["copying"] = copying
             log(record)
             done = step + 1
             keep(restart * sft.steps + done, optimizer)
-        return SftResult(done, restart, loss, copying, sft.gate is None or self._opens(copying))
+        return SftResult(done, restart, loss, copying, sft.stop_at_copy_accuracy is None or self._opens(copying))
 
     def _opens(self, copying: float | None) -> bool:
         """Whether the gate, if there is one, lets a policy pass that copies so well."""
-        return self.sft.gate is not None and copying is not None and copying >= self.sft.gate
+        return (
+            self.sft.stop_at_copy_accuracy is not None
+            and copying is not None
+            and copying >= self.sft.stop_at_copy_accuracy
+        )
 
     def _batches(self, restart: int) -> Iterator[list[Transcript]]:
         """The batches of an attempt, without end: a function of the seed and the restart."""

@@ -85,7 +85,7 @@ def write_analyses(
     if not fitting:
         return found
     longest = max(lengths[question.id] for question in fitting) + max_tokens
-    limits = Limits(max_turn_tokens=max_tokens, max_policy_tokens=max_tokens, max_context=longest, max_running=RUNNING)
+    limits = Limits(max_turn_tokens=max_tokens, max_policy_tokens=max_tokens, max_context=longest, max_num_seqs=RUNNING)
     rollout = Rollout(
         policy, tokenizer, None, replace(arena, episode=explain), EpisodeConfig(TEMPLATE, 1), renderer, limits
     )

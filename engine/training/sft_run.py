@@ -78,7 +78,7 @@ class FineTuning:
     @property
     def most_steps(self) -> int:
         """Of all attempts."""
-        return self.sft.steps * (1 + (self.sft.max_restarts if self.sft.gate is not None else 0))
+        return self.sft.steps * (1 + (self.sft.max_restarts if self.sft.stop_at_copy_accuracy is not None else 0))
 
     @property
     def model_bytes(self) -> int:
@@ -88,7 +88,7 @@ class FineTuning:
     @property
     def checkpoints_bytes(self) -> int:
         """Of the checkpoints that lie there at a time, the one being written among them."""
-        each = int((FP32 + MOMENT_BYTES[self.recipe.optim.moments]) * self.trained)
+        each = int((FP32 + MOMENT_BYTES[self.recipe.optim.optimizer_state_dtype]) * self.trained)
         return min(KEPT + 1, self.most_steps // self.sft.save_every) * each
 
     def run(
@@ -152,7 +152,7 @@ class FineTuning:
             "restarts": result.restarts,
             "loss": result.loss,
             "names copied right": result.copying,
-            "gate": self.sft.gate,
+            "gate": self.sft.stop_at_copy_accuracy,
             "passed": result.passed,
             "parameters trained": self.trained,
             "questions unused": len(self.unused),

@@ -73,7 +73,7 @@ def train(
     or from that of `from_step`; 0 is the beginning. ranks: the processes that all call this, of which rank 0 alone
     writes, watches and has a summary. allow_keys: where which key may go, as `load_endpoint` has it."""
     started = time.perf_counter()
-    check_sinks(recipe.run.sinks)
+    check_sinks(recipe.run.trackers)
     if ranks.first:
         RunFolder.check(out, resume)
     if resume:
@@ -116,7 +116,7 @@ def train(
         _announce(recipe, out, ranks)
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
-        sinks = sending(run, recipe.run.sinks if ranks.first else (), checkpoint.step if checkpoint else -1)
+        sinks = sending(run, recipe.run.trackers if ranks.first else (), checkpoint.step if checkpoint else -1)
         with sinks, held("a step that is being learned is finished, and saved"):
             trainer.run(checkpoint, watch, before - started)
         if not ranks.first:

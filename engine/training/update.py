@@ -229,4 +229,4 @@ class Updater:
         found_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
         if reference_logprobs is not None:
             found_R["reference"] = reference_logprobs
-        return found_R if self.grpo.importance == "none" else found_R | {"advantage": batch.advantages_R}
+        return found_R if self.grpo.tis_level == "none" else found_R | {"advantage": batch.advantages_R}

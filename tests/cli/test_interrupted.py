@@ -42,11 +42,13 @@ def not_ignored() -> Iterator[None]:
 # Command -> its words, what is called when the signal comes, the how-manieth time, what is kept, what goes on.
 COMMANDS: dict[str, tuple[str, Any, str, int, str | None, str]] = {
     "rollout": (
-        "rollout --recipe {at}/recipe.toml --questions {at}/questions.jsonl --max-running 1 --out {out}.jsonl",
+        "rollout --recipe {at}/recipe.toml --questions {at}/questions.jsonl --max-num-seqs 1 --out {out}.jsonl",
         *(Rollout, "run", 2, "{out}.jsonl keeps what is done, 2 lines", " --resume"),
     ),
     "eval": (
-        "eval {at}/recipe.toml --max-running 1 --out {out}".replace("--max-running 1", "--set rollout.max_running=1"),
+        "eval {at}/recipe.toml --max-num-seqs 1 --out {out}".replace(
+            "--max-num-seqs 1", "--set rollout.max_num_seqs=1"
+        ),
         *(Rollout, "run", 2, "{out}/generated.jsonl keeps what is done, 2 lines", ""),
     ),
     "eval, at its beginning": ("eval {at}/recipe.toml --out {out}", Rollout, "run", 1, None, ""),
@@ -95,11 +97,11 @@ def test_a_command_says_what_it_keeps_and_goes_on(
 
 
 def test_the_command_that_goes_on_goes_back_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["train", "r.toml", "--out", "my run", "--resume", "--from", "2"]
+    words = ["train", "r.toml", "--out", "my run", "--resume", "--resume-from", "2"]
     ended = "interrupted; kept; go on from there with: thresher train r.toml --out 'my run' --resume"
-    assert interrupted(words, "kept", "--resume", "--from") == ended
-    assert interrupted([*words[:5], "--from=2"], "kept", "--resume", "--from") == ended
-    assert interrupted(words, "kept", "--resume") == f"{ended} --from 2"
+    assert interrupted(words, "kept", "--resume", "--resume-from") == ended
+    assert interrupted([*words[:5], "--resume-from=2"], "kept", "--resume", "--resume-from") == ended
+    assert interrupted(words, "kept", "--resume") == f"{ended} --resume-from 2"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert "go on from there by torchrun, as before, of: thresher train r.toml" in interrupted(
         words, "kept", "--resume"
@@ -120,7 +122,7 @@ def test_a_run_that_has_not_gone_back_yet_is_told_to_again(
 ) -> None:
     assert cli.run(["train", f"{world}/recipe.toml", "--out", f"{tmp_path}/run"]) == 0
     capsys.readouterr()
-    words = f"train {world}/recipe.toml --out {tmp_path}/run --resume --from 0".split()
+    words = f"train {world}/recipe.toml --out {tmp_path}/run --resume --resume-from 0".split()
 
     def signalling(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)

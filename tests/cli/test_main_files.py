@@ -97,12 +97,12 @@ def test_a_flipped_bit_ends_in_status_2_and_a_way_back(here: Path, capsys: pytes
     longer = [*train, "--resume", "--set", "run.steps=3"]
     assert cli.run(longer) == 2
     told = capsys.readouterr().err
-    assert f"{weights}: damaged or changed" in told and "go back to it by --resume --from 1" in told
+    assert f"{weights}: damaged or changed" in told and "go back to it by --resume --resume-from 1" in told
     assert cli.run(["eval", *train[1:2], "--set", f"model.path={weights.parent}", "--out", str(here / "answers")]) == 2
     assert f"{weights}: damaged or changed" in capsys.readouterr().err
-    assert cli.run([*train, "--from", "1"]) == 2
-    assert "--from is for going back in a run that is there" in capsys.readouterr().err
-    assert cli.run([*longer, "--from", "1"]) == 0
+    assert cli.run([*train, "--resume-from", "1"]) == 2
+    assert "--resume-from is for going back in a run that is there" in capsys.readouterr().err
+    assert cli.run([*longer, "--resume-from", "1"]) == 0
     assert json.loads((here / "out" / "summary.json").read_text())["steps"] == 3
     flip_a_bit(here / "index/vectors.npy")
     ask = ["index", "search", "--index", str(here / "index"), "--queries", str(here / "questions.jsonl"), "--k", "1"]

@@ -25,7 +25,7 @@ from thresher.cli import main as cli
         ("init --seed x", "--seed: expected a whole number, got x"),
         ("init --out", "--out: expected a value, got none"),
         ("init --train-tokenizer --out x", "--train-tokenizer: expected a value, got none"),
-        ("eval --model m --best b --out o", "expected either --model or --best, got both"),
+        ("eval --model m --best-of b --out o", "expected either --model or --best-of, got both"),
         ("data convert --out x", "data convert needs one of --in, --mix"),
         ("train r.toml --out o --resume=3", "--resume takes no value, got 3"),
         ("compare a b c", "compare: expected nothing more, got c"),

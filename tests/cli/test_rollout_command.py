@@ -83,7 +83,7 @@ def test_a_line_is_a_trajectory_with_its_tokens_and_log_probs(
 def test_what_a_sample_draws_depends_on_its_place_alone(run: Run, tiny_policy: Policy) -> None:
     needs_invariant_policy(tiny_policy)
     wide = lines(run("wide.jsonl", "--n", "3"))
-    assert [one for one in wide if one["sample"] < 2] == lines(run("narrow.jsonl", "--n", "2", "--max-running", "3"))
+    assert [one for one in wide if one["sample"] < 2] == lines(run("narrow.jsonl", "--n", "2", "--max-num-seqs", "3"))
     assert wide[:6] == lines(run("short.jsonl", "--n", "3", "--limit", "2"))
 
 
@@ -114,7 +114,7 @@ def test_a_killed_rollout_goes_on_to_the_same_bytes(
 
     with monkeypatch.context() as patch:
         patch.setattr(RecordLog, "append", killed)
-        assert cli.run([*words, *sampling, "--max-running", "3", "--out", str(cut)]) == 130
+        assert cli.run([*words, *sampling, "--max-num-seqs", "3", "--out", str(cut)]) == 130
     assert cut.read_bytes() == b"".join(whole.splitlines(keepends=True)[:5])
     with cut.open("ab") as file:
         file.write(half)
@@ -126,7 +126,7 @@ def test_a_killed_rollout_goes_on_to_the_same_bytes(
         return real(self, jobs, *more, **options)
 
     monkeypatch.setattr(Rollout, "run", counted)
-    assert run("cut.jsonl", *sampling, "--resume", "--max-running", "4").read_bytes() == whole
+    assert run("cut.jsonl", *sampling, "--resume", "--max-num-seqs", "4").read_bytes() == whole
     assert asked == [8, 1]  # the rest, and nothing twice
     assert run("cut.jsonl", *sampling, "--resume").read_bytes() == whole and asked == [8, 1]
     assert run("new.jsonl", *sampling, "--resume").read_bytes() == whole  # nothing to go on with

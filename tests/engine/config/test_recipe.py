@@ -181,7 +181,7 @@ def float_or_int(text: str) -> float | int:
     ("key", "good", "bad"),
     [
         ("rollout.temperature", ["1e-30", "1e-3", "2", "1e30"], ["0", "-1", "inf", "1e-300", "9e-31", "1e300"]),
-        ("rollout.page_size", ["1"], ["0"]),
+        ("rollout.kv_block_size", ["1"], ["0"]),
         ("rollout.questions_per_step", ["1", "65536"], ["0", "-3", "65537"]),
         ("rollout.group_size", ["65536"], ["1000000000"]),
         ("grpo.clip_low", ["0", "0.999"], ["1", "-0.1"]),
@@ -196,7 +196,7 @@ def float_or_int(text: str) -> float | int:
         ("run.seed", ["0", str(2**63 - 1)], ["-1", str(2**63)]),
         ("run.keep_trajectories", ["0"], ["-1"]),
         ("run.keep_checkpoints", ["1"], ["0"]),
-        ("sft.gate", ["0", "1"], ["1.01", "-0.1"]),
+        ("sft.stop_at_copy_accuracy", ["0", "1"], ["1.01", "-0.1"]),
         ("sft.held_out", ["0.5"], ["1"]),
     ],
 )
@@ -243,7 +243,9 @@ def test_rules_between_fields(write: Any) -> None:
     assert refusal(path, "grpo.updates_per_batch=3", "rollout.questions_per_step=2") == (
         "--set grpo.updates_per_batch: expected at most rollout.questions_per_step = 2, for a group is not split, got 3"
     )
-    assert "[sft] held_out: expected a number > 0 where there is a gate" in refusal(path, "sft.gate=0.5")
+    assert "[sft] held_out: expected a number > 0 where there is a gate" in refusal(
+        path, "sft.stop_at_copy_accuracy=0.5"
+    )
 
 
 def test_sections_made_in_python_are_checked_too() -> None:

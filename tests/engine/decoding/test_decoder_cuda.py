@@ -301,13 +301,13 @@ def test_on_the_kernels_themselves(
 def test_a_rollout_repeats_what_it_wrote_in_fewer_forwards(
     temperature: float, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
 ) -> None:
-    """`rollout.speculate` reaches the decoder of `rollout.attention`, and so do the trajectories of earlier calls."""
+    """`rollout.num_draft_tokens` reaches the decoder of `rollout.attention`, as do trajectories of earlier calls."""
 
     def written(run: Rollout) -> Any:
         found = run.run(make_jobs(tiny_questions[:4], samples=2), temperature, recall=True)
         return [([segment.ids for segment in one.segments], one.reason, one.searches) for one in found]
 
-    plain, run = tiny_rollout(attention="triton"), tiny_rollout(attention="triton", speculate=8)
+    plain, run = tiny_rollout(attention="triton"), tiny_rollout(attention="triton", num_draft_tokens=8)
     assert isinstance(run.decoder, DeviceDecoder)
     expected = written(plain)
     assert written(run) == expected

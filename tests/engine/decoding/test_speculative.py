@@ -96,7 +96,7 @@ def test_episodes_repeat_what_they_wrote_in_fewer_forwards(
     jobs = make_jobs(tiny_questions[:6], samples=2)
     plain = tiny_rollout()
     expected = list(map(record, plain.run(jobs, temperature)))
-    run = tiny_rollout(speculate=speculate)
+    run = tiny_rollout(num_draft_tokens=speculate)
     assert list(map(record, run.run(jobs, temperature, recall=True))) == expected
     first = run.clock.forwards
     assert list(map(record, run.run(jobs, temperature, recall=True))) == expected

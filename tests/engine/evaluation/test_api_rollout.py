@@ -16,7 +16,7 @@ from thresher.engine.evaluation.api_rollout import ContinuingEndpoint, cut
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
-FAST = ("--set", "judge.patience=0")
+FAST = ("--set", "judge.retry_seconds=0")
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_what_was_answered_before_a_failure_is_not_asked_for_again(
     refused = (400, {"error": {"message": "too long"}})
     server.script = [answer, refused, answer, refused]
     # parts of two questions: the first ends within one, the second behind it
-    words = [*flags, "--set", "judge.concurrency=1", "--set", "rollout.max_running=1", "--out", str(out)]
+    words = [*flags, "--set", "judge.concurrency=1", "--set", "rollout.max_num_seqs=1", "--out", str(out)]
     assert "too long" in refusal(capsys, *words) and not (out / "generated.jsonl").exists()
     assert "too long" in refusal(capsys, *words) and (out / "generated.jsonl").read_text().count("\n") == 2
     assert '"big", not "small"' in refusal(capsys, *[word.replace("big", "small") for word in words])

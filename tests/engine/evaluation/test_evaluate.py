@@ -168,7 +168,7 @@ def test_given_passages_and_noise(
     arena = ["eval", "--model", str(tiny_model_folder), "--system", "arena", *SHORT]
     assert cli.run([*arena, "--questions", str(given), "--out", str(tmp_path / "0")]) == 0
     # The corpus is where noise comes from. Without one, seven questions have nothing irrelevant enough for each other.
-    noise = [*arena, "--questions", str(given), "--noise", "2", "--out", str(tmp_path / "2")]
+    noise = [*arena, "--questions", str(given), "--distractors", "2", "--out", str(tmp_path / "2")]
     assert "of 2 irrelevant passages among 21; ask for less noise" in refusal(capsys, *noise)
     assert cli.run([*noise, "--index", str(tiny_index_folder)]) == 0
     clean, noisy = (stored(tmp_path / name / "trajectories.jsonl") for name in "02")
@@ -204,7 +204,7 @@ def test_given_passages_and_noise(
     assert clean_figures["cut_passages"] == 0 and clean_figures["cut"] is None
     search = ["eval", "--model", str(tiny_model_folder), "--system", "search_r1", "--questions", str(given)]
     assert "that of search_r1 shows none" in refusal(
-        capsys, *search, "--noise", "1", "--index", str(tiny_index_folder), "--out", "x"
+        capsys, *search, "--distractors", "1", "--index", str(tiny_index_folder), "--out", "x"
     )
     assert "nowhere to search" in refusal(capsys, *arena, "--questions", str(asked), "--out", str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()

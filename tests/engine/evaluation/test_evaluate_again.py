@@ -74,7 +74,7 @@ def cut_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_killed_evaluation_goes_on_to_the_same_end(
     searching: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, temperature: str
 ) -> None:
-    command = [*searching, "--temperature", temperature, "--set", "rollout.max_running=1", "--seed", "3"]
+    command = [*searching, "--temperature", temperature, "--set", "rollout.max_num_seqs=1", "--seed", "3"]
     assert cli.run([*command, "--out", str(tmp_path / "whole")]) == 0
     with monkeypatch.context() as patch:
         cut_after(2, patch)
@@ -96,7 +96,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_end(
         return run(self, jobs, *more, **options)
 
     monkeypatch.setattr(Rollout, "run", counted)
-    wider = [*command, "--set", "rollout.max_running=2"]
+    wider = [*command, "--set", "rollout.max_num_seqs=2"]
     assert cli.run([*wider, "--out", str(tmp_path / "cut")]) == 0
     assert asked == [3]  # the rest, and nothing twice
     assert results(tmp_path / "cut") == results(tmp_path / "whole")
@@ -283,7 +283,7 @@ def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_p
     assert "nowhere" in refusal(capsys, *evinote, "--entailment", str(tmp_path / "nowhere"), *out)
     assert not (tmp_path / "out").exists()
     # One that is away is found out later, and costs nothing that was generated.
-    assert "the same command goes on" in refusal(capsys, *searching, *url, "--set", "judge.patience=0", *out)
+    assert "the same command goes on" in refusal(capsys, *searching, *url, "--set", "judge.retry_seconds=0", *out)
     assert len((tmp_path / "out" / "generated.jsonl").read_text().splitlines()) == 7
 
 
@@ -322,7 +322,7 @@ def test_the_best_checkpoint_is_chosen_on_dev(tmp_path: Path, tiny_questions: li
         (run.checkpoints / "step_000020").mkdir()
         best = best_checkpoint(tmp_path / "run")
         assert (best.path, best.step, best.lost) == (run.checkpoints / "step_000020", 20, None)
-    recipe = recipe_from("--best", str(tmp_path / "run"))
+    recipe = recipe_from("--best-of", str(tmp_path / "run"))
     assert recipe.model.path == str(best.path) and recipe.system and recipe.system.name == "arena"
     with pytest.raises(UserError, match="is not a run folder"):
         best_checkpoint(model)

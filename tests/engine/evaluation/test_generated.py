@@ -129,7 +129,7 @@ def fake_rollout(tokenizer: Tokenizer, run: Callable[..., list[Trajectory]] | No
     return SimpleNamespace(
         tokenizer=tokenizer,
         system=SimpleNamespace(tags=TAGS, given_passages=False),
-        limits=SimpleNamespace(max_context=CONTEXT, max_running=1),
+        limits=SimpleNamespace(max_context=CONTEXT, max_num_seqs=1),
         retriever=None,
         clock=SimpleNamespace(total=1.0, branches_without_room=0),
         run=run,

@@ -78,13 +78,13 @@ def test_the_best_checkpoint_of_a_run_is_asked_as_it_was_trained(
 
     monkeypatch.setattr(Renderer, "prompt", spy)
     script({n: [extracted("why", "Eva")] for n in range(3)})
-    words = ["extract", "--best", str(run.path), "--questions", plan.questions, "--out", plan.out]
+    words = ["extract", "--best-of", str(run.path), "--questions", plan.questions, "--out", plan.out]
     assert cli.run(words) == 0
     assert {line["evidence"] for line in lines(plan)} == {"Eva"} and set(formats) == {"<{text}>"}
     settings = json.loads(Path(plan.out).with_suffix(".json").read_text())["settings"]
     assert (settings["model"], settings["k"], settings["prompt"]) == (plan.model, 2, "raw")
     assert all(line["cut_passages"] == 0 for line in lines(plan))
-    assert cli.run([*words, "--noise", "1", "--loop", "agentic", "--agent-model", plan.model]) == 2
+    assert cli.run([*words, "--distractors", "1", "--loop", "agentic", "--agent-model", plan.model]) == 2
 
 
 # --- Stopped and gone on with

@@ -72,17 +72,17 @@ def test_moments_in_cpu_memory_have_the_bits_of_torchs(values: int, monkeypatch:
 def test_8_bits_are_torchs_up_to_the_tables_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"betas": (0.9, 0.9), "weight_decay": 0.1}
     plain, optimizer = trained(OptimSection(**settings), 1)
-    coarse, eight = trained(OptimSection(**settings, moments="8bit"), 1)
+    coarse, eight = trained(OptimSection(**settings, optimizer_state_dtype="8bit"), 1)
     assert same(plain, coarse), "the first step takes exact moments"
     plain, optimizer = trained(OptimSection(**settings))
-    coarse, eight = trained(OptimSection(**settings, moments="8bit"))
+    coarse, eight = trained(OptimSection(**settings, optimizer_state_dtype="8bit"))
     assert isinstance(eight, PartwiseAdamW)
     assert torch.equal(plain.small, coarse.small) and not torch.equal(plain.large, coarse.large)
     state, truth = eight.state[coarse.large], optimizer.state[plain.large]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.uint8
     assert sum(x.nbytes for x in state.values()) < 0.26 * sum(x.nbytes for x in truth.values())
     assert eight.state[coarse.small]["exp_avg"].dtype == torch.float32
-    states = [trained(OptimSection(**settings, moments="8bit"), steps) for steps in range(1, 7)]
+    states = [trained(OptimSection(**settings, optimizer_state_dtype="8bit"), steps) for steps in range(1, 7)]
     for name, signed in module.MOMENTS:
         *_, found = moments = [
             module._take(each.state[weights.large], name, signed, slice(0, LARGE[0]), torch.device("cpu"))
@@ -93,13 +93,13 @@ def test_8_bits_are_torchs_up_to_the_tables_steps(monkeypatch: pytest.MonkeyPatc
         error = (found - truth[name]).abs()
         assert 0 < float(error.max()) <= 4.7 * half  # bound: sums of half a step of the largest of any step
         assert float(error.mean()) <= 2.35 * half
-    parts = trained(OptimSection(**settings, moments="8bit", offload="moments"))[0]
+    parts = trained(OptimSection(**settings, optimizer_state_dtype="8bit", offload="moments"))[0]
     assert same(coarse, parts)
     monkeypatch.setattr(module, "AT_A_TIME", 700)  # two rows
-    assert same(coarse, trained(OptimSection(**settings, moments="8bit"))[0])
+    assert same(coarse, trained(OptimSection(**settings, optimizer_state_dtype="8bit"))[0])
 
 
-@pytest.mark.parametrize("optim", [OptimSection(moments="8bit"), OptimSection(offload="moments")])
+@pytest.mark.parametrize("optim", [OptimSection(optimizer_state_dtype="8bit"), OptimSection(offload="moments")])
 def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path, optim: OptimSection) -> None:
     whole, _ = trained(optim, 6)
     half, optimizer = trained(optim, 3)
@@ -115,12 +115,12 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path, optim: OptimSecti
 
 
 def test_moments_of_another_kind_are_refused(tmp_path: Path) -> None:
-    kinds = [OptimSection(moments="8bit"), OptimSection()]
+    kinds = [OptimSection(optimizer_state_dtype="8bit"), OptimSection()]
     for saved, wanted in (kinds, kinds[::-1]):
         weights, optimizer = trained(saved, 1)
         path = save_checkpoint(tmp_path, 1, weights, optimizer, {})
         other = make_optimizer(weights, wanted, 0.01)
-        with pytest.raises(UserError, match=r"optim\.moments, that it was saved with"):
+        with pytest.raises(UserError, match=r"optim\.optimizer_state_dtype, that it was saved with"):
             load_optimizer(path, other, weights.named_parameters())
     # Float32 moments are the same wherever they lie.
     load_optimizer(path, make_optimizer(weights, OptimSection(offload="moments"), 0.01), weights.named_parameters())
@@ -129,7 +129,7 @@ def test_moments_of_another_kind_are_refused(tmp_path: Path) -> None:
 def test_an_8_bit_step_is_float64s_from_the_moments_that_are_stored() -> None:
     """The third step: its weights up to float32's rounding, its moments up to half a step of the table."""
     lr, beta1, beta2, eps, decay = 0.01, 0.75, 0.9375, 1e-2, 0.1  # betas that float32 has
-    optim = OptimSection(betas=(beta1, beta2), eps=eps, weight_decay=decay, moments="8bit")
+    optim = OptimSection(betas=(beta1, beta2), eps=eps, weight_decay=decay, optimizer_state_dtype="8bit")
     weights, optimizer = trained(optim, 2)
     state = optimizer.state[weights.large]
 

@@ -186,14 +186,14 @@ def runs(
             "parts",
             run={"eval_questions": 1},
             model={"path": str(model)},
-            optim={"moments": "8bit"},
+            optim={"optimizer_state_dtype": "8bit"},
             grpo={
                 "updates_per_batch": 2,
                 "shuffle_rewards": True,
                 "aggregation": "token",
                 "drop_zero_advantage": True,
                 "old_logprobs": "recomputed",
-                "importance": "token",
+                "tis_level": "token",
             },
         ),
     }

@@ -29,7 +29,7 @@ class Saved(nn.Linear):
 @pytest.mark.parametrize("count", [2, 4])  # of four, one has no row
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_each_rank_takes_its_rows_of_the_moments(tmp_path: Path, moments: Any, count: int) -> None:
-    optim = OptimSection(moments=moments)
+    optim = OptimSection(optimizer_state_dtype=moments)
     torch.manual_seed(0)
     whole = Saved(COLUMNS, ROWS)
     optimizer = make_optimizer(whole, optim, 0.1)

@@ -96,7 +96,7 @@ options = {{ passages = false }}
 questions_per_step = 2
 max_turns = 1
 max_policy_tokens = 8
-max_running = 4
+max_num_seqs = 4
 [optim]
 share_prefix = {str(prompt == "long").lower()}
 [run]

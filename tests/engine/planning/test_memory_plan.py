@@ -126,7 +126,7 @@ def applied(line: str, base: dict[str, dict[str, Any]]) -> Recipe:
     ("model", "memory", "base"),
     [
         *(("3B", 80, KEPT), ("1.5B", 40, KEPT), ("7B", 80, KEPT), ("0.5B", 16, KEPT)),
-        *(("7B", 80, {}), ("3B", 60, {}), ("1.5B", 24, {}), ("0.5B", 8, {"optim": {"moments": "8bit"}})),
+        *(("7B", 80, {}), ("3B", 60, {}), ("1.5B", 24, {}), ("0.5B", 8, {"optim": {"optimizer_state_dtype": "8bit"}})),
     ],
 )
 def test_advice_is_true(model: str, memory: int, base: dict[str, dict[str, Any]]) -> None:
@@ -220,7 +220,7 @@ def test_the_update_takes_what_the_roofline_predicts() -> None:
 def test_every_switch_takes_what_it_says() -> None:
     config, setting = MODELS["3B"], read_setting(recipe())
     n, usual = all_weights(config), demand(config, setting, None, False)
-    eight = plan(config, recipe(optim={"moments": "8bit"})).phases["loss"]
+    eight = plan(config, recipe(optim={"optimizer_state_dtype": "8bit"})).phases["loss"]
     assert eight["moments"] == int(2 * (1 + 4 / 256) * n)
     away = plan(config, recipe(optim={"offload": "masters"}))
     assert away.host == {"moments": 8 * n, "masters": 4 * n, "gradients": 4 * n}

@@ -22,7 +22,7 @@ def run_command() -> Callable[[list[str]], None]:
             for name in ("test", "given_test"):
                 (out / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in QUESTIONS))
         if words[0] == "extract":
-            assert "--best" in words and out.parent.is_dir()
+            assert "--best-of" in words and out.parent.is_dir()
             record = {"golden_answers": ["a"], "evidence": "a b", "rationale": "c", "compression_ratio": 4.0}
             lines = [json.dumps({"id": str(n), **record}) + "\n" for n in range(20)]
             out.rmdir()

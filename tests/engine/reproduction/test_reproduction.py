@@ -145,7 +145,7 @@ def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
             assert all("run.steps=2" in command.words for command in trains)
             for (command,) in cell.columns.values():
                 assert command.words[command.words.index("--limit") + 1] == "3"
-                assert ("run.steps=2" in command.words) != ("--best" in command.words)
+                assert ("run.steps=2" in command.words) != ("--best-of" in command.words)
                 assert "judge.url=http://x" in command.words
 
 
@@ -170,11 +170,11 @@ def test_a_command_gets_the_overrides_of_its_sections_and_at_paper_scale_a_gpu(n
     ]
     assert {words[0] for words in ours} == wanted.keys()
     for words in ours:
-        if words[0] == "eval" and "--best" in words:  # by the run's recipe
+        if words[0] == "eval" and "--best-of" in words:  # by the run's recipe
             continue
         assert set(scale.overrides) & set(words) == wanted[words[0]], words
         told = [words.index(key) for key in ("model.device=cuda", "model.dtype=bfloat16") if key in words]
-        assert len(told) == 2 * (name == "paper" and words[0] in ("eval", "extract") and "--best" not in words)
+        assert len(told) == 2 * (name == "paper" and words[0] in ("eval", "extract") and "--best-of" not in words)
         assert all(at < words.index("model.device=cpu") for at in told)
 
 
@@ -193,13 +193,13 @@ def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Pa
     manifest = read_manifest("eviomni")
     (cell, _, full) = cells_of(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
     asked = {column: " ".join(chain[0].words) for column, chain in cell.columns.items()}
-    assert asked["nq"] == asked["hotpotqa"] and "--noise" not in asked["nq"]
-    assert asked["nq_noise8"] == asked["hotpotqa_noise8"] and "--noise 8" in asked["nq_noise8"]
+    assert asked["nq"] == asked["hotpotqa"] and "--distractors" not in asked["nq"]
+    assert asked["nq_noise8"] == asked["hotpotqa_noise8"] and "--distractors 8" in asked["nq_noise8"]
     assert len({chain[-1].folder for chain in cell.columns.values()}) == 5 and len(asked) == 10
     (trained, *_) = cells_of(manifest, manifest.tables["F5"], PAPER, tmp_path)
     extraction, answering = (" ".join(command.words) for command in trained.columns["tqa_noise4"])
-    assert "--noise 4" in extraction and "--noise" not in answering  # which is given evidence
-    assert "--noise 4" in " ".join(full.columns["nq_noise4"][-1].words)
+    assert "--distractors 4" in extraction and "--distractors" not in answering  # which is given evidence
+    assert "--distractors 4" in " ".join(full.columns["nq_noise4"][-1].words)
 
 
 def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(

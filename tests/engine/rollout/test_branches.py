@@ -122,7 +122,7 @@ def test_hidden_tokens_change_no_bit_of_a_branch(
                 {seed: list(trunk) for seed in (7, 8)}
                 | {branch_seed(seed, x): ["Bel</answer>"] for x in cases for seed in (7, 8)}
             )
-            run = tiny_rollout(SYSTEM, max_passage_tokens=200, page_size=16, max_turn_tokens=150, max_context=480)
+            run = tiny_rollout(SYSTEM, max_passage_tokens=200, kv_block_size=16, max_turn_tokens=150, max_context=480)
             trajectories = run.run([Job(asked, 0, sample, 7 + sample) for sample in range(2)], 1.0)
             assert run.clock.shared_tokens > 0
             found.append([record(t.branches[name])[3] for t in trajectories])
@@ -154,7 +154,7 @@ def test_branches_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy) -
         ]
 
     batch = record(tiny_rollout(system).run(jobs, 1.0))
-    single = tiny_rollout(system, max_running=1)
+    single = tiny_rollout(system, max_num_seqs=1)
     assert len(batch) >= 8 and len({len(entry[1][1]) for entry in batch}) > 2
     assert record([single.run([job], 1.0)[0] for job in jobs]) == batch
 

@@ -87,7 +87,7 @@ def test_what_a_call_wrote_is_shown_and_not_the_policys(
 def test_calls_of_many_episodes_share_a_small_cache(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
     """More episodes call than there are places and room: each has what it has alone."""
     jobs = [Job(question, n, 0, n) for n, question in enumerate(tiny_questions[:6])]
-    few = {"max_running": 2, "kv_tokens": 400, "max_passage_tokens": 200, "page_size": 16}
+    few = {"max_num_seqs": 2, "kv_tokens": 400, "max_passage_tokens": 200, "kv_block_size": 16}
     together = tiny_rollout(system(), **few).run(jobs, 1.0)
     for job, trajectory in zip(jobs, together, strict=True):
         (alone,) = tiny_rollout(system(), max_passage_tokens=200).run([job], 1.0)

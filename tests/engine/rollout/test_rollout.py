@@ -34,7 +34,7 @@ def test_samples_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy, ti
     # The batch is a mixed one: it searches, goes on after a search, ends in several ways and at different times.
     assert batched_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in batch}) > 10
     assert len({trajectory.reason for trajectory in batch}) >= 3
-    single_run = tiny_rollout(max_running=1)
+    single_run = tiny_rollout(max_num_seqs=1)
     for job, together in zip(jobs, batch, strict=True):
         assert record(single_run.run([job], 1.0)[0]) == record(together)
 
@@ -71,7 +71,7 @@ def test_samples_are_batch_invariant_with_other_heads(
         run = tiny_rollout(system_of(babble), policy=policy, max_turns=6)
         batch = run.run(jobs, 1.0)
         assert run.clock.search_queries > 1 and len({len(t) for t in batch}) > 5
-        single = tiny_rollout(system_of(babble), policy=policy, max_turns=6, max_running=1)
+        single = tiny_rollout(system_of(babble), policy=policy, max_turns=6, max_num_seqs=1)
         for job, together in zip(jobs, batch, strict=True):
             assert record(single.run([job], 1.0)[0]) == record(together)
 
@@ -83,12 +83,12 @@ def test_room_changes_no_sample_and_page_size_nothing_but_rounding(
 ) -> None:
     """Sums go over blocks, so that another page size is another order of them."""
     jobs = make_jobs(tiny_questions[:5], samples=2)
-    run = tiny_rollout(page_size=page_size)
+    run = tiny_rollout(kv_block_size=page_size)
     trajectories = run.run(jobs, 1.0)
     assert_logprobs_match(run, trajectories, 1.0)
     needs_invariant_policy(tiny_policy)
     for max_running in (1, 3, 7):
-        narrow = tiny_rollout(page_size=page_size, max_running=max_running).run(jobs, 1.0)
+        narrow = tiny_rollout(kv_block_size=page_size, max_num_seqs=max_running).run(jobs, 1.0)
         assert list(map(record, narrow)) == list(map(record, trajectories))
 
 
@@ -97,7 +97,7 @@ def test_neither_order_nor_siblings_change_a_sample(
 ) -> None:
     needs_invariant_policy(tiny_policy)
     jobs = make_jobs(tiny_questions[:5], samples=3)
-    run = tiny_rollout(max_running=9)
+    run = tiny_rollout(max_num_seqs=9)
     expected = {(job.group, job.sample): record(t) for job, t in zip(jobs, run.run(jobs, 1.0), strict=True)}
     assert len({str(value[3]) for value in expected.values()}) == len(jobs), "siblings are alike"
     mixed = [jobs[(7 * place + 5) % len(jobs)] for place in range(len(jobs))]
@@ -175,7 +175,7 @@ def test_every_trajectory_keeps_its_invariants(
     tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
 ) -> None:
     for name in ("eval_rar", "search_r1"):
-        run = tiny_rollout(name, max_running=11)
+        run = tiny_rollout(name, max_num_seqs=11)
         trajectories = run.run(make_jobs(tiny_questions[:25]), 1.0)
         assert all(check_trajectory(t, tiny_tokenizer, run.system.tags, 360) == [] for t in trajectories)
         assert all(t.segments[0].source is Source.PROMPT and t.reason for t in trajectories)

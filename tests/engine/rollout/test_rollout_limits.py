@@ -102,13 +102,13 @@ def test_siblings_recompute_nothing_of_their_prompt(tiny_rollout: Make, tiny_que
     """Nor the prompts of others, where they begin as theirs does."""
     apart = [Question(f"q{n}", f"{name}'s rival? Who is it?", ("a",)) for n, name in enumerate(("Anna", "Carl", "Eva"))]
     for max_running in (64, 2):
-        run = tiny_rollout(template="{question}\n", max_turns=1, max_running=max_running)
+        run = tiny_rollout(template="{question}\n", max_turns=1, max_num_seqs=max_running)
         prompts = [len(run.prompt(question)) for question in apart]
         assert len({run.prompt(question)[0] for question in apart}) == 3
         run.run(make_jobs(apart, samples=6), 1.0)
         assert run.clock.prefilled_tokens == sum(prompts)
         assert run.clock.shared_tokens == 5 * sum(prompts)
-        run = tiny_rollout(max_turns=1, max_running=max_running, page_size=16)
+        run = tiny_rollout(max_turns=1, max_num_seqs=max_running, kv_block_size=16)
         prompts = [len(run.prompt(question)) for question in tiny_questions[:3]]
         run.run(make_jobs(tiny_questions[:3], samples=6), 1.0)
         assert run.clock.prefilled_tokens < sum(prompts)
@@ -124,7 +124,7 @@ def test_long_inputs_enter_in_chunks(
     in_one = tiny_rollout()
     whole = in_one.run(jobs, 1.0)
     monkeypatch.setattr(decoder_module, "FORWARD_ROWS", rows)
-    run, single = tiny_rollout(max_running=9), tiny_rollout(max_running=1)
+    run, single = tiny_rollout(max_num_seqs=9), tiny_rollout(max_num_seqs=1)
     batch = run.run(jobs, 1.0)
     assert run.clock.forwards > in_one.clock.forwards
     assert_logprobs_match(run, batch, 1.0)
@@ -237,7 +237,7 @@ def test_a_search_that_fails_elsewhere_ends_the_run(
 def test_pages_come_back_and_results_keep_the_order_of_the_jobs(
     tiny_rollout: Make, tiny_questions: list[Question]
 ) -> None:
-    run, ended = tiny_rollout(max_running=5), []
+    run, ended = tiny_rollout(max_num_seqs=5), []
     jobs = make_jobs(tiny_questions[:7], samples=3)[::-1]
     trajectories = run.run(jobs, 1.0, ended.append)
     assert [(t.question_id, t.sample) for t in trajectories] == [(job.question.id, job.sample) for job in jobs]
@@ -280,7 +280,7 @@ def test_an_episode_that_writes_nothing_ends(tiny_rollout: Make, tiny_questions:
         return "gave up"
 
     for episode, reason, segments in ((silent, "ended", 1), (deaf, "gave up", 2)):
-        run = tiny_rollout(system_of(episode), max_running=2)
+        run = tiny_rollout(system_of(episode), max_num_seqs=2)
         trajectories = run.run(make_jobs(tiny_questions[:3], samples=2), 1.0)
         assert {(t.reason, len(t.segments)) for t in trajectories} == {(reason, segments)}
 
@@ -300,9 +300,9 @@ def test_requests_out_of_place_are_our_fault(tiny_rollout: Make, tiny_questions:
 
 
 def test_limits_of_the_cache(tiny_rollout: Make) -> None:
-    with pytest.raises(UserError, match=r"rollout\.page_size is 24; expected a multiple of 16"):
-        tiny_rollout(page_size=24)
-    run = tiny_rollout(max_context=100, max_running=3, page_size=16)
+    with pytest.raises(UserError, match=r"rollout\.kv_block_size is 24; expected a multiple of 16"):
+        tiny_rollout(kv_block_size=24)
+    run = tiny_rollout(max_context=100, max_num_seqs=3, kv_block_size=16)
     blocks, cache = run.decoder.num_blocks, run.decoder.cache
     assert blocks == run.blocks_for(run.limits) == 1 + 3 * 7
     needed = PagedKV.bytes_needed(run.policy.config, blocks, 16, 4)

@@ -197,7 +197,7 @@ def test_a_judge_from_a_recipe(folder: Path) -> None:
     judge = load_judge(JudgeSection(entailment=str(folder), max_tokens=30, batch_tokens=64))
     assert isinstance(judge, RememberingJudge) and judge.name == "entailment by tiny-nli"
     assert judge.probabilities(NOTES) == judge.probabilities(NOTES) and judge.hits == 3
-    plain = load_judge(JudgeSection(entailment=str(folder), remember=0, max_tokens=30))
+    plain = load_judge(JudgeSection(entailment=str(folder), cache_size=0, max_tokens=30))
     assert isinstance(plain, ModelJudge) and plain.probabilities(NOTES) == judge.probabilities(NOTES)
     with pytest.raises(UserError, match="no such file"):
         load_judge(JudgeSection(entailment=str(folder / "absent")))
@@ -210,7 +210,7 @@ def test_a_judge_from_a_recipe(folder: Path) -> None:
         ({"url": "http://h"}, "model: expected a string, as there is a url, got nothing"),
         ({"model": "m"}, "url: expected a string, as there is a model, got nothing"),
         ({"key_env": "sk-s3cret"}, "key_env: expected the name of an environment variable such as API_KEY, not a key"),
-        ({"remember": -1}, "remember: expected an integer >= 0, got -1"),
+        ({"cache_size": -1}, "cache_size: expected an integer >= 0, got -1"),
         ({"entailment": ""}, "entailment: expected a string that is not empty"),
     ],
 )

@@ -158,8 +158,8 @@ def test_no_tracker_harms_a_run(
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and sent(told()) == [(0, "eval"), (1, "train"), (1, "eval")]
     failed, slow = sorted(said, key=lambda line: "failed" not in line)
-    assert "run.sinks: wandb failed (OSError: no network; " in failed and "metrics.jsonl holds everything" in failed
-    assert "run.sinks: trackio had not sent everything" in slow
+    assert "run.trackers: wandb failed (OSError: no network; " in failed and "metrics.jsonl holds everything" in failed
+    assert "run.trackers: trackio had not sent everything" in slow
     monkeypatch.setattr(sinks.sys, "executable", str(tmp_path / "absent"))
     with sending(run, ["wandb"], -1):
         pass
@@ -181,9 +181,9 @@ def test_one_that_is_not_installed_is_refused_before_anything_is_loaded(
     (tmp_path / "wandb").mkdir()  # a folder of that name, as wandb leaves one, is not the package
     monkeypatch.setattr(sinks.sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sinks.sys.modules, "wandb", raising=False)
-    recipe = from_dict(Recipe, {"model": {"path": "nowhere"}, "run": {"sinks": ["wandb"]}}, "test")
+    recipe = from_dict(Recipe, {"model": {"path": "nowhere"}, "run": {"trackers": ["wandb"]}}, "test")
     with pytest.raises(UserError, match=r'wandb is not \(pip install "thresher\[wandb\]", or pip install wandb\)'):
         train(recipe, tmp_path / "run")
     check_sinks(())
-    with pytest.raises(UserError, match="sinks: expected each once"):
-        from_dict(Recipe, {"model": {"path": "nowhere"}, "run": {"sinks": ["wandb", "wandb"]}}, "test")
+    with pytest.raises(UserError, match="trackers: expected each once"):
+        from_dict(Recipe, {"model": {"path": "nowhere"}, "run": {"trackers": ["wandb", "wandb"]}}, "test")

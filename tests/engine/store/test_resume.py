@@ -84,7 +84,7 @@ def test_every_flipped_bit_of_every_file_is_found_and_the_way_back_is_named(fold
                 assert path.name == "hashes.json" and json.loads(whole) == json.loads(path.read_bytes())
             except UserError as error:
                 assert str(error).startswith(f"{path}: ")
-                assert "newest whole checkpoint is step_000004: go back to it by --resume --from 4" in str(error)
+                assert "newest whole checkpoint is step_000004: go back to it by --resume --resume-from 4" in str(error)
             path.write_bytes(whole)
     assert step_of(folder) == 6
 
@@ -93,11 +93,11 @@ def test_the_way_back_passes_over_what_is_damaged_too(folder: Path) -> None:
     for step in (6, 4):
         flip(folder / f"step_{step:06d}" / OPTIMIZER, 8000)
     message = refused(folder)
-    assert str(folder / "step_000006" / OPTIMIZER) in message and "--resume --from 2" in message
+    assert str(folder / "step_000006" / OPTIMIZER) in message and "--resume --resume-from 2" in message
     assert str(folder / "step_000004" / OPTIMIZER) in (message := refused(folder, from_step=4))
-    assert message.endswith("go back to it by --resume --from 2")
+    assert message.endswith("go back to it by --resume --resume-from 2")
     flip(folder / "step_000002" / "model.safetensors", 3000)
-    assert refused(folder).endswith("No earlier checkpoint is whole: begin again by --resume --from 0")
+    assert refused(folder).endswith("No earlier checkpoint is whole: begin again by --resume --resume-from 0")
 
 
 def test_a_file_of_another_checkpoint_or_none_is_found(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_file_of_another_checkpoint_or_none_is_found(folder: Path) -> None:
     assert f"{OPTIMIZER}: damaged or changed" in refused(folder)
     assert step_of(folder, verify=False) == 6
     (folder / "step_000006" / OPTIMIZER).unlink()
-    assert "--from 4" in refused(folder) and "--from 4" in refused(folder, verify=False)
+    assert "--resume-from 4" in refused(folder) and "--resume-from 4" in refused(folder, verify=False)
 
 
 def test_hashes_that_were_written_are_missed_and_others_not(folder: Path) -> None:

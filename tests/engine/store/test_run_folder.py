@@ -307,13 +307,15 @@ def test_metrics_of_a_checkpoint_are_those_that_it_was_saved_with(tmp_path: Path
         run.check_metrics(2, None)  # a checkpoint of an earlier version
         for damaged in (whole * 2, b"".join(lines[1:]), whole.replace(b"0.25", b"0.75"), whole + lines[2]):
             run.metrics_file.write_bytes(damaged)
-            assert "put a copy back, or go back by --resume --from STEP" in refusal(run.check_metrics, 2, mark)
+            assert "put a copy back, or go back by --resume --resume-from STEP" in refusal(run.check_metrics, 2, mark)
         for cut in (b"", lines[0], b"".join(lines[:2])):
             run.metrics_file.write_bytes(cut)
             message = refusal(run.check_metrics, 2, mark)
             assert "metrics.jsonl: its records up to step 2 are not the 3 " in message
-            assert "by --resume --from 2" in message
-    with RunFolder.resume(tmp_path / "run", RECIPE, unverified=True) as run:  # as `--from 2` goes on with what is left
+            assert "by --resume --resume-from 2" in message
+    with RunFolder.resume(
+        tmp_path / "run", RECIPE, unverified=True
+    ) as run:  # as `--resume-from 2` goes on with what is left
         run.append_start({"step": 2, "metrics": {"records": "2", "sha256": 1}})
         run.append_start({"step": 2, "metrics": 3})
         run.append_start({"step": 2, "metrics": run.metrics_mark()})
@@ -355,7 +357,7 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
         run.append_metrics({"step": every, "reward": 0.5})
         run.check_checkpoints(0)  # killed before it was saved
         run.append_metrics({"step": every + 1, "reward": 0.5})
-        assert f"that of step {every} is lost; put it back, or go back by --resume --from 0" in refusal(
+        assert f"that of step {every} is lost; put it back, or go back by --resume --resume-from 0" in refusal(
             run.check_checkpoints, 0
         )
         run.check_checkpoints(every)

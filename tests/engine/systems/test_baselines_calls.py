@@ -186,7 +186,7 @@ def test_a_tiny_model_calls(
 ) -> None:
     questions = [replace(question, passages=PASSAGES) for question in tiny_questions[:3]]
     system = load_baseline(name, options)
-    limits = {"max_context": 1600, "max_turn_tokens": 400, "max_policy_tokens": 800, "max_turns": 2, "max_running": 2}
+    limits = {"max_context": 1600, "max_turn_tokens": 400, "max_policy_tokens": 800, "max_turns": 2, "max_num_seqs": 2}
     run = tiny_rollout(system, template=system.template, max_passage_tokens=500, **limits)
     trajectories = run.run([Job(question, n, 0, n) for n, question in enumerate(questions)], 1.0)
     scored = score(questions, trajectories, system, run.tokenizer, Judges())

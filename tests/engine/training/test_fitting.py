@@ -99,17 +99,20 @@ def test_where_things_lie_changes_no_bit(
 CHOICES: list[dict[str, Any]] = [
     {
         "model": {"dtype": "bfloat16"},
-        "optim": {"lr": 1e-4, "moments": "8bit", "offload": "masters", "schedule": "linear"},
+        "optim": {"lr": 1e-4, "optimizer_state_dtype": "8bit", "offload": "masters", "schedule": "linear"},
         "grpo": {
             "beta": 0.02,
             "updates_per_batch": 2,
             "epochs_per_batch": 2,
             "old_logprobs": "recomputed",
-            "importance": "sequence",
-            "importance_rule": "mask",
+            "tis_level": "sequence",
+            "tis_rule": "mask",
         },
     },
-    {"optim": {"lr": 1e-3, "moments": "8bit", "offload": "moments"}, "grpo": {"beta": 0.0, "epochs_per_batch": 2}},
+    {
+        "optim": {"lr": 1e-3, "optimizer_state_dtype": "8bit", "offload": "moments"},
+        "grpo": {"beta": 0.0, "epochs_per_batch": 2},
+    },
 ]
 
 
@@ -207,7 +210,7 @@ def test_recomputed_log_probs_and_weights_are_in_the_metrics(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
 ) -> None:
     """In float32 rollout and update agree: every weight is 1 up to rounding, and the run is the run without."""
-    grpo = {"old_logprobs": "recomputed", "importance": "token"}
+    grpo = {"old_logprobs": "recomputed", "tis_level": "token"}
     train(make_recipe(grpo=grpo | {"kl_value": "k2", "beta": 0.02}, run={"steps": 2}), tmp_path / "run")
     plain = steps_of(uninterrupted)[0]
     record = steps_of(tmp_path / "run")[0]

@@ -31,7 +31,7 @@ OWN = [
 
 
 def corrected(importance: str, **settings: Any) -> GrpoSection:
-    return GrpoSection(beta=0.0, old_logprobs="recomputed", importance=importance, **settings)  # type: ignore[arg-type]
+    return GrpoSection(beta=0.0, old_logprobs="recomputed", tis_level=importance, **settings)  # type: ignore[arg-type]
 
 
 def figures(*ranks: WeightSums) -> dict[str, float]:
@@ -44,12 +44,12 @@ def figures(*ranks: WeightSums) -> dict[str, float]:
     ("grpo", "expected", "bounded"),
     [
         (corrected("token"), [[2, 0.5], [1], [0.1, 2]], 2 / 5),
-        (corrected("token", importance_cap=3.5), [[3, 0.5], [1], [0.1, 3.5]], 1 / 5),
-        (corrected("token", importance_rule="mask", importance_cap=3.5), [[3, 0.5], [1], [0, 0]], 2 / 5),
-        (corrected("token", importance_rule="mask", importance_floor=0.6), [[0, 0], [1], [0, 0]], 4 / 5),
+        (corrected("token", tis_cap=3.5), [[3, 0.5], [1], [0.1, 3.5]], 1 / 5),
+        (corrected("token", tis_rule="mask", tis_cap=3.5), [[3, 0.5], [1], [0, 0]], 2 / 5),
+        (corrected("token", tis_rule="mask", tis_floor=0.6), [[0, 0], [1], [0, 0]], 4 / 5),
         (corrected("sequence"), [[1.5, 1.5], [1], [0.4, 0.4]], 0),
-        (corrected("sequence", importance_cap=1.2), [[1.2, 1.2], [1], [0.4, 0.4]], 1 / 3),
-        (corrected("sequence", importance_rule="mask"), [[1.5, 1.5], [1], [0, 0]], 1 / 3),
+        (corrected("sequence", tis_cap=1.2), [[1.2, 1.2], [1], [0.4, 0.4]], 1 / 3),
+        (corrected("sequence", tis_rule="mask"), [[1.5, 1.5], [1], [0, 0]], 1 / 3),
     ],
 )
 def test_weights_by_hand(grpo: GrpoSection, expected: list[list[float]], bounded: float) -> None:
@@ -58,7 +58,7 @@ def test_weights_by_hand(grpo: GrpoSection, expected: list[list[float]], bounded
     of_ranks = [importance_weights(OWN[a:b], ROLLOUT[a:b], grpo)[1] for a, b in ((0, 1), (1, 3), (3, 3))]
     statistics = figures(sums)
     assert figures(*of_ranks) == pytest.approx(statistics)
-    raw = [3, 0.5, 1, 0.1, 4] if grpo.importance == "token" else [1.5, 1, 0.4]
+    raw = [3, 0.5, 1, 0.1, 4] if grpo.tis_level == "token" else [1.5, 1, 0.4]
     assert statistics == pytest.approx(
         {
             "importance_mean": sum(raw) / len(raw),
@@ -80,8 +80,8 @@ def test_weights_that_nobody_wants_and_weights_without_end() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"importance": "token"}, 'old_logprobs: expected "recomputed" with importance = "token"'),
-        ({"importance_floor": 0.5}, "importance_floor: expected none with importance_rule"),
+        ({"tis_level": "token"}, 'old_logprobs: expected "recomputed" with tis_level = "token"'),
+        ({"tis_floor": 0.5}, "tis_floor: expected none with tis_rule"),
         ({"reference": "cpu", "beta": 0.0}, "reference: expected a beta > 0"),
     ],
 )
@@ -138,7 +138,7 @@ def test_log_probs_come_back_in_the_order_of_the_items(make_tiny_policy: Callabl
     assert all(parameter.grad is None for parameter in policy.parameters())
 
 
-@pytest.mark.parametrize("grpo", [corrected("token", importance_cap=1.1), corrected("sequence"), corrected("none")])
+@pytest.mark.parametrize("grpo", [corrected("token", tis_cap=1.1), corrected("sequence"), corrected("none")])
 def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
     make_tiny_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch, grpo: GrpoSection
 ) -> None:
@@ -165,7 +165,7 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
             "token": log_w.exp().clamp(max=1.1),
             "sequence": log_w.sum().exp().clamp(max=2.0).expand_as(log_w),
             "none": torch.ones_like(log_w),
-        }[grpo.importance]
+        }[grpo.tis_level]
         # A row's numbers, its old log-prob too, are rounded to float32; but for that ratios are 1, and none is clipped.
         weight, ratio = torch.tensor(item.weight).double(), (own - own.detach().float()).exp()
         loss = loss - weight * ((w * item.advantage).float() * ratio).sum()

@@ -204,7 +204,7 @@ def test_samples_with_adapters_are_batch_invariant(
     with using_threads(threads):
         batch = tiny_rollout(policy=policy).run(jobs, 1.0)
         assert len({len(trajectory) for trajectory in batch}) > 5
-        single = tiny_rollout(policy=policy, max_running=1)
+        single = tiny_rollout(policy=policy, max_num_seqs=1)
         for job, together in list(zip(jobs, batch, strict=True))[::3]:
             assert record(single.run([job], 1.0)[0]) == record(together)
     assert_logprobs_match(single, batch, 1.0)  # what was recorded is what the update will compute
@@ -234,7 +234,7 @@ def make_recipe(
             "max_turns": 2,
             "max_turn_tokens": 24,
             "max_context": 160,
-            "max_running": 12,
+            "max_num_seqs": 12,
         },
         "grpo": {"beta": 0.05, "entropy_coef": 0.05},
         "optim": {"lr": 1e-2},
@@ -342,7 +342,9 @@ def test_sft_trains_adapters_and_a_restart_begins_with_the_same_ones(
     policy = init_policy(tiny_model_config, 0)
     before = deepcopy(policy.state_dict())
     add_lora(policy, rank=8, alpha=16)
-    settings = SftSection(transcripts="none", steps=2, batch_size=6, lr=0.02, held_out=0.5, gate=0.9, max_restarts=1)
+    settings = SftSection(
+        transcripts="none", steps=2, batch_size=6, lr=0.02, held_out=0.5, stop_at_copy_accuracy=0.9, max_restarts=1
+    )
     records: list[dict[str, Any]] = []
     SftTrainer(policy, COPIES, settings, OptimSection(), VOCAB, 0).run(records.append)
     first, second = ([record["loss"] for record in records if record["restart"] == restart] for restart in (0, 1))

@@ -84,7 +84,7 @@ def test_what_lies_elsewhere_or_in_8_bits_is_counted_as_it_is(
         return done
 
     monkeypatch.setattr(train.Trainer, "step", noted)
-    recipe = make_recipe(run={"steps": 1}, optim={"moments": "8bit"}, grpo={"reference": "cpu"})
+    recipe = make_recipe(run={"steps": 1}, optim={"optimizer_state_dtype": "8bit"}, grpo={"reference": "cpu"})
     train.train(recipe, tmp_path / "run")
     weights = parts["weights"]
     assert parts["moments"] < 1.5 * weights  # in float32 twice as much; here many matrices are too small for codes

@@ -239,7 +239,7 @@ def test_copying_counts_the_most_likely_tokens() -> None:
 
 
 def test_a_gate_that_opens_ends_the_training() -> None:
-    result, records = run(make_policy(), sft(steps=200, gate=0.9, gate_every=5), [*COPIES, *COPIES])
+    result, records = run(make_policy(), sft(steps=200, stop_at_copy_accuracy=0.9, gate_every=5), [*COPIES, *COPIES])
     assert result.passed and result.restarts == 0 and result.copying is not None and result.copying >= 0.9
     assert result.steps == len(records) < 200 and result.steps % 5 == 0
     assert [record["step"] for record in records if "copying" in record] == list(range(5, result.steps + 1, 5))
@@ -250,7 +250,7 @@ def test_a_gate_that_stays_shut_starts_over_from_the_same_weights(monkeypatch: p
     measured = iter([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     monkeypatch.setattr(SftTrainer, "copying", lambda self: next(measured))
     policy = make_policy()
-    settings = sft(steps=3, batch_size=6, gate=0.9, gate_every=2, max_restarts=2)
+    settings = sft(steps=3, batch_size=6, stop_at_copy_accuracy=0.9, gate_every=2, max_restarts=2)
     result, records = run(policy, settings)
     assert [(r["restart"], r["step"]) for r in records] == [(n, step) for n in range(3) for step in (1, 2, 3)]
     # Measured every second step and at the last.
@@ -263,7 +263,7 @@ def test_a_gate_that_stays_shut_starts_over_from_the_same_weights(monkeypatch: p
 
 def test_another_attempt_sees_another_order_and_the_same_seed_the_same() -> None:
     def losses() -> list[float]:
-        settings = sft(steps=4, batch_size=2, gate=1.0, gate_every=100, max_restarts=1, lr=1e-9)
+        settings = sft(steps=4, batch_size=2, stop_at_copy_accuracy=1.0, gate_every=100, max_restarts=1, lr=1e-9)
         return [record["loss"] for record in run(make_policy(), settings)[1]]
 
     first = losses()

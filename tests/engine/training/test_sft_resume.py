@@ -107,7 +107,7 @@ def steps_saved(out: Path) -> list[str]:
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "all weights": {},
     "adapters on bfloat16": {"lora": {"rank": 8, "alpha": 16}, "model": {"dtype": "bfloat16"}},
-    "8-bit moments, from bfloat16": {"optim": {"moments": "8bit"}, "model": {"dtype": "bfloat16"}},
+    "8-bit moments, from bfloat16": {"optim": {"optimizer_state_dtype": "8bit"}, "model": {"dtype": "bfloat16"}},
 }
 
 
@@ -147,7 +147,16 @@ def test_a_fine_tuning_that_was_killed_in_its_second_attempt_goes_on_in_it(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An attempt is two steps; the gate opens behind the second one's."""
-    recipe = make(sft={"gate": 0.7, "gate_every": 2, "steps": 2, "save_every": 1, "max_restarts": 1, "batch_size": 1})
+    recipe = make(
+        sft={
+            "stop_at_copy_accuracy": 0.7,
+            "gate_every": 2,
+            "steps": 2,
+            "save_every": 1,
+            "max_restarts": 1,
+            "batch_size": 1,
+        }
+    )
     seen = measured_as(monkeypatch, [0.1, 0.8])
     run_sft(recipe, tmp_path / "whole")
     killed(recipe, tmp_path / "out", 3)
@@ -161,7 +170,7 @@ def test_a_fine_tuning_that_was_killed_in_its_second_attempt_goes_on_in_it(
 @pytest.mark.slow
 def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate that opens in the second attempt: killed in it, where it begins, and just before it opens."""
-    recipe = make(sft={"gate": 0.7, "gate_every": 2, "steps": 4, "save_every": 2, "max_restarts": 2})
+    recipe = make(sft={"stop_at_copy_accuracy": 0.7, "gate_every": 2, "steps": 4, "save_every": 2, "max_restarts": 2})
     measured = measured_as(monkeypatch, [0.1, 0.2, 0.3, 0.8])  # at steps 2 and 4 of both attempts
     run_sft(recipe, tmp_path / "whole")
     assert json.loads((tmp_path / "whole" / "sft.json").read_text())["restarts"] == 1
@@ -292,7 +301,7 @@ def test_what_cannot_be_resumed_is_refused(make: Make, tmp_path: Path, tiny_mode
     moments = bytearray((checkpoint / "optimizer.safetensors").read_bytes())
     moments[-1] ^= 1
     (checkpoint / "optimizer.safetensors").write_bytes(moments)
-    refused(r"optimizer\.safetensors: damaged .* begin again by --resume --from 0")
+    refused(r"optimizer\.safetensors: damaged .* begin again by --resume --resume-from 0")
     shutil.copytree(sft_folder(out), tmp_path / "lost.training")
     run_sft(recipe, out, resume=True, from_step=0)
     refused(r"out: the fine-tuning is finished; choose another --out")

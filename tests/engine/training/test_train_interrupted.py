@@ -101,7 +101,7 @@ def test_records_that_were_lost_are_noticed(
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     for left in (lines[:0], lines[:2], lines[1:]):
         (out / "metrics.jsonl").write_bytes(b"".join(left))
-        with pytest.raises(UserError, match=r"metrics.jsonl:.* go back by --resume --from STEP"):
+        with pytest.raises(UserError, match=r"metrics.jsonl:.* go back by --resume --resume-from STEP"):
             train(make_recipe(), out, resume=True)
         assert (out / "metrics.jsonl").read_bytes() == b"".join(left)
     train(make_recipe(), out, resume=True, from_step=2)  # told so

@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
     damaged.write_bytes(data)
     before = what_happened(out)
     for _ in range(2):
-        with pytest.raises(UserError, match=rf"{damaged}: damaged or changed.* --resume --from 2"):
+        with pytest.raises(UserError, match=rf"{damaged}: damaged or changed.* --resume --resume-from 2"):
             train(make_recipe(), out, resume=True)
     assert what_happened(out) == before
     train(make_recipe(run={"verify": False}), out, resume=True)  # finished: nothing is trained on it
@@ -177,7 +177,7 @@ def test_a_run_that_goes_back_has_forgotten_what_is_behind_before_it_begins(
 def test_what_another_process_has_just_saved_is_not_undone(
     tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved between the choice of a checkpoint and the lock; `--from` goes back all the same."""
+    """Saved between the choice of a checkpoint and the lock; `--resume-from` goes back all the same."""
     out = shutil.copytree(uninterrupted, tmp_path / "run")
     before, newer = what_happened(out), out / "checkpoints" / "step_000005"
     monkeypatch.setattr(Trainer, "run", reached)

@@ -393,7 +393,7 @@ def test_recording_changes_no_bit_and_finds_what_the_loss_found(gradients: dict[
         for segment in trajectory.segments:
             # Ratios of about .67 and 1.49 in turn, so that in every trajectory some are clipped and some are not.
             segment.logprobs = [value + (0.4, -0.4)[n % 2] for n, value in enumerate(segment.logprobs)]
-    grpo = GrpoSection(beta=0.1, importance="token", old_logprobs="recomputed", drop_zero_advantage=True)
+    grpo = GrpoSection(beta=0.1, tis_level="token", old_logprobs="recomputed", drop_zero_advantage=True)
     items = build_train_sequences(trajectories, [1.3, 0.0, -0.4], grpo)
     items[1] = replace(items[1], importance=[0.5] * 9)
     found = []

@@ -124,7 +124,7 @@ def world(
     tiny_policy.save(folder / "warmup")
     tiny_tokenizer.save(folder / "warmup")
     (folder / "prompt.txt").write_text("<search> or <answer>: {question}\n")  # what the tiny policy was taught on
-    small = {"group_size": 4, "questions_per_step": 4, "max_turns": 2, "max_turn_tokens": 32, "max_running": 16}
+    small = {"group_size": 4, "questions_per_step": 4, "max_turns": 2, "max_turn_tokens": 32, "max_num_seqs": 16}
     overrides = [f"rollout.{key}={value}" for key, value in small.items()]
     monkeypatch.setattr(kl, "SETTINGS", (*kl.SETTINGS, *overrides, f"system.template={folder / 'prompt.txt'}"))
     monkeypatch.setattr(kl, "enumerate_all", partial(enumerate_all, draws=2))
