@@ -91,6 +91,6 @@ def chat_responder(
         passage_format=passage_format,
     )
     limits = Limits(
-        max_turn_tokens=max_tokens, max_policy_tokens=sys.maxsize, max_context=sys.maxsize, max_running=sys.maxsize
+        max_turn_tokens=max_tokens, max_policy_tokens=sys.maxsize, max_context=sys.maxsize, max_num_seqs=sys.maxsize
     )
     return Responder(ApiRollout(WholeReplies(chat), tokenizer, retriever, system, tools, renderer, limits))
