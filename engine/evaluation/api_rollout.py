@@ -238,7 +238,7 @@ class ApiRollout(EpisodeRunner):
         on_progress: Callable[[int], None] | None = None,
         recall: bool = False,  # of drafts, which are none of ours here
     ) -> list[Trajectory]:
-        """Every job's trajectory, in the order of the jobs. UserError as the endpoint's."""
+        """As EpisodeRunner. UserError as the endpoint's."""
         self.clock = RolloutClock()
         started = time.perf_counter()
         trajectories = self.collect(jobs, ApiWriter(self, temperature), on_progress)

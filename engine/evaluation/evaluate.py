@@ -1,15 +1,16 @@
-"""Evaluation inside a training run, in memory: every question once, and scored (metrics.py summarises).
-
-The command `thresher eval` is run.py.
-"""
+"""Questions into trajectories: part by part for a file that grows, or at once inside a training run."""
 
 from collections.abc import Callable, Sequence
 
+from thresher.common import console
 from thresher.engine.parallel.first import judging
 from thresher.engine.parallel.ranks import ALONE, Ranks
-from thresher.engine.rollout.rollout import Job, Rollout, seed_of
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.rollout import EpisodeRunner, Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, score
 from thresher.retrieval.questions import Question
+
+PART = 2  # times max_num_seqs: so much a kill may lose; the fewer, the more often a batch runs empty
 
 
 def evaluate(
@@ -41,3 +42,28 @@ def jobs_of(questions: Sequence[Question], temperature: float = 0.0, seed: int =
         Job(question, number, 0, seed_of("eval", seed, question.id, 0) if temperature else number)
         for number, question in enumerate(questions, first)
     ]
+
+
+def draw_parts(
+    rollout: EpisodeRunner,
+    jobs: Sequence[Job],
+    temperature: float,
+    kept: int,
+    label: str,
+    keep: Callable[[Sequence[Job], list[Trajectory]], None],
+) -> None:
+    """Draw `jobs` but for the first `kept`, part by part, and hand each part to `keep`; a line shows how far it is."""
+    size = PART * rollout.limits.max_num_seqs
+    with console.progress_line(label, len(jobs)) as line:
+        ended = kept
+
+        def progress(more: int) -> None:
+            nonlocal ended
+            ended += more
+            line.to(ended, "")
+
+        if kept:
+            line.from_before(kept)
+        for start in range(kept, len(jobs), size):
+            part = jobs[start : start + size]
+            keep(part, rollout.run(part, temperature, progress, recall=True))

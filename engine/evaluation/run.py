@@ -12,7 +12,7 @@ policy's searches and the branches are in it; loading, judges and the search for
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -33,15 +33,22 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import DataSection, SystemSection
 from thresher.engine.episode import System, first_prompt
-from thresher.engine.evaluation.api_rollout import AnsweredBy, ApiRollout, ApiRunContext, load_api_context
-from thresher.engine.evaluation.evaluate import jobs_of
-from thresher.engine.evaluation.folder import ANSWERS, EvalFolder, check_belongs
-from thresher.engine.evaluation.generated import Generated, check_generated
-from thresher.engine.evaluation.metrics import Values, measures_of, parts_of, ranking_measures
-from thresher.engine.evaluation.table import FACTS, figures_of, markdown, rows_of
+from thresher.engine.evaluation.api_rollout import AnsweredBy, ApiRunContext, load_api_context
+from thresher.engine.evaluation.evaluate import draw_parts, jobs_of
+from thresher.engine.evaluation.folder import ANSWERS, EvalFolder, Generated, check_belongs, check_generated
+from thresher.engine.evaluation.metrics import (
+    FACTS,
+    Values,
+    figures_of,
+    markdown,
+    measures_of,
+    parts_of,
+    ranking_measures,
+    rows_of,
+)
 from thresher.engine.protocol.prompts import PromptBatch, noise_pool, truncate_passages, with_noise, with_passages
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.best_checkpoint import Best
 from thresher.engine.systems import own_digest
@@ -52,7 +59,6 @@ from thresher.rewards.papers.evinote import evinote_claims
 from thresher.rewards.text import contains_answer
 
 NOTES = ("summary", "evidence", "extract", "evaluate", "analysis")  # tags of what may entail an answer
-PART = 2  # times max_num_seqs: so much a kill may lose; the fewer, the more often a batch runs empty
 # Keys of the recipe that decide no trajectory, or only where it is computed.
 _FREE = {
     "model": {"device"},
@@ -202,7 +208,7 @@ def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
 
 
 def _generate(
-    rollout: Rollout | ApiRollout,
+    rollout: EpisodeRunner,
     questions: Sequence[Question],
     temperature: float,
     seed: int,
@@ -211,47 +217,23 @@ def _generate(
     """All trajectories, those that the folder holds already among them."""
     done = folder.generated()
     check_belongs(done, [question.id for question in questions], folder.path)
-    limits = rollout.limits
-    check_generated(done, rollout.tokenizer, rollout.system.tags, limits.max_context, folder.path / "generated.jsonl")
-    size = PART * limits.max_num_seqs
-    with console.progress_line("eval", len(questions)) as line:
-        count = len(done)
+    check_generated(done, rollout, folder.path / "generated.jsonl")
 
-        def progress(ended: int) -> None:
-            nonlocal count
-            count += ended
-            line.to(count, "")
+    def keep(part: Sequence[Job], trajectories: list[Trajectory]) -> None:
+        clock, count = rollout.clock, len(part)
+        shares = {"seconds": clock.total / count, "branches_without_room": clock.branches_without_room / count}
+        new = [
+            Generated(trajectory, relevant=_relevant(job.question, trajectory, rollout), **shares)
+            for job, trajectory in zip(part, trajectories, strict=True)
+        ]
+        folder.append(new)
+        done.extend(new)
 
-        if done:
-            line.from_before(count)
-        while len(done) < len(questions):
-            part = questions[len(done) : len(done) + size]
-            done += _part(rollout, part, temperature, seed, len(done), progress)
-            folder.append(done[-len(part) :])
+    draw_parts(rollout, jobs_of(questions, temperature, seed), temperature, len(done), "eval", keep)
     return done
 
 
-def _part(
-    rollout: Rollout | ApiRollout,
-    questions: Sequence[Question],
-    temperature: float,
-    seed: int,
-    first: int,
-    progress: Callable[[int], None],
-) -> list[Generated]:
-    trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, progress, recall=True)
-    clock = rollout.clock
-    shares = {
-        "seconds": clock.total / len(questions),
-        "branches_without_room": clock.branches_without_room / len(questions),
-    }
-    return [
-        Generated(trajectory, relevant=_relevant(question, trajectory, rollout), **shares)
-        for question, trajectory in zip(questions, trajectories, strict=True)
-    ]
-
-
-def _relevant(question: Question, trajectory: Trajectory, rollout: Rollout | ApiRollout) -> list[bool]:
+def _relevant(question: Question, trajectory: Trajectory, rollout: EpisodeRunner) -> list[bool]:
     """Whether each passage holds a gold string: of those that the prompt shows, or of those found, best first, search
     after search."""
     passages: Sequence[Passage] = ()

@@ -30,7 +30,8 @@ from thresher.common.locks import locked_file
 from thresher.common.records import RecordLog
 from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.evaluation.run import PART, retriever_of
+from thresher.engine.evaluation.evaluate import draw_parts
+from thresher.engine.evaluation.run import retriever_of
 from thresher.engine.protocol.prompts import retrieve_and_truncate
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
@@ -141,28 +142,19 @@ def _draw(
     rollout: Rollout, parts: RunContext, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
 ) -> dict[str, Any]:
     """The trajectories that are not in the file yet, appended part by part; figures of these alone."""
-    size = PART * rollout.limits.max_num_seqs
     reasons: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     seconds = 0.0
-    with console.progress_line("rollout", len(jobs)) as line:
-        ended = kept
 
-        def progress(more: int) -> None:
-            nonlocal ended
-            ended += more
-            line.to(ended, "")
+    def keep(part: Sequence[Job], trajectories: list[Trajectory]) -> None:
+        nonlocal seconds
+        log.append(*_records(part, trajectories, parts, plan.temperature))
+        reasons.update(trajectory.reason for trajectory in trajectories)
+        clock = rollout.clock
+        seconds += clock.total
+        totals.update(sampled=clock.sampled_tokens, prefilled=clock.prefilled_tokens, searches=clock.search_queries)
 
-        if kept:
-            line.from_before(kept)
-        for start in range(kept, len(jobs), size):
-            part = jobs[start : start + size]
-            trajectories = rollout.run(part, plan.temperature, progress, recall=True)
-            log.append(*_records(part, trajectories, parts, plan.temperature))
-            reasons.update(trajectory.reason for trajectory in trajectories)
-            clock = rollout.clock
-            seconds += clock.total
-            totals.update(sampled=clock.sampled_tokens, prefilled=clock.prefilled_tokens, searches=clock.search_queries)
+    draw_parts(rollout, jobs, plan.temperature, kept, "rollout", keep)
     return {
         "trajectories": len(jobs),
         **({"of them from before": kept} if kept else {}),

@@ -224,6 +224,21 @@ class EpisodeRunner:
                 (shown,) = truncate_passages([question], self.system, self.tools, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)
 
+    def run(
+        self,
+        jobs: Sequence[Job],
+        temperature: float,
+        on_progress: Callable[[int], None] | None = None,
+        recall: bool = False,
+    ) -> list[Trajectory]:
+        """Draw every job's trajectory; returned in the order of the jobs. Temperature 0 is greedy.
+
+        on_progress: is called with the number of trajectories that have ended since the last call. recall: look drafts
+        up in what earlier calls wrote for the same questions, as where a dev set is evaluated again. Not in training:
+        with a BLAS that is not batch-invariant a run that was resumed would have other last bits without them.
+        """
+        raise NotImplementedError
+
     def play(self, jobs: Sequence[Job], writer: TurnWriter) -> Generator[list[Sample], None, None]:
         """Yield, step after step, the samples of `jobs` that have ended in it. Branches are in their trajectories
         only when the last step is over."""
@@ -308,12 +323,6 @@ class Rollout(EpisodeRunner):
         on_progress: Callable[[int], None] | None = None,
         recall: bool = False,
     ) -> list[Trajectory]:
-        """Draw every job's trajectory; returned in the order of the jobs. Temperature 0 is greedy.
-
-        `on_progress` is called with the number of trajectories that have ended since the last call. recall: look drafts
-        up in what earlier calls wrote for the same questions, as where a dev set is evaluated again. Not in training:
-        with a BLAS that is not batch-invariant a run that was resumed would have other last bits without them.
-        """
         self.clock = RolloutClock()
         started = time.perf_counter()
         self.decoder.begin(self.limits.max_context, self.clock)

@@ -19,8 +19,7 @@ from thresher.common.errors import UserError
 from thresher.common.records import RecordLog, read_records, write_records
 from thresher.engine.baselines.evidence import read_evidence
 from thresher.engine.evaluation.compare import compare, read_evaluation
-from thresher.engine.evaluation.folder import EvalFolder
-from thresher.engine.evaluation.generated import Generated
+from thresher.engine.evaluation.folder import EvalFolder, Generated
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.reporting import comparison, report
 from thresher.engine.reporting.comparison import write_comparison

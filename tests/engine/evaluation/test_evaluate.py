@@ -13,8 +13,8 @@ from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.evaluation.evaluate import jobs_of
+from thresher.engine.evaluation.metrics import figures_of, markdown, rows_of
 from thresher.engine.evaluation.run import rewarded_by
-from thresher.engine.evaluation.table import figures_of, markdown, rows_of
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.systems import load_system
 from thresher.retrieval.questions import Question, passage_record

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ from thresher.common.records import RecordLog, read_object
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.evaluation.folder import EvalFolder
-from thresher.engine.evaluation.generated import Generated, check_generated, read_generated
+from thresher.engine.evaluation.folder import EvalFolder, Generated, check_generated, read_generated
 from thresher.engine.evaluation.metrics import measures_of
 from thresher.engine.evaluation.run import EvalOptions, settings_of
 from thresher.engine.protocol.trajectory import Segment, Trajectory
@@ -160,6 +160,7 @@ def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     kept = out / "generated.jsonl"
     first, *rest = kept.read_text().splitlines()
     system, refused = load_system("search_r1", {}), 0
+    rollout: Any = SimpleNamespace(tokenizer=tiny_tokenizer, system=system, limits=SimpleNamespace(max_context=4096))
     bare = json.dumps({key: value for key, value in json.loads(first).items() if key != "checksum"})
     many = damages(bare)  # as an earlier version wrote it; what is written now has a checksum
 
@@ -178,7 +179,7 @@ def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
     for damaged in many:
         try:
             entry = read(damaged)
-            check_generated([entry], tiny_tokenizer, system.tags, 4096, kept)
+            check_generated([entry], rollout, kept)
             scored = score(tiny_questions[:1], [entry.trajectory], system, tiny_tokenizer)
             assert measures_of(scored[0], system.tags)["searches"] >= 0
         except UserError as error:

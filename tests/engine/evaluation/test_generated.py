@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from thresher.common.errors import UserError
-from thresher.engine.evaluation.folder import EvalFolder
-from thresher.engine.evaluation.generated import REMEDY, Generated, check_generated, read_generated, write_generated
+from thresher.engine.evaluation.folder import (
+    REMEDY,
+    EvalFolder,
+    Generated,
+    check_generated,
+    read_generated,
+    write_generated,
+)
 from thresher.engine.evaluation.run import _generate
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Job
@@ -88,7 +94,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 def read(record: dict[str, Any], tokenizer: Tokenizer) -> Generated:
     found = read_generated(record, "generated.jsonl:1")
-    check_generated([found], tokenizer, TAGS, CONTEXT, Path("generated.jsonl"))
+    check_generated([found], fake_rollout(tokenizer), Path("generated.jsonl"))
     return found
 
 

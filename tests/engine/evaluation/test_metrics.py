@@ -9,11 +9,12 @@ from thresher.engine.evaluation.metrics import (
     NAMES,
     mean,
     means,
+    measured,
     measures_of,
     parts_of,
     ranking_measures,
     shown,
-    summarise,
+    summary_of,
 )
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.scoring.score import Scored
@@ -49,12 +50,12 @@ def scored(
     return Scored(question, trajectory, made.reward(attempt), attempt)
 
 
-def measured(system: str, *said: str, **known: Any) -> dict[str, float | None]:
+def measures(system: str, *said: str, **known: Any) -> dict[str, float | None]:
     return measures_of(scored(system, *said, **known), load_system(system, {}).tags)
 
 
 def test_answers_work_and_a_judge() -> None:
-    values = measured("search_r1", "<search>x</search>", "<answer>in Paris</answer>", searches=1, verdict=True)
+    values = measures("search_r1", "<search>x</search>", "<answer>in Paris</answer>", searches=1, verdict=True)
     assert values == {
         "reward": 0.0,
         "em": 0.0,
@@ -73,29 +74,29 @@ def test_answers_work_and_a_judge() -> None:
         "tokens": 3.0,
         "verdict": 1.0,
     }
-    papers = measured("search_r1", "<answer>New_York no</answer>", golds=("new york",))
+    papers = measures("search_r1", "<answer>New_York no</answer>", golds=("new york",))
     assert (papers["em"], papers["em_arena"]) == (0.0, 0.0) and papers["f1_arena"] == pytest.approx(0.8) != papers["f1"]
-    spaced = measured("search_r1", "<answer>New_York</answer>", golds=("new york",))
+    spaced = measures("search_r1", "<answer>New_York</answer>", golds=("new york",))
     assert (spaced["em"], spaced["em_arena"]) == (0.0, 1.0)
-    joined = measured("search_r1", "<answer>U.S.</answer>", golds=("us",))
+    joined = measures("search_r1", "<answer>U.S.</answer>", golds=("us",))
     assert (joined["em"], joined["em_arena"]) == (1.0, 0.0)
-    no = measured("search_r1", "<answer>no way</answer>", golds=("no",))
+    no = measures("search_r1", "<answer>no way</answer>", golds=("no",))
     assert (no["f1"], no["f1_plain"], no["f1_arena"]) == (0.0, pytest.approx(2 / 3), pytest.approx(2 / 3))
-    nothing = measured("search_r1", "hm")
+    nothing = measures("search_r1", "hm")
     assert nothing["answered"] == nothing["char_f1"] == nothing["sub_em"] == 0.0 and "verdict" not in nothing
 
 
 def test_evidence() -> None:
     said = "<reason>Paris it is</reason><extract>the capital Paris</extract><answer>Paris</answer>"
-    values = measured("eviomni", said, passages=PASSAGES, branch=7)
+    values = measures("eviomni", said, passages=PASSAGES, branch=7)
     assert (values["recall_evidence"], values["recall_rationale"]) == (1.0, 1.0)
     assert values["compression"] == pytest.approx((9 + 4) / 3) and values["no_evidence"] == 0.0  # in words
     assert (values["evidence_tokens"], values["rationale_tokens"]) == (3.0, 3.0)
     assert values["branch_tokens"] == 7.0 and values["response_tokens"] == 1.0
-    empty = measured("eviomni", "<reason>no Bonn</reason><extract></extract><answer>Paris</answer>", passages=PASSAGES)
+    empty = measures("eviomni", "<reason>no Bonn</reason><extract></extract><answer>Paris</answer>", passages=PASSAGES)
     assert (empty["compression"], empty["no_evidence"]) == (None, 1.0)
     assert (empty["recall_evidence"], empty["recall_rationale"]) == (0.0, 0.0)
-    assert "compression" not in measured("eviomni", said)  # of no passages
+    assert "compression" not in measures("eviomni", said)  # of no passages
 
 
 @pytest.mark.parametrize(
@@ -110,13 +111,13 @@ def test_evidence() -> None:
     ],
 )
 def test_recall_of_what_else_is_written(system: str, said: str, name: str, value: float) -> None:
-    values = measured(system, said, entailment=0.5)
+    values = measures(system, said, entailment=0.5)
     assert values[name] == value
     assert [key for key in values if key.startswith("recall")] == [name]
 
 
 def test_a_gold_of_yes_is_recalled_by_no_text() -> None:
-    values = measured("eval_rar", "<evaluate>yes</evaluate><answer>yes</answer>", golds=("yes",))
+    values = measures("eval_rar", "<evaluate>yes</evaluate><answer>yes</answer>", golds=("yes",))
     assert values["recall_evaluation"] == 0.0 and values["em"] == 1.0
 
 
@@ -131,9 +132,9 @@ def test_a_gold_of_yes_is_recalled_by_no_text() -> None:
     ],
 )
 def test_references(said: str, gold: tuple[int, ...], precision: float | None, recall: float | None) -> None:
-    values = measured("arena", said, passages=PASSAGES, gold_indices=gold)
+    values = measures("arena", said, passages=PASSAGES, gold_indices=gold)
     assert (values["relevance_precision"], values["relevance_recall"]) == (precision, recall)
-    assert "relevance_recall" not in measured("arena", said, passages=PASSAGES)  # nobody knows
+    assert "relevance_recall" not in measures("arena", said, passages=PASSAGES)  # nobody knows
 
 
 def test_rankings() -> None:
@@ -156,13 +157,13 @@ def test_what_nobody_measured_is_no_zero() -> None:
     said = "<reason>a</reason><extract>Paris</extract><answer>Paris</answer>"
     parts = parts_of(scored("eviomni", said, options={"rationale": False}))
     assert (parts["answer_rationale"], parts["answer_evidence"], parts["answer_full"]) == (None, 0.0, 1.0)
-    assert "entailment" not in measured("evinote", "<summary>* x</summary>", options={"variant": "SEN"})
+    assert "entailment" not in measures("evinote", "<summary>* x</summary>", options={"variant": "SEN"})
     assert means([parts])["answer_rationale"] is None
 
 
 def test_counts_of_what_a_system_writes() -> None:
-    assert measured("arena", "<relevance>[1,2]</relevance>", passages=PASSAGES)["named"] == 2.0
-    assert measured("eval_rar", "<evaluate>a</evaluate><evaluate>b</evaluate>")["evaluations"] == 2.0
+    assert measures("arena", "<relevance>[1,2]</relevance>", passages=PASSAGES)["named"] == 2.0
+    assert measures("eval_rar", "<evaluate>a</evaluate><evaluate>b</evaluate>")["evaluations"] == 2.0
 
 
 def test_means_leave_out_what_has_no_value() -> None:
@@ -183,9 +184,9 @@ def test_a_summary_holds_the_measures_and_the_parts_apart() -> None:
         scored("eviomni", "<reason>a b c</reason><extract>Paris</extract><answer>Paris</answer>", passages=PASSAGES),
         scored("eviomni", "hm", passages=PASSAGES),
     ]
-    summary = summarise(entries, load_system("eviomni", {}).tags)
+    summary = summary_of(measured(entries, load_system("eviomni", {}).tags))
     assert (summary["questions"], summary["em"], summary["recall_evidence"]) == (2, 0.5, 0.5)
     assert (summary["compression"], summary["no_evidence"]) == (13.0, 0.5)
     assert summary["parts"]["format"] == summary["parts"]["answer_full"] == 0.5 and "em" not in summary["parts"]
     assert summary["reasons"] == {"answered": 2}
-    assert "recall_evidence" not in summarise(entries)  # nobody said that the system writes any
+    assert "recall_evidence" not in summary_of(measured(entries))  # nobody said that the system writes any

@@ -11,7 +11,7 @@ from rollout_cases import system_of
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.episode import BranchPrompt, Feedback, Generate, KeptSpan, Prompt, Retrieved, SubCall, Turn
-from thresher.engine.evaluation.metrics import summarise
+from thresher.engine.evaluation.metrics import measured, summary_of
 from thresher.engine.packing import TrainSequence, build_train_sequences
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, branch_seed
@@ -80,7 +80,7 @@ def test_what_a_call_wrote_is_shown_and_not_the_policys(
     (item,) = build_train_sequences([trajectory], [1.0], GrpoSection())
     policy = [token for part in ("<search>x</search>", "no</answer>") for token in tiny_tokenizer.encode_template(part)]
     assert isinstance(item, TrainSequence) and [item.ids[row] for row in item.positions] == policy
-    measures = summarise([scored], TAGS)
+    measures = summary_of(measured([scored], TAGS))
     assert measures["branch_tokens"] == branch.count(Source.POLICY) and measures["response_tokens"] == len(policy)
 
 

@@ -26,7 +26,7 @@ from thresher.common.errors import UserError
 from thresher.engine.assemble import load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.evaluate import evaluate
-from thresher.engine.evaluation.metrics import summarise
+from thresher.engine.evaluation.metrics import measured, summary_of
 from thresher.engine.reporting.token_data import policy_counts
 from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.training.train import train
@@ -130,7 +130,7 @@ def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_i
     judged = evaluate(parts.rollout(load_retrieval(recipe, parts.system)), load_questions(recipe, parts.system)[1])
     assert [entry.to_dict(parts.tokenizer) for entry in judged] == written
     (record,) = (record["eval"] for record in metrics(uninterrupted) if record["step"] == step and "eval" in record)
-    assert untimed(record) == untimed(summarise(judged, parts.system.tags)) | {"cut_passages": 0}
+    assert untimed(record) == untimed(summary_of(measured(judged, parts.system.tags))) | {"cut_passages": 0}
 
 
 def test_the_summary_has_these_keys(uninterrupted: Path) -> None:
