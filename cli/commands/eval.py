@@ -18,8 +18,7 @@ from thresher.common import console, signals
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
 from thresher.engine.config.sections import RolloutSection
-from thresher.engine.store.best_checkpoint import Best, best_checkpoint
-from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.store.run_folder import Best, RunFolder, best_checkpoint
 
 if TYPE_CHECKING:
     from thresher.engine.evaluation.api_rollout import AnsweredBy

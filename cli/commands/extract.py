@@ -126,8 +126,7 @@ def run(options: argparse.Namespace) -> None:
 def _extractor(options: argparse.Namespace) -> dict[str, Any]:
     """The extractor's folder and what a run that it comes from says of it; flags win."""
     from thresher.engine.config.recipe import read_tables
-    from thresher.engine.store.best_checkpoint import best_checkpoint
-    from thresher.engine.store.run_folder import RunFolder
+    from thresher.engine.store.run_folder import RunFolder, best_checkpoint
 
     if options.best_of is None:
         return {"model": options.model, "k": options.k or 5, "prompt": options.prompt or "raw"}

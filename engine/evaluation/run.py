@@ -50,7 +50,7 @@ from thresher.engine.protocol.prompts import PromptBatch, noise_pool, truncate_p
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
-from thresher.engine.store.best_checkpoint import Best
+from thresher.engine.store.run_folder import Best
 from thresher.engine.systems import own_digest
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions

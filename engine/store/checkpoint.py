@@ -13,7 +13,7 @@
 A checkpoint is staged under another name and renamed when it is on the disk, so a kill leaves the one before.
 What a copy over a network or a full disk may have cut short is found when the newest is looked for: every
 safetensors header must agree with its file's length, and state.json with the folder's name. Whether every bit is what
-was written is asked when a run is to go on from it (`resume.py`).
+was written is asked when a run is to go on from it (`checkpoint_to_resume`).
 
 Deliberately absent: the optimiser's hyperparameters, which the recipe holds; generators of random numbers,
 for noise is a function of seed and position; sharded states.
@@ -204,6 +204,43 @@ def read_checkpoint(path: Path, verify: bool = False) -> Checkpoint:
     for file in sorted({path / OPTIMIZER, *path.rglob("*.safetensors")}):
         _open(file)
     return Checkpoint(path, step, state, content.get("interim") is True)
+
+
+def checkpoint_to_resume(folder: str | Path, from_step: int | None = None, verify: bool = True) -> Checkpoint | None:
+    """The checkpoint of `from_step` in a run's checkpoints folder, of the highest step where that is None; None where
+    there is none, and for step 0, the run's beginning.
+
+    A run never goes back by itself: what was trained since would be lost without a word. Nor does it go on from records
+    that were lost (`RunFolder.check_metrics`), for what was measured then cannot be computed again.
+
+    verify: its files are held against their hashes, as `read_checkpoint` has it. UserError where it is damaged, and for
+    a step that has no checkpoint; both name what there is to go back to.
+    """
+    paths = step_folders(Path(folder))
+    if from_step is not None:
+        if from_step == 0:
+            return None
+        if not any(step_of(path.name) == from_step for path in paths):
+            steps = ", ".join(str(step_of(path.name)) for path in paths) or "none"
+            raise UserError(f"{folder}: no checkpoint of step {from_step}; there are {steps}; 0 is the run's beginning")
+        paths = [path for path in paths if (step_of(path.name) or 0) <= from_step]
+    if not paths:
+        return None
+    *earlier, path = paths
+    try:
+        return read_checkpoint(path, verify)
+    except UserError as error:
+        raise UserError(f"{error}. {_way_back(earlier, verify)}") from None
+
+
+def _way_back(paths: list[Path], verify: bool) -> str:
+    for path in reversed(paths):
+        try:
+            step = read_checkpoint(path, verify).step
+        except UserError:
+            continue
+        return f"The newest whole checkpoint is {step_name(step)}: go back to it by --resume --resume-from {step}"
+    return "No earlier checkpoint is whole: begin again by --resume --resume-from 0"
 
 
 def _whole(path: Path) -> Checkpoint | None:

@@ -28,22 +28,56 @@ Deliberately absent: what a metric means, when to save, and any reading of check
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.common.files import staged_folder
+from thresher.common.jsonl import json_kind
 from thresher.common.locks import lock_folder
 from thresher.common.records import REMEDY as READ_REMEDY
 from thresher.common.records import RecordLog, mark_of, read_object, read_records, write_object, write_records
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.store.shapes import METRICS, START, SUMMARY, TRAJECTORY, check_shape
 
 # What is said of records that are not as they were written, where a run is to go on.
 REMEDY = "put a copy back, or go back by --resume --resume-from STEP to a checkpoint, with the records as they are"
+
+
+# The types of what a run stores, for readers of its records. A record with a checksum has them; one of an earlier
+# version, or one that is read unverified, may hold anything. A shape is a kind of value, or a list of one shape, or a
+# dict of shapes by key, with "*" for all other keys. A key may be absent or null, but for a record's step.
+Kind = tuple[str, Callable[[Any], bool]]
+
+NUMBER: Kind = ("a number", lambda value: isinstance(value, int | float) and -1e300 < value < 1e300)
+WHOLE: Kind = ("a whole number", lambda value: type(value) is int and abs(value) < 2**63)
+TEXT: Kind = ("a string", lambda value: isinstance(value, str))
+NAME: Kind = ("a string or a whole number", lambda value: isinstance(value, str) or WHOLE[1](value))
+ANYTHING: Kind = ("anything", lambda value: True)
+
+NUMBERS = {"*": NUMBER}
+MEASURES = {"*": NUMBER, "parts": NUMBERS, "reasons": NUMBERS, "wait_policy": TEXT, "by_epoch": [NUMBERS]}
+SEGMENTS = [{"*": ANYTHING, "source": TEXT, "text": TEXT, "ids": [WHOLE]}]
+
+METRICS = {**MEASURES, "step": WHOLE, "eval": MEASURES}
+START = {"*": ANYTHING, "step": WHOLE}
+SUMMARY = {"*": NUMBER, "metrics": {"*": ANYTHING}}
+TRAJECTORY = {
+    "*": ANYTHING,
+    "id": NAME,
+    **dict.fromkeys(("question", "reason", "answer"), TEXT),
+    **dict.fromkeys(("group", "sample"), WHOLE),
+    **dict.fromkeys(("reward", "advantage"), NUMBER),
+    "golden_answers": [TEXT],
+    "parts": NUMBERS,
+    "segments": SEGMENTS,
+    "branches": {"*": SEGMENTS},
+    "passages": [{"*": ANYTHING, "text": TEXT}],
+    "searches": [{"*": ANYTHING, "query": TEXT, "passages": [ANYTHING]}],
+}
 
 
 def step_name(step: int) -> str:
@@ -232,7 +266,7 @@ class RunFolder:
     def truncate_after(self, step: int) -> None:
         """Forget what was recorded after a step: metrics, trajectories, checkpoints, and what a kill left unfinished.
 
-        Checkpoints are behind it only where a run is told to go back (engine/store/resume.py).
+        Checkpoints are behind it only where a run is told to go back (engine/store/checkpoint.py).
         """
         for path in self.checkpoints.iterdir():
             saved = step_of(path.name)
@@ -354,3 +388,62 @@ def read_metrics(path: str | Path, unverified: bool = False, remedy: str = READ_
 def _shaped(record: dict[str, Any], shape: Any, path: Path, number: int) -> dict[str, Any]:
     check_shape({"step": None, **record}, shape, f"{path}:{number}")  # without a step it is no record of these
     return record
+
+
+def check_shape(value: Any, shape: Any, where: str) -> None:
+    """UserError, starting with `where` and naming the key, where a value is not of its shape."""
+    if isinstance(shape, tuple):
+        expected, fits = shape[0], shape[1](value)
+    else:
+        expected = "a list" if isinstance(shape, list) else "an object"
+        fits = isinstance(value, type(shape))
+    if not fits:
+        found = json_kind(value) if not isinstance(value, int | float) else str(value)[:40]
+        raise UserError(f"{where}: expected {expected}, found {found}; put a copy back, or remove the file")
+    if isinstance(shape, list):
+        for number, part in enumerate(value, 1):
+            check_shape(part, shape[0], f"{where}, item {number}")
+    elif isinstance(shape, Mapping):
+        for key, part in value.items():
+            if part is not None or key == "step":
+                check_shape(part, shape.get(key, shape["*"]), f"{where}: {key}")
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best checkpoint of a run: a model folder, its step, and its exact match on the dev split.
+
+    The evaluations that a run stores as it goes decide, so that choosing costs no further pass and looks at nothing but
+    the dev split. lost: the step that was better still and whose checkpoint is not kept, None if there is none.
+    """
+
+    path: Path
+    step: int
+    em: float
+    lost: int | None
+
+
+def evaluations_by_dev(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the records of evaluations that have an exact match, the best first. Of equal exact match the higher F1
+    wins, then the earlier step, which has moved less far from its reference."""
+    known = [record for record in records if record.get("eval") and record["eval"].get("em") is not None]
+    return sorted(known, key=lambda r: (-r["eval"]["em"], -(r["eval"].get("f1") or 0.0), r["step"]))
+
+
+def best_checkpoint(path: str | Path) -> Best:
+    """The best kept checkpoint of a run folder; step 0 is the model that the run started from.
+
+    UserError for a folder that is no run, for a run without an evaluation, and where no evaluated step is kept.
+    """
+    run = RunFolder.existing(path)
+    ranked = [(record["step"], record["eval"]["em"]) for record in evaluations_by_dev(read_metrics(run.metrics_file))]
+    if not ranked:
+        raise UserError(f"{path}: the run has no evaluation to choose by; give it data.dev, or name a --model")
+    for step, em in ranked:
+        folder = run.checkpoints / step_name(step) if step else Path(load_recipe(run.recipe_file).model.path)
+        if folder.is_dir():
+            return Best(folder, step, em, None if step == ranked[0][0] else ranked[0][0])
+    raise UserError(
+        f"{path}: no checkpoint of an evaluated step is kept (the best was step {ranked[0][0]}); "
+        "let run.save_every divide run.eval_every, and raise run.keep_checkpoints"
+    )

@@ -31,8 +31,14 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
 from thresher.engine.planning.demand import MOMENT_BYTES
 from thresher.engine.planning.sizes import FP32
-from thresher.engine.store.checkpoint import Checkpoint, SavablePolicy, load_optimizer, prune, save_checkpoint
-from thresher.engine.store.resume import checkpoint_to_resume
+from thresher.engine.store.checkpoint import (
+    Checkpoint,
+    SavablePolicy,
+    checkpoint_to_resume,
+    load_optimizer,
+    prune,
+    save_checkpoint,
+)
 from thresher.engine.store.run_folder import RunFolder, sft_folder
 from thresher.engine.training.resumed import check_newest, check_resumed, start_record
 from thresher.engine.training.sft import Begun, SftTrainer, read_data, read_transcripts

@@ -34,10 +34,8 @@ from thresher.engine.protocol.prompts import PromptBatch, retrieve_and_truncate
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges, check_all
 from thresher.engine.sinks.sinks import check_sinks, sending
-from thresher.engine.store.best_checkpoint import evaluations_by_dev
-from thresher.engine.store.checkpoint import Checkpoint, prune, save_checkpoint
-from thresher.engine.store.resume import checkpoint_to_resume
-from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.store.checkpoint import Checkpoint, checkpoint_to_resume, prune, save_checkpoint
+from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record

@@ -27,9 +27,8 @@ from thresher.engine.reporting.report import write_report
 from thresher.engine.reporting.token_view import write_token_view
 from thresher.engine.scoring.endpoint import Replies
 from thresher.engine.scoring.transcripts import score_file
-from thresher.engine.store.best_checkpoint import best_checkpoint
 from thresher.engine.store.journal import Journal
-from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.store.run_folder import RunFolder, best_checkpoint
 from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.engine.training.sft_data import taught_records
 from thresher.engine.watching.page import LivePage

@@ -23,8 +23,7 @@ from thresher.engine.evaluation.run import EvalOptions, settings_of
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import score
-from thresher.engine.store.best_checkpoint import best_checkpoint, steps_by_dev
-from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.store.run_folder import RunFolder, best_checkpoint, evaluations_by_dev
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
@@ -305,7 +304,7 @@ def test_the_best_checkpoint_is_chosen_on_dev(tmp_path: Path, tiny_questions: li
 
     records = [evaluated(0, 0.1), {"step": 1, "em": 0.9}, evaluated(10, 0.5, 0.6), evaluated(20, 0.5, 0.7)]
     records += [evaluated(30, 0.5, 0.7), evaluated(40, None)]
-    assert [step for step, _ in steps_by_dev(records)] == [20, 30, 10, 0]
+    assert [record["step"] for record in evaluations_by_dev(records)] == [20, 30, 10, 0]
     model = tmp_path / "model"
     table = {"model": {"path": str(model)}, "system": {"name": "arena"}}
     with RunFolder.create(tmp_path / "run", from_dict(Recipe, table, "")) as run:

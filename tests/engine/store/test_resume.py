@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 from thresher.common.errors import UserError
-from thresher.engine.store.checkpoint import OPTIMIZER, latest_checkpoint, read_checkpoint, save_checkpoint
-from thresher.engine.store.resume import checkpoint_to_resume
+from thresher.engine.store.checkpoint import (
+    OPTIMIZER,
+    checkpoint_to_resume,
+    latest_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
 from thresher.policy.weights import write_weights
 
 

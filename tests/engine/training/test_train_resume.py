@@ -29,7 +29,7 @@ from train_cases import (
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, summary_of
-from thresher.engine.store.best_checkpoint import best_checkpoint
+from thresher.engine.store.run_folder import best_checkpoint
 from thresher.engine.training.train import Progress, Trainer, train
 
 
