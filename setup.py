@@ -35,7 +35,7 @@ setup(
         "thresher.engine.reporting": ["*.css", "*.html", "*.js"],
         "thresher.engine.reproduction": ["papers/*.toml"],
         "thresher.engine.watching": ["*.js"],
-        "thresher.engine.systems": ["*.txt"],
+        "thresher.engine.systems": ["*.toml", "*.txt"],
         "thresher.engine.baselines": ["*.txt"],
         "thresher.engine.compressors": ["*.txt"],
     },

@@ -21,6 +21,7 @@ A generator returns the reason why the trajectory ended ("answered", "turns", ..
 engine's business: it closes the generator and records its own reason.
 """
 
+import tomllib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -221,6 +222,11 @@ def over_given(system: System) -> System:
 def pair_tags(*names: str) -> tuple[str, ...]:
     """("think", ..) -> ("<think>", "</think>", ..)."""
     return tuple(tag for name in names for tag in (f"<{name}>", f"</{name}>"))
+
+
+def read_preset(path: Path) -> dict[str, dict[str, Any]]:
+    """Return a system's preset, a TOML file as a recipe is."""
+    return tomllib.loads(read_text(path))
 
 
 def read_template(path: str | Path, passages: bool = False) -> str:

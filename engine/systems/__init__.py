@@ -1,11 +1,11 @@
-"""Trained systems, one file per paper: its protocol, its switches, its preset; the prompt lies beside it.
+"""Trained systems, one file per paper: its protocol, its switches; prompt and preset lie beside it.
 
 A new paper may come in as a file with `Options` (a frozen dataclass of its switches) and `system(options) -> System`;
-every file here whose name does not begin with an underscore is a system, under that name. docs/add/paper.md has the
-steps. A user's own system is such a file anywhere else, named by its path (_own_file.py).
+every file here whose name does not begin with an underscore is a system, under that name (and VARIANTS beside).
+docs/add/paper.md has the steps. A user's own system is such a file anywhere else, named by its path (_own_file.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -16,9 +16,15 @@ from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
 from thresher.engine.systems._own_file import is_path, load_own_system, own_digest
 
-__all__ = ["NAMES", "load_system", "own_digest"]
+__all__ = ["NAMES", "built_in", "load_system", "own_digest"]
 
-NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
+# Systems in the file of another: the file, and its names in the place of `Options` and `system`.
+VARIANTS = {
+    "evinote_code": ("evinote", "CodeOptions", "code_system"),
+    "lear": ("eviomni", "Options", "lear"),
+    "r1": ("naive_grpo", "R1Options", "r1"),
+}
+NAMES = tuple(sorted([*VARIANTS, *(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))]))
 
 
 def load_system(name: str, options: Mapping[str, Any]) -> System:
@@ -35,6 +41,12 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
             f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}, or give a file, path/to/it.py"
         )
         raise UserError(f"system {name!r} is unknown; {hint}")
-    module = import_module(f"thresher.engine.systems.{name}")
-    made: System = module.system(from_dict(module.Options, dict(options), "[system.options]"))
-    return made
+    kind, make = built_in(name)
+    return make(from_dict(kind, dict(options), "[system.options]"))
+
+
+def built_in(name: str) -> tuple[type, Callable[[Any], System]]:
+    """Return the options of a system of ours, and the function that makes it."""
+    file, kind, make = VARIANTS.get(name, (name, "Options", "system"))
+    module = import_module(f"thresher.engine.systems.{file}")
+    return getattr(module, kind), getattr(module, make)

@@ -26,7 +26,16 @@ from functools import partial
 from pathlib import Path
 
 from thresher.engine.config.tables import Count
-from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, pair_tags, read_template
+from thresher.engine.episode import (
+    Episode,
+    EpisodeConfig,
+    Generate,
+    Prompt,
+    System,
+    pair_tags,
+    read_preset,
+    read_template,
+)
 from thresher.retrieval.questions import Question
 from thresher.rewards.papers.arena import Accuracy, arena_reward
 from thresher.rewards.text import Variant
@@ -56,20 +65,7 @@ def system(options: Options) -> System:
         episode=episode,
         reward=partial(arena_reward, **asdict(options)),
         template=read_template(Path(__file__).with_name("arena.txt"), passages=True),
-        preset={
-            "retrieval": {"k": 10, "passage_format": "[{number}] {title}: {text}"},
-            "rollout": {
-                "group_size": 7,
-                "questions_per_step": 256,
-                "max_turns": 1,
-                "max_turn_tokens": 256,
-                "max_context": 4096,
-                "max_passage_tokens": 3072,
-                "temperature": 0.9,
-            },
-            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k2", "beta": 4e-2, "updates_per_batch": 1},
-            "optim": {"lr": 3e-6, "warmup_ratio": 0.1, "schedule": "cosine"},
-        },
+        preset=read_preset(Path(__file__).with_suffix(".toml")),
         given_passages=True,
         wants_verdict=options.accuracy == "judge",
         needs_gold_indices=True,

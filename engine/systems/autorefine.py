@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from thresher.engine.episode import System, pair_tags, read_template
+from thresher.engine.episode import System, pair_tags, read_preset, read_template
 from thresher.engine.systems.search_r1 import search_loop
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import autorefine_reward
@@ -49,20 +49,6 @@ def system(options: Options) -> System:
         episode=partial(search_loop, around=("\n\n<documents>", "</documents>\n\n")),
         reward=partial(reward, **asdict(options)),
         template=read_template(Path(__file__).with_name("autorefine.txt")),
-        preset={
-            "retrieval": {"k": 3},
-            "rollout": {
-                "group_size": 5,
-                "questions_per_step": 256,
-                "max_turns": 6,
-                "max_turn_tokens": 512,
-                "max_policy_tokens": 3072,
-                "max_context": 7168,
-                "max_passage_tokens": 512,
-                "temperature": 1.0,
-            },
-            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-3},
-            "optim": {"lr": 1e-6},
-        },
+        preset=read_preset(Path(__file__).with_suffix(".toml")),
         searches=True,
     )

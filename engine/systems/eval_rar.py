@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from thresher.engine.episode import System, pair_tags, read_template
+from thresher.engine.episode import System, pair_tags, read_preset, read_template
 from thresher.engine.systems.search_r1 import search_loop
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import eval_rar_reward
@@ -52,17 +52,5 @@ def system(options: Options) -> System:
         episode=partial(search_loop, behind_information="</evaluate>" if options.separate_evaluation else None),
         reward=partial(reward, **switches),
         template=read_template(Path(__file__).with_name("eval_rar.txt")),
-        preset={
-            "retrieval": {"k": 3},
-            "rollout": {
-                "group_size": 5,
-                "questions_per_step": 512,
-                "max_turns": 5,
-                "max_turn_tokens": 500,
-                "max_policy_tokens": 2048,
-                "temperature": 1.0,
-            },
-            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-3},
-            "optim": {"lr": 1e-6},
-        },
+        preset=read_preset(Path(__file__).with_suffix(".toml")),
     )

@@ -22,14 +22,14 @@ SEN (the equation with EQR 0) · SEN+EQR. Prompt and tags go with the variant.
 
 Preset: 3 passages (code), 5 searches, G 4, 600 questions a step, lr 1e-5, its warm-up over .078 (code), k3 with beta
 1e-3 (code), eps .2 [assumed], temperature 1; turns of 500 tokens, 2,560 for all, a context of 6,144 [assumed]. Where
-the released code says otherwise is the system `evinote_code`.
+the released code says otherwise is the system `evinote_code`, at the end of this file.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from thresher.engine.episode import System, pair_tags, read_template
+from thresher.engine.episode import System, pair_tags, read_preset, read_template
 from thresher.engine.systems.search_r1 import search_loop
 from thresher.rewards.papers.evinote import NOTE_TAGS, Marks, Variant, evinote_claims, evinote_reward
 
@@ -72,19 +72,24 @@ def system(options: Options) -> System:
         episode=search_loop,
         reward=partial(evinote_reward, **asdict(options)),
         template=template_of(options),
-        preset={
-            "retrieval": {"k": 3},
-            "rollout": {
-                "group_size": 4,
-                "questions_per_step": 600,
-                "max_turns": 6,
-                "max_turn_tokens": 500,
-                "max_policy_tokens": 2560,
-                "max_context": 6144,
-                "temperature": 1.0,
-            },
-            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-3},
-            "optim": {"lr": 1e-5, "warmup_ratio": 0.078},
-        },
+        preset=read_preset(Path(__file__).with_suffix(".toml")),
         claims=evinote_claims if options.variant.endswith("EQR") else None,
     )
+
+
+# --- evinote_code: the hyperparameters and the rule for marks of the released code
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeOptions(Options):
+    """As evinote's, with the marks that its code looks at: pairs of * and #."""
+
+    marks: Marks = "code"
+
+
+def code_system(options: CodeOptions) -> System:
+    """EviNote-RAG with the hyperparameters of its released code (evinote_code.toml): lr 1e-6, 4 searches, G 5, 300
+    questions a step in two updates of 150, 1,024 tokens a turn, 8,192 for the passages of a search, a context of
+    16,384; and a DeBERTa-xlarge MNLI judge, which a recipe names in [judge]."""
+    preset = read_preset(Path(__file__).with_name("evinote_code.toml"))
+    return replace(system(options), name="evinote_code", preset=preset)

@@ -27,7 +27,7 @@ Deliberately absent: the loop around a trained extractor, which is `thresher ext
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from thresher.engine.episode import (
     SpawnBranches,
     System,
     pair_tags,
+    read_preset,
     read_template,
 )
 from thresher.retrieval.questions import Question
@@ -106,19 +107,12 @@ def system(options: Options) -> System:
         reward=partial(eviomni_reward, **asdict(options)),
         answer=full_answer,
         template=read_template(Path(__file__).with_name("eviomni.txt"), passages=True),
-        preset={
-            "retrieval": {"k": 5},
-            "rollout": {
-                "group_size": 8,
-                "max_turns": 2,
-                "max_turn_tokens": 640,
-                "max_policy_tokens": 768,
-                "max_context": 3072,
-                "max_passage_tokens": 1024,
-                "temperature": 1.0,
-            },
-            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 1e-2, "std_floor": 0.1},
-            "optim": {"lr": 1e-6},
-        },
+        preset=read_preset(Path(__file__).with_suffix(".toml")),
         given_passages=True,
     )
+
+
+def lear(options: Options) -> System:
+    """LEAR, the first version of EviOmni: the same loop, reward and preset under its own name. Its paper calls the
+    weights of the reward's three parts alpha, the later one lambda."""
+    return replace(system(options), name="lear")

@@ -4,16 +4,26 @@
 
     reward = format + EM(answer, golds)        format: 1 where both sections stand in order, with nothing around them
 
-With `passages` off the question stands alone; the search papers' baseline of that kind is r1.py.
+With `passages` off the question stands alone; the search papers' baseline of that kind is `r1`.
 
 Preset: ARENA's (arena.py), but for the KL, which is k3.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, pair_tags, read_template
+from thresher.engine.episode import (
+    Episode,
+    EpisodeConfig,
+    Generate,
+    Prompt,
+    System,
+    pair_tags,
+    read_preset,
+    read_template,
+)
+from thresher.engine.systems import search_r1
 from thresher.retrieval.questions import Question
 from thresher.rewards.papers.naive import naive_reward
 
@@ -39,19 +49,22 @@ def system(options: Options) -> System:
         episode=partial(episode, options=options),
         reward=naive_reward,
         template=read_template(Path(__file__).with_name(template), passages=options.passages),
-        preset={
-            "retrieval": {"k": 10},
-            "rollout": {
-                "group_size": 7,
-                "questions_per_step": 256,
-                "max_turns": 1,
-                "max_turn_tokens": 256,
-                "max_context": 4096,
-                "max_passage_tokens": 3072,
-                "temperature": 0.9,
-            },
-            "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_value": "k3", "beta": 4e-2},
-            "optim": {"lr": 3e-6, "warmup_ratio": 0.1, "schedule": "cosine"},
-        },
+        preset=read_preset(Path(__file__).with_suffix(".toml")),
         given_passages=options.passages,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class R1Options:
+    """It has no switches."""
+
+
+def r1(options: R1Options) -> System:
+    """R1, the search papers' baseline: GRPO on questions alone, with nothing to read and nothing to search.
+
+    Prompt and episode are those of naive_grpo with `passages` off; reward, EM(answer, golds), and preset are
+    Search-R1's (eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions a step in two updates of 256), so that the two
+    differ by the searches alone. ARENA's baseline of this kind is naive_grpo itself.
+    """
+    preset = read_preset(Path(__file__).with_name("r1.toml"))
+    return replace(system(Options(passages=False)), name="r1", reward=search_r1.reward, preset=preset)

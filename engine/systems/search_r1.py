@@ -27,6 +27,7 @@ from thresher.engine.episode import (
     Search,
     System,
     pair_tags,
+    read_preset,
     read_template,
 )
 from thresher.retrieval.questions import Question
@@ -85,23 +86,5 @@ def system(options: Options) -> System:
         episode=partial(search_loop, answer_after_searches=options.answer_after_searches),
         reward=reward,
         template=read_template(Path(__file__).with_name("search_r1.txt")),
-        preset={
-            "retrieval": {"k": 3},
-            "rollout": {
-                "group_size": 5,
-                "questions_per_step": 512,
-                "max_turns": 5,
-                "max_turn_tokens": 500,
-                "max_policy_tokens": 2048,
-                "temperature": 1.0,
-            },
-            "grpo": {
-                "clip_low": 0.2,
-                "clip_high": 0.2,
-                "kl_value": "k3",
-                "beta": 1e-3,
-                "updates_per_batch": 2,
-            },
-            "optim": {"lr": 1e-6, "warmup_ratio": 0.285},
-        },
+        preset=read_preset(Path(__file__).with_suffix(".toml")),
     )

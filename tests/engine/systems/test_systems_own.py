@@ -17,7 +17,7 @@ from thresher.engine.config.sections import SystemSection
 from thresher.engine.episode import EpisodeConfig, Turn
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import score
-from thresher.engine.systems import NAMES, load_system, own_digest
+from thresher.engine.systems import NAMES, built_in, load_system, own_digest
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput
@@ -106,13 +106,11 @@ def test_the_example_has_a_preset_that_a_recipe_takes(quote: Path, tmp_path: Pat
 
 
 def test_the_page_names_every_system_and_switch() -> None:
-    from importlib import import_module
-
     from thresher.engine.config.tables import hints
 
     for name in NAMES:
         assert f"**{name}**" in PAGE
-        for switch in hints(import_module(f"thresher.engine.systems.{name}").Options):
+        for switch in hints(built_in(name)[0]):
             assert f"`{switch}`" in PAGE, f"{name} has a switch {switch}"
 
 
