@@ -20,9 +20,8 @@ from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import EpisodeConfig, System, read_template
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.rollout.rollout import Limits, Rollout
-from thresher.engine.scoring.entailment import load_judge
+from thresher.engine.scoring.judges import load_judge, load_verdicts
 from thresher.engine.scoring.score import Judges
-from thresher.engine.scoring.verdicts import load_verdicts
 from thresher.engine.systems import load_system, own_digest
 from thresher.engine.threads import threads_for, use_threads
 from thresher.kernels.attention.backends.choice import Backend, resolve_attention

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thresher.bench.torture.attack import Field, Tried
-from thresher.engine.scoring.transcripts import read_attempt
+from thresher.engine.scoring.transcripts import read_reward_input
 from thresher.engine.systems import load_system
 
 TOLERANCE = 1e-12
@@ -359,7 +359,7 @@ def reward_of(system: str, hole: Hole) -> float:
     record = {"id": hole.what, "question": QUESTION, "golden_answers": [GOLD], "entailment": 0.9, "segments": segments}
     if system in ("arena", "eviomni", "lear"):
         record |= GIVEN
-    attempt = read_attempt({**record, **hole.more}, hole.what)
+    attempt = read_reward_input({**record, **hole.more}, hole.what)
     return load_system(system, dict(hole.options)).reward(attempt).reward
 
 

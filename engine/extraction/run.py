@@ -13,13 +13,17 @@ What a chat model replied is kept beside it, so that nothing is paid for twice.
 Deliberately absent: sampling. All is greedy, as in evaluation.
 """
 
+import json
+import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from statistics import stdev
+from typing import Any, Protocol
 
 from thresher.common.errors import UserError
 from thresher.common.jsonl import Record
@@ -32,21 +36,25 @@ from thresher.engine.compressors.options import FILCO_TEMPLATE, CompressorOption
 from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
 from thresher.engine.config.sections import RetrievalSection, SystemSection
 from thresher.engine.episode import EpisodeConfig, System, read_template
+from thresher.engine.evaluation.api_rollout import ApiRollout, Continued, cut
 from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
 from thresher.engine.extraction.extractor import CompressorExtractor, Extraction, Extractor
-from thresher.engine.extraction.figures import fault_of, summarise
-from thresher.engine.extraction.responder import Responder, chat_responder, local_responder
-from thresher.engine.protocol.prompts import noise_pool, with_noise, with_passages
-from thresher.engine.scoring.endpoint import Endpoint, read_key
-from thresher.engine.scoring.score import Scored
+from thresher.engine.protocol.prompts import Renderer, noise_pool, with_noise, with_passages
+from thresher.engine.rollout.rollout import Job, Limits, Rollout
+from thresher.engine.scoring.endpoint import Endpoint, Messages, read_key
+from thresher.engine.scoring.score import Scored, check_all, score
 from thresher.engine.store.journal import Journal
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
+from thresher.policy.tokenizer import train_bpe
 from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.questions import Question, passage_record, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
+from thresher.rewards.measures import answer_recalled
 
+LENGTHS = ("evidence_tokens", "rationale_tokens", "passage_tokens", "compression_ratio")
+STORED = ("em", "f1", "answered", "searches", *LENGTHS, "extract_seconds")
 _COMPUTING = ("max_num_seqs", "kv_block_size", "kv_tokens", "attention", "num_draft_tokens")
 SECTIONS = ("model", "rollout", "retrieval", "system")  # of a recipe, that --set may change
 FREE = ("model.device", *(f"rollout.{key}" for key in _COMPUTING))  # keys that decide no record
@@ -195,21 +203,21 @@ class Loop:
             self.extractor = CompressorExtractor(refiner)
         self.pool: Sequence[Passage] = ()  # that noise is drawn from
         self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
-        self.agent: Responder | None = None
+        self.agent: Rollout | ApiRollout | None = None
         self.reader: ReadingRetriever | None = None
-        self.generator: Responder | None = None
+        self.generator: Rollout | ApiRollout | None = None
         if plan.agent is not None:
             if self.retriever is None:
                 raise UserError("an agent searches, and there is nowhere to; give --index FOLDER or --url URL")
             self.reader = ReadingRetriever(self.retriever, self.extractor)
             system = with_packed_searches(load_baseline("search_loop", {}))
             # What is retrieved for it is evidence, which is shown as it is.
-            self.agent = self._responder(plan.agent, system, plan.actions + 1, self.reader, "{text}")
+            self.agent = self._rollout(plan.agent, system, plan.actions + 1, self.reader, "{text}")
         elif plan.generator is not None:
             shown = self.recipe.need(
                 RetrievalSection
             ).passage_format  # evidence as a passage: what a generator is tuned on
-            self.generator = self._responder(plan.generator, answers_from(self.evidence, plan.out), 1, None, shown)
+            self.generator = self._rollout(plan.generator, answers_from(self.evidence, plan.out), 1, None, shown)
 
     def shown(self, questions: Sequence[Question]) -> list[Question]:
         """The questions with the passages that the extractor is shown: given or found, and noise."""
@@ -229,7 +237,7 @@ class Loop:
             return
         self.evidence.update((id_, record["evidence"]) for id_, record in waiting.items())
         try:
-            for response in self.generator.responses(questions):
+            for response in responses(self.generator, questions):
                 self.journal.add(waiting.pop(response.question.id) | _answered(response))
         finally:  # what was extracted is kept though its answer could not be had
             for id_, record in waiting.items():
@@ -240,7 +248,7 @@ class Loop:
     def agentic(self, questions: Sequence[Question]) -> None:
         """The agent's answer to each question, with every search and what the extractor made of it."""
         assert self.agent is not None and self.reader is not None
-        for response in self.agent.responses(questions):
+        for response in responses(self.agent, questions):
             packed = [search["query"] for search in response.trajectory.searches]
             readings = [self.reader.readings[search] for search in packed]
             reads = [reading_record(search, reading) for search, reading in zip(packed, readings, strict=True)]
@@ -267,16 +275,17 @@ class Loop:
         }
         return [kept.get(question.id) or records[question.id] for question in questions]
 
-    def _responder(
+    def _rollout(
         self, chosen: Chosen, system: System, turns: int, retriever: Retriever | None, passage_format: str
-    ) -> Responder:
+    ) -> Rollout | ApiRollout:
         shows = "{passages}" in system.template
         template = system.template if chosen.template is None else read_template(chosen.template, shows)
         tools = EpisodeConfig(template, turns)
         if chosen.model is not None:
             parts = self.parts if chosen.model == self.plan.model else None
             parts = parts or load_run_context(self.recipe, chosen.model)
-            return local_responder(parts, system, tools, retriever, passage_format)
+            renderer = replace(parts.renderer, tags=system.tags, passage_format=passage_format)
+            return replace(parts, system=system, tools=tools, renderer=renderer).rollout(retriever)
         assert chosen.url is not None and chosen.name is not None
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
         key = None if self.plan.key_env is None else read_key(self.plan.key_env)
@@ -284,7 +293,7 @@ class Loop:
         sent = f", with the key in {self.plan.key_env}" if key else ""
         self.say(f"extract: {chosen.name} is asked at {chat.url}{sent}")
         max_tokens = self.recipe.rollout.max_turn_tokens
-        return chat_responder(chat, system, tools, retriever, self.k, passage_format, max_tokens)
+        return chat_rollout(chat, system, tools, retriever, self.k, passage_format, max_tokens)
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:
@@ -367,3 +376,131 @@ def _answered(response: Scored) -> Record:
         **{name: response.result.parts[name] for name in measures},
         "answer_ended": response.trajectory.reason,
     }
+
+
+# --- A model folder of ours, or a chat model behind a URL, beside the extractor
+
+
+def responses(rollout: Rollout | ApiRollout, questions: Sequence[Question]) -> Iterator[Scored]:
+    """Yield an answer to each question, greedy. Those of a chat model come as soon as each is known: what it said
+    before it stopped to reply, with its endpoint's UserError, has been handed out."""
+    jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
+    played = rollout.stream(jobs, 0.0) if isinstance(rollout, ApiRollout) else rollout.run(jobs, 0.0)
+    for trajectory in played:
+        scored = score([questions[trajectory.group]], [trajectory], rollout.system, rollout.tokenizer)
+        check_all(scored, rollout.tokenizer, rollout.system.tags, rollout.limits.max_context)
+        yield from scored
+
+
+class Chat(Protocol):
+    """A chat model; engine/scoring/endpoint.py has one."""
+
+    def complete(
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], *, temperature: float = ..., max_tokens: int = ...
+    ) -> list[str]: ...
+
+
+class WholeReplies:
+    """A chat model's replies as turns. It is told no stop tag and may well go on to invent what the search would have
+    found, so a reply is cut behind the first of its tags."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+
+    def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
+        replies = self._chat.complete(
+            [messages for messages, _, _ in asked], temperature=temperature, max_tokens=asked[0][2]
+        )
+        return [
+            Continued(cut(reply.encode("utf-8", "replace").decode(), stop), full=False)
+            for reply, (_, stop, _) in zip(replies, asked, strict=True)
+        ]
+
+
+def chat_rollout(
+    chat: Chat,
+    system: System,
+    tools: EpisodeConfig,
+    retriever: Retriever | None,
+    k: int,
+    passage_format: str,
+    max_tokens: int,
+) -> ApiRollout:
+    """Return a chat model under `system`, without any limit but `max_tokens` of a reply."""
+    tokenizer = train_bpe((), 256)  # a byte is a token
+    renderer = Renderer(
+        tokenizer=tokenizer,
+        tags=system.tags,
+        k=k,
+        chat=False,
+        max_passage_tokens=sys.maxsize,
+        passage_format=passage_format,
+    )
+    limits = Limits(
+        max_turn_tokens=max_tokens, max_policy_tokens=sys.maxsize, max_context=sys.maxsize, max_num_seqs=sys.maxsize
+    )
+    return ApiRollout(WholeReplies(chat), tokenizer, retriever, system, tools, renderer, limits)
+
+
+# --- Figures of the records
+
+
+def fault_of(record: Record) -> str | None:
+    """What of a record that was read from a file could not be measured, in words; None where nothing is."""
+    if not isinstance(record.get("evidence"), str):
+        return 'has no text as its "evidence"'
+    for name in (*STORED, "cut_passages"):
+        value = record.get(name)
+        if value is not None and not (isinstance(value, int | float) and abs(value) < math.inf):
+            return f"has {name} {json.dumps(value)}, which is no number"
+    if not isinstance(record.get("rationale", ""), str):
+        return 'has no text as its "rationale"'
+    golds, passages = record.get("golden_answers", []), record.get("passages", [])
+    if not (isinstance(golds, list) and all(isinstance(gold, str) for gold in golds)):
+        return 'has no list of texts as its "golden_answers"'
+    if not (
+        isinstance(passages, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in passages)
+    ):
+        return 'has no list of passages with a "text" as its "passages"'
+    return None
+
+
+def record_measures(record: Record) -> dict[str, float]:
+    """The measures of one question's record, without those that it has no value for."""
+    found = {name: record.get(name) for name in STORED}
+    if golds := record.get("golden_answers", ()):
+        for name in ("evidence", "rationale"):
+            if name in record:
+                found[f"recall_{name}"] = answer_recalled(record[name], golds)
+        if "passages" in record:
+            found["recall_passages"] = any(answer_recalled(passage["text"], golds) for passage in record["passages"])
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def summarise(records: Iterable[Record]) -> dict[str, Any]:
+    """Return counts, the mean of every measure, and under "deviations" the deviations over questions of the lengths,
+    for lengths that differ much do not fit a batch.
+
+        answers     em, f1, answered, searches: as the generator's or the agent's answer had them
+        evidence    recall_evidence, recall_rationale, recall_passages: a gold answer stands in it (1 or 0);
+                    compression_ratio; evidence_tokens, rationale_tokens, passage_tokens
+        work        extract_seconds: a batch's, shared among its questions
+
+    A measure that a question has no value for is left out of its mean, never a 0 that nobody measured.
+
+    compression_ratio is over questions with evidence, without_evidence counting the others; em, f1 and recall_* over
+    those that have a gold answer, without_golds counting the others. cut_questions: those of which passages were cut.
+    """
+    values: dict[str, list[float]] = {}
+    questions = without_evidence = without_golds = cut = 0
+    for record in records:
+        questions += 1
+        without_evidence += not record["evidence"]
+        without_golds += not record.get("golden_answers", ())
+        cut += record.get("cut_passages", 0) > 0
+        for name, value in record_measures(record).items():
+            values.setdefault(name, []).append(value)
+    counts = {"questions": questions, "without_evidence": without_evidence, "without_golds": without_golds}
+    means = {name: sum(column) / len(column) for name, column in values.items()}
+    deviations = {name: stdev(values[name]) for name in LENGTHS if len(values.get(name, ())) > 1}
+    return counts | {"cut_questions": cut} | means | ({"deviations": deviations} if deviations else {})

@@ -15,7 +15,7 @@ from typing import Any
 from thresher.common.files import read_json_object
 from thresher.common.records import read_records
 from thresher.engine.evaluation.compare import read_evaluation
-from thresher.engine.extraction.figures import record_measures
+from thresher.engine.extraction.run import record_measures
 from thresher.engine.reproduction.commands import Cell, Command, Scale, columns_of
 from thresher.engine.reproduction.manifest import PaperManifest, PaperTable
 from thresher.retrieval.questions import read_questions

@@ -1,6 +1,6 @@
-"""A batch of trajectories to rewards, in training and evaluation: attempts, then judges, then the reward function.
+"""Score a batch of trajectories, in training and evaluation: reward inputs, then judges, then the reward function.
 
-Judges answer in one call for all attempts, before any reward is taken; the reward itself is a pure function.
+Judges answer in one call for all inputs, before any reward is taken; the reward itself is a pure function.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from thresher.engine.episode import System
 from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
-from thresher.engine.scoring.entailment import EntailmentJudge
+from thresher.engine.scoring.judges import EntailmentJudge
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput, hash_uniform
@@ -101,7 +101,7 @@ def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tok
 
 
 def ask_judges(attempts: Sequence[RewardInput], system: System, judges: Judges) -> list[RewardInput]:
-    """The attempts with the judges' words in them, each judge asked once for all."""
+    """Return the inputs with the judges' words in them, each judge asked once for all."""
     if system.claims is not None and judges.entailment is not None:
         claims = [system.claims(attempt) for attempt in attempts]
         found = iter(judges.entailment.probabilities([pair for pairs in claims for pair in pairs]))

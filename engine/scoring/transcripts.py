@@ -13,7 +13,7 @@ run's own tokenizer a stored trajectory has, to the bit, the reward that it had 
 their ids, in which a character cut in two is not lost.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def score_file(
     def scored() -> Iterator[dict[str, Any]]:
         for number, record in read_records(transcripts, unverified=unverified, foreign=True):
             where = f"{transcripts}:{number}"
-            attempt = read_attempt(record, where, encoder)
+            attempt = read_reward_input(record, where, encoder)
             check_judged(attempt, system, where)
             result = system.reward(attempt)
             rewards.append(result.reward)
@@ -63,28 +63,62 @@ def score_file(
     return {"transcripts": len(rewards), "reward": sum(rewards) / len(rewards)}
 
 
-def read_attempt(record: dict[str, Any], where: str, tokenizer: Tokenizer | None = None) -> RewardInput:
-    """A record as rewards see it. UserError, starting with `where`, for what is missing or malformed."""
+def read_reward_input(record: dict[str, Any], where: str, tokenizer: Tokenizer | None = None) -> RewardInput:
+    """Return a record as rewards see it. UserError, starting with `where`, for what is missing or malformed."""
     if "id" not in record or not isinstance(record.get("segments"), list):
         raise UserError(
             f"{where}: expected an object with id, golden_answers and a list of segments; add what is missing"
         )
-    if not isinstance(record["id"], str | int) or isinstance(record["id"], bool):
-        raise UserError(f"{where}: id: expected a string or a whole number, got {str(record['id'])[:80]}")
+
+    def value(key: str, expected: str, fits: Callable[[Any], bool], default: Any = None) -> Any:
+        """Return what is under a key, or the default in its place."""
+        found = record.get(key, default)
+        if (key not in record and default is not None) or fits(found):
+            return found
+        raise UserError(f"{where}: {key}: expected {expected}, got {str(found)[:80]}")
+
+    id_ = value("id", "a string or a whole number", lambda v: isinstance(v, str | int) and not isinstance(v, bool))
     pieces = read_pieces(record["segments"], where, tokenizer)
-    passages = _passages(record, where)
+    passages = [
+        (
+            string_field({"title": "", **passage}, "title", f"{where}: passages, item {number}", may_be_empty=True),
+            string_field(passage, "text", f"{where}: passages, item {number}", may_be_empty=True),
+        )
+        for number, passage in enumerate(
+            value("passages", "a list of objects with title and text", lambda v: _is_list(v, dict), []), 1
+        )
+    ]
+    golds = value("golden_answers", "a list of strings", lambda v: _is_list(v, str))
+    question = value("question", "a string", lambda v: isinstance(v, str), "")
+    gold_indices = value("gold_indices", "a list of whole numbers", lambda v: v is None or _is_list(v, int))
+    for index in gold_indices or ():
+        if index < 1 or (passages and index > len(passages)):  # only where passages are given is there a last index
+            bound = f"of {len(passages)} passages" if passages else "of the passages"
+            raise UserError(
+                f"{where}: gold_indices names number {index} {bound}; they count from 1, so fix this record"
+            )
+    branches = _branches(record, where, tokenizer)
+    entailment = value("entailment", "a number from 0 to 1", lambda v: v is None or _is_probability(v))
     return RewardInput(
         pieces=pieces,
-        golds=_golds(record, where),
-        question=_question(record, where),
+        golds=golds,
+        question=question,
         passages=passages,
-        gold_indices=_gold_indices(record, len(passages), where),
-        branches=_branches(record, where, tokenizer),
-        entailment=_entailment(record, where),
-        verdict=_verdict(record, where),
+        gold_indices=None if gold_indices is None else tuple(gold_indices),
+        branches=branches,
+        entailment=None if entailment is None else float(entailment),
+        verdict=value("verdict", "true or false", lambda v: v is None or isinstance(v, bool)),
         length=count_words if tokenizer is None else lambda text: len(tokenizer.encode(text)),
-        chance=hash_uniform(str(record["id"]), pieces),
+        chance=hash_uniform(str(id_), pieces),
     )
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(x, kind) and not isinstance(x, bool) for x in value)
+
+
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def check_judged(attempt: RewardInput, system: System, where: str) -> None:
@@ -126,50 +160,6 @@ def _decoded(ids: Any, text: str, where: str, tokenizer: Tokenizer) -> bytes:
     raise UserError(f"{where}: its ids are not its text in this tokenizer; give the run's own, or leave the ids out")
 
 
-def _question(record: dict[str, Any], where: str) -> str:
-    question = record.get("question", "")
-    if not isinstance(question, str):
-        raise UserError(f"{where}: question: expected a string, got {str(question)[:80]}")
-    return question
-
-
-def _golds(record: dict[str, Any], where: str) -> list[str]:
-    golds = record.get("golden_answers")
-    if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
-        raise UserError(f"{where}: golden_answers: expected a list of strings, got {str(golds)[:80]}")
-    return golds
-
-
-def _passages(record: dict[str, Any], where: str) -> list[tuple[str, str]]:
-    given = record.get("passages", [])
-    if not isinstance(given, list) or not all(isinstance(passage, dict) for passage in given):
-        raise UserError(f"{where}: passages: expected a list of objects with title and text, got {str(given)[:80]}")
-    places = [(passage, f"{where}: passages, item {number}") for number, passage in enumerate(given, 1)]
-    return [
-        (
-            string_field({"title": "", **passage}, "title", place, may_be_empty=True),
-            string_field(passage, "text", place, may_be_empty=True),
-        )
-        for passage, place in places
-    ]
-
-
-def _gold_indices(record: dict[str, Any], passages: int, where: str) -> tuple[int, ...] | None:
-    """Only where passages are given is there a last index; None where the record has no gold indices."""
-    indices = record.get("gold_indices")
-    if indices is None:
-        return None
-    if not isinstance(indices, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in indices):
-        raise UserError(f"{where}: gold_indices: expected a list of whole numbers, got {str(indices)[:80]}")
-    for index in indices:
-        if index < 1 or (passages and index > passages):
-            bound = f"of {passages} passages" if passages else "of the passages"
-            raise UserError(
-                f"{where}: gold_indices names number {index} {bound}; they count from 1, so fix this record"
-            )
-    return tuple(indices)
-
-
 def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> dict[str, list[TextSegment]]:
     """From "answers", where all of it is the policy's, or from "branches", which name the source of each text."""
     answers, stored = record.get("answers", {}), record.get("branches", {})
@@ -185,19 +175,3 @@ def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -
     for name, text in answers.items():
         branches[name] = [TextSegment(Source.POLICY, text.encode("utf-8", "surrogatepass"))]
     return branches
-
-
-def _entailment(record: dict[str, Any], where: str) -> float | None:
-    value = record.get("entailment")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise UserError(f"{where}: entailment: expected a number from 0 to 1, got {str(value)[:80]}")
-    return float(value)
-
-
-def _verdict(record: dict[str, Any], where: str) -> bool | None:
-    value = record.get("verdict")
-    if value is not None and not isinstance(value, bool):
-        raise UserError(f"{where}: verdict: expected true or false, got {str(value)[:80]}")
-    return value

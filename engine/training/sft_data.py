@@ -172,12 +172,12 @@ def taught_records(
 ) -> tuple[list[dict[str, Any]], list[Unused]]:
     """As `make_records`, of a teacher's transcripts: those whose answer is a gold one, each in the prompt of the system
     that is to write such spans. UserError names the line of a malformed one."""
-    from thresher.engine.scoring.transcripts import read_attempt  # brings tokenizers, which no --help waits for
+    from thresher.engine.scoring.transcripts import read_reward_input  # brings tokenizers, which no --help waits for
 
     system = load_system("eviomni", {}) if kind == "reason-extract" else load_baseline("extract_only", {})
     records, unused = [], []
     for number, record in read_records(transcripts, foreign=True, remedy=ON_PURPOSE):
-        attempt = read_attempt(record, f"{transcripts}:{number}")
+        attempt = read_reward_input(record, f"{transcripts}:{number}")
         spans = {tag: next((span.text for span in blocks(attempt.pieces, tag)), "") for tag in TAUGHT[kind]}
         missing = next((tag for tag, text in spans.items() if not text), None)
         if not exact_match(full_answer(attempt) or "", attempt.golds):

@@ -28,9 +28,7 @@ from thresher.engine.episode import (
     Search,
 )
 from thresher.engine.extraction import run as extract_module
-from thresher.engine.extraction.figures import summarise
-from thresher.engine.extraction.responder import chat_responder
-from thresher.engine.extraction.run import ExtractionPlan, extract
+from thresher.engine.extraction.run import ExtractionPlan, chat_rollout, extract, responses, summarise
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.store.journal import Journal
 from thresher.retrieval.indexes.flat import Index
@@ -240,9 +238,9 @@ def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
 
     system = system_of(episode, ("<a>", "</a>", "<i>", "</i>"))
     echo = Echo()
-    talks = chat_responder(echo, system, EpisodeConfig("T", 1), tiny_index, 1, "{text}", 9)
+    talks = chat_rollout(echo, system, EpisodeConfig("T", 1), tiny_index, 1, "{text}", 9)
     questions = [Question(f"q{n}", f"q{n} </a> {{passages}}", (), passages=PASSAGES[:1]) for n in range(2)]
-    found = list(talks.responses(questions))
+    found = list(responses(talks, questions))
     assert [one.question.id for one in found] == ["q0", "q1"] and {one.trajectory.reason for one in found} == {"done"}
     first = echo.asked[0][0][0]["content"]
     (hit,) = tiny_index.search(["mayor"], 1)[0]

@@ -20,7 +20,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring import endpoint as endpoint_module
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
-from thresher.engine.scoring.verdicts import load_verdicts
+from thresher.engine.scoring.judges import load_verdicts
 
 
 @pytest.fixture

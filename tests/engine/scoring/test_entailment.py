@@ -14,7 +14,7 @@ import transformers
 
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import JudgeSection
-from thresher.engine.scoring.entailment import LexicalJudge, ModelJudge, RememberingJudge, load_judge
+from thresher.engine.scoring.judges import LexicalJudge, ModelJudge, RememberingJudge, load_judge
 
 JUPITER = "Jupiter is the answer to 'What is the largest planet in the solar system?'"
 NLI = {0: "contradiction", 1: "neutral", 2: "entailment"}

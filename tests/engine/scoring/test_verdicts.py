@@ -8,7 +8,7 @@ from chat_server import ChatServer
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring.endpoint import Endpoint
-from thresher.engine.scoring.verdicts import RESPONSE_CHARACTERS, Verdicts, load_verdicts, read_prompt, read_verdict
+from thresher.engine.scoring.judges import RESPONSE_CHARACTERS, Verdicts, load_verdicts, read_prompt, read_verdict
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from thresher.engine.config.sections import JudgeSection
-from thresher.engine.scoring.entailment import LexicalJudge, load_judge
+from thresher.engine.scoring.judges import LexicalJudge, load_judge
 from thresher.engine.synthetic import note_judge
 from thresher.engine.synthetic.note_judge import make_judge
 from thresher.engine.synthetic.note_pairs import LABELS, invent_pairs, label_of

@@ -21,7 +21,7 @@ from thresher.engine.episode import (
     pair_tags,
 )
 from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, context_ids
-from thresher.engine.scoring.entailment import LexicalJudge
+from thresher.engine.scoring.judges import LexicalJudge
 from thresher.engine.scoring.score import Judges, ask_judges, check_all, score
 from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
