@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from thresher.common.errors import UserError
 from thresher.common.files import read_text
 from thresher.common.renamed import renamed
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import RewardInput

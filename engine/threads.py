@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from thresher.policy.config import ModelConfig
-from thresher.retrieval.encoders.bert import BertConfig
+from thresher.retrieval.encoders.transformer import BertConfig
 
 SMALL = 2**16  # elements of a layer's widest matrix
 

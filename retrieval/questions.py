@@ -26,7 +26,7 @@ from thresher.common.jsonl import (
     json_kind,
     string_field,
 )
-from thresher.retrieval.data.formats import EmptyPassage, Passage, to_passage
+from thresher.retrieval.passages import EmptyPassage, Passage, to_passage
 
 GOLD_KEYS = ("golden_answers", "answers", "answer")
 OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from thresher.common.errors import UserError
-from thresher.retrieval.data.corpus import Passage
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.passages import Passage
 
 CACHE_QUERIES = 16_384
 # A longer query is not worth a place in the cache, where it would be kept whole.
@@ -87,6 +88,19 @@ class Retriever(ABC):
                 self._cache.move_to_end((query, k))
         while len(self._cache) > CACHE_QUERIES:
             self._cache.popitem(last=False)
+
+
+class LocalRetriever(Retriever):
+    """An index in this process, of the passages in `corpus`."""
+
+    corpus: Corpus
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def check_k(self, k: int) -> None:
+        """UserError unless `k` is from 1 to the number of passages."""
+        check_positive(k, len(self))
 
 
 def check_positive(k: int, passages: int) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from thresher.policy.config import ModelConfig
     from thresher.policy.model import Policy
     from thresher.policy.tokenizer import Tokenizer
-    from thresher.retrieval.indexes.flat import Index
+    from thresher.retrieval.indexes.load import Index
     from thresher.retrieval.questions import Question
 
 # Everything here is tiny, and a second thread would only wait for the first. Torch reads it when it is imported.
@@ -217,7 +217,7 @@ def tiny_policy(make_tiny_policy: Callable[..., Policy]) -> Policy:
 def tiny_index_folder(once: Callable[..., Path]) -> Path:
     """An index on disk; its corpus is corpus.jsonl beside the folder."""
     from thresher.retrieval.building.build import build_index
-    from thresher.retrieval.data.corpus import read_corpus
+    from thresher.retrieval.corpus import read_corpus
     from thresher.retrieval.encoders.lexical import LexicalEncoder
 
     def make(folder: Path) -> None:
@@ -235,7 +235,7 @@ def tiny_index_folder(once: Callable[..., Path]) -> Path:
 @pytest.fixture
 def tiny_index(tiny_index_folder: Path) -> Index:
     """Fresh for every test: its counts of calls start at 0."""
-    from thresher.retrieval.indexes.flat import load_index
+    from thresher.retrieval.indexes.load import load_index
 
     return load_index(tiny_index_folder)
 

@@ -11,7 +11,7 @@ from chat_server import ChatServer
 from stored_cases import stored
 
 from thresher.engine.extraction.run import Chosen, ExtractionPlan
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record
 
 EOS = "<|endoftext|>"

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from thresher.retrieval.building import build
-from thresher.retrieval.data.corpus import Corpus, Passage
-from thresher.retrieval.indexes import graph
-from thresher.retrieval.vectors import file
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.indexes import structures, vector_file
+from thresher.retrieval.passages import Passage
 
 DIM = 16
 
@@ -43,7 +43,7 @@ def numbered(count: int) -> Corpus:
 
 
 # Slices of 300 rows, batches of 200, graphs kept every 600.
-SMALL = ((file, "SLICE_BYTES", 300 * DIM * 4), (build, "BUILD_BATCH", 200), (graph, "CHECKPOINT", 600))
+SMALL = ((vector_file, "SLICE_BYTES", 300 * DIM * 4), (build, "BUILD_BATCH", 200), (structures, "CHECKPOINT", 600))
 
 
 def make_small() -> None:

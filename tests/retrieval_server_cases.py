@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thresher.common.errors import UserError
-from thresher.retrieval.data.corpus import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 from thresher.retrieval.serving.app import Served
 from thresher.retrieval.serving.server import Server

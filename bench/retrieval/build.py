@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thresher.retrieval.indexes.kind import INDEX_FILE, Kind, grow, read_structure
-from thresher.retrieval.indexes.kinds import SCRATCH, parse_kind
-from thresher.retrieval.vectors.file import VectorFile
+from thresher.retrieval.indexes.kinds import INDEX_FILE, Kind, parse_kind
+from thresher.retrieval.indexes.structures import SCRATCH, grow, read_structure
+from thresher.retrieval.indexes.vector_file import VectorFile
 
 RECORD, BEGUN = "built.json", "begun"
 

@@ -19,8 +19,8 @@ import numpy as np
 from thresher.bench.measure import spread
 from thresher.bench.retrieval.peers import ExactAnswers, Search, Searcher, ours
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.vectors.approximate import ApproximateSearch
-from thresher.retrieval.vectors.exact import Rows
+from thresher.retrieval.indexes.approximate import ApproximateSearch
+from thresher.retrieval.indexes.exact import Rows
 
 WANTED, WANTED_K = 0.95, 5
 ENOUGH = 0.99

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.vectors.exact import Found, Rows, RowScores
-from thresher.retrieval.vectors.faiss_library import faiss
+from thresher.retrieval.indexes.exact import Found, Rows, RowScores
+from thresher.retrieval.indexes.faiss_library import faiss
 
 # What float32 may add to or take from a score of unit vectors, whatever the order of its sum.
 ROUNDING = 1e-5

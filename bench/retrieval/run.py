@@ -40,13 +40,13 @@ from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, sy
 from thresher.bench.rows import append_rows, check_files
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
+from thresher.common.files import show_bytes
 from thresher.common.machine import cpu_memory
-from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS
+from thresher.retrieval.building.build import CODE_FACTORS, WHOLE_FACTORS
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.kind import Kind
-from thresher.retrieval.indexes.kinds import estimate, parse_kind, show_bytes
-from thresher.retrieval.vectors.approximate import ApproximateSearch
-from thresher.retrieval.vectors.exact import ExactRows, RowScores, largest_row_norm
+from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
+from thresher.retrieval.indexes.exact import ExactRows, RowScores, largest_row_norm
+from thresher.retrieval.indexes.kinds import Kind, estimate, parse_kind
 
 K = 10
 PROOF = 64
@@ -206,7 +206,7 @@ def measure_kind(
     index = structure.read(kind, made.vectors)
     scores = RowScores(made.vectors.take)
     for factor in CODE_FACTORS if kind.estimates else WHOLE_FACTORS:
-        search = ApproximateSearch(kind.candidates(index), scores, made.vectors.rows, 1, factor)
+        search = ApproximateSearch(candidates_of(kind, index), scores, made.vectors.rows, 1, factor)
         curve = follow(search, truth, peers, run.deadline)
         if (chosen := curve.chosen()) is not None or run.late():
             break

@@ -22,7 +22,7 @@ import numpy as np
 from thresher.bench.retrieval.load_generator import measure_server
 from thresher.common.jsonl import write_jsonl
 from thresher.retrieval.building.build import build_index
-from thresher.retrieval.data.corpus import Corpus, open_corpus, read_corpus
+from thresher.retrieval.corpus import Corpus, open_corpus, read_corpus
 from thresher.retrieval.encoders.lexical import DEFAULT_DIM, LexicalEncoder
 
 CONNECTIONS = 64

@@ -22,10 +22,10 @@ import numpy.typing as npt
 from thresher.bench.retrieval.vectors import SyntheticVectors, neighbours
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object
-from thresher.retrieval.data.corpus import open_corpus
+from thresher.retrieval.corpus import open_corpus
 from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.indexes.vector_file import VectorFile, sample_rows
 from thresher.retrieval.questions import read_queries
-from thresher.retrieval.vectors.file import VectorFile, sample_rows
 
 QUESTIONS = 512
 # Rows that are made between two looks at the clock, and synthetic ones between two writes.
@@ -103,7 +103,7 @@ def _joined(chunks: Iterator[Vectors]) -> Iterator[Vectors]:
 def real_set(source: PassageSource, folder: Path, deadline: float) -> VectorSet | None:
     """The passages of `source`, encoded; None where the clock passes `deadline` before (another run goes on with it).
     UserError as the corpus, the encoder and the questions raise it, and for a set that was begun with others."""
-    from thresher.retrieval.building.tune import sample_queries
+    from thresher.retrieval.building.build import sample_queries
     from thresher.retrieval.encoders.learned import load_encoder
 
     encoder = load_encoder(source.encoder)

@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.vectors.exact import Rows
-from thresher.retrieval.vectors.faiss_library import faiss
+from thresher.retrieval.indexes.exact import Rows
+from thresher.retrieval.indexes.faiss_library import faiss
 
 CHUNK = 4096
 RANKS = (1, 5, 10, 100)

@@ -29,7 +29,7 @@ from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Job, Limits, Rollout
 from thresher.kernels.attention.backends.choice import resolve_attention
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit as Found
 from thresher.retrieval.retriever import Retriever

@@ -1,6 +1,6 @@
 """`thresher serve-retriever`: its flags, and what a person sees of it.
 
-What a limit is for stands at retrieval/serving/app.py and wire.py.
+What a limit is for stands at retrieval/serving/app.py.
 """
 
 import argparse
@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal ends it."""
-    from thresher.retrieval.serving.app import Settings
+    from thresher.retrieval.serving.app import Bounds, Settings
     from thresher.retrieval.serving.server import serve_folder
-    from thresher.retrieval.serving.wire import Bounds
 
     if options.k > options.max_k:
         raise UserError(f"--k is {options.k}, above --max-k {options.max_k}; lower it, or raise --max-k")

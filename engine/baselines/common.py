@@ -24,7 +24,7 @@ from thresher.engine.episode import (
     over_given,
     read_template,
 )
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.measures import answer_measures

@@ -17,7 +17,7 @@ from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.baselines import common
 from thresher.engine.baselines.common import answer_reward, built_in
 from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, pair_tags
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 
 

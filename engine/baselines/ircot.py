@@ -26,7 +26,7 @@ from thresher.engine.episode import (
     pair_tags,
 )
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 
 INVALID = "\nThat was neither a thought nor an answer. Write one of them between its tags.\n"

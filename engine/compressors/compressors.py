@@ -17,8 +17,8 @@ from thresher.kernels.attention.backends.choice import load_attention, resolve_a
 from thresher.kernels.logprob import token_logprobs
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.encoders.heads import TokenClassifier, load_token_classifier
 from thresher.retrieval.encoders.learned import LearnedEncoder, load_encoder
-from thresher.retrieval.encoders.token_classifier import TokenClassifier, load_token_classifier
 from thresher.retrieval.questions import Question
 
 # Behind these a full stop ends no sentence; nor does it behind a single capital, as in "J. Smith" or "U.S. Steel".
@@ -172,7 +172,7 @@ class LlmLingua2:
         p(word) = mean over its tokens of p(keep),    kept: p(word) >= the (1 - keep) quantile over all passages' words
 
     (Pan et al. 2024, "LLMLingua-2", arXiv:2403.12968, section 3.2; the classifier is retrieval/encoders/
-    token_classifier.py.) Words are kept as they stand, punctuation that touches them included. Its code takes the
+    heads.py.) Words are kept as they stand, punctuation that touches them included. Its code takes the
     quantile within each stretch of 512 tokens and weighs words by their tokens; here each word of a question's passages
     is one. No token is kept by force, and there is no choice among passages before that among words.
     """

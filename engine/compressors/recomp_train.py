@@ -44,8 +44,8 @@ from thresher.retrieval.encoders.learned import (
     LearnedEncoder,
     load_encoder,
     pick_device,
+    save_encoder,
 )
-from thresher.retrieval.encoders.saving import save_encoder
 
 HARD = 5  # negatives of a question
 LR, BATCH, EPOCHS, CLIP = 2e-5, 64, 3, 1.0

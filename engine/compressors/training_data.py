@@ -41,7 +41,7 @@ from thresher.engine.episode import Prompt, pair_tags
 from thresher.engine.protocol.prompts import Renderer
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import load_tokenizer
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.text import contains_answer, f1_score

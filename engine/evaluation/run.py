@@ -52,7 +52,7 @@ from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.run_folder import Best
 from thresher.engine.systems import own_digest
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.papers.evinote import evinote_claims

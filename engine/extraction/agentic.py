@@ -17,7 +17,7 @@ from typing import Any
 
 from thresher.engine.episode import Episode, EpisodeConfig, Generate, Search, System, Turn
 from thresher.engine.extraction.extractor import CompressorExtractor, Extraction, Extractor
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, passage_record
 from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.measures import compression_ratio

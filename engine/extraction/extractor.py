@@ -18,7 +18,7 @@ from thresher.engine.episode import Episode, EpisodeConfig, Generate, System
 from thresher.engine.protocol.prompts import truncate_passages
 from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.measures import compression_ratio
 from thresher.rewards.tags import blocks

@@ -48,7 +48,7 @@ from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
 from thresher.policy.tokenizer import train_bpe
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, passage_record, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.measures import answer_recalled

@@ -17,7 +17,7 @@ from random import Random
 from thresher.common.errors import UserError
 from thresher.engine.episode import EpisodeConfig, Feedback, Prompt, Retrieved, System, first_prompt
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.tags import escape_tags

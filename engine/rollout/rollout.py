@@ -26,6 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from thresher.common import console
+from thresher.common.background import Background
 from thresher.common.errors import UserError
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
@@ -53,10 +54,9 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.indexes.given import rank_given
+from thresher.retrieval.indexes.bm25 import rank_in_context
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit, Retriever
-from thresher.retrieval.serving.background import Background
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Source
 
@@ -554,7 +554,7 @@ class _Play:
             if isinstance(request, Search):
                 if request.among is None:
                     return [request.query]
-                answer = hits = rank_given(request.among, request.query, renderer.k)
+                answer = hits = rank_in_context(request.among, request.query, renderer.k)
                 self._note(sample, request.query, hits)
                 continue
             if isinstance(request, Generate):

@@ -33,12 +33,12 @@ from urllib.parse import urlsplit
 import urllib3
 
 from thresher.common import console
+from thresher.common.background import Background
 from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
 from thresher.common.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
 from thresher.common.records import RecordLog
 from thresher.engine.config.sections import JudgeSection
-from thresher.retrieval.serving.background import Background
 
 Messages = Sequence[Mapping[str, str]]
 

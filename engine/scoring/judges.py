@@ -8,7 +8,7 @@ lets a run and its tests work without weights. It is no measure of entailment, c
 holds the answer, and says what it is by its name, which belongs in every output that holds its numbers.
 
 What was judged is remembered by the two texts' digest: samples of one question write the same note often enough, and a
-probability does not depend on the pairs beside it (on CUDA but for rounding, see retrieval/encoders/classifier.py).
+probability does not depend on the pairs beside it (on CUDA but for rounding, see retrieval/encoders/heads.py).
 
 The claims themselves are the system's business (`System.claims`). Verdicts of a chat model stand at the end.
 """
@@ -29,7 +29,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import read_text
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring.endpoint import Endpoint, load_endpoint
-from thresher.retrieval.encoders.classifier import load_classifier
+from thresher.retrieval.encoders.heads import load_classifier
 from thresher.rewards.papers.evinote import CLAIM
 
 Pair = tuple[str, str]

@@ -42,9 +42,9 @@ from thresher.engine.synthetic.world import (
 )
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.retrieval.building.build import build_index
-from thresher.retrieval.data.corpus import Corpus
+from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes.flat import Index
+from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question, question_record
 
 COPY_TASKS = 10  # copy-task transcripts for each warm-up transcript of a system

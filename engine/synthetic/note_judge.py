@@ -1,7 +1,7 @@
 """A judge of entailment for the invented world, trained in it: `thresher data judge`.
 
 A BERT of three layers, trained on labelled pairs (note_pairs.py) of the training world and the warm-up worlds, and
-written as `judge.entailment` reads any classifier (retrieval/encoders/classifier.py). Held-out pairs are about held-out
+written as `judge.entailment` reads any classifier (retrieval/encoders/heads.py). Held-out pairs are about held-out
 entities. Its vocabulary is the world's words, and characters for all others.
 
 Everything is a function of the seed: one thread computes, so that the number of cores changes no bit.
@@ -26,9 +26,9 @@ from thresher.engine.synthetic.note_pairs import LABELS, Pair, invent_pairs
 from thresher.engine.synthetic.world import InventedWorld, Size, invent
 from thresher.engine.threads import use_threads
 from thresher.policy.weights import write_weights
-from thresher.retrieval.encoders.bert import Bert, BertLayer, read_bert_config, tensors_of
-from thresher.retrieval.encoders.classifier import Head, load_classifier
-from thresher.retrieval.encoders.pairs import PairTokenizer, load_pair_tokenizer
+from thresher.retrieval.encoders.heads import Head, load_classifier
+from thresher.retrieval.encoders.tokenizer import PairTokenizer, load_pair_tokenizer
+from thresher.retrieval.encoders.transformer import Bert, EncoderLayer, read_bert_config, tensors_of
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 POSITIONS = 160  # of note and claim together
@@ -152,9 +152,10 @@ def _start(encoder: Bert, draw: torch.Generator) -> Bert:
         elif "LayerNorm" not in name:
             tensor.normal_(std=STDS.get(name.split(".")[1], width**-0.5), generator=draw)
     waves = torch.arange(POSITIONS)[:, None] / 100 ** (torch.arange(0, width, 2) / width)
+    assert encoder.positions_WH is not None
     encoder.positions_WH.data.copy_(WAVES * torch.cat([waves.sin(), waves.cos()], -1))
     for layer in encoder.layers:
-        assert isinstance(layer, BertLayer)
+        assert isinstance(layer, EncoderLayer)
         query, key, _ = layer.qkv.weight.data.chunk(3)
         key.copy_(query)
     return encoder
@@ -162,10 +163,7 @@ def _start(encoder: Bert, draw: torch.Generator) -> Bert:
 
 def _loss(encoder: Bert, head: Head, tokenizer: PairTokenizer, pairs: Sequence[Pair]) -> torch.Tensor:
     inputs, _ = tokenizer.encode([pair[:2] for pair in pairs])
-    length = max(len(ids) for ids, _ in inputs)
-    ids_BT, types_BT = (
-        torch.tensor([part + [0] * (length - len(part)) for part in parts]) for parts in zip(*inputs, strict=True)
-    )
-    mask_BT = torch.arange(length) < torch.tensor([[len(ids)] for ids, _ in inputs])
-    logits_BO = head(encoder(ids_BT, mask_BT, types_BT)[:, 0])
+    ids, types = zip(*inputs, strict=True)
+    hidden_BTH, _ = encoder.padded(ids, max(map(len, ids)), types)
+    logits_BO = head(hidden_BTH[:, 0])
     return F.cross_entropy(logits_BO, torch.tensor([label for *_, label in pairs]))

@@ -25,7 +25,7 @@ from typing import Any
 
 from thresher.engine.synthetic.world import BLIND_HOPS, RELATIONS, Fact, InventedWorld, Size, ask, policy_segment, walk
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 
 SEARCHING = ("search_r1", "eval_rar", "evinote")

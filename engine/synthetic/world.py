@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thresher.retrieval.data.corpus import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 
 # kind -> relation -> kind of the object

@@ -39,7 +39,7 @@ from thresher.kernels import grpo_loss
 from thresher.kernels.checks import NotFinite
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.formats import to_passage
+from thresher.retrieval.passages import to_passage
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.transcript import Source
 

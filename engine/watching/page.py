@@ -5,7 +5,7 @@
     /watch.js    what asks, and puts a new page in the place of the old one where the reader has scrolled to
 
 There is nothing else, and no path is looked up on the disk. Only this machine is served, and only to requests whose
-Host header names it (retrieval/serving/hosts.py). At most MOST_CONNECTIONS are open; a further one is closed at once.
+Host header names it (common/hosts.py). At most MOST_CONNECTIONS are open; a further one is closed at once.
 The page is drawn anew only while somebody looks, for at most a quarter of the time, and behind the run's own work.
 
 Deliberately absent: anything that is changed by a request.
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from thresher.common.errors import UserError
+from thresher.common.hosts import host_allowed
 from thresher.engine.reporting.pages import open_run
 from thresher.engine.reporting.report import write_report
 from thresher.engine.watching.state import read_state
-from thresher.retrieval.serving.hosts import host_allowed
 
 HOST = "127.0.0.1"
 MOST_CONNECTIONS = 32  # each has a thread, for 30 s where nothing comes

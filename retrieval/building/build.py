@@ -2,22 +2,28 @@
 
     OUT.building/            appears at once, becomes OUT when all is written
       building.json          what is being built: corpus, encoder, text, kind
-      vectors.npy            encoded passages, batch after batch (`vectors/file`)
+      vectors.npy            encoded passages, batch after batch (`indexes/vector_file`)
       trained.faiss ..       the structure of an approximate kind on its way (`Kind.grow`)
 
 The same command, run again on as many threads, resumes where it was killed, to the same bytes; a graph of FAISS before
 1.15.1 does so on one thread. Vectors are bound to their corpus, encoder and embedded text: a build over others is
 refused while the folder is there. They are not bound to a kind: another kind over the same vectors starts its structure
-anew and keeps what was encoded. Recall is measured at the end (`tune`), the manifest is written last, and one process
-at a time holds the folder's lock.
+anew and keeps what was encoded. The manifest is written last, and one process at a time holds the folder's lock. RAM
+stays at the structure's own size plus two slices of 64 MiB; the corpus itself is as its `Corpus` keeps it.
 
-RAM stays at the structure's own size plus two slices of 64 MiB, whatever the corpus; the corpus itself is as its
-`Corpus` keeps it. Deliberately absent: encoding on several machines, and adding passages to a finished index.
+Recall is measured at the end, on a sample of queries, and the lowest search parameter (nprobe, efSearch) is taken that
+finds as much as is wanted. The queries are runs of words out of passages drawn by a fixed seed: they are easier than
+questions in one way (the passage they come from is among the answers) and harder in another (no passage answers most
+runs well). Recall at k is the share of hits whose exact score is at least that of the exact k-th passage. 200 queries
+put the standard error of a recall of .95 at about .01 or less. Time is no criterion, for it would not repeat.
+
+Shape letters: N passages, Q queries, D dimension, B a slice, F candidates.
 """
 
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +34,13 @@ import numpy as np
 
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, need_room, read_json_object, staged_folder
-from thresher.retrieval.building.tune import CODE_FACTORS, WHOLE_FACTORS, SampleTruth, sample_queries, tune
-from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
-from thresher.retrieval.encoders.encoder import Encoder
-from thresher.retrieval.indexes.dense import checked_vectors
-from thresher.retrieval.indexes.flat import Index, load_index
-from thresher.retrieval.indexes.kind import INDEX_FILE, Kind, OnStage, grow
-from thresher.retrieval.indexes.kinds import SCRATCH, estimate, parse_kind
+from thresher.retrieval.corpus import Corpus, check_embed, embedded_text
+from thresher.retrieval.encoders.encoder import Encoder, Vectors
+from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
+from thresher.retrieval.indexes.exact import MARGIN, ExactRows, Found, Rows, RowScores, best_of, largest_row_norm
+from thresher.retrieval.indexes.faiss_library import faiss, need_faiss
+from thresher.retrieval.indexes.kinds import INDEX_FILE, Kind, OnStage, estimate, parse_kind
+from thresher.retrieval.indexes.load import Index, checked_vectors, load_index
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
 from thresher.retrieval.indexes.manifest import (
     FORMAT,
@@ -45,10 +51,104 @@ from thresher.retrieval.indexes.manifest import (
     read_manifest,
     write_index_hashes,
 )
-from thresher.retrieval.vectors.approximate import ApproximateSearch
-from thresher.retrieval.vectors.exact import ExactRows, RowScores, largest_row_norm
-from thresher.retrieval.vectors.faiss_library import faiss, need_faiss
-from thresher.retrieval.vectors.file import VectorFile
+from thresher.retrieval.indexes.structures import SCRATCH, grow
+from thresher.retrieval.indexes.vector_file import VectorFile, sample_rows
+
+QUERIES = 200
+QUERY_WORDS = 12
+SEED = 4321
+KS = (5, 10)
+# Candidates fetched per hit, few first: where the structure holds whole vectors, and where it estimates their order.
+WHOLE_FACTORS, CODE_FACTORS = (1,), (2, 4, 16, 64)
+# A step of the search parameter that brings less than this is not worth the next, as long as more candidates may be
+# fetched instead.
+LEAST_GAIN = 0.004
+BATCH = 64
+
+Top = Callable[[Vectors, int], list[Found]]
+
+
+class SampleTruth:
+    """The exact answers to a sample of queries over `vectors`, found in one pass."""
+
+    def __init__(self, vectors: VectorFile, query_QD: Vectors, on_stage: OnStage) -> None:
+        self.query_QD = query_QD
+        self.ks = sorted({min(k, vectors.rows) for k in KS})
+        self._exact = RowScores(vectors.take)
+        fetch = min(vectors.rows, self.ks[-1] + MARGIN)
+        found: list[tuple[Vectors, Rows]] = []
+        for start, part_BD in vectors.slices():
+            score_QF, row_QF = faiss.knn(query_QD, part_BD, min(fetch, len(part_BD)), metric=faiss.METRIC_INNER_PRODUCT)
+            found = [best_of([*found, (score_QF, start + row_QF)], fetch)]
+            on_stage("exact answers", start + len(part_BD), vectors.rows)
+        best = self._exact.ranked(query_QD, found[0][1], fetch)
+        self._kth = {k: [ranked[k - 1][1] for ranked in best] for k in self.ks}
+
+    def recall(self, top: Top, k: int) -> float:
+        """The share of the exact top `k` that `top` finds, mean over the queries."""
+        good = 0
+        for query_D, hits, kth in zip(self.query_QD, top(self.query_QD, k), self._kth[k], strict=True):
+            rows = np.array([row for row, _ in hits], np.int64)
+            good += int((self._exact.scores(query_D, rows) >= kth).sum())
+        return good / (k * len(self.query_QD))
+
+    def recalls(self, top: Top) -> dict[str, float]:
+        """Recall at every k, by name, with the number of queries and their searches a second in batches of 64."""
+        figures = {f"recall_at_{k}": self.recall(top, k) for k in self.ks}
+        started = time.perf_counter()
+        for start in range(0, len(self.query_QD), BATCH):
+            top(self.query_QD[start : start + BATCH], self.ks[0])
+        seconds = time.perf_counter() - started
+        return {**figures, "queries": len(self.query_QD), "queries_per_second": len(self.query_QD) / seconds}
+
+
+def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: VectorFile) -> Vectors:
+    """Vectors of at most 200 queries, float32 [Q, D]; the same for the same corpus and encoder. Where no run of words
+    gives a vector, the passages' own vectors."""
+    rows = sample_rows(len(corpus), min(QUERIES, len(corpus)), SEED)
+    draw = np.random.default_rng(SEED)
+    texts = []
+    for row in rows.tolist():
+        words = embedded_text(corpus[row], embed).split()
+        first = int(draw.integers(max(1, len(words) - QUERY_WORDS + 1)))
+        texts.append(" ".join(words[first : first + QUERY_WORDS]))
+    query_QD = checked_vectors(encoder, encoder.encode_queries(texts), len(texts), vectors.dim)
+    query_QD = query_QD[query_QD.any(axis=1)]
+    return query_QD if len(query_QD) else vectors.rows_at(rows)
+
+
+def tune(
+    search: ApproximateSearch, truth: SampleTruth, wanted: float, factors: tuple[int, ...], on_stage: OnStage
+) -> None:
+    """Sets `search` to the lowest value of its parameter, and the fewest candidates, whose recall is at least
+    `wanted` at every k; to the best one tried where none is."""
+    best = (-1.0, search.value, search.factor)
+    for factor in factors:
+        before = -1.0
+        search.factor = factor
+        for value in values(*search.span(truth.ks[-1])):
+            search.value = value
+            recall = min(truth.recall(search.top, k) for k in truth.ks)
+            on_stage("tuning", min(int(1000 * recall), int(1000 * wanted)), int(1000 * wanted))
+            if recall > best[0]:
+                best = (recall, value, factor)
+            if recall >= wanted:
+                return
+            if factor != factors[-1] and recall - before < LEAST_GAIN:
+                break
+            before = recall
+    _, search.value, search.factor = best
+
+
+def values(least: int, most: int) -> Iterator[int]:
+    """From the least up to the most, as 1, 2, 3, 4, 6, 8, 12, 16, 24, ..: steps of a third to a half, and `most`
+    itself."""
+    value = least
+    while value < most:
+        yield value
+        value = max(value + 1, value * 4 // 3 if value & (value - 1) else value * 3 // 2)
+    yield most
+
 
 BUILD_BATCH = 1024
 WORK_SUFFIX = ".building"
@@ -270,7 +370,7 @@ def _measure(
         assert kept is not None  # flat16 keeps its matrix
         return {}, truth.recalls(ExactRows(kept.open(), _largest_norm(kept)).top)
     exact = None if kept is None else RowScores(kept.take)
-    search = ApproximateSearch(settings.kind.candidates(index), exact, vectors.rows, 1, 1)
+    search = ApproximateSearch(candidates_of(settings.kind, index), exact, vectors.rows, 1, 1)
     # Estimates that are not scored again gain nothing from more of them.
     factors = CODE_FACTORS if settings.kind.estimates and exact is not None else WHOLE_FACTORS
     tune(search, truth, settings.recall, factors, on_stage)

@@ -10,21 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from thresher.common.errors import UserError
-from thresher.common.files import refuse_hub_id
+from thresher.common.files import refuse_hub_id, show_bytes
 from thresher.common.jsonl import write_jsonl
 from thresher.retrieval.building.build import BuildSettings, build_folder, refuse_existing, work_folder
-from thresher.retrieval.data.corpus import (
+from thresher.retrieval.corpus import (
+    CACHE_FILES,
     Corpus,
     check_embed,
     embedded_text,
     open_corpus,
     read_corpus,
 )
-from thresher.retrieval.data.ledger import CACHE_FILES
 from thresher.retrieval.encoders.encoder import Encoder
 from thresher.retrieval.encoders.lexical import COUNTING, DEFAULT_DIM, PROGRESS_STEP, LexicalEncoder
-from thresher.retrieval.indexes.kind import OnStage
-from thresher.retrieval.indexes.kinds import choose_kind, estimate, parse_kind, parse_memory, show_bytes
+from thresher.retrieval.indexes.kinds import OnStage, choose_kind, estimate, parse_kind, parse_memory
 from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.indexes.manifest import Manifest
 from thresher.retrieval.questions import Query, read_queries
@@ -141,11 +140,10 @@ def _settings(
     parsed = parse_kind(kind or "flat", passages, dim)
     if memory is not None:
         needed = estimate(parsed, passages, dim)
-        most = max(needed.ram_bytes, needed.build_ram_bytes)
-        if most > parse_memory(memory):
+        if needed.most_ram > parse_memory(memory):
             raise UserError(
-                f"{parsed.name} over {passages:,} x {dim} needs {show_bytes(most)} of memory, and {memory} are given; "
-                f"leave out the kind, and one that fits is chosen"
+                f"{parsed.name} over {passages:,} x {dim} needs {show_bytes(needed.most_ram)} of memory, and {memory} "
+                "are given; leave out the kind, and one that fits is chosen"
             )
     return BuildSettings(kind=parsed, embed=embed, keep=keep, recall=recall, reason=reason)
 

@@ -1,8 +1,8 @@
-"""What an index of N passages will need and take, before anything is built.
+"""`thresher index plan`: what an index of N passages will need and take, before anything is built.
 
-Bytes are arithmetic (`kinds.estimate`). Times are rates measured on this machine (`calibrate`) put into these laws,
-with d dimensions, C lists, T training vectors, F multiply-adds a second, w bytes a second to the disk, n calibration
-vectors:
+Bytes are arithmetic (`kinds.estimate`). Times are rates measured on this machine (`Calibration`, `measure_words`) put
+into these laws, with d dimensions, C lists, T training vectors, F multiply-adds a second, w bytes a second to the disk,
+n calibration vectors:
 
   search, exact     N * scan
   search, lists     C * scan + (nprobe / C) N * scan of a list
@@ -14,34 +14,391 @@ vectors:
   build, PCA        the same with p in the place of d, and N p 2d / F
   build, graph      + N * (time to add one to n) * (1 + log2(N / n) / 4)
   build, not flat   + 200 N * scan + 1,200 searches, for recall and the search parameter (`tune`); flat16 600
-  build and search  N times what each vector of a small one takes, for a kind that is not in LAWS
+  BM25              N times what a made-up passage costs, and for its vocabulary some sqrt(N)
 
 `scan` is seconds per vector looked at, one query alone or 64 together. The search parameter is not known before recall
-is measured on the real vectors; the plan assumes nprobe C / 32, and efSearch 128. Recall is measured when an index is
-built, and is not guessed here. All times hold while the index is in memory: where it does not fit, searching reads the
-disk, and the plan says that it does not fit instead of how slow that would be.
+is measured on the real vectors, when an index is built; the plan assumes nprobe C / 32, and efSearch 128. All times
+hold while the index is in memory. Encoding the passages comes first and is mostly the longest; it is estimated only
+where an encoder is given.
 
-BM25 (`--kind bm25`) is N times what a made-up passage costs, and for its vocabulary some sqrt(N) (`calibrate_words`); a
-search holds three numbers of every passage besides the index.
-
-Encoding the passages comes first and is mostly the longest; it is estimated only where an encoder is given.
+Every rate is the best of a few runs, for a graph the median, over random vectors with a falling spectrum, as embeddings
+have (a graph over vectors without any structure is searched far longer). The made-up passages of BM25 have 100 words
+each, as wiki-18's have, of a vocabulary of 200,000 by Zipf's law; a fifth of them repeat a word of the same passage, so
+that a word of a query stands in a quarter of the passages, as in HotpotQA's. Exact kinds and BM25 are timed through the
+code that will search them, the others through FAISS.
 """
 
 import math
+import os
+import secrets
+import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from thresher.common.errors import UserError
-from thresher.retrieval.building.calibrate import BATCH, Calibration, Speed
-from thresher.retrieval.building.calibrate_words import WordRates
-from thresher.retrieval.building.tune import QUERIES
-from thresher.retrieval.indexes.flat import Flat
-from thresher.retrieval.indexes.graph import EF_CONSTRUCTION, Graph
-from thresher.retrieval.indexes.kind import PROCESS_BYTES, SCALARS, TRAIN_CODES, Kind, OnStage
-from thresher.retrieval.indexes.kinds import CLASSES, choose_kind, estimate, parse_kind, show_bytes
-from thresher.retrieval.indexes.lists import KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS, Lists, default_lists, pq_sizes
-from thresher.retrieval.vectors.faiss_library import faiss
+from thresher.common.files import show_bytes
+from thresher.retrieval.building.build import QUERIES
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.encoders.encoder import Encoder, Vectors
+from thresher.retrieval.indexes.bm25 import SCORES, build_bm25, load_bm25
+from thresher.retrieval.indexes.exact import ExactRows
+from thresher.retrieval.indexes.faiss_library import faiss
+from thresher.retrieval.indexes.kinds import (
+    PQ_CENTROIDS,
+    PROCESS_BYTES,
+    SCALARS,
+    TRAIN_CODES,
+    Kind,
+    OnStage,
+    choose_kind,
+    estimate,
+    parse_kind,
+    usual_kinds,
+)
+from thresher.retrieval.indexes.structures import EF_CONSTRUCTION, KMEANS_ROUNDS, OPQ_ROUNDS, PQ_ROUNDS
+from thresher.retrieval.passages import Passage
+
+# Hits that a timed search is asked for.
+K = 10
+REPEATS = 2
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds that `call` takes."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def best_time(call: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few calls, after one that is not counted."""
+    call()
+    return min(timed(call) for _ in range(REPEATS))
+
+
+# Enough that a search's fixed cost is lost in it; and as many as memory is traced for, which is slow.
+WORD_SAMPLE, TRACED = 16_384, 8_192
+PASSAGE_WORDS, REPEATED, QUERY_WORDS, WORD_QUERIES = 100, 20, 12, 16
+VOCABULARY = 200_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """Bytes of N passages: each its own, and a vocabulary that grows with the root of N (Heaps' law, exponent .5)."""
+
+    passage: float
+    root: float
+
+    def at(self, passages: int) -> int:
+        return math.ceil(passages * self.passage + math.sqrt(passages) * self.root)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WordRates:
+    """Bytes of RAM at the most while building, bytes on the disk, and, per passage, seconds to build and seconds of a
+    search for 12 words (which is not faster in a batch)."""
+
+    build_bytes: Growth
+    disk_bytes: Growth
+    build: float
+    search: float
+
+
+def measure_words(sample: int = WORD_SAMPLE, traced: int = TRACED) -> WordRates:
+    """The rates, from indexes of `sample` and a quarter as many passages and, for RAM, of `traced` and a quarter."""
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        corpus, few = made_up(sample), made_up(sample // 4)
+        build = timed(lambda: build_bm25(corpus, folder / "all"))
+        build_bm25(few, folder / "few")
+        retriever = load_bm25(folder / "all", corpus)
+        # No query twice, for the second time its answer is known.
+        queries = (" ".join(passage.text.split()[:QUERY_WORDS]) for passage in corpus)
+        search = best_time(lambda: retriever.search(list(islice(queries, WORD_QUERIES)), K)) / WORD_QUERIES
+        return WordRates(
+            build_bytes=_growth(traced, *(_peak_bytes(made_up(size), folder) for size in (traced // 4, traced))),
+            disk_bytes=_growth(sample, *(_bytes_in(folder / name / SCORES) for name in ("few", "all"))),
+            build=build / sample,
+            search=search / sample,
+        )
+
+
+def _growth(passages: int, of_a_quarter: float, of_all: float) -> Growth:
+    """The one that gives both measurements."""
+    linear = max(0.0, (of_all - 2 * of_a_quarter) / (passages / 2))
+    return Growth(passage=linear, root=(of_all - linear * passages) / math.sqrt(passages))
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _peak_bytes(corpus: Corpus, folder: Path) -> int:
+    tracemalloc.start()
+    try:
+        build_bm25(corpus, folder / f"traced{len(corpus)}")
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def made_up(passages: int) -> Corpus:
+    """So many passages, the same for the same number."""
+    draw = np.random.default_rng(0)
+    share_V = 1 / np.arange(1, VOCABULARY + 1)
+    border_V = np.cumsum(share_V / share_V.sum())
+    own_NW = np.searchsorted(border_V, draw.random((passages, PASSAGE_WORDS - REPEATED)))
+    again_NW = np.take_along_axis(own_NW, draw.integers(0, own_NW.shape[1], (passages, REPEATED)), 1)
+    word_NW = np.concatenate([own_NW, again_NW], axis=1)
+    texts = (" ".join(f"w{word}" for word in word_W) for word_W in word_NW.tolist())
+    return Corpus([Passage(str(row), "", text) for row, text in enumerate(texts)])
+
+
+# 200 MB at 768 dimensions: more than a processor's caches hold, or a scan would look faster than it is.
+SAMPLE = 65_536
+# Of these, as many go into a graph, and train codes.
+FEW = 16_384
+LEAST_SAMPLE = 2_000
+BATCH = 64
+# Queries asked one by one, of a scan and of a graph.
+ALONE, ALONE_GRAPH = 4, 32
+# Lists of the small index whose scan is timed, and how many of them a query looks through.
+LISTS, PROBES = 64, 16
+# Centroids in the product whose speed stands for training and filling lists.
+CENTROIDS = 1_024
+TRAIN_ROUNDS = 1
+GRAPH_PARTS = 16
+DISK_BYTES = 128 * 2**20
+# A passage of wiki-18 has 100 words; these are as long as English ones are on average.
+PASSAGE = " ".join(f"{word} of the council" for word in ("history", "mayor", "river", "station", "treaty") * 5)
+ENCODE_SECONDS = 4.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """Seconds per query and vector looked at, a query searched alone and in a batch of 64."""
+
+    one: float
+    batch: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphRates:
+    """A graph of `vectors` vectors: seconds to add one more, and to search it for one query."""
+
+    vectors: int
+    add: float
+    search: Speed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeRates:
+    """Product codes: seconds of one round of training per vector, of coding a vector, the scan of a list's codes, and
+    the seconds that OPQ's rotation takes a round (a decomposition of [dim, dim], whatever the number of vectors; 0
+    where it was not asked for)."""
+
+    train: float
+    code: float
+    scan: Speed
+    rotation: float
+
+
+class Calibration:
+    """Rates at `dim` dimensions; each is measured when it is first asked for, so that a plan for one kind is quick."""
+
+    def __init__(self, dim: int, sample: int = SAMPLE) -> None:
+        if dim < 1:
+            raise UserError(f"dim is {dim}; expected at least 1")
+        if sample < LEAST_SAMPLE:
+            raise UserError(f"sample is {sample}; expected at least {LEAST_SAMPLE} vectors, or the times mean nothing")
+        self.dim, self.sample = dim, sample
+        self.threads = int(faiss.omp_get_max_threads())
+        self._known: dict[Any, Any] = {}
+
+    @cached_property
+    def _vectors_ND(self) -> Vectors:
+        return synthetic_vectors(self.sample, self.dim)
+
+    @cached_property
+    def _queries_QD(self) -> Vectors:
+        return synthetic_vectors(BATCH, self.dim, seed=1)
+
+    def at(self, dim: int) -> "Calibration":
+        """The rates at another number of dimensions."""
+        return self if dim == self.dim else self._once(("at", dim), lambda: Calibration(dim, self.sample))
+
+    def flat(self, half: bool) -> Speed:
+        """The exact scan of float32 vectors, or of float16 ones that are widened."""
+
+        def measure() -> Speed:
+            rows = ExactRows(self._vectors_ND.astype(np.float16) if half else self._vectors_ND)
+            return self._speed(lambda query_QD: rows.top(query_QD, K), self.sample)
+
+        return self._once(("flat", half), measure)
+
+    def multiply(self) -> float:
+        """Multiplications and additions a second while vectors are put to their nearest centroid."""
+
+        def measure() -> float:
+            centroids = faiss.IndexFlatIP(self.dim)
+            count = min(CENTROIDS, self.sample)
+            centroids.add(self._vectors_ND[:count])
+            part_ND = self._vectors_ND[:8192]
+            return 2.0 * len(part_ND) * count * self.dim / best_time(lambda: centroids.search(part_ND, 1))
+
+        return self._once("multiply", measure)
+
+    def lists(self, codes: str) -> Speed:
+        """The scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits ("SQ8")."""
+        return self._once(("lists", codes), lambda: self._scan(self._filled(f"IVF{LISTS},{codes}")))
+
+    def product(self, pq: int, opq: bool, trained: int) -> CodeRates:
+        """Product codes of `pq` bytes, rotated or not, trained on `trained` vectors: of few of them, such as 12,000,
+        FAISS's k-means takes seven times as long a vector as of many."""
+        part_ND = self._vectors_ND[: min(FEW, trained)]
+
+        def measure() -> CodeRates:
+            train = timed(lambda: self._quantiser(pq).train(part_ND)) / TRAIN_ROUNDS
+            index = faiss.IndexIVFPQ(faiss.IndexFlatIP(self.dim), self.dim, LISTS, pq, 8, faiss.METRIC_INNER_PRODUCT)
+            index.cp.niter, index.pq = 1, self._quantiser(pq)
+            index.cp.min_points_per_centroid = 1
+            index.train(part_ND[: 4 * PQ_CENTROIDS])
+            code = best_time(lambda: index.pq.compute_codes(part_ND)) / len(part_ND)
+            index.add(self._vectors_ND)
+            rotation = 0.0
+            if opq:
+                turned, inner = faiss.OPQMatrix(self.dim, pq), self._quantiser(pq)
+                turned.niter = turned.niter_pq = turned.niter_pq_0 = 1
+                turned.pq = inner
+                rotation = max(0.0, timed(lambda: turned.train(part_ND)) - train)
+                turned.pq = None
+            return CodeRates(train=train / len(part_ND), code=code, scan=self._scan(index), rotation=rotation)
+
+        return self._once(("product", pq, opq, len(part_ND)), measure)
+
+    def graph(self, factory: str, construction: int, search: int) -> GraphRates:
+        """A graph ("HNSW32", "HNSW32_SQ8") built with `construction` candidates a vector (FAISS's efConstruction),
+        searched with `search` (efSearch)."""
+
+        def measure() -> GraphRates:
+            index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
+            index.hnsw.efConstruction, index.hnsw.efSearch = construction, search
+            index.train(self._vectors_ND[:FEW])
+            first, *parts = np.array_split(self._vectors_ND[:FEW], GRAPH_PARTS)
+            index.add(first)
+            later = [timed(partial(index.add, part_ND)) / len(part_ND) for part_ND in parts]
+            # The median of the last half, for a build is long and sees the machine as it is on average.
+            add = median(later[len(later) // 2 :])
+            return GraphRates(
+                vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K))
+            )
+
+        return self._once((factory, construction, search), measure)
+
+    def words(self) -> WordRates:
+        """BM25, whose passages have words in the place of dimensions."""
+        return self._once("words", lambda: measure_words())
+
+    def _quantiser(self, pq: int) -> Any:
+        quantiser = faiss.ProductQuantizer(self.dim, pq, 8)
+        quantiser.cp.niter = TRAIN_ROUNDS
+        # FAISS writes a warning to the terminal for every clustering of a small sample.
+        quantiser.cp.min_points_per_centroid = 1
+        return quantiser
+
+    def _filled(self, factory: str) -> Any:
+        index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
+        faiss.extract_index_ivf(index).cp.niter = 1
+        faiss.extract_index_ivf(index).cp.min_points_per_centroid = 1
+        index.train(self._vectors_ND[: max(LEAST_SAMPLE, LISTS)])
+        index.add(self._vectors_ND)
+        return index
+
+    def _scan(self, index: Any) -> Speed:
+        """Per vector of lists of average length: the lists near a query are longer (by 1.8 in one index of 10^5), and
+        that is in the figure."""
+        index.nprobe = PROBES
+        return self._speed(lambda query_QD: index.search(query_QD, K), self.sample * PROBES / LISTS)
+
+    def _cold(self, search: Callable[[Vectors], object]) -> Speed:
+        """Seconds per query where no cache holds what is looked at: a graph small enough to be built here lies in one,
+        and the graph that is planned does not. Threads share out a batch."""
+        search(self._queries_QD)
+        times = []
+        for query_D in self._queries_QD[:ALONE_GRAPH]:
+            self._vectors_ND.sum()  # fills the caches with something else
+            times.append(timed(partial(search, query_D[None])))
+        return Speed(one=median(times), batch=median(times) / min(self.threads, BATCH))
+
+    def _speed(self, search: Callable[[Vectors], object], looked_at: float) -> Speed:
+        """Seconds per query and vector, a query looking at `looked_at` of them. The queries asked alone differ: one
+        asked again would find its vectors in the processor's cache."""
+
+        def one_by_one() -> None:
+            for query_D in self._queries_QD[:ALONE]:
+                search(query_D[None])
+
+        return Speed(
+            one=best_time(one_by_one) / ALONE / looked_at,
+            batch=best_time(lambda: search(self._queries_QD)) / BATCH / looked_at,
+        )
+
+    def _once(self, key: Any, measure: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = measure()
+        return cast(T, self._known[key])
+
+
+def synthetic_vectors(count: int, dim: int, seed: int = 0) -> Vectors:
+    """float32 [count, dim] of norm 1; coordinate i has the deviation (1 + i)^-1/2 before."""
+    vectors_ND = np.random.default_rng(seed).standard_normal((count, dim), np.float32)
+    vectors_ND *= np.arange(1, dim + 1, dtype=np.float32) ** -0.5
+    vectors_ND /= np.linalg.norm(vectors_ND, axis=1, keepdims=True)
+    return vectors_ND
+
+
+def disk_rate(folder: str | Path) -> float:
+    """Bytes a second that a file written into `folder`, or the nearest one above that exists, reaches the disk with."""
+    place = Path(folder).absolute()
+    while not place.is_dir():
+        place = place.parent
+    path = place / f".thresher-plan-{secrets.token_hex(4)}.tmp"
+    block = os.urandom(2**20)
+    try:
+        started = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(DISK_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return DISK_BYTES / (time.perf_counter() - started)
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror}); name a folder on the index's disk") from None
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def encode_rate(encoder: Encoder) -> float:
+    """Passages of 100 words that `encoder` turns into vectors a second, measured for about 4 seconds."""
+    batch = [PASSAGE] * 8
+    encoder.encode_passages(batch)
+    started, done = time.perf_counter(), 0
+    while done == 0 or time.perf_counter() - started < ENCODE_SECONDS:
+        encoder.encode_passages(batch)
+        done += len(batch)
+    return done / (time.perf_counter() - started)
+
 
 ALL, WORDS = "all", "bm25"
 # Bytes of RAM a passage that a search by words holds: its score, and row and score of one that has such a word.
@@ -88,20 +445,6 @@ class IndexPlan:
         )
 
 
-def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
-    """What "all" stands for: what every kind calls usual, product codes, and in any case the kind that `choose_kind`
-    takes for `memory` bytes (of codes that one alone, for they take long to calibrate)."""
-    kinds = [name for kind in CLASSES for name in kind.usual(passages, dim)]
-    try:
-        chosen = choose_kind(passages, dim, memory)[0]
-    except UserError:
-        chosen = "flat"
-    if chosen not in kinds:
-        return [*kinds, chosen]
-    size = next((size for size in pq_sizes(dim) if size <= dim // 8), 0)
-    return [*kinds, f"OPQ{size},IVF{default_lists(passages)},PQ{size}"] if passages >= TRAIN_CODES and size else kinds
-
-
 def plan(
     passages: int,
     dim: int,
@@ -144,7 +487,7 @@ def _plan_one(
     kind: Kind, passages: int, dim: int, memory: int, calibration: Calibration, disk_rate: float
 ) -> IndexPlan:
     needed = estimate(kind, passages, dim)
-    build, speed, parameter = LAWS.get(type(kind), _measured_times)(kind, passages, dim, calibration)
+    build, speed, parameter = LAWS[kind.family](kind, passages, dim, calibration)
     if not kind.lossless:
         build += QUERIES * (
             passages * calibration.flat(False).batch + (MEASURES if kind.exact else TRIES) * speed.batch
@@ -152,7 +495,7 @@ def _plan_one(
     recall = "1" if kind.lossless else "at build"
     return IndexPlan(
         kind=kind.name,
-        fits=max(needed.ram_bytes, needed.build_ram_bytes) <= memory,
+        fits=needed.most_ram <= memory,
         ram_bytes=needed.ram_bytes,
         build_ram_bytes=needed.build_ram_bytes,
         disk_bytes=needed.disk_bytes,
@@ -198,7 +541,7 @@ def _graph_times(kind: Kind, passages: int, dim: int, calibration: Calibration) 
     return passages * graph.add * added + _projecting(kind, passages, dim, calibration), speed, str(ASSUMED_EFSEARCH)
 
 
-def _list_times(kind: Lists, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
+def _list_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
     trained = kind.training_vectors(passages)
     build = _projecting(kind, passages, dim, calibration)
     if kind.directions:
@@ -220,16 +563,11 @@ def _list_times(kind: Lists, passages: int, dim: int, calibration: Calibration) 
     return build, speed, str(probes)
 
 
-def _measured_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -> tuple[float, Speed, str]:
-    small = calibration.any(kind)
-    return passages * small.add, Speed(one=passages * small.search.one, batch=passages * small.search.batch), "-"
-
-
 def _projecting(kind: Kind, passages: int, dim: int, calibration: Calibration) -> float:
     return 2.0 * passages * dim * kind.directions / calibration.multiply() if kind.directions else 0.0
 
 
-def _code_training(kind: Lists, dim: int, trained: int, per_vector: float, rotation: float) -> float:
+def _code_training(kind: Kind, dim: int, trained: int, per_vector: float, rotation: float) -> float:
     """Seconds. A round of OPQ is a rotation and some rounds of codes, more of them in the first."""
     round_ = min(trained, TRAIN_CODES) * per_vector
     if not kind.opq:
@@ -239,9 +577,8 @@ def _code_training(kind: Lists, dim: int, trained: int, per_vector: float, rotat
     return OPQ_ROUNDS * rotation + rounds * round_
 
 
-# How times grow with N, where that is known: (seconds to build, of a search, the parameter assumed).
-Law = Callable[[Any, int, int, Calibration], tuple[float, Speed, str]]
-LAWS: dict[type[Kind], Law] = {Flat: _exact_times, Graph: _graph_times, Lists: _list_times}
+# By a kind's family, how times grow with N: (seconds to build, of a search, the parameter assumed).
+LAWS = {"flat": _exact_times, "flat16": _exact_times, "hnsw": _graph_times, "ivf": _list_times}
 
 
 def show_seconds(seconds: float) -> str:

@@ -25,10 +25,9 @@ from typing import Any
 from thresher.common.errors import UserError
 from thresher.common.files import need_room
 from thresher.common.jsonl import Record, read_head, write_jsonl
-from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.datasets.containers import iter_rows, plain
-from thresher.retrieval.datasets.flavours import Flavour, detect, find_flavour, require
-from thresher.retrieval.datasets.row import Row, Skipped, content_id
+from thresher.retrieval.datasets.formats import QuestionFormat, Row, Skipped, content_id, detect, find_format, require
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, passage_record, question_record
 
 AUTO = "auto"
@@ -40,7 +39,7 @@ OnRecord = Callable[[str, int], None]  # name of the source, records read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class MixSource:
     """One question set. name: None where it is the only one. count: how many questions of it, None for all."""
 
     paths: tuple[Path, ...]
@@ -53,7 +52,7 @@ class Tally:
     """What happened to a source's records. skipped: (where, id, reason) of each that was left out."""
 
     name: str
-    flavours: list[str] = field(default_factory=list)
+    formats: list[str] = field(default_factory=list)
     records: int = 0
     kept: int = 0
     asked: int | None = None
@@ -63,7 +62,7 @@ class Tally:
     def figures(self) -> dict[str, Any]:
         return {
             "source": self.name,
-            "format": " + ".join(dict.fromkeys(self.flavours)),
+            "format": " + ".join(dict.fromkeys(self.formats)),
             "records": self.records,
             "skipped": dict(Counter(reason for _, _, reason in self.skipped)),
             "asked": self.asked,
@@ -72,19 +71,19 @@ class Tally:
         }
 
 
-def parse_mix(text: str) -> Source:
+def parse_mix(text: str) -> MixSource:
     """The source that NAME=FILE or NAME=FILE:COUNT spells. UserError for anything else."""
     match = re.fullmatch(r"([^=/\s]+)=(.+?)(?::(\d+))?", text)
     if match is None or match[3] == "0":
         raise UserError(f"--mix {text!r}: expected NAME=FILE or NAME=FILE:COUNT, such as hotpotqa=train.json:10000")
-    return Source(name=match[1], paths=(Path(match[2]),), count=int(match[3]) if match[3] else None)
+    return MixSource(name=match[1], paths=(Path(match[2]),), count=int(match[3]) if match[3] else None)
 
 
 def convert(
-    sources: Sequence[Source],
+    sources: Sequence[MixSource],
     out: str | Path,
     *,
-    flavour: str = AUTO,
+    fmt: str = AUTO,
     seed: int | None = None,
     aliases: str | Path | None = None,
     corpus: str | Path | None = None,
@@ -95,22 +94,22 @@ def convert(
     """Writes questions to `out`, if asked pooled passages to `corpus`, what was left out to `skipped`; gives figures.
 
     passages: how many of its passages a question keeps, the first ones; None for all, which the corpus has anyway.
-    flavour: a name of `flavours`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a
-    file in another flavour, a malformed record, no question left, two sources of one name, a disk without room for the
+    fmt: a name of `formats`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a
+    file in another format, a malformed record, no question left, two sources of one name, a disk without room for the
     questions or the corpus, and a path to write that is also read or is named `.json`, since all three are JSON lines.
     """
-    named = None if flavour == AUTO else find_flavour(flavour)
+    named = None if fmt == AUTO else find_format(fmt)
     outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
     _check_paths(sources, outputs, aliases)
     known = {} if aliases is None else read_aliases(aliases)
-    planned = sum(planned_bytes(source, flavour=named, aliases=known, passages=passages) for source in sources)
+    planned = sum(planned_bytes(source, fmt=named, aliases=known, passages=passages) for source in sources)
     need_room(Path(out), _written(out, planned), "the questions")
     pool = Pool()
     tallies = [Tally(name=source.name or "questions", asked=source.count) for source in sources]
 
     def chosen() -> Iterator[Question]:
         for source, tally in zip(sources, tallies, strict=True):
-            read = read_source(source, tally, flavour=named, aliases=known, on_record=on_record)
+            read = read_source(source, tally, fmt=named, aliases=known, on_record=on_record)
             for question in draw(read, source.count, None if seed is None else f"{seed}/{source.name or ''}"):
                 tally.kept += 1
                 yield _named(question, source.name)
@@ -143,19 +142,19 @@ def convert(
 
 
 def read_source(
-    source: Source,
+    source: MixSource,
     tally: Tally,
     *,
-    flavour: Flavour | None = None,
+    fmt: QuestionFormat | None = None,
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> Iterator[Question]:
-    """Every question of a source, in order, ids differing; what is left out goes into `tally`. `flavour`: None to look
-    at each file. UserError for a record in another flavour, or malformed."""
+    """Every question of a source, in order, ids differing; what is left out goes into `tally`. `fmt`: None to look
+    at each file. UserError for a record in another format, or malformed."""
     seen: set[str] = set()
     for path in source.paths:
-        reader = flavour or detect(path)
-        tally.flavours.append(reader.name)
+        reader = fmt or detect(path)
+        tally.formats.append(reader.name)
         for where, record in iter_rows(path):
             require(reader, record, where)
             row = Row(fields=record, where=where, number=tally.records, aliases=aliases or {}, notes=tally.notes)
@@ -173,9 +172,9 @@ def read_source(
 
 
 def planned_bytes(
-    source: Source,
+    source: MixSource,
     *,
-    flavour: Flavour | None = None,
+    fmt: QuestionFormat | None = None,
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     passages: int | None = None,
 ) -> float:
@@ -187,7 +186,7 @@ def planned_bytes(
         if questions >= most:
             break
         tally = Tally(name="")
-        first = read_source(Source(paths=(path,)), tally, flavour=flavour, aliases=aliases)
+        first = read_source(MixSource(paths=(path,)), tally, fmt=fmt, aliases=aliases)
         sample = islice(first, int(min(SAMPLE, most)))
         cut = sample if passages is None else (first_passages(question, passages) for question in sample)
         found = [_size(question_record(question)) for question in cut]
@@ -284,7 +283,7 @@ def _check_outcome(tallies: Sequence[Tally], corpus: str | Path | None, pool: Po
         )
     if corpus is not None and not pool.passages:
         raise UserError(f"{corpus}: none of these questions comes with passages; leave --corpus out")
-    if aliases is not None and not any("2wiki" in tally.flavours for tally in tallies):
+    if aliases is not None and not any("2wiki" in tally.formats for tally in tallies):
         raise UserError(f"{aliases}: aliases are for 2WikiMultiHopQA, and no such file was read; leave --aliases out")
     if corpus is not None:
         texts = sum(len(passage.title) + len(passage.text) for passage in pool.passages.values())
@@ -297,7 +296,7 @@ def _skipped_records(tallies: Sequence[Tally]) -> Iterator[Record]:
             yield {"source": tally.name, "where": where, "id": id_, "reason": reason}
 
 
-def _check_paths(sources: Sequence[Source], outputs: Sequence[Path], aliases: str | Path | None) -> None:
+def _check_paths(sources: Sequence[MixSource], outputs: Sequence[Path], aliases: str | Path | None) -> None:
     names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:

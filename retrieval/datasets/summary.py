@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.common.errors import UserError
-from thresher.retrieval.datasets.flavours import detect
+from thresher.retrieval.datasets.formats import detect
 from thresher.retrieval.questions import Question, iter_questions
 from thresher.rewards.measures import ndcg_at, recall_at
 from thresher.rewards.text import YES_NO, contains_answer, normalize_answer
@@ -37,13 +37,11 @@ def summarize(path: str | Path, on_question: Callable[[int], None] = lambda ques
     that holds a gold string is relevant; means over questions with passages. "kinds": the same for each value of hops,
     type and level that the questions name (MuSiQue's hops are in its ids).
 
-    UserError for a malformed line, and for a file in a flavour that has to be converted first.
+    UserError for a malformed line, and for a file in a format that has to be converted first.
     """
-    flavour = detect(path)
-    if flavour.name not in READABLE:
-        raise UserError(
-            f"{path}: looks like {flavour.title}; turn it into our records first, with thresher data convert"
-        )
+    fmt = detect(path)
+    if fmt.name not in READABLE:
+        raise UserError(f"{path}: looks like {fmt.title}; turn it into our records first, with thresher data convert")
     count: Counter[str] = Counter()
     sizes: dict[str, list[int]] = {name: [] for name in ("golds", "passages", "gold passages")}
     words: dict[str, list[int]] = {name: [] for name in ("question", "first gold", "passage")}
@@ -73,7 +71,7 @@ def summarize(path: str | Path, on_question: Callable[[int], None] = lambda ques
         words["first gold"].append(_words(question.golds[0]))
         words["passage"].extend(_words(passage.text) for passage in question.passages)
     return {
-        "format": flavour.name,
+        "format": fmt.name,
         **count,
         "distinct passages": len(distinct),
         "passages as ranked": _ranked(rankings["all"]),

@@ -1,4 +1,4 @@
-"""Index folders: a file for each kind, the table of them (`kinds`), the manifest, and the door to any folder (`load`).
+"""Index folders: the table of kinds (`kinds`), FAISS's structures, searches, the manifest, the loading of any folder.
 
-May come in: policy, rewards; of retrieval, all below building: data, questions, retriever, encoders, vectors.
+May come in: policy, rewards; of retrieval, all below building.
 """

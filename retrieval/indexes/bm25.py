@@ -1,4 +1,4 @@
-"""BM25: exact words, weighted by rarity, in an index folder of its own.
+"""BM25: exact words, weighted by rarity, in an index folder of its own; and over the passages of one question.
 
 A passage d scores, for a query of words w (a word asked twice counts twice),
   sum over w of  idf(w) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|))
@@ -13,9 +13,9 @@ result is independent of batch composition: the library adds one query's columns
 is ours, equal scores by row.
 
 A folder holds `manifest.json` (corpus, as every index), `bm25.json` (settings, sizes of the library's files) and the
-library's own files in `scores/`. Deliberately absent: stemming and stop words (over words as `words` has them, the
-library's English stop words moved recall by under .01 either way on the sets measured), and a build that streams: the
-words of all passages are in memory while the matrix is made, as 4-byte numbers.
+library's own files in `scores/`. There is no stemming and there are no stop words: over words as `words` has them, the
+library's English stop words moved recall by under .01 either way on the sets measured. A build holds the words of all
+passages in memory, as 4-byte numbers.
 """
 
 import errno
@@ -24,32 +24,32 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import bm25s
 import numpy as np
 import numpy.typing as npt
 
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object, staged_folder
-from thresher.retrieval.data.corpus import Corpus, check_embed, embedded_text
+from thresher.retrieval.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders.lexical import COUNTING, PROGRESS_STEP, words
+from thresher.retrieval.indexes.kinds import OnStage
 from thresher.retrieval.indexes.manifest import (
-    FORMAT,
     Manifest,
     check_file,
-    corpus_paths,
     find_corpus,
     open_folder,
     write_index_hashes,
 )
-from thresher.retrieval.retriever import Hit, Retriever, check_positive
+from thresher.retrieval.passages import Passage
+from thresher.retrieval.retriever import Hit, LocalRetriever
 
 if TYPE_CHECKING:
-    from thresher.retrieval.indexes.kind import OnStage  # which loads faiss, and words need none
+    import bm25s  # lazily: a search of vectors needs none of it
 
 KIND = "bm25"
 FILE = "bm25.json"
@@ -110,23 +110,16 @@ def parse_bm25(encoder: str) -> Bm25Settings | None:
     return Bm25Settings(**given)
 
 
-class Bm25Index(Retriever):
+class Bm25Index(LocalRetriever):
     """A corpus and the scores of its words. Made by `build_bm25` or `load_bm25`."""
 
-    def __init__(self, corpus: Corpus, scores: bm25s.BM25, embed: str, settings: Bm25Settings) -> None:
+    def __init__(self, corpus: Corpus, scores: "bm25s.BM25", embed: str, settings: Bm25Settings) -> None:
         super().__init__()
         self.corpus = corpus
         self.embed = embed
         self.bm25 = settings
         self._scores = scores
         self._tokens = TOKENS[settings.tokens]
-
-    def __len__(self) -> int:
-        return len(self.corpus)
-
-    def check_k(self, k: int) -> None:
-        """As Retriever has it."""
-        check_positive(k, len(self))
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
         """Passages that share no word with a query are no hits, so there may be fewer than `k`."""
@@ -152,7 +145,7 @@ def build_bm25(
     embed: str = "text",
     *,
     settings: Bm25Settings | None = None,
-    on_stage: "OnStage" = lambda stage, done, total: None,
+    on_stage: OnStage = lambda stage, done, total: None,
 ) -> Bm25Index:
     """Counts the words of every passage (its text, or title and text, see `embedded_text`), scores them and writes the
     index into `folder`, which appears when all is written, or not at all.
@@ -161,6 +154,8 @@ def build_bm25(
     and for a corpus without a single word.
     """
     check_embed(embed)
+    import bm25s
+
     settings = settings or Bm25Settings()
     folder = Path(folder)
     with staged_folder(folder) as staged:
@@ -175,22 +170,8 @@ def build_bm25(
         _check_written(staged / SCORES, folder)
         files = {path.name: path.stat().st_size for path in sorted((staged / SCORES).iterdir())}
         atomic_write_text(staged / FILE, json.dumps({**asdict(settings), "files": files}, indent=2) + "\n")
-        Manifest(
-            format=FORMAT,
-            kind=KIND,
-            passages=len(corpus),
-            dim=0,
-            embed=embed,
-            encoder=KIND,
-            encoder_fingerprint=settings.fingerprint,
-            corpus_sha256=corpus.sha256,
-            corpus_paths=corpus_paths(corpus, folder),
-            vectors_bytes=0,
-            faiss_version="",
-            factory=KIND,
-            dtype="none",
-            index_bytes=sum(files.values()),
-            hashed=True,
+        Manifest.without_vectors(
+            KIND, corpus, folder, settings.fingerprint, embed=embed, index_bytes=sum(files.values())
         ).write(staged)
         write_index_hashes(staged)
     on_stage(SCORING, 1, 1)
@@ -214,10 +195,10 @@ def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = T
     read again from the path in the manifest unless given. UserError when the folder is no finished BM25 index, a file
     of it is damaged, or the corpus is not the one it was built from.
     """
+    import bm25s
+
     folder = Path(folder)
-    manifest, hashes = open_folder(folder, verify)
-    if manifest.kind != KIND:
-        raise UserError(f"{folder}: an index of kind {manifest.kind!r}, expected {KIND!r}; name another folder")
+    manifest, hashes = open_folder(folder, verify, (KIND,))
     record = read_json_object(folder / FILE)
     files = record.pop("files", None)
     try:
@@ -229,13 +210,19 @@ def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = T
     for name, expected in files.items():
         check_file(folder / SCORES / name, expected)
     corpus = find_corpus(manifest, folder, corpus, verify)
-    scores = _read_scores(folder / SCORES, len(corpus))
+    try:
+        scores = bm25s.BM25.load(folder / SCORES, mmap=True, show_progress=False)
+        held = scores.scores["num_docs"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
+        raise UserError(f"{folder / SCORES}: the library bm25s cannot read it; build the index again") from None
+    if held != len(corpus):
+        raise UserError(f"{folder / SCORES}: holds {held} passages, expected {len(corpus)}; build the index again")
     if hashes is None and not _in_range(scores, len(corpus)):
         raise UserError(f"{folder / SCORES}: damaged, its arrays do not fit each other; build the index again")
     return Bm25Index(corpus, scores, manifest.embed, settings)
 
 
-def _in_range(scores: bm25s.BM25, passages: int) -> bool:
+def _in_range(scores: "bm25s.BM25", passages: int) -> bool:
     """Whether every column lies within the arrays and every row within the corpus: what can be told of arrays without
     hashes. One pass over the rows."""
     data, row_M, start_V = (scores.scores[name] for name in ("data", "indices", "indptr"))
@@ -252,19 +239,8 @@ def _in_range(scores: bm25s.BM25, passages: int) -> bool:
     )
 
 
-def _read_scores(folder: Path, passages: int) -> bm25s.BM25:
-    try:
-        scores = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-        held = scores.scores["num_docs"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
-        raise UserError(f"{folder}: the library bm25s cannot read it; build the index again") from None
-    if held != passages:
-        raise UserError(f"{folder}: holds {held} passages, expected {passages}; build the index again")
-    return scores
-
-
 def _count(
-    corpus: Corpus, embed: str, tokens: Callable[[str], list[str]], on_stage: "OnStage"
+    corpus: Corpus, embed: str, tokens: Callable[[str], list[str]], on_stage: OnStage
 ) -> tuple[dict[str, int], list["array[int]"]]:
     """Every word's number, in order of first appearance (so that the same corpus makes the same files), and every
     passage as numbers."""
@@ -291,3 +267,29 @@ def _rescale_to_okapi(scores: dict[str, Any], passages: int) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def rank_in_context(passages: Sequence[Passage], query: str, k: int) -> list[Hit]:
+    """Rank the passages that a question brings, by BM25 over title and text with their counts alone, as the default
+    settings have it; nothing lies on disk.
+
+    Return the `k` passages that fit the query best, or all where there are fewer; a hit's row is its place among them.
+    All are ranked, so that a query that shares no word with them still finds k; equal scores stay in the order given.
+    """
+    settings = Bm25Settings()
+    k1, b = settings.k1, settings.b
+    counts = [Counter(words(f"{passage.title} {passage.text}")) for passage in passages]
+    mean = sum(count.total() for count in counts) / max(len(counts), 1) or 1.0
+    asked = words(query)
+    holding = {word: sum(word in count for count in counts) for word in asked}
+    scores = [
+        sum(
+            math.log1p((len(counts) - holding[word] + 0.5) / (holding[word] + 0.5))
+            * count[word]
+            / (count[word] + k1 * (1 - b + b * count.total() / mean))
+            for word in asked
+        )
+        for count in counts
+    ]
+    order = sorted(range(len(passages)), key=lambda row: -scores[row])[:k]
+    return [Hit(row, passages[row], scores[row]) for row in order]

@@ -21,18 +21,16 @@ from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_bytes, read_json_object, staged_folder
-from thresher.retrieval.data.corpus import Corpus
+from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
 from thresher.retrieval.indexes.manifest import (
-    FORMAT,
     Manifest,
-    corpus_paths,
     find_corpus,
     open_folder,
     read_manifest,
     write_index_hashes,
 )
-from thresher.retrieval.retriever import Hit, Retriever, check_positive
+from thresher.retrieval.retriever import Hit, LocalRetriever, Retriever
 
 KIND = "hybrid"
 FILE = "hybrid.json"
@@ -44,7 +42,7 @@ DEPTH = 100
 Load = Callable[[Path, Corpus | None], Retriever]
 
 
-class Hybrid(Retriever):
+class Hybrid(LocalRetriever):
     """Two or more retrievers of the same corpus as one. Made by hand or by `load_hybrid`.
 
     Members must hold their `corpus`, as an index does and a remote one does not. UserError for fewer than two members,
@@ -69,19 +67,11 @@ class Hybrid(Retriever):
         self.members = tuple(members)
         self.depth = depth
 
-    def __len__(self) -> int:
-        return len(self.corpus)
-
-    def check_k(self, k: int) -> None:
-        """As Retriever has it."""
-        check_positive(k, len(self))
-
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
         """All queries go to every member in one call."""
         depth = min(len(self), max(k, self.depth))
         found = [member.search(queries, depth) for member in self.members]
-        scans = sum(member.stats.full_scans for member in self.members)
-        self.stats.full_scans = scans
+        self.stats.full_scans = sum(member.stats.full_scans for member in self.members)
         return [self._fused(lists, k) for lists in zip(*found, strict=True)]
 
     def _fused(self, lists: tuple[list[Hit], ...], k: int) -> list[Hit]:
@@ -119,22 +109,7 @@ def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, 
             ],
         }
         atomic_write_text(staged / FILE, json.dumps(record, indent=2) + "\n")
-        Manifest(
-            format=FORMAT,
-            kind=KIND,
-            passages=len(hybrid),
-            dim=0,
-            embed="text",
-            encoder=KIND,
-            encoder_fingerprint=_fingerprint(depth, hashes),
-            corpus_sha256=hybrid.corpus.sha256,
-            corpus_paths=corpus_paths(hybrid.corpus, folder),
-            vectors_bytes=0,
-            faiss_version="",
-            factory=KIND,
-            dtype="none",
-            hashed=True,
-        ).write(staged)
+        Manifest.without_vectors(KIND, hybrid.corpus, folder, _fingerprint(depth, hashes)).write(staged)
         write_index_hashes(staged)
     return hybrid
 
@@ -147,9 +122,7 @@ def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load, verify: b
     members' own loading has it.
     """
     folder = Path(folder)
-    manifest, _ = open_folder(folder, verify)
-    if manifest.kind != KIND:
-        raise UserError(f"{folder}: an index of kind {manifest.kind!r}, expected {KIND!r}; name another folder")
+    manifest, _ = open_folder(folder, verify, (KIND,))
     record = read_json_object(folder / FILE)
     members, depth = record.get("members"), record.get("depth")
     if not isinstance(members, list) or type(depth) is not int:

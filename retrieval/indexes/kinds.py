@@ -1,62 +1,266 @@
-"""The table of vector index kinds, and what is asked of all of them: read a name, what it needs, which fits a memory.
+"""Kinds of vector index: how each is written, what it needs, and which fits a memory.
 
-A kind is written as FAISS's factory writes it; each file of the table lists its spellings. Before a kind that is
-`projectable` may stand PCA192, its structure then seeing the vectors' 192 strongest directions. What 8 bits, PQ or PCA
-let a search find is scored in full, from the kept vectors.
+A kind is written as FAISS's factory writes it:
 
-To add a kind: a file like `graph`, and a row here; docs/add/index.md walks through it.
+    flat, flat16            every vector looked at by every search, in float32 or rounded to float16
+    HNSW32                  a graph of 32 links a vector (64 on the ground level), over the kept vectors
+    HNSW32_SQ8              the same over vectors of its own, in 8 bits a coordinate; or SQfp16
+    IVF4096,Flat            lists around 4,096 centroids; IVF,Flat for the usual number
+    IVF4096,SQfp16          vectors in the lists in float16; SQ8 in 8 bits a coordinate, between its extremes
+    [OPQ64,]IVF4096,PQ64    64 bytes a vector: product quantisation, with OPQ after a learned rotation
+    PCA192,IVF4096,Flat     graphs, and lists but for PQ, over the vectors' 192 strongest directions
+
+An index keeps the vectors in a file of their own; an approximate one has, beside them, a structure of FAISS's that
+names candidates (`structures` builds and reads it, `approximate` searches it). What 8 bits, PQ or PCA let a search find
+is scored in full, from the kept vectors. docs/add/index.md walks through a new kind. Kinds without vectors, such as
+BM25, are not here.
 """
 
+import math
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from thresher.common.errors import UserError
-from thresher.common.files import show_bytes as show_bytes
-from thresher.retrieval.indexes.flat import Flat
-from thresher.retrieval.indexes.graph import Graph
-from thresher.retrieval.indexes.kind import Estimate, Kind
-from thresher.retrieval.indexes.lists import Lists
+from thresher.common.files import show_bytes
+from thresher.retrieval.indexes.vector_file import SLICE_BYTES
 
-# By the manifest's name for it. --memory prefers an earlier one.
-KINDS: dict[str, type[Kind]] = {
-    "flat": Flat,
-    "flat16": Flat,
-    "hnsw": Graph,
-    "ivf": Lists,
-}
-CLASSES = tuple(dict.fromkeys(KINDS.values()))
-# Files that a build may leave for another go.
-SCRATCH = tuple(name for kind in CLASSES for name in kind.scratch)
+INDEX_FILE = "index.faiss"
+# What interpreter, NumPy and FAISS need.
+PROCESS_BYTES = 200 * 10**6
+# Quantisers, rotations, directions and the extremes of coordinates are found on at most so many vectors.
+TRAIN_CODES = 65_536
+# Of every draw while a structure is built.
+SEED = 1234
+# How a coordinate is held, what FAISS calls that, and its bytes.
+SCALARS = {"float32": "Flat", "float16": "SQfp16", "uint8": "SQ8"}
+SCALAR_BYTES = {"float32": 4, "float16": 2, "uint8": 1}
+SCALAR_CODES = {name.lower(): codes for codes, name in SCALARS.items()}
+# Up to here an exact search over 768 dimensions takes two cores under .1 s: no approximation is worth its loss.
+FLAT_PASSAGES = 200_000
+LINKS = 32
+# Dimensions from which a quarter of the directions is worth a line of a plan: of 768 it held the five best of every
+# question, but a sixth of 384 .81 of them.
+LEAST_FOR_PCA = 512
+# Passages a list should have to train its centroid on, at the least; and how many it is trained on, at the most.
+LEAST_PER_LIST, TRAIN_PER_LIST = 39, 50
+# Product quantisers have 256 centroids a byte.
+PQ_CENTROIDS = 256
+# The manifest's names for the kinds of vectors, and how an exact kind keeps the matrix that it searches.
+FAMILIES = ("flat", "flat16", "hnsw", "ivf")
+MATRIX_DTYPES = {"flat": "float32", "flat16": "float16"}
+EXAMPLES = (
+    *("flat", "flat16", "HNSW32", "HNSW32_SQ8", "hnsw"),
+    *("IVF4096,Flat", "IVF4096,SQfp16", "OPQ64,IVF4096,PQ64", "ivf", "ivfpq"),
+)
 
+_FLAT = re.compile(r"(flat)|flat16|SQfp16", re.IGNORECASE)
+_GRAPH = re.compile(r"HNSW(\d*)(?:_(Flat|SQfp16|SQ8))?", re.IGNORECASE)
+_LISTS = re.compile(r"(?:OPQ(\d+),)?IVF(\d*),(?:(Flat|SQfp16|SQ8)|PQ(\d+))", re.IGNORECASE)
 _PCA = re.compile(r"PCA(\d+),(.+)", re.IGNORECASE)
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
+# (what is being done, how far, of how many)
+OnStage = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Bytes an index needs: of RAM while it is searched and while it is built, on disk, and on GPUs in all (0: that
+    kind has no form for them). The passages' texts and a trained encoder are not in it."""
+
+    ram_bytes: int
+    disk_bytes: int
+    build_ram_bytes: int
+    gpu_bytes: int
+
+    @property
+    def most_ram(self) -> int:
+        """The larger of the two figures of RAM."""
+        return max(self.ram_bytes, self.build_ram_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A kind, read by `parse_kind`.
+
+    links: of a graph, a vector; 0 for another kind. lists: of IVF; 0 for another kind. A kind with neither is exact.
+    codes: how the structure holds a vector: float32, float16, uint8 (between each coordinate's extremes) or pq, of
+    `pq` bytes, with `opq` behind a rotation. directions: on how many principal directions the structure sees the
+    vectors, 0 where it sees all of them.
+    """
+
+    links: int = 0
+    lists: int = 0
+    codes: str = "float32"
+    pq: int = 0
+    opq: bool = False
+    directions: int = 0
+
+    @property
+    def family(self) -> str:
+        """The manifest's name for the kind, whatever its numbers: one of FAMILIES."""
+        return "ivf" if self.lists else "hnsw" if self.links else "flat" if self.codes == "float32" else "flat16"
+
+    @property
+    def structure(self) -> str:
+        """The kind's spelling without its projection, numbers filled in."""
+        if self.lists:
+            codes = f"PQ{self.pq}" if self.codes == "pq" else SCALARS[self.codes]
+            return f"{f'OPQ{self.pq},' if self.opq else ''}IVF{self.lists},{codes}"
+        if self.links:
+            return f"HNSW{self.links}" + ("" if self.codes == "float32" else f"_{SCALARS[self.codes]}")
+        return self.family
+
+    @property
+    def name(self) -> str:
+        """The factory string, numbers filled in; `parse_kind` reads it again."""
+        return f"PCA{self.directions},{self.structure}" if self.directions else self.structure
+
+    @property
+    def exact(self) -> bool:
+        """True where a search looks at every vector as it is kept, and so there is no structure."""
+        return not (self.lists or self.links)
+
+    @property
+    def lossless(self) -> bool:
+        """True where a search returns the encoded vectors' exact answer, and so there is no recall to measure."""
+        return self.exact and self.codes == "float32"
+
+    @property
+    def estimates(self) -> bool:
+        """True where the structure's own scores are estimates, so that more candidates than hits are fetched."""
+        return self.codes not in ("float32", "float16") or self.directions > 0
+
+    @property
+    def borrows(self) -> bool:
+        """True where the structure's file lacks the vectors, which are read from the kept ones' file: a plain graph."""
+        return self.links > 0 and self.codes == "float32" and not self.directions
+
+    def code_bytes(self, dim: int) -> int:
+        """Return the bytes in which the structure holds one vector of `dim` dimensions, without what it adds to it."""
+        return self.pq if self.codes == "pq" else SCALAR_BYTES[self.codes] * (self.directions or dim)
+
+    def training_vectors(self, passages: int) -> int:
+        """Return how many vectors the structure is trained on."""
+        wanted = TRAIN_PER_LIST * self.lists
+        return min(passages, max(wanted, TRAIN_CODES) if self.estimates else wanted)
+
+    def estimate(self, passages: int, dim: int) -> Estimate:
+        """Return what an index of N vectors of d dimensions needs, with T training vectors, C lists, S = 64 MiB (a
+        slice), P = 200 MB (interpreter, NumPy, FAISS), and b bytes a vector in the structure: its code; in lists 8
+        more, its row; in a graph of M links 4 (2M + ceil(M / (M - 1))) for them and 12 for offset and level.
+
+            RAM          N b + P, and 4 d C for the centroids
+            disk         4 d N, the vectors kept for exact scores, plus the structure; of an exact kind N b alone
+            build RAM    max(4 d T, structure) + 2 S + P; PQ trains on three times as much (its rotation and residuals
+                         are copies), filling lists takes 4 N more (every row's list), and an exact kind 2 S + P
+            GPUs         of lists the structure for codes, else float16, and the centroids; of an exact kind float16
+
+        A search of an exact kind maps its file and wants it in memory; loading it costs nothing.
+        """
+        slices = 2 * SLICE_BYTES + PROCESS_BYTES
+        each, vectors = self.code_bytes(dim), 4 * dim * passages
+        if self.exact:
+            matrix = passages * each
+            return Estimate(
+                ram_bytes=matrix + PROCESS_BYTES,
+                disk_bytes=matrix,
+                build_ram_bytes=slices,
+                gpu_bytes=2 * dim * passages,
+            )
+        training = 4 * dim * self.training_vectors(passages)
+        if self.links:
+            structure = passages * (each + 4 * (2 * self.links + math.ceil(self.links / (self.links - 1))) + 12)
+            return Estimate(
+                ram_bytes=structure + PROCESS_BYTES,
+                disk_bytes=structure + (0 if self.borrows else vectors),
+                build_ram_bytes=max(training, structure) + slices,
+                gpu_bytes=0,
+            )
+        centroids = 4 * (self.directions or dim) * self.lists
+        structure = passages * (each + 8) + centroids
+        on_gpus = structure if self.codes in ("pq", "uint8") else 2 * (self.directions or dim) * passages
+        return Estimate(
+            ram_bytes=structure + PROCESS_BYTES,
+            disk_bytes=vectors + structure,
+            build_ram_bytes=max(training * (3 if self.codes == "pq" else 1), structure + 4 * passages) + slices,
+            gpu_bytes=on_gpus + centroids,
+        )
+
+    def note(self, parameters: dict[str, int]) -> str | None:
+        """Return what a user should know of the search parameters that the wanted recall took, if anything."""
+        if not self.lists or parameters.get("nprobe") != self.lists or self.lists == 1:
+            return None
+        return "so much is found only by looking through every list; these vectors have no clusters: take hnsw or flat"
+
 
 def parse_kind(text: str, passages: int, dim: int) -> Kind:
-    """Reads a kind for N x `dim` vectors. UserError for one that is none of the table's, or that does not fit the
-    vectors: more lists than passages, a code that does not divide `dim`, fewer than 256 passages for PQ."""
+    """Read a kind for N x `dim` vectors. UserError for a spelling that is none, or that does not fit the vectors: more
+    lists than passages, a code that does not divide `dim`, fewer than 256 passages for PQ."""
     if found := _PCA.fullmatch(text):
-        return _with_directions(text, int(found[1]), found[2], passages, dim)
-    for kind in CLASSES:
-        if (read := kind.parse(text, passages, dim)) is not None:
-            return read
+        kind, directions = parse_kind(found[2], passages, dim), int(found[1])
+        if kind.exact or kind.codes == "pq" or kind.directions:
+            raise UserError(f"kind is {text!r}: PCA goes before graphs and lists of scalars only; OPQ serves PQ")
+        if not 1 <= directions < dim:
+            raise UserError(f"kind is {text!r}: {directions} directions of {dim} dimensions; expected 1 to {dim - 1}")
+        return replace(kind, directions=directions)
+    if found := _FLAT.fullmatch(text):
+        return Kind(codes="float32" if found[1] else "float16")
+    if found := _GRAPH.fullmatch(text):
+        links = int(found[1] or LINKS)
+        if not 4 <= links <= 128:
+            raise UserError(f"kind is {text!r}: a graph of {links} links a vector; expected 4 to 128")
+        return Kind(links=links, codes=SCALAR_CODES[(found[2] or "Flat").lower()])
+    usual = next((size for size in pq_sizes(dim) if size <= dim // 8), dim)
+    if found := _LISTS.fullmatch({"ivf": "IVF,Flat", "ivfpq": f"OPQ{usual},IVF,PQ{usual}"}.get(text.lower(), text)):
+        return _lists(text, passages, dim, *found.groups())
     if text.lower() == "bm25":
         raise UserError("kind is 'bm25', which has no vectors; build it with --encoder bm25")
-    examples = ", ".join(name for kind in CLASSES for name in kind.examples)
-    raise UserError(f"kind is {text!r}; expected one of {examples}, or such behind a projection, PCA192,HNSW32_SQ8")
+    raise UserError(
+        f"kind is {text!r}; expected one of {', '.join(EXAMPLES)}, or such behind a projection, PCA192,HNSW32_SQ8"
+    )
 
 
-def _with_directions(text: str, directions: int, rest: str, passages: int, dim: int) -> Kind:
-    kind = parse_kind(rest, passages, dim)
-    if not kind.projectable or kind.directions:
-        raise UserError(f"kind is {text!r}: PCA goes before graphs and lists of scalars only; OPQ serves PQ")
-    if not 1 <= directions < dim:
-        raise UserError(f"kind is {text!r}: {directions} directions of {dim} dimensions; expected 1 to {dim - 1}")
-    return replace(kind, directions=directions)
+def _lists(
+    text: str, passages: int, dim: int, rotation: str | None, number: str, scalar: str | None, code: str | None
+) -> Kind:
+    lists, pq = int(number) if number else default_lists(passages), int(code or 0)
+    if not 1 <= lists <= passages:
+        raise UserError(
+            f"kind is {text!r}: {lists} lists for {passages} passages; IVF{default_lists(passages)} would be usual"
+        )
+    if rotation is not None and int(rotation) != pq:
+        raise UserError(f"kind is {text!r}: expected the same number in OPQ and PQ; OPQ goes with PQ only")
+    if scalar:
+        return Kind(lists=lists, codes=SCALAR_CODES[scalar.lower()])
+    if pq < 1 or dim % pq:
+        sizes = ", ".join(map(str, pq_sizes(dim))) or "none"
+        raise UserError(f"kind is {text!r}: {pq} does not divide {dim} dimensions; these do well: {sizes}")
+    if passages < PQ_CENTROIDS:
+        raise UserError(
+            f"kind is {text!r}: PQ is trained on at least {PQ_CENTROIDS} vectors, but there are {passages} passages; "
+            f"take flat"
+        )
+    return Kind(lists=lists, codes="pq", pq=pq, opq=rotation is not None)
+
+
+def default_lists(passages: int) -> int:
+    """Return the power of two nearest to 4 * sqrt(N), with at least 39 passages a list: 256 for 5,000 passages would
+    leave 20, so 128; 4,096 for 10^6; 16,384 for 21,015,324."""
+    usual = round(math.log2(4 * math.sqrt(passages)))
+    most = math.floor(math.log2(max(1, passages / LEAST_PER_LIST)))
+    return 1 << max(0, min(usual, most))
+
+
+def pq_sizes(dim: int) -> list[int]:
+    """Return the bytes of a code that are offered for `dim`, largest first: divisors of `dim` that put 4 to 32
+    dimensions into a byte."""
+    return [dim // width for width in (4, 6, 8, 12, 16, 24, 32) if dim % width == 0]
 
 
 def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
-    """What an index of N = `passages` vectors of d = `dim` dimensions needs; the arithmetic is each kind's own.
+    """Return what an index of N = `passages` vectors of d = `dim` dimensions needs.
 
     21,015,324 x 768: flat 64.6 GB, flat16 32.3 GB, HNSW32 70.4 GB, HNSW32_SQ8 21.9 GB, PCA192,HNSW32_SQ8 9.8 GB,
     OPQ96,IVF16384,PQ96 2.2 GB (+ 200 MB of the process).
@@ -65,13 +269,18 @@ def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
 
 
 def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
-    """The kind to build for so much RAM, and why, as a sentence.
+    """Return the kind to build for so much RAM, and why, as a sentence.
 
-    The first that fits, built and searched, of what the kinds offer (`Kind.choices`): flat (up to 200,000 passages),
-    HNSW32_SQ8, IVF with 8 bits, OPQ with codes of falling size. UserError when not even the smallest fits.
+    The first that fits, built and searched, of: flat (up to 200,000 passages), HNSW32_SQ8, IVF with 8 bits, OPQ with
+    codes of falling size. HNSW32 takes three times the memory and is slower; PCA is not chosen because whether fewer
+    directions do depends on the vectors. UserError when not even the smallest fits.
     """
-    names = [name for kind in CLASSES for name in kind.choices(passages, dim)]
-    needs = {name: _most(estimate(name, passages, dim)) for name in names}
+    lists = f"IVF{default_lists(passages)}"
+    sizes = pq_sizes(dim) if passages >= PQ_CENTROIDS else []
+    names = [f"HNSW{LINKS}_SQ8", f"{lists},SQ8", *(f"OPQ{size},{lists},PQ{size}" for size in sizes)]
+    if passages <= FLAT_PASSAGES:
+        names.insert(0, "flat")
+    needs = {name: estimate(name, passages, dim).most_ram for name in names}
     have = f"{passages:,} x {dim} and {show_bytes(memory_bytes)} of memory"
     for number, name in enumerate(names):
         if needs[name] <= memory_bytes:
@@ -87,12 +296,24 @@ def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
     )
 
 
-def _most(needed: Estimate) -> int:
-    return max(needed.ram_bytes, needed.build_ram_bytes)
+def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
+    """Return the kinds that a plan shows where none is named: flat, graphs, lists, product codes, and in any case the
+    kind that `choose_kind` takes for `memory` bytes (of codes that one alone, for they take long to calibrate)."""
+    lists = f"IVF{default_lists(passages)}"
+    pca = [f"PCA{dim // 4},HNSW{LINKS}_SQ8"] if dim >= LEAST_FOR_PCA else []
+    kinds = ["flat", "flat16", f"HNSW{LINKS}", f"HNSW{LINKS}_SQ8", *pca, f"{lists},Flat", f"{lists},SQfp16"]
+    try:
+        chosen = choose_kind(passages, dim, memory)[0]
+    except UserError:
+        chosen = "flat"
+    if chosen not in kinds:
+        return [*kinds, chosen]
+    size = next((size for size in pq_sizes(dim) if size <= dim // 8), 0)
+    return [*kinds, f"OPQ{size},{lists},PQ{size}"] if passages >= TRAIN_CODES and size else kinds
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of "16GB" (10^9), "512MiB" (2^20), "2T" or "1000000". UserError for anything else, and for 0."""
+    """Return the bytes of "16GB" (10^9), "512MiB" (2^20), "2T" or "1000000". UserError for anything else, and for 0."""
     found = _MEMORY.fullmatch(text.strip())
     size = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ") if found else 0
     if size < 1:

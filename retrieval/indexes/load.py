@@ -1,46 +1,227 @@
-"""One door to every index folder: its manifest says what it is, and the file of that kind reads it.
+"""Indexes of vectors, and the loading of any index folder by what its manifest says.
 
-Kinds of vectors come from the table `kinds.KINDS`; those without vectors are in the table here, each imported when a
-folder asks for it.
-
-Deliberately absent: servers, which no folder names (`retrieval/serving/client`). What is loaded is not thread-safe.
+An exact index maps its vectors from the folder's file: loading costs no RAM of its own, searching keeps in memory what
+the operating system finds room for. One with a structure searches that for candidates and scores them from the kept
+vectors (`approximate`). Folders without vectors are in the table `WITHOUT_VECTORS`. What is loaded is not thread-safe.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
+
+import numpy as np
 
 from thresher.common.errors import UserError
-from thresher.common.hashes import check_hashes
-from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes.approximate import read_approximate
-from thresher.retrieval.indexes.dense import DenseIndex, find_encoder
-from thresher.retrieval.indexes.flat import MATRIX_DTYPES, load_index
-from thresher.retrieval.indexes.kinds import KINDS
+from thresher.common.hashes import Hashes, check_hashes
+from thresher.retrieval.corpus import Corpus, check_embed
+from thresher.retrieval.encoders.encoder import Encoder, Vectors
+from thresher.retrieval.encoders.lexical import LexicalEncoder
+from thresher.retrieval.indexes.approximate import (
+    FLAT_FACTOR,
+    ApproximateSearch,
+    Candidates,
+    candidates_of,
+    flat_on_gpus,
+)
+from thresher.retrieval.indexes.bm25 import Bm25Index, load_bm25
+from thresher.retrieval.indexes.exact import ExactRows, RowScores
+from thresher.retrieval.indexes.faiss_library import faiss
+from thresher.retrieval.indexes.hybrid import Hybrid, load_hybrid
+from thresher.retrieval.indexes.kinds import FAMILIES, INDEX_FILE, MATRIX_DTYPES, parse_kind
 from thresher.retrieval.indexes.manifest import FILE as MANIFEST
-from thresher.retrieval.indexes.manifest import find_corpus, open_folder, read_manifest
+from thresher.retrieval.indexes.manifest import (
+    NOT_KEPT,
+    Manifest,
+    check_file,
+    find_corpus,
+    kept_vectors,
+    open_folder,
+    read_manifest,
+)
+from thresher.retrieval.indexes.structures import read_structure
+from thresher.retrieval.indexes.vector_file import Array, VectorFile
+from thresher.retrieval.retriever import Hit, LocalRetriever
 
-if TYPE_CHECKING:
-    from thresher.retrieval.indexes.bm25 import Bm25Index
-    from thresher.retrieval.indexes.hybrid import Hybrid
-
-Loaded = Union[DenseIndex, "Bm25Index", "Hybrid"]
-
-
-def _bm25(folder: Path, corpus: Corpus | None, verify: bool) -> Loaded:
-    from thresher.retrieval.indexes.bm25 import load_bm25
-
-    return load_bm25(folder, corpus, verify)
-
-
-def _hybrid(folder: Path, corpus: Corpus | None, verify: bool) -> Loaded:
-    from thresher.retrieval.indexes.hybrid import load_hybrid
-
-    return load_hybrid(folder, corpus, partial(load_retriever, verify=verify), verify)
+FORMAT_1_VECTORS = "vectors.faiss"
 
 
-WITHOUT_VECTORS: dict[str, Callable[[Path, Corpus | None, bool], Loaded]] = {"bm25": _bm25, "hybrid": _hybrid}
+def _load_learned(folder: Path) -> Encoder:
+    # Lazily, for it imports torch.
+    from thresher.retrieval.encoders.learned import LearnedEncoder
+
+    return LearnedEncoder.load(folder)
+
+
+LOADERS: dict[str, Callable[[Path], Encoder]] = {LexicalEncoder.name: LexicalEncoder.load, "learned": _load_learned}
+
+
+class DenseIndex(LocalRetriever):
+    """A corpus of N passages, vectors of `dim` numbers that `encoder` made of them, and a `search` for the rows that
+    are nearest to a vector. Not thread-safe."""
+
+    def __init__(
+        self, corpus: Corpus, encoder: Encoder, embed: str, dim: int, search: ExactRows | ApproximateSearch
+    ) -> None:
+        super().__init__()
+        self.corpus = corpus
+        self.encoder = encoder
+        self.embed = embed
+        self.dim = dim
+        self._search = search
+
+    def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
+        """All queries go to the encoder and to the search in one call. A query for which the encoder returns a zero
+        vector (no word that a passage holds) has no hits."""
+        query_QD = checked_vectors(self.encoder, self.encoder.encode_queries(queries), len(queries), self.dim)
+        found = self._search.top(query_QD, k)
+        self.stats.full_scans = self._search.full_scans
+        return [
+            [Hit(row, self.corpus[row], score) for row, score in best] if query_D.any() else []
+            for query_D, best in zip(query_QD, found, strict=True)
+        ]
+
+
+class Index(DenseIndex):
+    """An exact index of `vectors_ND`, float32 or float16 [N, D], one row per passage. Made by `build_index` or
+    `load_index`. `largest_norm` and `verify` are as ExactRows has them."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        encoder: Encoder,
+        vectors_ND: Array,
+        embed: str,
+        largest_norm: float | None = None,
+        verify: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__(corpus, encoder, embed, vectors_ND.shape[1], ExactRows(vectors_ND, largest_norm, verify))
+
+
+class ApproximateIndex(DenseIndex):
+    """An index with a structure over the vectors. Made by `load_retriever`."""
+
+    _search: ApproximateSearch
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """What a search does: its parameter, under FAISS's name for it, and the candidates it fetches per hit."""
+        return {self._search.candidates.parameter: self._search.value, "candidates": self._search.factor}
+
+
+Loaded = DenseIndex | Bm25Index | Hybrid
+
+
+def checked_vectors(encoder: Encoder, vectors_ND: Vectors, count: int, dim: int) -> Vectors:
+    """Return `vectors_ND` in C order and float32. ValueError unless finite and [count, dim]."""
+    if vectors_ND.shape != (count, dim) or not np.isfinite(vectors_ND).all():
+        raise ValueError(f"{encoder.name}: expected finite [{count}, {dim}], got {vectors_ND.shape}")
+    return np.ascontiguousarray(vectors_ND, np.float32)
+
+
+def find_encoder(manifest: Manifest, folder: Path, encoder: Encoder | None) -> Encoder:
+    """Return the encoder that the index in `folder` was built with: `encoder`, or else loaded from the folder.
+    UserError when it is another one, or of a sort that does not exist."""
+    check_embed(manifest.embed)
+    if encoder is None:
+        if manifest.encoder not in LOADERS:
+            raise UserError(
+                f"{folder}: built with the encoder {manifest.encoder!r}, expected one of "
+                f"{', '.join(LOADERS)}; build the index again"
+            )
+        encoder = LOADERS[manifest.encoder](folder)
+    if (encoder.dim, encoder.fingerprint) != (manifest.dim, manifest.encoder_fingerprint):
+        raise UserError(
+            f"{folder}: the index was built with another encoder ({manifest.encoder}, {manifest.dim} "
+            f"dimensions, {manifest.encoder_fingerprint[:12]}) than this one ({encoder.name}, {encoder.dim} "
+            f"dimensions, {encoder.fingerprint[:12]}); build the index again"
+        )
+    return encoder
+
+
+def load_index(
+    folder: str | Path, corpus: Corpus | None = None, encoder: Encoder | None = None, verify: bool = True
+) -> Index:
+    """Read an exact index, of this format or of the first.
+
+    The corpus is read again from the path in the manifest unless given, the encoder is loaded from the folder
+    unless given. `verify`: what is read is held against the folder's hashes, where it has some; the vectors at the
+    first search. UserError when the folder is no finished index or one of another kind, its vectors are damaged or of
+    another shape, or corpus or encoder are not those it was built with.
+    """
+    folder = Path(folder)
+    manifest, hashes = open_folder(folder, verify, tuple(MATRIX_DTYPES))
+    encoder = find_encoder(manifest, folder, encoder)
+    corpus = find_corpus(manifest, folder, corpus, verify)
+    if manifest.format == 1:
+        return Index(corpus, encoder, _read_format_1(folder / FORMAT_1_VECTORS, manifest), manifest.embed)
+    if manifest.dtype != MATRIX_DTYPES[manifest.kind]:
+        raise UserError(f"{folder}: {manifest.kind} with vectors in {manifest.dtype!r}; build the index again")
+    vectors = kept_vectors(folder, manifest, hashes)
+    return Index(corpus, encoder, vectors.open(), manifest.embed, manifest.largest_norm, vectors.verify)
+
+
+def _read_format_1(path: Path, manifest: Manifest) -> Vectors:
+    """Return the vectors of a folder of format 1, copied out of FAISS's file."""
+    check_file(path, manifest.vectors_bytes)
+    try:
+        flat = faiss.read_index(str(path))
+    except RuntimeError:
+        raise UserError(f"{path}: FAISS cannot read it; build the index again") from None
+    shape, expected = (flat.ntotal, flat.d), (manifest.passages, manifest.dim)
+    if shape != expected or not isinstance(flat, faiss.IndexFlatIP):
+        raise UserError(f"{path}: holds {shape[0]} x {shape[1]} vectors, expected {expected}; build the index again")
+    vectors_ND: Vectors = faiss.rev_swig_ptr(flat.get_xb(), flat.ntotal * flat.d).reshape(expected).copy()
+    return vectors_ND
+
+
+def _read_search(
+    manifest: Manifest, folder: Path, parameters: dict[str, int], gpu: bool, hashes: Hashes | None
+) -> ApproximateSearch:
+    """Return the search of the structure in `folder`, or, on GPUs, of the matrix of an exact kind.
+
+    `hashes`, those of the folder: its other files have been verified, and the kept vectors are as they are read;
+    without them a structure's numbers are looked through.
+    """
+    kind = parse_kind(manifest.factory, manifest.passages, manifest.dim)
+    kept = None
+    if manifest.dtype != NOT_KEPT:
+        kept = kept_vectors(folder, manifest, hashes)
+        kept.open()  # checks its header, and maps nothing yet
+    chosen = {**manifest.parameters, **parameters}
+    for name, value in chosen.items():
+        if name not in manifest.parameters:
+            raise UserError(f"{folder}: no search parameter {name!r}; this index has {', '.join(manifest.parameters)}")
+        if type(value) is not int or not 1 <= value < math.inf:
+            raise UserError(f"{folder}: {name} is {value!r}; expected a whole number of at least 1")
+    candidates: Candidates
+    if kind.exact and kept is not None:
+        candidates = flat_on_gpus(kept)
+    else:
+        if gpu and not kind.estimate(manifest.passages, manifest.dim).gpu_bytes:
+            raise UserError(
+                f"{folder}: {kind.name} has no form for GPUs; search it on the CPU, or build lists (--kind ivf)"
+            )
+        check_file(folder / INDEX_FILE, manifest.index_bytes)
+        shape = kept or VectorFile(folder, manifest.passages, manifest.dim)
+        index = read_structure(folder / INDEX_FILE, kind, shape, trusted=hashes is not None)
+        candidates = candidates_of(kind, index, gpu)
+    return ApproximateSearch(
+        candidates,
+        None if kept is None else RowScores(kept.take),
+        manifest.passages,
+        chosen.get(candidates.parameter, 1),
+        chosen.get("candidates", FLAT_FACTOR if kind.exact else 1),
+    )
+
+
+# Kinds without vectors: what reads such a folder, from folder, corpus and whether to verify it.
+WITHOUT_VECTORS: dict[str, Callable[[Path, Corpus | None, bool], Loaded]] = {
+    "bm25": load_bm25,
+    "hybrid": lambda folder, corpus, verify: load_hybrid(
+        folder, corpus, partial(load_retriever, verify=verify), verify
+    ),
+}
 
 
 def load_retriever(
@@ -50,12 +231,13 @@ def load_retriever(
     gpu: bool = False,
     verify: bool = True,
 ) -> Loaded:
-    """Reads an index folder of any kind.
+    """Read an index folder of any kind.
 
-    `parameters` replaces search parameters of an approximate index ({"nprobe": 64}); `gpu` lays lists, or the matrix of
-    an exact index, on all GPUs, sharded, in float16 (`retrieval/vectors/gpu.py` says what that changes). `verify`: what
-    is read is held against the folder's hashes (common/hashes.py), where it has some. UserError as `load_index`, also
-    for a damaged file, for a kind that does not exist, and for parameters or GPUs asked of a kind that has none.
+    `parameters` replaces search parameters of an approximate index, one by one ({"nprobe": 64}); `gpu` lays lists, or
+    the matrix of an exact index, on all GPUs, sharded, in float16 (`retrieval/indexes/approximate.py` says what that
+    changes). `verify`: what is read is held against the folder's hashes (common/hashes.py), where it has some.
+    UserError as `load_index`, also for a damaged file, for a kind that does not exist, and for parameters or GPUs asked
+    of a kind that has none.
     """
     folder = Path(folder)
     if verify and (folder / MANIFEST).is_file():
@@ -63,11 +245,12 @@ def load_retriever(
     manifest = read_manifest(folder)
     kind = manifest.kind
     exact = kind in MATRIX_DTYPES
-    if (kind in KINDS and not exact) or (gpu and exact and manifest.format > 1):
+    if (kind in FAMILIES and not exact) or (gpu and exact and manifest.format > 1):
         manifest, hashes = open_folder(folder, verify)
         encoder = find_encoder(manifest, folder, None)
         corpus = find_corpus(manifest, folder, corpus, verify)
-        return read_approximate(manifest, folder, corpus, encoder, parameters, gpu, hashes)
+        search = _read_search(manifest, folder, parameters or {}, gpu, hashes)
+        return ApproximateIndex(corpus, encoder, manifest.embed, manifest.dim, search)
     if parameters or gpu:
         asked = "search parameters" if parameters else "form for GPUs"
         raise UserError(f"{folder}: an index of kind {kind!r} has no {asked}; leave them out")

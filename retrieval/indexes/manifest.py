@@ -16,9 +16,8 @@ from typing import Any, get_origin
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object
 from thresher.common.hashes import Hashes, read_hashes, write_hashes
-from thresher.retrieval.data.corpus import Corpus, open_corpus, read_corpus
-from thresher.retrieval.data.ledger import CACHE_FILES, LEDGER_FILE
-from thresher.retrieval.vectors.file import VectorFile
+from thresher.retrieval.corpus import CACHE_FILES, LEDGER_FILE, Corpus, open_corpus, read_corpus
+from thresher.retrieval.indexes.vector_file import VectorFile
 
 FILE = "manifest.json"
 FORMAT = 2
@@ -61,8 +60,32 @@ class Manifest:
     reason: str = ""
     hashed: bool = False
 
+    @classmethod
+    def without_vectors(
+        cls, kind: str, corpus: Corpus, folder: Path, fingerprint: str, *, embed: str = "text", index_bytes: int = 0
+    ) -> "Manifest":
+        """Return the manifest of an index of `corpus` without vectors that will lie at `folder`. `fingerprint` stands
+        for all that decides a score besides the corpus."""
+        return cls(
+            format=FORMAT,
+            kind=kind,
+            passages=len(corpus),
+            dim=0,
+            embed=embed,
+            encoder=kind,
+            encoder_fingerprint=fingerprint,
+            corpus_sha256=corpus.sha256,
+            corpus_paths=corpus_paths(corpus, folder),
+            vectors_bytes=0,
+            faiss_version="",
+            factory=kind,
+            dtype=NOT_KEPT,
+            index_bytes=index_bytes,
+            hashed=True,
+        )
+
     def write(self, folder: Path) -> None:
-        """Writes `manifest.json` into `folder`."""
+        """Write `manifest.json` into `folder`."""
         atomic_write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
@@ -72,15 +95,22 @@ def write_index_hashes(folder: Path) -> None:
     write_hashes(folder, leave_out=CACHE_FILES)
 
 
-def open_folder(folder: Path, verify: bool) -> tuple[Manifest, Hashes | None]:
-    """The manifest of an index folder, and its hashes where it has some and is to be verified. Every file is verified
-    then but the kept vectors, which are as they are read. UserError as `read_manifest`, and for a damaged file."""
-    if not verify or not (folder / FILE).is_file():
-        return read_manifest(folder), None
-    if (hashes := read_hashes(folder)) is not None:
+def open_folder(folder: Path, verify: bool, kinds: tuple[str, ...] = ()) -> tuple[Manifest, Hashes | None]:
+    """Return the manifest of an index folder, and its hashes where it has some and is to be verified.
+
+    Every file is verified then but the kept vectors, which are as they are read. UserError as `read_manifest`, for a
+    damaged file, and for an index that is of none of `kinds`, where these are given.
+    """
+    hashes = None
+    if verify and (folder / FILE).is_file() and (hashes := read_hashes(folder)) is not None:
         hashes.check_all(but=KEPT_FILES.values())
     manifest = read_manifest(folder)
-    read_hashes(folder, expected=manifest.hashed)
+    if verify:
+        read_hashes(folder, expected=manifest.hashed)
+    if kinds and manifest.kind not in kinds:
+        raise UserError(
+            f"{folder}: an index of kind {manifest.kind!r}, expected {' or '.join(kinds)}; name another folder"
+        )
     return manifest, hashes
 
 

@@ -1,4 +1,4 @@
-"""Searches answered by a server: our own, Search-R1's, or whatever else speaks its `/retrieve` (wire.py).
+"""Searches answered by a server: our own, Search-R1's, or whatever else speaks its `/retrieve` (app.py).
 
 All queries of a call go out in one request, or in a few when there are very many, over a connection that is kept. A
 server that refuses the connection, breaks it, takes too long or says that it is overloaded is asked again, after pauses
@@ -22,7 +22,7 @@ import urllib3
 
 from thresher.common.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
 from thresher.retrieval.retriever import Hit, Retriever, Unanswered, check_positive
-from thresher.retrieval.serving.wire import IDENTITY_HEADER, Bounds, passage_of
+from thresher.retrieval.serving.app import IDENTITY_HEADER, Bounds, passage_of
 
 PATH = "/retrieve"
 # Queries in one request: as many samples as decode at once, and an answer of a few megabytes.

@@ -10,7 +10,7 @@ from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.policy import load_policy, load_tokenizer
 from thresher.policy.config import read_config
-from thresher.retrieval.encoders.classifier import load_classifier
+from thresher.retrieval.encoders.heads import load_classifier
 from thresher.retrieval.encoders.learned import load_encoder
 
 NAME = "Qwen/Qwen3-8B"

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.common.errors import UserError
-from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.datasets.flavours import detect
+from thresher.retrieval.datasets.formats import detect
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Query, Question, question_record, read_queries, read_questions
 
 

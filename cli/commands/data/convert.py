@@ -47,19 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.retrieval.datasets.convert import Source, convert, parse_mix
+    from thresher.retrieval.datasets.convert import MixSource, convert, parse_mix
 
     if options.mix and options.limit is not None:
         raise UserError("--limit is for --in; with --mix, put a count behind each file, such as NAME=FILE:1000")
     if options.mix:
         sources = [parse_mix(text) for text in options.mix]
     else:
-        sources = [Source(paths=tuple(map(Path, options.files)), count=options.limit)]
+        sources = [MixSource(paths=tuple(map(Path, options.files)), count=options.limit)]
     with console.counting("records read:") as counter:
         figures = convert(
             sources,
             options.out,
-            flavour=options.format,
+            fmt=options.format,
             seed=options.seed,
             aliases=options.aliases,
             corpus=options.corpus,

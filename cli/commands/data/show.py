@@ -29,24 +29,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.retrieval.datasets.convert import AUTO, Source, Tally, read_source
-    from thresher.retrieval.datasets.flavours import find_flavour
+    from thresher.retrieval.datasets.convert import AUTO, MixSource, Tally, read_source
+    from thresher.retrieval.datasets.formats import find_format
     from thresher.retrieval.datasets.summary import excerpt
 
-    flavour = None if options.format == AUTO else find_flavour(options.format)
+    fmt = None if options.format == AUTO else find_format(options.format)
     tally = Tally(name=options.file)
-    questions = read_source(Source(paths=(Path(options.file),)), tally, flavour=flavour)
+    questions = read_source(MixSource(paths=(Path(options.file),)), tally, fmt=fmt)
     chosen = islice(questions, options.n) if options.id is None else _with_ids(questions, options.id, options.file)
     shown = []
     for number, question in enumerate(chosen):
         shown.append(asdict(question))
         if not number:
-            console.say(f"{options.file}, read as {tally.flavours[0]}")
+            console.say(f"{options.file}, read as {tally.formats[0]}")
         console.say(f"\n{excerpt(question, whole=options.full)}")
     for where, _, reason in tally.skipped[: options.n]:
         console.say(f"\n{where}: skipped, {reason}")
     skipped = [{"where": where, "reason": reason} for where, _, reason in tally.skipped[: options.n]]
-    console.answer({"file": options.file, "formats": list(tally.flavours), "questions": shown, "skipped": skipped})
+    console.answer({"file": options.file, "formats": list(tally.formats), "questions": shown, "skipped": skipped})
 
 
 def _with_ids(questions: "Iterator[Question]", ids: list[str], path: str) -> "Iterator[Question]":

@@ -1,6 +1,6 @@
 """`thresher index plan`: measure this machine for less than a minute, then print what an index would need and take.
 
-The measuring is retrieval/building/calibrate.py's, the arithmetic plan.py's beside it.
+The measuring and the arithmetic are retrieval/building/plan.py's.
 """
 
 import argparse
@@ -40,11 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.common.files import atomic_write_text
+    from thresher.common.files import atomic_write_text, show_bytes
     from thresher.common.machine import cpu_memory
-    from thresher.retrieval.building.calibrate import SAMPLE, Calibration, disk_rate, encode_rate
-    from thresher.retrieval.building.plan import ALL, WORDS, advice, plan
-    from thresher.retrieval.indexes.kinds import parse_memory, show_bytes
+    from thresher.retrieval.building.plan import ALL, SAMPLE, WORDS, Calibration, advice, disk_rate, encode_rate, plan
+    from thresher.retrieval.indexes.kinds import parse_memory
 
     if options.encoder == WORDS:  # as `index build` names it: an index without vectors
         options.encoder, options.kind = None, [*(options.kind or []), WORDS]
@@ -89,7 +88,7 @@ def _encoder(options: argparse.Namespace) -> "Encoder":
         from thresher.retrieval.encoders.learned import load_encoder
 
         return load_encoder(options.encoder, device=options.device or "cpu")
-    from thresher.retrieval.building.calibrate import PASSAGE
+    from thresher.retrieval.building.plan import PASSAGE
 
     if options.device is not None:
         raise UserError("--device is for a model's folder, and the encoder lexical has none; leave it out")

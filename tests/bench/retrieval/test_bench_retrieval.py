@@ -20,10 +20,10 @@ from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, sy
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.indexes.kind import grow
+from thresher.retrieval.indexes.approximate import ApproximateSearch
+from thresher.retrieval.indexes.exact import ExactRows, Rows, RowScores
 from thresher.retrieval.indexes.kinds import parse_kind
-from thresher.retrieval.vectors.approximate import ApproximateSearch
-from thresher.retrieval.vectors.exact import ExactRows, Rows, RowScores
+from thresher.retrieval.indexes.structures import grow
 
 N, D = 1500, 24
 

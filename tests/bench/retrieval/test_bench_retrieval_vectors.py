@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from thresher.bench.retrieval.vectors import CHUNK, Law, SyntheticVectors, neighbours
-from thresher.retrieval.vectors.exact import faiss
+from thresher.retrieval.indexes.faiss_library import faiss
 
 D = 96
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thresher.cli import main as cli
-from thresher.retrieval.datasets.convert import Source, planned_bytes
+from thresher.retrieval.datasets.convert import MixSource, planned_bytes
 from thresher.retrieval.questions import read_questions
 
 NQ = '{"question": "who?", "answer": ["Ann", "Anna"]}\n{"question": "when?", "answer": []}\n'
@@ -79,10 +79,10 @@ def test_convert_asks_for_room_first(say: Say, monkeypatch: pytest.MonkeyPatch) 
     ]
     for indent in (None, 2):
         Path("many.json").write_text(json.dumps(records, indent=indent))
-        planned = planned_bytes(Source(paths=(Path("many.json"),)))
+        planned = planned_bytes(MixSource(paths=(Path("many.json"),)))
         assert say("convert", "--in", "many.json", "--out", "all.jsonl")[0] == 0
         assert planned == pytest.approx(Path("all.jsonl").stat().st_size, rel=0.1)
-    some = planned_bytes(Source(paths=(Path("many.json"),), count=90))
+    some = planned_bytes(MixSource(paths=(Path("many.json"),), count=90))
     assert some == pytest.approx(planned / 10, rel=0.1)
     real = shutil.disk_usage
     for out, free, what in (("o.jsonl", planned / 2, "the questions"), ("o.jsonl.gz", planned / 3, "the corpus")):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from thresher.common.errors import UserError
 from thresher.engine.compressors.compressors import LlmLingua2, Recomp, SelectiveContext, lines, most, sentences
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.encoders.heads import load_token_classifier
 from thresher.retrieval.encoders.learned import load_encoder
-from thresher.retrieval.encoders.token_classifier import load_token_classifier
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 
 if TYPE_CHECKING:

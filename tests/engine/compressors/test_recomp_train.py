@@ -19,10 +19,9 @@ from thresher.common.hashes import read_hashes
 from thresher.engine.compressors import recomp_train
 from thresher.engine.compressors.recomp_train import contrastive_loss, evaluate, train_recomp
 from thresher.engine.compressors.training_data import AnswerLikelihood, Contrast, make_contrasts, read_contrasts
-from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.encoders.bert import tensors_of
-from thresher.retrieval.encoders.learned import load_encoder
-from thresher.retrieval.encoders.saving import save_encoder
+from thresher.retrieval.encoders.learned import load_encoder, save_encoder
+from thresher.retrieval.encoders.transformer import tensors_of
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 
 RECORD = {"id": "a", "question": "who?", "positive": "the mayor", "negatives": ["the city", "the river"]}

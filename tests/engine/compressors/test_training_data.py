@@ -13,7 +13,7 @@ import torch
 from thresher.common.errors import UserError
 from thresher.engine.baselines.common import BARE, TAGGED, Options, built_in
 from thresher.engine.compressors.training_data import AnswerLikelihood, silver_evidence
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.scoring.score import Scored
 from thresher.engine.systems import NAMES as SYSTEMS
 from thresher.engine.systems import load_system
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.transcript import Source, TextSegment

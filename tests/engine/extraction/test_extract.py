@@ -20,7 +20,7 @@ from thresher.engine.episode import EpisodeConfig, Generate, Prompt, Retrieved, 
 from thresher.engine.extraction.agentic import AgentSearch, ReadingRetriever, thinking, with_packed_searches
 from thresher.engine.extraction.extractor import Extraction
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
-from thresher.retrieval.indexes.flat import Index
+from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question, question_record
 
 

@@ -31,7 +31,7 @@ from thresher.engine.extraction import run as extract_module
 from thresher.engine.extraction.run import ExtractionPlan, chat_rollout, extract, responses, summarise
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.store.journal import Journal
-from thresher.retrieval.indexes.flat import Index
+from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.transcript import Source
 

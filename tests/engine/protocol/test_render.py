@@ -15,7 +15,7 @@ from thresher.engine.protocol.prompts import Renderer, passage_lines
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.retrieval.data.corpus import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.transcript import Source
 

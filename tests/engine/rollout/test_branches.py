@@ -23,8 +23,8 @@ from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.engine.systems import load_system
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, train_bpe
-from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.indexes.flat import Index
+from thresher.retrieval.indexes.load import Index
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.result import RewardResult

@@ -17,7 +17,7 @@ from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, branch_seed
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import search_r1_reward

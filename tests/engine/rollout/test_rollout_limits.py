@@ -14,7 +14,7 @@ from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
 from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.indexes.flat import Index
+from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.transcript import Source
 

@@ -13,7 +13,7 @@ from thresher.engine.scoring.score import Judges, score
 from thresher.engine.scoring.transcripts import score_file
 from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import hash_uniform
 from thresher.rewards.transcript import Source, TextSegment

@@ -110,7 +110,7 @@ def test_a_form_is_one_its_system_rewards(name: str, files: Path) -> None:
 def test_the_prompts_tokens_are_the_rollouts(files: Path) -> None:
     """A transcript's prompt segments, encoded one by one, are what the renderer makes of template and question."""
     from thresher.engine.episode import Prompt
-    from thresher.retrieval.data.formats import Passage
+    from thresher.retrieval.passages import Passage
 
     texts = [segment["text"] for record in lines(files / "forms.jsonl") for segment in record["segments"]]
     tokenizer = train_bpe(texts, 500, ["<|endoftext|>"])

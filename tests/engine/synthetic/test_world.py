@@ -24,7 +24,7 @@ from thresher.engine.synthetic.world import (
 from thresher.engine.training.sft import encode_transcript
 from thresher.policy.tokenizer import train_bpe
 from thresher.retrieval.building.commands import build
-from thresher.retrieval.indexes.flat import load_index
+from thresher.retrieval.indexes.load import load_index
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.papers.search import eval_rar_reward
 from thresher.rewards.transcript import Source, TextSegment

@@ -28,7 +28,7 @@ from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_transcript
 from thresher.engine.training.sft_data import make_records
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import RewardInput

@@ -12,7 +12,7 @@ from thresher.engine.episode import EpisodeConfig, Feedback, Generate, Prompt, R
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import Judges, check_all, score
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import RewardInput

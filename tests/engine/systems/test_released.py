@@ -13,8 +13,8 @@ from thresher.engine.baselines.released import PROTOCOLS, last_boxed
 from thresher.engine.episode import EpisodeConfig, Generate, Retrieved, Search, System, Turn
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
-from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.indexes.given import rank_given
+from thresher.retrieval.indexes.bm25 import rank_in_context
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import RewardInput
@@ -104,11 +104,11 @@ def test_research_reads_the_box_of_its_answer_alone() -> None:
 
 
 def test_ranking_of_given_passages() -> None:
-    ids = [hit.passage.id for hit in rank_given(PASSAGES, "the mayor of the hill", 5)]
-    assert ids == ["c", "b", "a"] and [hit.row for hit in rank_given(PASSAGES, "Glass", 1)] == [0]
-    nothing = rank_given(PASSAGES, "zebra", 2)
+    ids = [hit.passage.id for hit in rank_in_context(PASSAGES, "the mayor of the hill", 5)]
+    assert ids == ["c", "b", "a"] and [hit.row for hit in rank_in_context(PASSAGES, "Glass", 1)] == [0]
+    nothing = rank_in_context(PASSAGES, "zebra", 2)
     assert [hit.passage.id for hit in nothing] == ["a", "b"] and nothing[0].score == 0
-    assert rank_given((), "x", 3) == [] == rank_given((Passage("e", "", "?"),), "x", 0)
+    assert rank_in_context((), "x", 3) == [] == rank_in_context((Passage("e", "", "?"),), "x", 0)
 
 
 @pytest.mark.parametrize(

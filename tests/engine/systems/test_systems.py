@@ -20,7 +20,7 @@ from thresher.engine.episode import (
     read_template,
 )
 from thresher.engine.systems import load_system
-from thresher.retrieval.data.corpus import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
 from thresher.rewards.attempt import RewardInput

@@ -18,7 +18,7 @@ from thresher.engine.episode import EpisodeConfig, Turn
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import score
 from thresher.engine.systems import NAMES, built_in, load_system, own_digest
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.transcript import Source, TextSegment

@@ -25,7 +25,7 @@ from thresher.engine.scoring.judges import LexicalJudge
 from thresher.engine.scoring.score import Judges, ask_judges, check_all, score
 from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.tags import escape_tags

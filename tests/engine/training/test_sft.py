@@ -19,7 +19,7 @@ from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
 from thresher.engine.training.sft import SftResult, SftTrainer, Transcript, encode_transcript, read_transcripts
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.indexes.flat import Index
+from thresher.retrieval.indexes.load import Index
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.transcript import Source
 

@@ -27,7 +27,7 @@ from thresher.kernels.sampling import SamplingTensors, sample
 from thresher.policy.lora import FOLDER, add_lora, load_adapters
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.data.formats import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.arena import arena_reward

@@ -14,7 +14,7 @@ from train_cases import metrics, sampled, single_threaded
 from thresher.engine.training.train import train
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.indexes.flat import load_index
+from thresher.retrieval.indexes.load import load_index
 from thresher.retrieval.questions import Question
 from thresher.retrieval.serving.server import Server
 

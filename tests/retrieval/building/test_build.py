@@ -16,8 +16,8 @@ from thresher.common.errors import UserError
 from thresher.common.hashes import read_hashes
 from thresher.retrieval.building import build as build_module
 from thresher.retrieval.building.build import BuildSettings, build_folder, work_folder
-from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes import lists
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.indexes import structures
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.manifest import read_manifest
 
@@ -149,7 +149,7 @@ def interrupt(*_: object) -> None:
 def begun(tmp_path, monkeypatch) -> Path:
     """A build of IVF8,Flat that was broken off while it filled its lists."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(lists, "_fill", interrupt)
+        patch.setattr(structures, "_fill", interrupt)
         run(tmp_path / "ix", "IVF8,Flat")
     return tmp_path / "ix"
 
@@ -213,11 +213,11 @@ import numpy as np
 import index_cases
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.indexes.kinds import parse_kind
-from thresher.retrieval.indexes import graph
-from thresher.retrieval.vectors import file as vectors
+from thresher.retrieval.indexes import structures
+from thresher.retrieval.indexes import vector_file as vectors
 folder, kind, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 vectors.SLICE_BYTES = 2**19
-graph.EF_CONSTRUCTION = 8  # for speed; it is the graph's time, not its size
+structures.EF_CONSTRUCTION = 8  # for speed; it is the graph's time, not its size
 class Wide(index_cases.Clustered):
     dim = 512
     def __init__(self):

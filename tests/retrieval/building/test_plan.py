@@ -13,23 +13,27 @@ import pytest
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.common.machine import cpu_memory
-from thresher.retrieval.building import calibrate, calibrate_words
-from thresher.retrieval.building.calibrate import (
+from thresher.retrieval.building import plan as plan_module
+from thresher.retrieval.building.plan import (
+    COLUMNS,
     Calibration,
     CodeRates,
     GraphRates,
+    Growth,
     Speed,
+    WordRates,
+    advice,
     best_time,
     disk_rate,
     encode_rate,
+    made_up,
+    measure_words,
+    plan,
+    show_seconds,
     synthetic_vectors,
 )
-from thresher.retrieval.building.calibrate_words import Growth, WordRates, made_up, measure_words
-from thresher.retrieval.building.plan import COLUMNS, LAWS, advice, plan, show_seconds, usual_kinds
 from thresher.retrieval.indexes.bm25 import build_bm25
-from thresher.retrieval.indexes.graph import Graph
-from thresher.retrieval.indexes.kind import PROCESS_BYTES
-from thresher.retrieval.indexes.kinds import estimate
+from thresher.retrieval.indexes.kinds import PROCESS_BYTES, estimate, usual_kinds
 
 N, D = 21_015_324, 768
 NS = 1e-9
@@ -292,14 +296,6 @@ def test_a_plan_of_this_machine(small: Calibration):
     assert small.multiply() > 0 and small.product(8, False, 4096).rotation == 0
 
 
-def test_a_kind_without_a_law_is_measured_small_and_grows_with_the_passages(small: Calibration, monkeypatch):
-    monkeypatch.delitem(LAWS, Graph)
-    once, twice = (plan(count, 32, ["HNSW8_SQ8"], cpu_memory()[0], small, 1e30)[0] for count in (10**8, 2 * 10**8))
-    assert once.effort == "-" and once.recall == "at build"
-    assert math.isclose(twice.one_seconds, 2 * once.one_seconds) and once.one_seconds > 0
-    assert math.isclose(twice.build_seconds, 2 * once.build_seconds) and once.build_seconds > 0
-
-
 def test_vectors_are_of_norm_1_the_same_every_time_and_fall_off():
     vectors = synthetic_vectors(500, 64)
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
@@ -316,14 +312,14 @@ def test_a_calibration_that_would_mean_nothing(dim, sample, message):
 
 
 def test_the_disk_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(calibrate, "DISK_BYTES", 2**21)
+    monkeypatch.setattr(plan_module, "DISK_BYTES", 2**21)
     assert disk_rate(tmp_path / "not" / "there" / "yet") > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_fastest_of_a_few_calls_counts_and_the_first_does_not(monkeypatch):
     clock = iter([0, 5, 10, 13])  # two timed calls, of 5 and of 3 seconds
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(plan_module.time, "perf_counter", lambda: next(clock))
     calls = []
     assert best_time(lambda: calls.append(1)) == 3
     assert len(calls) == 3
@@ -339,14 +335,14 @@ def test_encoding_is_counted_in_passages(monkeypatch):
 
     encoder = Encoder()
     clock = iter([0.0, 3.0, 4.5, 5.0])  # asked after 8 passages, after 16, and at the end
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(plan_module.time, "perf_counter", lambda: next(clock))
     assert encode_rate(encoder) == 16 / 5
     assert encoder.texts == 24  # the first 8 only warm up
-    assert len(calibrate.PASSAGE.split()) == 100
+    assert len(plan_module.PASSAGE.split()) == 100
 
 
 def test_the_command_prints_a_table_and_writes_it(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(calibrate, "DISK_BYTES", 2**21)
+    monkeypatch.setattr(plan_module, "DISK_BYTES", 2**21)
     monkeypatch.setenv("COLUMNS", "200")
     arguments = ["index", "plan", "--passages", "1000000", "--dim", "32", "--sample", "2000", "--kind", "flat"]
     out = tmp_path / "plan.json"
@@ -361,8 +357,8 @@ def test_the_command_prints_a_table_and_writes_it(tmp_path: Path, capsys, monkey
 
 
 def test_a_plan_of_words_speaks_of_words(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(calibrate, "DISK_BYTES", 2**21)
-    monkeypatch.setattr(calibrate_words, "measure_words", partial(measure_words, 400, 400))
+    monkeypatch.setattr(plan_module, "DISK_BYTES", 2**21)
+    monkeypatch.setattr(plan_module, "measure_words", partial(measure_words, 400, 400))
     assert cli.run(["index", "plan", "--passages", "1000000", "--kind", "bm25", "--disk", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "1,000,000 passages, " in printed and "--encoder bm25" in printed

@@ -10,11 +10,11 @@ import pytest
 
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
-from thresher.retrieval.data.corpus import read_corpus
-from thresher.retrieval.data.formats import Passage
-from thresher.retrieval.datasets.convert import Source, convert, draw, parse_mix, read_aliases
-from thresher.retrieval.datasets.row import NO_ANSWER
+from thresher.retrieval.corpus import read_corpus
+from thresher.retrieval.datasets.convert import MixSource, convert, draw, parse_mix, read_aliases
+from thresher.retrieval.datasets.formats import NO_ANSWER
 from thresher.retrieval.datasets.summary import excerpt, spread, summarize
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, read_questions
 
 
@@ -53,7 +53,7 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", {**asked, "id": "x"}, {**asked, "id": "y", "answer": ""}, {**asked, "id": "x"})
     second = write(tmp_path / "b.jsonl", asked, {"question": " ", "answer": "a"})
     out, skipped = tmp_path / "out.jsonl", tmp_path / "skipped.jsonl"
-    figures = convert([Source(paths=(first, second))], out, skipped=skipped)
+    figures = convert([MixSource(paths=(first, second))], out, skipped=skipped)
     assert ids(out) == ["x", "3"]  # the row number counts on from file to file
     reasons = {NO_ANSWER: 1, "the id was used before": 1, "no question": 1}
     [source] = figures["sources"]
@@ -70,11 +70,11 @@ def test_without_a_seed_the_first_are_taken_and_reading_stops(tmp_path: Path) ->
     with path.open("a") as file:
         file.write("broken\n")
     out = tmp_path / "out.jsonl"
-    figures = convert([Source(paths=(path,), count=3)], out)
+    figures = convert([MixSource(paths=(path,), count=3)], out)
     assert ids(out) == ["q0", "q1", "q2"] and figures["sources"][0]["records"] == 3
     before = out.read_bytes()
     with pytest.raises(UserError, match=r"a\.jsonl:6: not valid JSON"):
-        convert([Source(paths=(path,))], out)
+        convert([MixSource(paths=(path,))], out)
     assert out.read_bytes() == before and sorted(tmp_path.iterdir()) == [path, out]
 
 
@@ -82,11 +82,11 @@ def test_a_seed_draws_by_lot_and_again_the_same(tmp_path: Path) -> None:
     path, out = plain(tmp_path / "a.jsonl", 50), tmp_path / "out.jsonl"
     drawn = []
     for seed in (1, 1, 2, None):
-        convert([Source(paths=(path,), count=20)], out, seed=seed)
+        convert([MixSource(paths=(path,), count=20)], out, seed=seed)
         drawn.append(ids(out))
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 20
     assert sorted(drawn[0]) != sorted(drawn[2]) and drawn[0] != sorted(drawn[0])
-    convert([Source(paths=(path,))], out, seed=1)
+    convert([MixSource(paths=(path,))], out, seed=1)
     assert ids(out) != ids(path) and sorted(ids(out)) == sorted(ids(path))
 
 
@@ -100,7 +100,7 @@ def test_every_question_is_as_likely_as_another() -> None:
 
 def test_sources_are_mixed_under_their_names(tmp_path: Path) -> None:
     left, right, out = plain(tmp_path / "l.jsonl", 8), plain(tmp_path / "r.jsonl", 3, "r"), tmp_path / "out.jsonl"
-    sources = [Source(name="left", paths=(left,), count=4), Source(name="right", paths=(right,), count=9)]
+    sources = [MixSource(name="left", paths=(left,), count=4), MixSource(name="right", paths=(right,), count=9)]
     figures = convert(sources, out)
     assert ids(out) == [f"left/q{n}" for n in range(4)] + [f"right/r{n}" for n in range(3)]
     assert [source["kept"] for source in figures["sources"]] == [4, 3] and figures["sources"][1]["asked"] == 9
@@ -116,11 +116,11 @@ def test_sources_are_mixed_under_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "source"),
     [
-        ("a=f.json", Source(name="a", paths=(Path("f.json"),))),
-        ("a=x/f:2.json:30", Source(name="a", paths=(Path("x/f:2.json"),), count=30)),
+        ("a=f.json", MixSource(name="a", paths=(Path("f.json"),))),
+        ("a=x/f:2.json:30", MixSource(name="a", paths=(Path("x/f:2.json"),), count=30)),
     ],
 )
-def test_a_mix_is_spelled(text: str, source: Source) -> None:
+def test_a_mix_is_spelled(text: str, source: MixSource) -> None:
     assert parse_mix(text) == source
 
 
@@ -133,7 +133,7 @@ def test_a_mix_misspelled(text: str) -> None:
 def test_passages_are_pooled_once_each(tmp_path: Path) -> None:
     one, two, three = ("One", "1."), ("Two", "2."), ("One", "another one.")
     path, out = hotpot(tmp_path / "h.jsonl", [one, two], [two, three], [one, two]), tmp_path / "out.jsonl"
-    figures = convert([Source(paths=(path,))], out, corpus=tmp_path / "c.jsonl")
+    figures = convert([MixSource(paths=(path,))], out, corpus=tmp_path / "c.jsonl")
     corpus = read_corpus(tmp_path / "c.jsonl")
     assert [(passage.title, passage.text) for passage in corpus] == [one, two, three]
     assert (figures["passages in the corpus"], figures["passages"]) == (3, 6)
@@ -166,7 +166,7 @@ def test_an_id_that_stands_for_two_passages_is_given_anew(tmp_path: Path) -> Non
         for n, text in enumerate(texts)
     ]
     path, out = write(tmp_path / "d.jsonl", *records), tmp_path / "out.jsonl"
-    figures = convert([Source(paths=(path,))], out, corpus=tmp_path / "c.jsonl")
+    figures = convert([MixSource(paths=(path,))], out, corpus=tmp_path / "c.jsonl")
     known = {passage.id: passage for passage in read_corpus(tmp_path / "c.jsonl")}
     assert len(known) == 2 and figures["passages given another id"] == 2
     assert [known[question.passages[0].id].text for question in read_questions(out)] == texts
@@ -177,20 +177,20 @@ def test_aliases_of_2wiki(tmp_path: Path) -> None:
     path = write(tmp_path / "w.jsonl", record, {**record, "_id": "v", "answer_id": None})
     aliases = write(tmp_path / "a.json", {"Q_id": "Q30", "aliases": ["U.S.", "USA"], "demonyms": ["American"]})
     out = tmp_path / "out.jsonl"
-    convert([Source(paths=(path,))], out, aliases=aliases)
+    convert([MixSource(paths=(path,))], out, aliases=aliases)
     assert [question.golds for question in read_questions(out)] == [("USA", "U.S.", "American"), ("USA",)]
     for bad in ({"id": "Q1"}, {"Q_id": 3, "aliases": []}, {"Q_id": "Q1", "aliases": [1]}):
         with pytest.raises(UserError, match=r"b\.jsonl.*expected .*Q_id"):
             read_aliases(write(tmp_path / "b.jsonl", bad))
     with pytest.raises(UserError, match="aliases are for 2WikiMultiHopQA"):
-        convert([Source(paths=(plain(tmp_path / "p.jsonl", 2),))], tmp_path / "new.jsonl", aliases=aliases)
+        convert([MixSource(paths=(plain(tmp_path / "p.jsonl", 2),))], tmp_path / "new.jsonl", aliases=aliases)
     assert not (tmp_path / "new.jsonl").exists()
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
     path = plain(tmp_path / "a.jsonl", 2)
-    source = Source(paths=(path,))
-    empty = Source(paths=(write(tmp_path / "e.jsonl", {"question": "q?", "answer": ""}),))
+    source = MixSource(paths=(path,))
+    empty = MixSource(paths=(write(tmp_path / "e.jsonl", {"question": "q?", "answer": ""}),))
     before = sorted(tmp_path.iterdir())
     for sources, out, options, message in (
         ([source], path, {}, "is read or written under another name too"),
@@ -198,9 +198,9 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
         ([source], tmp_path / "o.json", {}, r"name it \.jsonl"),
         ([source], tmp_path / "none" / "o.jsonl", {}, "does not exist; make it first"),
         ([source], tmp_path / "o.jsonl", {"corpus": tmp_path / "c.jsonl"}, "none of these questions comes with"),
-        ([source], tmp_path / "o.jsonl", {"flavour": "squad"}, "unknown format 'squad'"),
+        ([source], tmp_path / "o.jsonl", {"fmt": "squad"}, "unknown format 'squad'"),
         ([empty], tmp_path / "o.jsonl", {}, r"no question is left: no gold answer \(1\)"),
-        ([Source(name="a", paths=(path,))] * 2, tmp_path / "o.jsonl", {}, "--mix names 'a' twice"),
+        ([MixSource(name="a", paths=(path,))] * 2, tmp_path / "o.jsonl", {}, "--mix names 'a' twice"),
     ):
         with pytest.raises(UserError, match=message):
             convert(sources, out, **options)
@@ -209,8 +209,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
 
 def test_our_own_files_can_be_mixed_again(tmp_path: Path) -> None:
     path = hotpot(tmp_path / "h.jsonl", [("One", "1."), ("Two", "2.")])
-    convert([Source(paths=(path,))], tmp_path / "one.jsonl")
-    convert([Source(paths=(tmp_path / "one.jsonl",))], tmp_path / "two.jsonl", flavour="native")
+    convert([MixSource(paths=(path,))], tmp_path / "one.jsonl")
+    convert([MixSource(paths=(tmp_path / "one.jsonl",))], tmp_path / "two.jsonl", fmt="native")
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 

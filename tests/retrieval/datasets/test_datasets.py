@@ -11,12 +11,23 @@ from typing import Any
 import pytest
 
 from thresher.common.errors import UserError
-from thresher.retrieval.data.formats import Passage
 from thresher.retrieval.datasets import containers
 from thresher.retrieval.datasets.containers import iter_rows
-from thresher.retrieval.datasets.flavours import FLAVOURS, NAMES, detect, find_flavour
-from thresher.retrieval.datasets.multihop import FACT_ABSENT, UNANSWERABLE
-from thresher.retrieval.datasets.row import EMPTY_PARAGRAPH, NO_ANSWER, NO_QUESTION, Row, Skipped, content_id
+from thresher.retrieval.datasets.formats import (
+    EMPTY_PARAGRAPH,
+    FACT_ABSENT,
+    FORMATS,
+    NAMES,
+    NO_ANSWER,
+    NO_QUESTION,
+    UNANSWERABLE,
+    Row,
+    Skipped,
+    content_id,
+    detect,
+    find_format,
+)
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 
 FACTS = [["Alpha", 1], ["Gamma", 0]]
@@ -147,17 +158,17 @@ def write(path: Path, *records: Any) -> Path:
 
 @pytest.mark.parametrize(("name", "record", "question"), CASES)
 def test_a_published_record_becomes_a_question(name: str, record: dict[str, Any], question: Question) -> None:
-    assert find_flavour(name).read(row(record)) == question
+    assert find_format(name).read(row(record)) == question
 
 
 @pytest.mark.parametrize(("name", "record", "question"), CASES)
 def test_what_a_record_looks_like(tmp_path: Path, name: str, record: dict[str, Any], question: Question) -> None:
     assert detect(write(tmp_path / "f.jsonl", record)).name == name
-    assert find_flavour(name).fits(record)
+    assert find_format(name).fits(record)
 
 
-def test_every_flavour_has_a_case() -> None:
-    assert {name for name, _, _ in CASES} == set(NAMES) and len(set(NAMES)) == len(FLAVOURS)
+def test_every_format_has_a_case() -> None:
+    assert {name for name, _, _ in CASES} == set(NAMES) and len(set(NAMES)) == len(FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,7 @@ def test_every_flavour_has_a_case() -> None:
 )
 def test_what_no_question_can_be_made_of_is_skipped_with_a_reason(name: str, record: Any, reason: str) -> None:
     with pytest.raises(Skipped) as skip:
-        find_flavour(name).read(row(record))
+        find_format(name).read(row(record))
     assert str(skip.value) == reason
 
 
@@ -203,35 +214,35 @@ def test_what_no_question_can_be_made_of_is_skipped_with_a_reason(name: str, rec
 )
 def test_a_malformed_record_is_named(name: str, record: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        find_flavour(name).read(row(record))
+        find_format(name).read(row(record))
     assert str(error.value).startswith("f:1: ") and message in str(error.value)
 
 
 def test_paragraphs_without_text_move_the_numbers_and_are_counted() -> None:
     at = row({**HOTPOT, "context": [["Void", [" "]], *CONTEXT], "supporting_facts": [["Gamma", 0], ["Absent", 0]]})
-    question = find_flavour("hotpotqa").read(at)
+    question = find_format("hotpotqa").read(at)
     assert question.passages == PASSAGES and question.gold_indices == (3,)
     assert at.notes == {EMPTY_PARAGRAPH: 1, FACT_ABSENT: 1}
 
 
 def test_a_test_set_without_facts_leaves_the_gold_unknown() -> None:
     record = {key: value for key, value in HOTPOT.items() if key != "supporting_facts"}
-    assert find_flavour("hotpotqa").read(row(record)).gold_indices is None
+    assert find_format("hotpotqa").read(row(record)).gold_indices is None
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("plain", "nq-open")])
-def test_a_file_in_another_flavour_says_which_it_looks_like(tmp_path: Path, name: str) -> None:
-    from thresher.retrieval.datasets.convert import Source, convert
+def test_a_file_in_another_format_says_which_it_looks_like(tmp_path: Path, name: str) -> None:
+    from thresher.retrieval.datasets.convert import MixSource, convert
 
     other = HOTPOT if name != "hotpotqa" else MUSIQUE
     looks = "MuSiQue" if name == "hotpotqa" else "HotpotQA as its authors publish it"
-    source = Source(paths=(write(tmp_path / "f.jsonl", other),))
+    source = MixSource(paths=(write(tmp_path / "f.jsonl", other),))
     with pytest.raises(UserError, match=rf"f\.jsonl:1: expected .* looks like {looks}.*give --format") as error:
-        convert([source], tmp_path / "out.jsonl", flavour=name)
+        convert([source], tmp_path / "out.jsonl", fmt=name)
     assert "\n" not in str(error.value) and not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_file_in_no_flavour(tmp_path: Path) -> None:
+def test_a_file_in_no_format(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"f\.jsonl:1: a passage of a corpus \(keys: text, title\)"):
         detect(write(tmp_path / "f.jsonl", {"title": "T", "text": "t"}))
     with pytest.raises(UserError, match=r"f\.jsonl:1: no question set in a known format \(keys: x\).*musique"):
@@ -239,7 +250,7 @@ def test_a_file_in_no_flavour(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"f\.jsonl: holds no questions"):
         detect(write(tmp_path / "f.jsonl"))
     with pytest.raises(UserError, match=r"unknown format 'hotpot'; did you mean hotpotqa\?"):
-        find_flavour("hotpot")
+        find_format("hotpot")
 
 
 RECORDS = [{"n": 1, "text": 'a]},"é'}, {"n": 2, "deep": [[{}], "x"]}, {"n": 33, "text": "long" * 20}]
@@ -300,7 +311,7 @@ def test_tables(tmp_path: Path) -> None:
         assert [list(record.values()) for _, record in found] == rows[1:]
         assert [where.rpartition(":")[2] for where, _ in found] == ["2", "4"]
         assert detect(tmp_path / name).name == "popqa"
-        assert find_flavour("popqa").read(row(found[0][1])).golds == ("a", 'b"c')
+        assert find_format("popqa").read(row(found[0][1])).golds == ("a", 'b"c')
     (tmp_path / "b.csv").write_text("Question,Answer\nq?,a\nq?\n")
     assert detect(tmp_path / "b.csv").name == "bamboogle"
     with pytest.raises(UserError, match=r"b\.csv:3: expected 2 cells \(Question, Answer\), found 1"):
@@ -317,8 +328,8 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(iter_rows(path))
     assert [where for where, _ in found] == [f"{path}: row {n}" for n in range(1, 6)]
     assert detect(path).name == "verl"
-    assert [find_flavour("verl").read(row(record)).id for _, record in found] == list("01234")
-    assert find_flavour("verl").read(row(found[0][1])).golds == ("a", "b")
+    assert [find_format("verl").read(row(record)).id for _, record in found] == list("01234")
+    assert find_format("verl").read(row(found[0][1])).golds == ("a", "b")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"v\.parquet: not a readable parquet file after row 0"):
         detect(path)
@@ -334,7 +345,7 @@ def test_without_pyarrow_one_sentence_says_what_to_install(tmp_path: Path, monke
 
 def test_metadata_is_what_json_can_hold() -> None:
     record = {**PLAIN, "score": float("nan"), "raw": b"x", "deep": {1: [float("inf"), (2,)]}, "empty": [], "none": None}
-    metadata = find_flavour("plain").read(row(record)).metadata
+    metadata = find_format("plain").read(row(record)).metadata
     assert metadata == {"level": "easy", "score": None, "raw": "b'x'", "deep": {"1": [None, [2]]}}
 
 
@@ -358,10 +369,10 @@ def test_real_files(
 ) -> None:
     if file.endswith(".parquet"):
         pytest.importorskip("pyarrow")
-    flavour = detect(shared_data / file)
-    assert flavour.name == name
+    fmt = detect(shared_data / file)
+    assert fmt.name == name
     rows = enumerate(iter_rows(shared_data / file))
-    questions = [flavour.read(Row(fields=record, where=where, number=number)) for number, (where, record) in rows]
+    questions = [fmt.read(Row(fields=record, where=where, number=number)) for number, (where, record) in rows]
     assert len(questions) == count and sum(len(question.gold_indices or ()) for question in questions) == gold
     assert golds is None or questions[0].golds == golds
 
@@ -370,8 +381,8 @@ def test_gold_titles_of_real_questions_agree_with_those_derived_elsewhere(shared
     """The hub's first questions are among the pooled 500, whose gold titles were joined from the source."""
     records = [json.loads(line) for line in (shared_data / "hotpotqa/questions_500.jsonl").open(encoding="utf-8")]
     titles = {record["question"].strip(): set(record["gold_titles"]) for record in records}
-    flavour = find_flavour("hotpotqa-hub")
+    fmt = find_format("hotpotqa-hub")
     for where, record in iter_rows(shared_data / "hotpotqa/hotpot_dev_distractor_first100.json"):
-        question = flavour.read(Row(fields=record, where=where))
+        question = fmt.read(Row(fields=record, where=where))
         gold = {question.passages[number - 1].title for number in question.gold_indices or ()}
         assert gold == titles[question.question]

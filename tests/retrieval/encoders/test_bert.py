@@ -19,7 +19,7 @@ from batch_invariance import needs_invariant_rows, weight_shapes
 from safetensors.torch import load_file, save_file
 
 from thresher.common.errors import UserError
-from thresher.retrieval.encoders.bert import LENGTH_STEP, Bert, load_bert, read_bert_config
+from thresher.retrieval.encoders.transformer import LENGTH_STEP, Bert, load_bert, read_bert_config
 
 LENGTHS = [48, 33, 17, 2, 1]
 # How far two float32 forwards may be apart: 128 roundings, 2^-22 each, of the numbers up to 4 that a LayerNorm leaves.
@@ -209,14 +209,14 @@ def test_config_of_distilbert(shared_data: Path, tmp_path: Path) -> None:
         ({"model_type": "xlm-roberta"}, "pad_token_id is 0, expected 1"),
         ({"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 2}, "leaves 0 positions"),
         ({"model_type": ...}, "model_type is None"),
-        ({"hidden_act": "swish"}, "the activation is 'swish', expected one of gelu"),
+        ({"hidden_act": "swish"}, "hidden_act is 'swish', expected one of gelu"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', expected 'absolute'"),
         ({"is_decoder": True}, "is_decoder is True, expected False"),
         ({"projection_dim": 128}, "projection_dim is 128, expected 0"),
         ({"embedding_size": 16}, "embedding_size is 16, expected 32"),
-        ({"hidden_size": ...}, "hidden_size is None, expected a positive integer"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True, expected a positive integer"),
-        ({"vocab_size": 12.5}, "vocab_size is 12.5, expected a positive integer"),
+        ({"hidden_size": ...}, "hidden_size is None, expected an integer from 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True, expected an integer from 1"),
+        ({"vocab_size": 12.5}, "vocab_size is 12.5, expected an integer from 1"),
         ({"num_attention_heads": 5}, "32 is not a multiple of the 5 attention heads"),
         ({"layer_norm_eps": "small"}, "layer_norm_eps is 'small', expected a positive number"),
         ({"num_hidden_layers": 4}, "tensor encoder.layer.3.attention.self.query.weight is missing"),

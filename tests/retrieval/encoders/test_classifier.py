@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 from thresher.common.errors import UserError
-from thresher.retrieval.encoders.bert import load_bert
-from thresher.retrieval.encoders.classifier import Classifier, load_classifier
-from thresher.retrieval.encoders.deberta import buckets, load_deberta, read_deberta_config
+from thresher.retrieval.encoders.heads import Classifier, load_classifier
+from thresher.retrieval.encoders.transformer import buckets, load_bert, load_deberta, read_deberta_config
 
 NLI = {0: "contradiction", 1: "entailment", 2: "neutral"}
 CLAIM = "The mayor was born."
@@ -155,13 +154,13 @@ def test_the_batch_changes_a_debertas_pair_by_rounding_at_most(name: str, tmp_pa
 def test_a_batch_holds_no_more_tokens_than_it_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classifier = load_classifier(folder, batch_tokens=96)
     shapes: list[tuple[int, int]] = []
-    forward = classifier._forward
+    padded = classifier._encoder.padded
 
-    def watched(inputs: list[tuple[list[int], list[int]]], length: int) -> torch.Tensor:
-        shapes.append((len(inputs), length))
-        return forward(inputs, length)
+    def watched(rows: Any, length: int, types: Any) -> Any:
+        shapes.append((len(rows), length))
+        return padded(rows, length, types)
 
-    monkeypatch.setattr(classifier, "_forward", watched)
+    monkeypatch.setattr(classifier._encoder, "padded", watched)
     classifier.logits([(CLAIM * count, CLAIM) for count in (1, 1, 1, 2, 1, 1)])
     assert sum(rows for rows, _ in shapes) == 6 and len(shapes) > 1
     assert all(rows == 1 or rows * length <= 96 for rows, length in shapes)

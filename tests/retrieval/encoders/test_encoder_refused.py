@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from thresher.retrieval.encoders.learned import load_encoder
-from thresher.retrieval.encoders.wordpiece import load_wordpiece
+from thresher.retrieval.encoders.tokenizer import load_wordpiece
 
 
 @pytest.mark.parametrize(

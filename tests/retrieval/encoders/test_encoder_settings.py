@@ -12,8 +12,8 @@ import encoder_folders as folders
 import pytest
 import transformers
 
-from thresher.retrieval.encoders.settings import read_settings
-from thresher.retrieval.encoders.wordpiece import load_wordpiece
+from thresher.retrieval.encoders.learned import read_settings
+from thresher.retrieval.encoders.tokenizer import load_wordpiece
 
 # Tokenizers
 

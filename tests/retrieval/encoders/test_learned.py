@@ -18,10 +18,9 @@ from batch_invariance import needs_invariant_rows, weight_shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thresher.retrieval.encoders.bert import LENGTH_STEP, load_bert
-from thresher.retrieval.encoders.learned import LearnedEncoder, batches, load_encoder
-from thresher.retrieval.encoders.settings import EncoderSettings
-from thresher.retrieval.encoders.wordpiece import CHARACTERS_PER_TOKEN, load_wordpiece
+from thresher.retrieval.encoders.learned import EncoderSettings, LearnedEncoder, batches, load_encoder
+from thresher.retrieval.encoders.tokenizer import CHARACTERS_PER_TOKEN, load_wordpiece
+from thresher.retrieval.encoders.transformer import LENGTH_STEP, load_bert
 
 INSTRUCTION = "Represent this sentence for searching relevant passages: "
 
@@ -183,7 +182,7 @@ def test_more_texts_than_are_held_at_once(
 ) -> None:
     needs_invariant_rows(weight_shapes(load_bert(plain)), most=2304)
     expected = encoder.encode_passages(folders.TEXTS)
-    for module in ("learned", "wordpiece"):
+    for module in ("learned", "tokenizer"):
         monkeypatch.setattr(f"thresher.retrieval.encoders.{module}.TEXTS_AT_ONCE", 3)
         already = encoder.passages_cut
         assert np.array_equal(

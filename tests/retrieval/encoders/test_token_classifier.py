@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from thresher.retrieval.encoders.token_classifier import TokenClassifier, load_token_classifier
+from thresher.retrieval.encoders.heads import TokenClassifier, load_token_classifier
 
 
 def bert() -> Any:

@@ -11,23 +11,23 @@ import pytest
 from index_cases import DIM, Clustered, numbered
 
 from thresher.common.errors import UserError
-from thresher.retrieval.building import tune
-from thresher.retrieval.building.build import BuildSettings, build_folder
-from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes import dense as dense_module
-from thresher.retrieval.indexes.approximate import ApproximateIndex
-from thresher.retrieval.indexes.flat import load_index
-from thresher.retrieval.indexes.graph import GraphCandidates
-from thresher.retrieval.indexes.kind import read_structure
+from thresher.retrieval.building.build import BuildSettings, build_folder, tune, values
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.indexes import load as dense_module
+from thresher.retrieval.indexes.approximate import (
+    ApproximateSearch,
+    FlatShards,
+    GraphCandidates,
+    ListCandidates,
+    Projection,
+    candidates_of,
+)
+from thresher.retrieval.indexes.exact import RowScores
 from thresher.retrieval.indexes.kinds import parse_kind
-from thresher.retrieval.indexes.lists import ListCandidates
-from thresher.retrieval.indexes.load import load_retriever
+from thresher.retrieval.indexes.load import ApproximateIndex, load_index, load_retriever
 from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.retrieval.vectors.approximate import ApproximateSearch, Projection
-from thresher.retrieval.vectors.exact import RowScores
-from thresher.retrieval.vectors.file import VectorFile
-from thresher.retrieval.vectors.gpu import FlatShards
-from thresher.retrieval.vectors.structure import inner
+from thresher.retrieval.indexes.structures import inner, read_structure
+from thresher.retrieval.indexes.vector_file import VectorFile
 
 COUNT = 4000
 LISTS = ("IVF64,Flat", "IVF64,SQfp16", "IVF64,SQ8", "OPQ4,IVF64,PQ4", "PCA12,IVF64,SQfp16")
@@ -211,21 +211,21 @@ class Steps:
 )
 def test_tuning_raises_the_parameter_until_it_pays_no_more(table, wanted, chosen, asked):
     search = Steps(table)
-    tune.tune(search, search, wanted, tuple(table), lambda *stage: None)
+    tune(search, search, wanted, tuple(table), lambda *stage: None)
     assert (search.factor, search.value) == chosen and len(search.asked) == asked
 
 
 def test_values_grow_by_a_third_to_a_half_and_end_at_the_most():
-    assert list(tune.values(1, 1)) == [1]
-    assert list(tune.values(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
-    assert list(tune.values(28, 90)) == [28, 37, 49, 65, 86, 90]
+    assert list(values(1, 1)) == [1]
+    assert list(values(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
+    assert list(values(28, 90)) == [28, 37, 49, 65, 86, 90]
 
 
 def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     """Below, every efSearch is the same search; up to its last vector, one over 10^6 took minutes."""
     file = VectorFile(folders("HNSW16_SQ8") / "vectors.npy", COUNT, DIM)
     kind = parse_kind("HNSW16_SQ8", COUNT, DIM)
-    graph = kind.candidates(read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
+    graph = candidates_of(kind, read_structure(folders("HNSW16_SQ8") / "index.faiss", kind, file))
     search = ApproximateSearch(graph, RowScores(file.take), COUNT, 1, 2)
     assert search.span(10) == (28, COUNT)
     graph.most = 10**6

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import bm25s
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 
 from thresher.common.errors import UserError
 from thresher.retrieval.building.commands import check
-from thresher.retrieval.data.corpus import Corpus, Passage, read_corpus
+from thresher.retrieval.corpus import Corpus, read_corpus
 from thresher.retrieval.indexes import bm25 as module
 from thresher.retrieval.indexes.bm25 import Bm25Index, Bm25Settings, build_bm25, load_bm25, parse_bm25
 from thresher.retrieval.indexes.load import load_retriever
+from thresher.retrieval.passages import Passage
 
 
 def corpus_of(*texts: str) -> Corpus:
@@ -79,7 +81,7 @@ def test_the_best_k_of_all_scores_ties_by_row(seed, count, k):
     rng = np.random.default_rng(seed)
     corpus = corpus_of(*(" ".join(rng.choice(list("abcd"), rng.integers(1, 4))) for _ in range(count)))
     vocabulary, passages = module._count(corpus, "text", module.TOKENS["words"], lambda *_: None)
-    scores = module.bm25s.BM25()
+    scores = bm25s.BM25()
     scores.index((passages, vocabulary), create_empty_token=False, show_progress=False)
     index = Bm25Index(corpus, scores, "text", Bm25Settings())
     known = [word for word in ("a", "b") if word in vocabulary]
@@ -191,7 +193,7 @@ def other_kind(folder: Path) -> None:
         (drop_settings, "expected tokens, variant, k1, b and files"),
         (cut_scores, r"expected \d+ bytes, found \d+; build the index again"),
         (spoil_vocabulary, "the library bm25s cannot read it"),
-        (other_kind, "an index of kind 'flat', expected 'bm25'"),
+        (other_kind, "an index of kind 'flat', expected bm25"),
         (lambda folder: (folder / "bm25.json").unlink(), "no such file"),
         (lambda folder: (folder / "manifest.json").unlink(), "no finished index"),
     ],

@@ -16,14 +16,14 @@ from thresher.common import hashes as hashes_module
 from thresher.common.errors import UserError
 from thresher.common.hashes import Damaged, read_hashes
 from thresher.retrieval.building.build import BuildSettings, build_folder
-from thresher.retrieval.data.corpus import Corpus
-from thresher.retrieval.indexes import dense as dense_module
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.indexes import load as dense_module
 from thresher.retrieval.indexes.bm25 import build_bm25
 from thresher.retrieval.indexes.hybrid import build_hybrid
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.load import load_retriever
-from thresher.retrieval.vectors.file import VectorFile
-from thresher.retrieval.vectors.structure import behind, bounded_reading, in_range
+from thresher.retrieval.indexes.structures import _bounded_reading, _in_range, behind
+from thresher.retrieval.indexes.vector_file import VectorFile
 
 COUNT = 600
 KINDS = {
@@ -251,7 +251,7 @@ def test_a_length_that_asks_for_too_much_memory(world, root) -> None:
         assert refused
         path.write_bytes(data)
         before = faiss.get_deserialization_vector_byte_limit()
-        with bounded_reading(path):
+        with _bounded_reading(path):
             assert faiss.get_deserialization_vector_byte_limit() == len(data)
         assert faiss.get_deserialization_vector_byte_limit() == before
 
@@ -262,10 +262,10 @@ def test_a_length_that_asks_for_too_much_memory(world, root) -> None:
 def test_links_that_point_beside_the_vectors(world, root, array: str, place: int, value: int) -> None:
     path = unhashed(root / "sq8") / "index.faiss"
     index = faiss.read_index(str(path))
-    assert in_range(index)
+    assert _in_range(index)
     vector = getattr(behind(index).hnsw, array)
     faiss.rev_swig_ptr(vector.data(), vector.size())[place] = value
-    assert not in_range(index)
+    assert not _in_range(index)
     faiss.write_index(index, str(path))
     with pytest.raises(UserError, match=r"index\.faiss: (damaged, its numbers point beside|FAISS cannot read it)"):
         load_retriever(root / "sq8", world[0])

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from thresher.common.errors import UserError
 from thresher.retrieval import retriever as retriever_module
 from thresher.retrieval.building.build import build_index
-from thresher.retrieval.data.corpus import Corpus, Passage, embedded_text
+from thresher.retrieval.corpus import Corpus, embedded_text
 from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes.flat import Index, load_index
-from thresher.retrieval.indexes.load import load_retriever
-from thresher.retrieval.vectors import exact as exact_module
+from thresher.retrieval.indexes import exact as exact_module
+from thresher.retrieval.indexes.load import Index, load_index, load_retriever
+from thresher.retrieval.passages import Passage
 
 
 class Numbers:

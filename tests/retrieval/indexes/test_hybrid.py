@@ -9,11 +9,12 @@ import pytest
 from thresher.common.errors import UserError
 from thresher.retrieval.building.build import build_index
 from thresher.retrieval.building.commands import check, search_file
-from thresher.retrieval.data.corpus import Corpus, Passage, read_corpus
+from thresher.retrieval.corpus import Corpus, read_corpus
 from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.bm25 import Bm25Settings, build_bm25
 from thresher.retrieval.indexes.hybrid import Hybrid, build_hybrid, load_hybrid
 from thresher.retrieval.indexes.load import load_retriever
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit, Retriever, check_positive
 
 
@@ -177,6 +178,6 @@ def test_what_cannot_be_joined_leaves_nothing(folder):
             build_hybrid([folder / name for name in members], folder / "new", load_retriever)
     with pytest.raises(UserError, match="exists already"):
         build_hybrid([folder / "bm25", folder / "lexical"], folder / "hybrid", load_retriever)
-    with pytest.raises(UserError, match="an index of kind 'bm25', expected 'hybrid'"):
+    with pytest.raises(UserError, match="an index of kind 'bm25', expected hybrid"):
         load_hybrid(folder / "bm25", None, load_retriever)
     assert sorted(folder.rglob("*")) == before

@@ -9,9 +9,10 @@ import pytest
 from full_disk import files_of_at_most
 
 from thresher.common.errors import UserError
-from thresher.retrieval.data.corpus import Corpus, Passage
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.indexes import structures
 from thresher.retrieval.indexes.bm25 import build_bm25
-from thresher.retrieval.vectors import structure
+from thresher.retrieval.passages import Passage
 
 CORPUS = Corpus([Passage(str(n), "T", f"w{n % 2} w{n % 3} w{n % 5}") for n in range(400)])
 
@@ -20,7 +21,7 @@ def graph(path: Path) -> None:
     path.mkdir()
     index = faiss.index_factory(8, "HNSW4")
     index.add(np.random.default_rng(0).standard_normal((40, 8), np.float32))
-    structure.write(index, path / "faiss.index")
+    structures.write(index, path / "faiss.index")
 
 
 @pytest.mark.parametrize("build", [lambda path: build_bm25(CORPUS, path), graph], ids=["BM25", "a graph"])

@@ -3,8 +3,15 @@
 import pytest
 
 from thresher.common.errors import UserError
-from thresher.retrieval.indexes.kinds import choose_kind, estimate, parse_kind, parse_memory, show_bytes
-from thresher.retrieval.indexes.lists import default_lists, pq_sizes
+from thresher.common.files import show_bytes
+from thresher.retrieval.indexes.kinds import (
+    choose_kind,
+    default_lists,
+    estimate,
+    parse_kind,
+    parse_memory,
+    pq_sizes,
+)
 
 WIKI = (21_015_324, 768)
 

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 from retrieval_server_cases import until
 
-from thresher.retrieval.data.corpus import Passage
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit
 from thresher.retrieval.serving.batcher import Batcher, Full
 

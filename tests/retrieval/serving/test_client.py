@@ -16,8 +16,8 @@ import pytest
 from thresher.common import http as http_module
 from thresher.common.errors import UserError
 from thresher.engine.scoring.endpoint import Endpoint
-from thresher.retrieval.data.corpus import Passage
-from thresher.retrieval.indexes.flat import Index
+from thresher.retrieval.indexes.load import Index
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit, Unanswered
 from thresher.retrieval.serving import client as client_module
 from thresher.retrieval.serving.app import Served

@@ -17,12 +17,20 @@ from retrieval_server_cases import SERVED, Scripted, address, ask, until
 from thresher.bench.retrieval.load_generator import measure_server
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
-from thresher.retrieval.data.corpus import Passage
 from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.retrieval.serving.app import Served, Settings
-from thresher.retrieval.serving.metrics import Metrics
+from thresher.retrieval.passages import Passage
+from thresher.retrieval.serving.app import (
+    DIALECTS,
+    Bounds,
+    Metrics,
+    Refused,
+    Served,
+    Settings,
+    contents,
+    passage_of,
+    read_request,
+)
 from thresher.retrieval.serving.server import Server, serve_folder
-from thresher.retrieval.serving.wire import DIALECTS, Bounds, Refused, contents, passage_of, read_request
 
 # what is answered
 
@@ -135,10 +143,8 @@ def test_who_waits_is_in_nobodys_way(
 ) -> None:
     """Connections without a request, with half a head, half a body: more than there is room for. Those that have waited
     longest make room for who has something to ask, and one that is served is never among them."""
-    monkeypatch.setattr(
-        "thresher.retrieval.serving.connections.SPARE", -9 + resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    )
-    monkeypatch.setattr("thresher.retrieval.serving.connections.FEWEST", 9)
+    monkeypatch.setattr("thresher.retrieval.serving.server.SPARE", -9 + resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    monkeypatch.setattr("thresher.retrieval.serving.server.FEWEST", 9)
     server = serve(scripted, max_connections=3)
     scripted.go.clear()
     with ThreadPoolExecutor() as pool:
@@ -159,7 +165,7 @@ def test_who_waits_is_in_nobodys_way(
 def test_unfinished_bodies_hold_only_so_much(
     serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thresher.retrieval.serving.connections.BODIES", 2)
+    monkeypatch.setattr("thresher.retrieval.serving.server.BODIES", 2)
     server = serve(scripted, max_body=1000)
     slow = [socket.create_connection(address(server)) for _ in range(5)]
     for connection in slow:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from retrieval_server_cases import address, ask, until
 
-from thresher.retrieval.indexes.flat import Index
+from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.indexes.manifest import read_manifest
-from thresher.retrieval.serving.wire import DIALECTS, contents
+from thresher.retrieval.serving.app import DIALECTS, contents
 
 FUZZED = int(os.environ.get("THRESHER_FUZZ", "1500"))
 

@@ -9,7 +9,7 @@ import pytest
 from retrieval_server_cases import Scripted, address, ask, until
 
 from thresher.common.errors import UserError
-from thresher.retrieval.serving.hosts import host_allowed, server_names
+from thresher.common.hosts import host_allowed, server_names
 from thresher.retrieval.serving.server import Server
 
 
@@ -146,7 +146,7 @@ def test_what_is_no_http(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Alone, after a request, in a body, and in a body whose request was refused before it was read."""
-    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
+    monkeypatch.setattr("thresher.retrieval.serving.server.LINGER_SECONDS", 0.1)
     server = serve(scripted)
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     body = b" /retrieve HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -166,7 +166,7 @@ def test_what_is_no_http(
 def test_a_body_that_is_too_long(
     serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
+    monkeypatch.setattr("thresher.retrieval.serving.server.LINGER_SECONDS", 0.1)
     server = serve(scripted, max_body=1000)
     for length in (1001, 3999):
         status, answer, headers = ask(server, "/retrieve", b"x" * length)
@@ -197,7 +197,7 @@ def test_a_body_that_is_far_too_long_gets_its_413(serve: Callable[..., Server], 
 def test_a_body_that_does_not_arrive(
     serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thresher.retrieval.serving.connections.LINGER_SECONDS", 0.1)
+    monkeypatch.setattr("thresher.retrieval.serving.server.LINGER_SECONDS", 0.1)
     server = serve(scripted, timeout=0.2)
     answer = exchange(server, b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ") and b"the body did not arrive within 0.2 s" in answer
@@ -207,7 +207,7 @@ def test_a_request_that_does_not_arrive(
     serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No head, half a head, and a pause after a request: each time the connection ends, and costs nothing more."""
-    monkeypatch.setattr("thresher.retrieval.serving.connections.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("thresher.retrieval.serving.server.IDLE_SECONDS", 0.2)
     server = serve(scripted)
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for sent in (b"", b"POST /ret", whole + b"GET /hea"):
@@ -219,7 +219,7 @@ def test_a_request_that_does_not_arrive(
 def test_an_answer_that_is_not_read(
     serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thresher.retrieval.serving.connections.IDLE_SECONDS", 0.5)
+    monkeypatch.setattr("thresher.retrieval.serving.server.IDLE_SECONDS", 0.5)
     server = serve(scripted)
     scripted.passages = 100
     with socket.create_connection(address(server)) as connection:

@@ -3,7 +3,7 @@
 The core of an installation has no FAISS: `faiss-cpu` and `faiss-gpu` both provide the module `faiss`, and only the user
 knows which one fits the machine. Flat and BM25 indexes, and their fusion, work without it.
 
-    from thresher.retrieval.vectors.faiss_library import faiss
+    from thresher.retrieval.indexes.faiss_library import faiss
 """
 
 import importlib

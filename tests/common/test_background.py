@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rollout_cases import Make
 
+from thresher.common.background import Background
 from thresher.engine.rollout.rollout import Job
 from thresher.retrieval.questions import Question
-from thresher.retrieval.serving.background import Background
 
 
 def test_results_and_failures_come_back_in_order() -> None:

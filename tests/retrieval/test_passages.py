@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thresher.common.errors import UserError
-from thresher.retrieval.data.corpus import open_corpus, read_corpus
-from thresher.retrieval.data.formats import Passage, chunks, detect_format
+from thresher.retrieval.corpus import open_corpus, read_corpus
+from thresher.retrieval.passages import Passage, chunks, detect_format
 
 PASSAGES = [
     Passage("1", "Aaron", 'Aaron ("Ahärôn") is\u2028a\tprophet. '),

@@ -1,14 +1,12 @@
-"""Text to token ids for an encoder: a tokenizer.json, or a vocab.txt with BERT's rules, cut to the encoder's length.
+"""Text to token ids for an encoder, and two texts to those of one input: [CLS] premise [SEP] hypothesis [SEP].
 
-Truncation and padding that stand in a tokenizer.json are switched off (all-MiniLM-L6-v2's pads everything to 128); how
-long a text may be is the encoder's setting, and a batch pads itself. A text too long keeps its first tokens and the one
-that ends every text, as `transformers` cuts it.
-
-Deliberately absent: pairs of texts (`pairs`), and tokenizers for generation (`policy.tokenizer`), which owe exact
-bytes.
-"""
+A tokenizer is a tokenizer.json, or a vocab.txt with BERT's rules. Truncation and padding that stand in a tokenizer.json
+are switched off (all-MiniLM-L6-v2's pads everything to 128). A text too long keeps its first tokens and the one that
+ends every text, as `transformers` cuts it. Of a pair too long, the premise loses its end and the hypothesis nothing:
+half a claim is another claim. Tokenizers for generation, which owe exact bytes, are `policy.tokenizer`'s."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -64,26 +62,36 @@ class WordPiece:
 
 
 def count_tokens(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
-    """How many tokens each text has, without those that the tokenizer puts around it."""
+    """Return how many tokens each text has, without those that the tokenizer puts around it."""
+    return [len(encoding.ids) for encoding in _encode_bare(tokenizer, texts, "the encoder's tokenizer.json")]
+
+
+def _encode_bare(tokenizer: tokenizers.Tokenizer, texts: list[str], where: str) -> list[tokenizers.Encoding]:
     whole = [text.encode("utf-8", "replace").decode() for text in texts]
-    with panics_refused(whole, "the encoder's tokenizer.json"):
-        encodings = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
-    return [len(encoding.ids) for encoding in encodings]
+    with panics_refused(whole, where):
+        encodings: list[tokenizers.Encoding] = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+    return encodings
 
 
 def load_wordpiece(folder: Path, vocab_size: int, max_length: int) -> WordPiece:
-    """Reads the tokenizer of a model folder for a model with `vocab_size` rows of embeddings.
+    """Read the tokenizer of a model folder for a model with `vocab_size` rows of embeddings.
 
     UserError when there is none, it cannot be read, it puts no token before and after a text, or its vocabulary is not
     the model's.
     """
+    tokenizer, files = read_framed_tokenizer(folder, vocab_size)
+    return WordPiece(tokenizer, max_length, files)
+
+
+def read_framed_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
+    """As `read_tokenizer`; UserError too for one that puts no token before and after a text."""
     tokenizer, files = read_tokenizer(folder, vocab_size)
     if len(tokenizer.encode("").ids) != 2:
         raise UserError(
             f"{files[0]}: puts no token of its own before and after a text, as BERT's [CLS] and [SEP]; use the "
             "tokenizer that belongs to the model"
         )
-    return WordPiece(tokenizer, max_length, files)
+    return tokenizer, files
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
@@ -146,3 +154,60 @@ def _from_vocabulary(vocabulary: Path, config: Path) -> tokenizers.Tokenizer:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class PairTokenizer:
+    """Made by `load_pair_tokenizer`. max_tokens: of a whole input, with those that the tokenizer puts between texts."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._joints = tokenizer.num_special_tokens_to_add(True)
+        self.max_tokens = max_tokens
+
+    def encode(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[tuple[list[int], list[int]]], int]:
+        """(ids, types) of each (premise, hypothesis), at most `max_tokens` of each, and how many premises were cut.
+
+        A type is 0 or 1, the text that a token belongs to. Half a UTF-16 pair is read as a question mark. UserError for
+        a hypothesis that leaves no room for a premise.
+        """
+        limit = CHARACTERS_PER_TOKEN * self.max_tokens
+        found: list[tuple[list[int], list[int]]] = []
+        cut = 0
+        for start in range(0, len(pairs), TEXTS_AT_ONCE):
+            part = pairs[start : start + TEXTS_AT_ONCE]
+            premises, hypotheses = (
+                _encode_bare(self._tokenizer, texts, "the classifier's tokenizer.json")
+                for texts in ([premise[:limit] for premise, _ in part], [hypothesis for _, hypothesis in part])
+            )
+            for (text, claim), premise, hypothesis in zip(part, premises, hypotheses, strict=True):
+                room = self.max_tokens - self._joints - len(hypothesis)
+                if room < 1:
+                    raise UserError(
+                        f"the hypothesis {claim[:80]!r} takes {len(hypothesis)} tokens, which leaves no room for a "
+                        f"premise within max_tokens = {self.max_tokens}; raise max_tokens or drop the question"
+                    )
+                cut += len(premise) > room or len(text) > limit
+                premise.truncate(room)
+                joined = self._tokenizer.post_process(premise, hypothesis)
+                found.append((joined.ids, joined.type_ids))
+        return found, cut
+
+
+def load_pair_tokenizer(folder: Path, vocab_size: int, max_tokens: int) -> PairTokenizer:
+    """Reads the tokenizer of a model folder for a model with `vocab_size` rows of embeddings.
+
+    UserError when there is none, it cannot be read, its vocabulary is not the model's, or it puts nothing between two
+    texts.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")) and any(folder.glob("sp*.model")):
+        raise UserError(
+            f"{folder}: its tokenizer is a sentencepiece file, which is not read; convert it once: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes tokenizer.json"
+        )
+    tokenizer, files = read_tokenizer(folder, vocab_size)
+    if tokenizer.num_special_tokens_to_add(True) < 3:
+        raise UserError(
+            f"{files[0]}: puts no tokens of its own around two texts, as BERT's [CLS] and [SEP]; use the tokenizer "
+            "that belongs to the model"
+        )
+    return PairTokenizer(tokenizer, max_tokens)

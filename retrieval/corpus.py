@@ -2,15 +2,13 @@
 
 A passage has an id (what users and other programs call it) and sits at a row (its place in the corpus, in the
 index and in every tie); the two are kept apart. The text is stored untouched: whatever it holds, control tags
-included, is escaped where it is rendered for a model, not here. What files may look like stands in `formats`.
+included, is escaped where it is rendered for a model, not here. What files may look like stands in `passages`.
 
 `read_corpus` reads a file into memory. `open_corpus` leaves it on the disk: one pass checks every record, hashes the
 content and notes at which byte each passage begins; from then on a passage is read when asked for. The 21,015,324
 passages of wiki-18 so need 168 MB of offsets, on disk, mapped; during the pass, and only then, as much RAM for a
 64-bit hash of every id, which finds the ids that occur twice. A file whose records cannot be reached by a byte offset
 (gzip, a JSON list or object), or that is to be cut into chunks, is copied into plain JSONL beside the offsets.
-
-Deliberately absent: a cache of passages read (the operating system has one), and the removal of near-duplicates.
 """
 
 import hashlib
@@ -21,6 +19,7 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import IO, overload
@@ -28,9 +27,9 @@ from typing import IO, overload
 import numpy as np
 
 from thresher.common.errors import UserError
-from thresher.common.files import atomic_path
+from thresher.common.files import atomic_path, atomic_write_text
 from thresher.common.hashes import read_hashes, write_list
-from thresher.retrieval.data.formats import (
+from thresher.retrieval.passages import (
     LINES,
     EmptyPassage,
     Format,
@@ -40,19 +39,69 @@ from thresher.retrieval.data.formats import (
     record_at,
     to_passage,
 )
-from thresher.retrieval.data.formats import Passage as Passage
-from thresher.retrieval.data.ledger import (
-    CACHE_FILES,
-    COPY_FILE,
-    HASHES_FILE,
-    LEDGER_FILE,
-    LEDGER_FORMAT,
-    OFFSETS_FILE,
-    STORED,
-    Ledger,
-    read_ledger,
-    stamp,
-)
+from thresher.retrieval.passages import Passage as Passage
+
+OFFSETS_FILE = "corpus.offsets"  # uint64, little-endian: where each passage begins, and where the last one ends
+COPY_FILE = "corpus.copy.jsonl"
+LEDGER_FILE = "corpus.ledger.json"
+HASHES_FILE = "corpus.hashes.json"  # of the offsets, and of the file that they are into, wherever that is
+CACHE_FILES = (OFFSETS_FILE, COPY_FILE, HASHES_FILE, LEDGER_FILE)  # the last vouches for the others
+STORED = "passages"
+LEDGER_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What a cache folder says of itself, in `corpus.ledger.json`. It is written last and removed first, so that
+    the offsets beside a ledger are always its own.
+
+    source_bytes, source_mtime_ns: of the file the pass was over. stored_bytes: of the file that the offsets are into,
+    which is the copy if `copied`. The rest as in Corpus and `open_corpus`.
+    """
+
+    format: int
+    source_bytes: int
+    source_mtime_ns: int
+    copied: bool
+    stored_bytes: int
+    chunk_words: int
+    skip_empty: bool
+    records: int
+    skipped: int
+    passages: int
+    sha256: str
+
+    def write(self, cache: Path) -> None:
+        """Writes `corpus.ledger.json` into the folder `cache`."""
+        atomic_write_text(cache / LEDGER_FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+    def describes(self, path: Path, cache: Path, chunk_words: int, skip_empty: bool) -> bool:
+        """Whether file and options are still the same, and the cache's own files are whole."""
+        if (self.chunk_words, self.skip_empty) != (chunk_words, skip_empty):
+            return False
+        if (self.source_bytes, self.source_mtime_ns) != stamp(os.stat(path)):
+            return False
+        files = {OFFSETS_FILE: 8 * (self.passages + 1), **({COPY_FILE: self.stored_bytes} if self.copied else {})}
+        return all((cache / name).is_file() and (cache / name).stat().st_size == size for name, size in files.items())
+
+
+def read_ledger(cache: Path) -> Ledger | None:
+    """None where there is none that this version wrote: a cache can always be made again."""
+    try:
+        record = json.loads((cache / LEDGER_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or record.get("format") != LEDGER_FORMAT:
+        return None
+    if any(type(record.get(field.name)) is not field.type for field in fields(Ledger)):
+        return None
+    return Ledger(**{field.name: record[field.name] for field in fields(Ledger)})
+
+
+def stamp(stat: os.stat_result) -> tuple[int, int]:
+    """Size and time of change: what tells a file from another of its name."""
+    return stat.st_size, stat.st_mtime_ns
+
 
 EMBEDS = ("text", "title+text")
 OFFSETS_AT_A_TIME = 1 << 12  # held back before they are written

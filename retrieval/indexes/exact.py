@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.vectors.faiss_library import faiss, faiss_installed
-from thresher.retrieval.vectors.file import SLICE_BYTES, Array
+from thresher.retrieval.indexes.faiss_library import faiss, faiss_installed
+from thresher.retrieval.indexes.vector_file import SLICE_BYTES, Array
 
 # Candidates fetched beyond k: enough that, but for real ties, looking through the whole matrix is rare (no
 # query of HotpotQA's 500 needs it), few enough to cost nothing beside the matmul.
@@ -186,7 +186,7 @@ def rough_top(query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]],
 
 
 def _load_torch() -> Any:
-    from thresher.retrieval.vectors.scan import RunningTop
+    from thresher.retrieval.indexes.scan import RunningTop
 
     return RunningTop
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from thresher.retrieval.encoders.encoder import Vectors
-from thresher.retrieval.vectors.file import Array
+from thresher.retrieval.indexes.vector_file import Array
 
 # Scores held at a time: 32 MB.
 SCORES = 1 << 23

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.common.errors import UserError
-from thresher.retrieval.vectors import exact, scan
-from thresher.retrieval.vectors import file as vectors
-from thresher.retrieval.vectors.exact import ExactRows, best_of, largest_row_norm
-from thresher.retrieval.vectors.file import VectorFile
+from thresher.retrieval.indexes import exact, scan
+from thresher.retrieval.indexes import vector_file as vectors
+from thresher.retrieval.indexes.exact import ExactRows, best_of, largest_row_norm
+from thresher.retrieval.indexes.vector_file import VectorFile
 
 
 def rows_of(count: int, dim: int = 3) -> np.ndarray:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from thresher.common.errors import UserError
-from thresher.retrieval.vectors import exact, faiss_library
-from thresher.retrieval.vectors.exact import ExactRows
+from thresher.retrieval.indexes import exact, faiss_library
+from thresher.retrieval.indexes.exact import ExactRows
 
 # Runs the commands of stdin, a list of words each, in one interpreter that has no module `faiss`.
 WITHOUT_FAISS = """

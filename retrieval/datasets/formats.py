@@ -1,0 +1,534 @@
+"""Question sets: what each is called, what its records look like, and how one becomes a `Question`.
+
+    native      {"id", "question", "golden_answers", "passages", "gold_indices", "metadata"}
+    verl        {"prompt": [{"role", "content"}, ..], "reward_model": {"ground_truth": ..}, "data_source", "extra_info"}
+    HotpotQA    {"_id", "question", "answer", "type", "level",
+                 "supporting_facts": [[title, sentence], ..], "context": [[title, [sentence, ..]], ..]}
+                and, from the hub, "id" and {"title": [..], "sent_id": [..]}, {"title": [..], "sentences": [[..], ..]}
+    2Wiki       the same, in either shape or with the lists as JSON in strings, and "evidences", "answer_id"
+    MuSiQue     {"id", "question", "answer", "answer_aliases", "answerable",
+                 "paragraphs": [{"idx", "title", "paragraph_text", "is_supporting"}, ..]}
+    DPR         {"question", "answers", "ctxs": [{"id", "title", "text", "score", "has_answer"}, ..]}
+    TriviaQA    {"Question", "QuestionId", "Answer": {"Value", "Aliases": [..], "HumanAnswers": [..]}}, under "Data"
+                and, from the hub, {"question", "question_id", "answer": {"value", "aliases": [..]}}
+    PopQA       {"id", "question", "possible_answers": "[..]", "subj", "prop", ..}, a list written as JSON into a cell
+    FlashRAG    {"id", "question", "golden_answers", "metadata"}; a HotpotQA context in its metadata becomes passages
+    Bamboogle   a table with the columns Question and Answer; or {"question", "answer"}
+    NQ-open     {"question", "answer": [..]}
+    plain       {"question", "answer" or "answers": a string or a list}, whatever else there is
+
+A reader ends in a `Question`, in `Skipped` (the record is well formed, but no question can be made of it: it is counted
+under its reason), or in a UserError (the record is malformed, and the file should be fixed).
+
+A paragraph is gold if it holds a supporting fact: if the facts name its title, or MuSiQue marks it. Which sentence of
+it was meant is left in the metadata, as pairs for both shapes. A title that the facts name and no paragraph has
+(HotpotQA's full-wiki setting) is counted; the question stays. DPR's has_answer says that a string of the answer occurs
+in a passage, by whatever way; it is not an annotated supporting fact, so it goes, with the scores, into the metadata,
+as a list along the passages. "isgold", which some files add for the passage the annotator read, does make gold indices.
+
+verl's ground truth is a string, a list, or {"target": either}; a string may hold alternatives joined by
+<|answer_split|>. The question is the record's "question" if it has one, else that of "extra_info", else what the last
+user message says, which is the question alone only where the set was written without instructions. TriviaQA's golds are
+the value first, then its aliases and the answers of people; normalised forms, web pages and articles are left out.
+
+A file named as one format whose records are another's is refused with the name of that other: read anyway, HotpotQA's
+context, say, would end up in the metadata. To add a format: write a function Row -> Question, and give it a row in
+FORMATS.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record, as_object, checked_string, id_field, json_kind
+from thresher.retrieval.datasets.containers import iter_rows, listed, parsed, plain
+from thresher.retrieval.passages import Passage, join_sentences
+from thresher.retrieval.questions import GOLD_KEYS, Question, to_question
+
+UNANSWERABLE = "not answerable from its paragraphs"
+FACT_ABSENT = "supporting titles that no given paragraph has"
+NO_QUESTION = "no question"
+NO_ANSWER = "no gold answer"
+EMPTY_PARAGRAPH = "paragraphs without text, left out"
+SENTENCE_KEYS = ("sentences", "content")  # the hub's, and FlashRAG's for 2Wiki
+ID_KEYS = ("id", "_id", "qid", "question_id", "idx")
+DOCUMENT_KEYS = ("EntityPages", "SearchResults", "entity_pages", "search_results")
+ANSWER_SPLIT = "<|answer_split|>"
+GOLD_FLAGS = ("isgold", "is_gold")
+HAS_ANSWER = ("has_answer", "hasanswer")
+# What the richer sets keep beside the question and its answers, and what ours does.
+RICHER = ("context", "paragraphs", "ctxs", "possible_answers", "reward_model")
+GIVEN = ("passages", "gold_indices")
+TEXT_KEYS = ("text", "contents")
+
+
+class Skipped(Exception):
+    """No question can be made of this record. The message is the reason, the same words for the same reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paragraph:
+    """One given with a question. gold: whether it holds a supporting fact, None where that is unknown. id: None where
+    the source has none."""
+
+    title: str
+    text: str
+    gold: bool | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One record. number: its place in the source, from 0. aliases: other names of an answer, by its id (2Wiki).
+    notes: counts of what was left out of records that were kept."""
+
+    fields: Record
+    where: str
+    number: int = 0
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def id(self, *keys: str) -> str:
+        """The id under the first of `keys` that is there and not null, else the row's number."""
+        key = next((key for key in keys if self.fields.get(key) is not None), None)
+        return str(self.number) if key is None else id_field(self.fields, self.number, self.where, key=key)
+
+    def question(self, key: str = "question") -> str:
+        """The question, without white space around it."""
+        value = self.fields.get(key)
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise Skipped(NO_QUESTION)
+        return checked_string(value, f'{self.where}: "{key}"').strip()
+
+    def golds(self, *values: object) -> tuple[str, ...]:
+        """Gold answers from strings, numbers, lists of them and nulls: without white space around them, without blank
+        ones, each once, in the order given."""
+        golds: dict[str, None] = {}
+        for value in values:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if item is None:
+                    continue
+                if isinstance(item, int | float) and not isinstance(item, bool):
+                    item = str(item)
+                if not isinstance(item, str):
+                    raise UserError(
+                        f"{self.where}: a gold answer should be a string, found {json_kind(item)}; fix this record"
+                    )
+                if item.strip():
+                    golds[checked_string(item, f"{self.where}: a gold answer").strip()] = None
+        if not golds:
+            raise Skipped(NO_ANSWER)
+        return tuple(golds)
+
+    def given(self, paragraphs: Iterable[Paragraph]) -> tuple[tuple[Passage, ...], tuple[int, ...] | None]:
+        """Passages and the numbers of the gold ones, None where no paragraph says. A paragraph without text is left out
+        and counted in `notes`."""
+        passages, gold, known = [], [], False
+        for paragraph in paragraphs:
+            known = known or paragraph.gold is not None
+            if not paragraph.text.strip():
+                self.notes[EMPTY_PARAGRAPH] += 1
+                continue
+            id_ = paragraph.id or content_id(paragraph.title, paragraph.text)
+            passages.append(Passage(id_, paragraph.title, paragraph.text))
+            if paragraph.gold:
+                gold.append(len(passages))
+        return tuple(passages), tuple(gold) if known else None
+
+    def rest(self, *used: str) -> dict[str, Any]:
+        """Everything but the keys `used`, as metadata, without nulls and what is empty. What lies under "metadata" is
+        taken out of it."""
+        left = {key: value for key, value in self.fields.items() if key not in used}
+        inner = left.get("metadata")
+        if isinstance(inner, dict):
+            left = {**inner, **{key: value for key, value in left.items() if key != "metadata"}}
+        return {str(key): plain(value) for key, value in left.items() if value not in (None, "", [], {})}
+
+    def read(
+        self,
+        ids: Sequence[str],
+        used: Sequence[str],
+        golds: Sequence[object],
+        paragraphs: Iterable[Paragraph] = (),
+        *,
+        question: str = "question",
+        more: Mapping[str, Any] | None = None,
+    ) -> Question:
+        """Return the question of this record. Its metadata is what lies under other keys than `ids`, `question` and
+        `used`, and `more`."""
+        passages, gold_indices = self.given(paragraphs)
+        return Question(
+            id=self.id(*ids),
+            question=self.question(question),
+            golds=self.golds(*golds),
+            metadata={**self.rest(*ids, question, *used), **(more or {})},
+            passages=passages,
+            gold_indices=gold_indices,
+        )
+
+
+def content_id(title: str, text: str) -> str:
+    """The id of a passage whose source gives none: 16 hexadecimal digits of a hash of what it says, so that a
+    paragraph shared by two questions is one passage."""
+    content = f"{len(title)} {title} {text}".encode("utf-8", "surrogatepass")
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def read_native(row: Row) -> Question:
+    """Read our own records, checked as wherever they are read."""
+    question = to_question(row.fields, row.id("id"), row.where)
+    return replace(question, metadata=plain(question.metadata))
+
+
+def read_hotpotqa(row: Row) -> Question:
+    """Read HotpotQA and 2Wiki in either shape. The golds are the answer and, where a file of aliases was given, the
+    other names of 2Wiki's "answer_id"."""
+    fields = row.fields
+    aliases = row.aliases.get(str(fields.get("answer_id")), ()) if "evidences" in fields else ()
+    golds = row.golds(fields.get("answer"), aliases)
+    paragraphs, facts = given_paragraphs(row, fields.get("context"), fields.get("supporting_facts"))
+    used = ("answer", "context", "supporting_facts")
+    return row.read(("_id", "id"), used, golds, paragraphs, more={"supporting_facts": facts} if facts else None)
+
+
+def read_musique(row: Row) -> Question:
+    """Read MuSiQue; the questions of its full version that its paragraphs do not answer are skipped."""
+    fields, place = row.fields, f'{row.where}: "paragraphs"'
+    if fields.get("answerable") is False:
+        raise Skipped(UNANSWERABLE)
+    paragraphs = (
+        _musique_paragraph(item, f"{place}, item {number}")
+        for number, item in enumerate(listed(fields.get("paragraphs"), place), 1)
+    )
+    golds = (fields.get("answer"), fields.get("answer_aliases"))
+    return row.read(("id", "_id"), ("answer", "answer_aliases", "paragraphs", "answerable"), golds, paragraphs)
+
+
+def read_flashrag(row: Row) -> Question:
+    """Read FlashRAG's records."""
+    metadata = row.rest("id", "question", "golden_answers")
+    context = metadata.get("context")
+    paragraphs: list[Paragraph] = []
+    if isinstance(context, dict) and "title" in context and any(key in context for key in SENTENCE_KEYS):
+        paragraphs, facts = given_paragraphs(row, context, metadata.get("supporting_facts"))
+        del metadata["context"]
+        metadata |= {} if facts is None else {"supporting_facts": facts}
+    question = row.read(("id",), (), (row.fields.get("golden_answers"),), paragraphs)
+    return replace(question, metadata=metadata)
+
+
+def read_dpr(row: Row) -> Question:
+    """Read a question and what a retriever found for it, best first."""
+    place = f'{row.where}: "ctxs"'
+    contexts = [
+        as_object(item, f"{place}, item {number}")
+        for number, item in enumerate(listed(row.fields.get("ctxs"), place), 1)
+    ]
+    with_text = [item for item in contexts if str(item.get("text") or "").strip()]
+    along = {}
+    for name, keys in (("scores", ("score",)), ("has_answer", HAS_ANSWER)):
+        values = [next((item[key] for key in keys if key in item), None) for item in with_text]
+        if any(value is not None for value in values):
+            along[name] = plain(values)
+    paragraphs = (_dpr_paragraph(item, f"{place}, item {number}") for number, item in enumerate(contexts, 1))
+    golds = (row.fields.get("answers", row.fields.get("answer")),)
+    return row.read(("id", "_id", "q_id"), ("answers", "answer", "ctxs"), golds, paragraphs, more=along)
+
+
+def read_verl(row: Row) -> Question:
+    """Read a row of verl's training files, those of Search-R1 and DeepResearcher among them."""
+    extra = as_object(row.fields.get("extra_info") or {}, f'{row.where}: "extra_info"')
+    model = as_object(row.fields.get("reward_model"), f'{row.where}: "reward_model"')
+    truth = model.get("ground_truth")
+    target = truth.get("target") if isinstance(truth, dict) else truth
+    golds = [
+        part
+        for item in (target if isinstance(target, list) else [target])
+        for part in (item.split(ANSWER_SPLIT) if isinstance(item, str) else [item])
+    ]
+    has_own = row.fields.get("id") is not None or extra.get("index") is None
+    return Question(
+        id=row.id("id") if has_own else id_field(extra, row.number, f'{row.where}: "extra_info"', key="index"),
+        question=_verl_question(row, extra),
+        golds=row.golds(golds),
+        metadata=row.rest("id", "question", "golden_answers", "prompt", "reward_model"),
+    )
+
+
+def read_triviaqa(row: Row) -> Question:
+    """Read TriviaQA as its authors publish it; the test set, which has no answers, is skipped."""
+    answer = as_object(row.fields.get("Answer") or {}, f'{row.where}: "Answer"')
+    golds = [answer.get(key) for key in ("Value", "Aliases", "HumanAnswers")]
+    return row.read(("QuestionId",), ("Answer", *DOCUMENT_KEYS), golds, question="Question")
+
+
+def read_triviaqa_hub(row: Row) -> Question:
+    """Read TriviaQA from the hub. The value of its test set is "<unk>", which is none."""
+    answer = as_object(row.fields.get("answer") or {}, f'{row.where}: "answer"')
+    value = answer.get("value")
+    golds = (None if value == "<unk>" else value, answer.get("aliases"))
+    return row.read(("question_id", "id"), ("answer", *DOCUMENT_KEYS), golds)
+
+
+def read_popqa(row: Row) -> Question:
+    """Read PopQA; its possible answers hold the object and the names it also goes by."""
+    answers = row.fields.get("possible_answers")
+    golds = (listed(answers, f'{row.where}: "possible_answers"') if answers else None,)
+    return row.read(("id",), ("possible_answers",), golds)
+
+
+def read_bamboogle(row: Row) -> Question:
+    """Read Bamboogle, its columns spelled with capitals or without."""
+    question = "Question" if "Question" in row.fields else "question"
+    answer = "Answer" if "Answer" in row.fields else "answer"
+    return row.read(ID_KEYS, (answer,), (row.fields.get(answer),), question=question)
+
+
+def read_plain(row: Row) -> Question:
+    """Read whatever has a question and an answer, NQ-open included."""
+    key = next((key for key in GOLD_KEYS if key in row.fields), "answer")
+    return row.read(ID_KEYS, GOLD_KEYS, (row.fields.get(key),))
+
+
+def given_paragraphs(row: Row, context: object, facts: object) -> tuple[list[Paragraph], list[list[object]] | None]:
+    """Paragraphs of a context in either shape, and the supporting facts as pairs [title, sentence from 0], None where
+    there are none to know (test sets)."""
+    pairs = None if facts is None else _pairs(facts, ("sent_id",), f'{row.where}: "supporting_facts"')
+    gold_titles = None if not pairs else {title for title, _ in pairs}
+    paragraphs = []
+    for title, sentences in _pairs(context, SENTENCE_KEYS, f'{row.where}: "context"'):
+        lines = [sentences] if isinstance(sentences, str) else sentences
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise UserError(f'{row.where}: "context": the sentences of {title!r} should be strings; fix this record')
+        text = checked_string(join_sentences(lines), f'{row.where}: "context"', may_be_empty=True)
+        gold = None if gold_titles is None else title in gold_titles
+        paragraphs.append(Paragraph(title=title, text=text, gold=gold))
+    if gold_titles is not None:
+        row.notes[FACT_ABSENT] += len(gold_titles - {paragraph.title for paragraph in paragraphs})
+    return paragraphs, None if not pairs else [list(pair) for pair in pairs]
+
+
+def _pairs(value: object, others: Sequence[str], where: str) -> list[tuple[str, object]]:
+    """(title, other) from [[title, other], ..], from {"title": [..], other: [..]}, or from either as JSON in a string.
+    UserError, starting with `where`."""
+    found = parsed(value, where)
+    if isinstance(found, dict):
+        other = next((key for key in others if key in found), others[0])
+        titles, values = (listed(found.get(key), f'{where}, "{key}",') for key in ("title", other))
+        if len(titles) != len(values):
+            raise UserError(f'{where}: {len(titles)} titles beside {len(values)} in "{other}"; fix this record')
+        pairs = list(zip(titles, values, strict=True))
+    elif isinstance(found, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in found):
+        pairs = [(pair[0], pair[1]) for pair in found]
+    else:
+        raise UserError(
+            f"{where} should be a list of pairs, or an object of two lists, found {json_kind(found)}; fix this record"
+        )
+    return [(checked_string(title, f"{where}: a title", may_be_empty=True), other) for title, other in pairs]
+
+
+def _musique_paragraph(item: object, where: str) -> Paragraph:
+    fields: Record = as_object(item, where)
+    gold = fields.get("is_supporting")
+    if gold is not None and not isinstance(gold, bool):
+        raise UserError(f'{where}: "is_supporting" should be true or false, found {json_kind(gold)}; fix this record')
+    return Paragraph(
+        title=checked_string(fields.get("title", ""), f'{where}: "title"', may_be_empty=True),
+        text=checked_string(fields.get("paragraph_text"), f'{where}: "paragraph_text"', may_be_empty=True),
+        gold=gold,
+    )
+
+
+def _dpr_paragraph(item: dict[str, Any], where: str) -> Paragraph:
+    gold = next((item[key] for key in GOLD_FLAGS if isinstance(item.get(key), bool)), None)
+    return Paragraph(
+        title=checked_string(item.get("title") or "", f'{where}: "title"', may_be_empty=True),
+        text=checked_string(item.get("text") or "", f'{where}: "text"', may_be_empty=True),
+        gold=gold,
+        id=None if item.get("id") is None else id_field(item, 0, where),
+    )
+
+
+def _verl_question(row: Row, extra: dict[str, Any]) -> str:
+    prompt = row.fields.get("prompt")
+    said = [prompt] if isinstance(prompt, str) else []
+    if isinstance(prompt, list):
+        messages = [as_object(item, f'{row.where}: "prompt"') for item in prompt]
+        said = [str(message.get("content") or "") for message in messages if message.get("role") == "user"]
+    for value in (row.fields.get("question"), extra.get("question"), *said[-1:]):
+        if isinstance(value, str) and value.strip():
+            return checked_string(value, f"{row.where}: the question").strip()
+    if prompt is not None and not isinstance(prompt, str | list):
+        raise UserError(f'{row.where}: "prompt" should be a list of messages or a string; fix this record')
+    raise Skipped(NO_QUESTION)
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionFormat:
+    """One way in which questions are published. title: its name in a sentence. fits: whether `read` can take a record.
+    looks: whether a record that fits is more likely this format than one further down the table; None for always."""
+
+    name: str
+    title: str
+    read: Callable[[Row], Question]
+    fits: Callable[[Record], bool]
+    looks: Callable[[Record], bool] | None = None
+
+    def claims(self, record: Record) -> bool:
+        """Return whether a file whose first record is this one is taken for this format."""
+        return self.fits(record) and (self.looks is None or self.looks(record))
+
+
+def _asks(record: Record) -> bool:
+    return "question" in record
+
+
+def _has(record: Record, keys: tuple[str, ...]) -> bool:
+    return any(key in record for key in keys)
+
+
+def _has_answer(record: Record) -> bool:
+    return any(isinstance(record.get(key), str | list) for key in GOLD_KEYS)
+
+
+def _is_short(record: Record, question: str, answer: str) -> bool:
+    return question in record and isinstance(record.get(answer), str)
+
+
+def _is_bare(record: Record) -> bool:
+    return not _has(record, (*RICHER, *GIVEN))
+
+
+FORMATS = (
+    QuestionFormat(
+        "native",
+        "our own records",
+        read_native,
+        lambda r: _asks(r) and _has_answer(r) and not _has(r, RICHER),
+        lambda r: _has(r, GIVEN),
+    ),
+    QuestionFormat(
+        "verl",
+        "verl's training rows",
+        read_verl,
+        lambda r: isinstance(r.get("reward_model"), dict) and "ground_truth" in r["reward_model"],
+    ),
+    QuestionFormat(
+        "2wiki",
+        "2WikiMultiHopQA",
+        read_hotpotqa,
+        lambda r: _asks(r) and "evidences" in r and isinstance(r.get("context"), list | dict | str),
+    ),
+    QuestionFormat(
+        "hotpotqa",
+        "HotpotQA as its authors publish it (lists of pairs)",
+        read_hotpotqa,
+        lambda r: _asks(r) and "evidences" not in r and isinstance(r.get("context"), list),
+    ),
+    QuestionFormat(
+        "hotpotqa-hub",
+        "HotpotQA from the hub (objects of lists)",
+        read_hotpotqa,
+        lambda r: _asks(r) and "evidences" not in r and isinstance(r.get("context"), dict),
+    ),
+    QuestionFormat(
+        "musique", "MuSiQue", read_musique, lambda r: _asks(r) and isinstance(r.get("paragraphs"), list | str)
+    ),
+    QuestionFormat("dpr", "DPR's retrieval results", read_dpr, lambda r: _asks(r) and isinstance(r.get("ctxs"), list)),
+    QuestionFormat(
+        "triviaqa",
+        "TriviaQA as its authors publish it",
+        read_triviaqa,
+        lambda r: "Question" in r and "QuestionId" in r,
+    ),
+    QuestionFormat(
+        "triviaqa-hub",
+        "TriviaQA from the hub",
+        read_triviaqa_hub,
+        lambda r: _asks(r) and isinstance(r.get("answer"), dict),
+    ),
+    QuestionFormat("popqa", "PopQA", read_popqa, lambda r: _asks(r) and "possible_answers" in r),
+    QuestionFormat(
+        "flashrag",
+        "FlashRAG's questions",
+        read_flashrag,
+        lambda r: _asks(r) and "golden_answers" in r and not _has(r, GIVEN),
+    ),
+    QuestionFormat(
+        "bamboogle",
+        "Bamboogle",
+        read_bamboogle,
+        lambda r: _is_short(r, "Question", "Answer") or (_is_short(r, "question", "answer") and _is_bare(r)),
+        lambda r: "Question" in r,
+    ),
+    QuestionFormat(
+        "nq-open",
+        "NQ-open",
+        read_plain,
+        lambda r: _asks(r) and isinstance(r.get("answer"), list) and _is_bare(r),
+        lambda r: r.keys() <= {"id", "_id", "question", "answer"},
+    ),
+    QuestionFormat(
+        "plain",
+        "plain questions and answers",
+        read_plain,
+        lambda r: _asks(r) and _has_answer(r) and _is_bare(r),
+    ),
+)
+NAMES = tuple(fmt.name for fmt in FORMATS)
+
+
+def find_format(name: str) -> QuestionFormat:
+    """Return the format called `name`. UserError for another."""
+    for fmt in FORMATS:
+        if fmt.name == name:
+            return fmt
+    near = get_close_matches(name, NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose auto or one of {', '.join(NAMES)}"
+    raise UserError(f"unknown format {name!r}; {hint}")
+
+
+def detect(path: str | Path) -> QuestionFormat:
+    """Return the format that the first record of `path` looks like. UserError when it looks like none, and when the
+    file is absent, malformed or empty."""
+    where, record = next(iter_rows(path), (None, None))
+    if where is None or record is None:
+        raise UserError(f"{path}: holds no questions; expected at least one")
+    fmt = format_of(record)
+    if fmt is None:
+        raise UserError(f"{where}: {_unlike(record)}")
+    return fmt
+
+
+def format_of(record: Record) -> QuestionFormat | None:
+    """Return the format that a record looks like, None where it looks like none."""
+    return next((fmt for fmt in FORMATS if fmt.claims(record)), None)
+
+
+def require(fmt: QuestionFormat, record: Record, where: str) -> None:
+    """UserError, starting with `where`, if `record` is no `fmt`; it says what it looks like instead."""
+    if fmt.fits(record):
+        return
+    other = format_of(record)
+    if other is None:
+        raise UserError(f"{where}: {_unlike(record, fmt)}")
+    raise UserError(
+        f"{where}: expected {fmt.title}, and this record looks like {other.title}; give --format {other.name} for "
+        "such a file"
+    )
+
+
+def _unlike(record: Record, fmt: QuestionFormat | None = None) -> str:
+    keys = ", ".join(sorted(str(key) for key in record)[:8]) or "none"
+    if not _asks(record) and any(key in record for key in TEXT_KEYS):
+        return f"a passage of a corpus (keys: {keys}), and no question; give the file that holds the questions"
+    expected = "no question set in a known format" if fmt is None else f"not {fmt.title}"
+    return (
+        f"{expected} (keys: {keys}); the formats are {', '.join(NAMES)}, so convert the file to one of them, the "
+        f'simplest being {{"id", "question", "golden_answers": [..]}}'
+    )
