@@ -38,8 +38,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptContext:
-    """What a system is run with, whoever writes. `system_digest` is that of a user's own system file, None for a
-    built-in system."""
+    """A system with its prompt, limits and tokenizer, for any writer of turns. `system_digest` is that of a user's own
+    system file, None for a built-in system."""
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -61,7 +61,7 @@ class RunContext(PromptContext):
         return self.tokenizer.vocab_size
 
     def threads(self) -> AbstractContextManager[None]:
-        """Inside, torch computes with as many threads as the recipe has, or suit the model."""
+        """Open a context in which torch computes with as many threads as the recipe has, or suit the model."""
         return use_threads(threads_for(self.recipe.run.threads, self.policy.config))
 
     def rollout(self, retriever: Retriever | None) -> Rollout:
@@ -85,8 +85,8 @@ class RunContext(PromptContext):
 
 
 def load_run_context(recipe: Recipe, model_path: str | Path | None = None, system: System | None = None) -> RunContext:
-    """Policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`, `system` that of the one
-    which the recipe names."""
+    """Load policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`, `system` that of the
+    one which the recipe names."""
     folder = Path(recipe.model.path if model_path is None else model_path)
     tokenizer = load_tokenizer(folder, recipe.run.verify)
     frame = make_prompt_context(recipe, tokenizer, system)
@@ -108,7 +108,7 @@ def load_run_context(recipe: Recipe, model_path: str | Path | None = None, syste
 
 
 def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | None = None) -> PromptContext:
-    """A recipe's system, or `system` in its place, with its prompt, limits, and this tokenizer."""
+    """Return a recipe's system, or `system` in its place, with its prompt, limits, and this tokenizer."""
     section, rollout = recipe.need(SystemSection), recipe.rollout
     digest = own_digest(section.name) if system is None else None
     system = system or load_system(section.name, section.options)
@@ -152,7 +152,7 @@ def load_on_device(recipe: Recipe, folder: str | Path) -> Policy:
 
 
 def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
-    """UserError if the tokenizer has ids that the head does not, or lacks a token that ends or begins the model's
+    """Raise UserError if the tokenizer has ids that the head does not, or lacks a token that ends or begins the model's
     texts: it is another model's then."""
     if tokenizer.vocab_size > policy.config.vocab_size:
         raise UserError(
@@ -168,7 +168,8 @@ def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
 
 
 def fit_doubts(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> str | None:
-    """Why the tokenizer may be another model's though `check_fit` lets it pass, in one sentence; None: it looks right.
+    """Say in one sentence why the tokenizer may be another model's though `check_fit` lets it pass; None: it looks
+    right.
 
     Published models mark the ends of texts by added tokens, and have no more rows than padding explains.
     """
@@ -185,14 +186,15 @@ def fit_doubts(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> str 
 
 
 def _text_marks(policy: Policy) -> list[tuple[str, int]]:
-    """The ids that end and begin texts, each with its key in config.json. What pads is not used here."""
+    """Return the ids that end and begin texts, each with its key in config.json. What pads is not used here."""
     config = policy.config
     begin = [] if config.bos_token_id is None else [("bos_token_id", config.bos_token_id)]
     return [*(("eos_token_id", token) for token in config.eos_token_ids), *begin]
 
 
 def rollout_attention(recipe: Recipe, policy: Policy) -> Backend:
-    """What computes a rollout's attention. UserError if what the recipe names does not serve this model here."""
+    """Return the backend of a rollout's attention. UserError if what the recipe names does not serve this model
+    here."""
     try:
         return resolve_attention(
             recipe.rollout.attention, policy.device, policy.dtype, policy.config.head_dim, "rollout"
@@ -206,8 +208,8 @@ def _say(text: str) -> None:
 
 
 def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
-    """The recipe's index, or its server once that answers, with k checked. None if it names neither; UserError then for
-    a system that shows what it searched for."""
+    """Return the recipe's index, or its server once that answers, with k checked. None if it names neither; UserError
+    then for a system that shows what it searched for."""
     section = recipe.retrieval
     if section is None or (section.index is None and section.url is None):
         if system.needs_index:
@@ -238,9 +240,9 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
 def load_judges(
     recipe: Recipe, system: System, replies: Path, allow_keys: Collection[str], rewarded_only: bool = False
 ) -> Judges:
-    """An entailment judge where the system claims something, and a chat model where the system is rewarded by it, or
-    unless `rewarded_only` where the recipe names one; what that one said is kept in `replies`, unless the recipe names
-    a file for it. allow_keys: as `load_endpoint` has it. Nothing is asked or written yet."""
+    """Return an entailment judge where the system claims something, and a chat model where the system is rewarded by
+    it, or unless `rewarded_only` where the recipe names one; what that one said is kept in `replies`, unless the recipe
+    names a file for it. allow_keys: as `load_endpoint` has it. Nothing is asked or written yet."""
     section = recipe.judge
     if section.replies is None:
         section = replace(section, replies=str(replies))
@@ -252,7 +254,7 @@ def load_judges(
 
 
 def load_questions(recipe: Recipe, system: System) -> tuple[list[Question], list[Question]]:
-    """Training questions (up to data.limit) and development questions (up to run.eval_questions; may be empty)."""
+    """Read training questions (up to data.limit) and development questions (up to run.eval_questions; may be empty)."""
     data = recipe.need(DataSection)
     train = read_questions(data.train)[: data.limit]
     check_gold_indices(train, system, data.train, needed=True)
@@ -281,5 +283,5 @@ def check_gold_indices(questions: Sequence[Question], system: System, path: str,
 
 
 def read_run_recipe(path: str | Path, overrides: list[str]) -> Recipe:
-    """A recipe whose gaps the preset of its system fills: the file and the overrides win over the preset."""
+    """Return a recipe whose gaps the preset of its system fills: the file and the overrides win over the preset."""
     return load_recipe(path, overrides, preset=lambda name: load_system(name, {}).preset)

@@ -84,7 +84,7 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class KeptSpan:
-    """What the policy has written so far, from byte `start` to `end`, all its turns counted as one text (in which the
+    """A part of the policy's text so far, from byte `start` to `end`, all its turns counted as one text (in which the
     bytes that open a turn's text, because they trailed the one before, are there once)."""
 
     start: int
@@ -125,7 +125,7 @@ Episode = Generator[Request, Any, str]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy wrote in one turn: its bytes, and the tag that stopped it (None: end of text, or max_tokens).
+    """One turn of the policy: its bytes, and the tag that stopped it (None: end of text, or max_tokens).
 
     A token may hold a stop tag's end and bytes behind it. They stay in its turn, and where nothing is appended before
     the next they open that one's text too: after `</extract><`, a turn that goes on with `answer>` begins `<answer>`,
@@ -139,21 +139,21 @@ class Turn:
         return self.stop == tag
 
     def inside(self, tag: str) -> str | None:
-        """The text of the turn's first closed `<tag>` span, stripped; None if there is none or it is empty."""
+        """Return the text of the turn's first closed `<tag>` span, stripped; None if there is none or it is empty."""
         found = blocks([TextSegment(Source.POLICY, self.text)], tag)
         return (found[0].text.strip() or None) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeConfig:
-    """What an episode is given besides its question: its prompt template and the limit on its turns."""
+    """Settings of an episode besides its question: its prompt template and the limit on its turns."""
 
     template: str
     max_turns: int
 
 
 def last_answer(attempt: RewardInput) -> str | None:
-    """The final answer of the transcript, as most systems read it (rewards/tags.py)."""
+    """Return the final answer of the transcript, as most systems read it (rewards/tags.py)."""
     return final_answer(attempt.pieces)
 
 
@@ -192,7 +192,7 @@ class System:
 
 
 def first_prompt(system: System, question: Question, tools: EpisodeConfig) -> Prompt:
-    """The episode's first request; TypeError for one that does not begin with a prompt."""
+    """Return the episode's first request; TypeError for one that does not begin with a prompt."""
     request = next(system.episode(question, tools))
     if not isinstance(request, Prompt):
         raise TypeError(f"the episode of {system.name} must begin with a Prompt, not {request}")
@@ -200,8 +200,8 @@ def first_prompt(system: System, question: Question, tools: EpisodeConfig) -> Pr
 
 
 def over_given(system: System) -> System:
-    """The system with every search of it answered from the passages that the question brings, and no index needed.
-    UserError, when it searches, for a question that brings none."""
+    """Return the system with every search of it answered from the passages that the question brings, and no index
+    needed. UserError, when it searches, for a question that brings none."""
 
     def episode(question: Question, tools: EpisodeConfig) -> Episode:
         inner, answer = system.episode(question, tools), None
@@ -220,7 +220,7 @@ def over_given(system: System) -> System:
 
 
 def pair_tags(*names: str) -> tuple[str, ...]:
-    """("think", ..) -> ("<think>", "</think>", ..)."""
+    """Return ("<think>", "</think>", ..) for ("think", ..)."""
     return tuple(tag for name in names for tag in (f"<{name}>", f"</{name}>"))
 
 
@@ -230,7 +230,7 @@ def read_preset(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_template(path: str | Path, passages: bool = False) -> str:
-    """A prompt template file; it must hold `{question}` exactly once and, if the system is given passages, so
+    """Read a prompt template file; it must hold `{question}` exactly once and, if the system is given passages, so
     `{passages}`."""
     text = read_text(path)
     for place, wanted in (("{question}", 1), ("{passages}", int(passages))):

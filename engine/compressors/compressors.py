@@ -32,7 +32,8 @@ BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # of one forward
 
 
 def load_compressor(refining: CompressorOptions, folder: Path, device: str, parts: RunContext | None) -> Compressor:
-    """parts: those of `folder`, where the refiner is a policy's. UserError for a folder that is no such model."""
+    """Load a compressor. parts: those of `folder`, where the compressor is a policy's. UserError for a folder that is
+    no such model."""
     if refining.name == "selective-context":
         assert parts is not None and refining.keep is not None and refining.unit is not None
         return SelectiveContext(parts.policy, parts.tokenizer, refining.keep, refining.unit)
@@ -85,7 +86,8 @@ class SelectiveContext:
         ]
 
     def self_information(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of each text's tokens, in nats. What is longer than the policy's context is read in stretches of that."""
+        """Return the self-information of each text's tokens, in nats. What is longer than the policy's context is read
+        in stretches of that."""
         room = self._likelihood.longest - len(self._begin)
         sequences, owners = [], []
         for number, ids in enumerate(texts):
@@ -119,7 +121,7 @@ class SelectiveContext:
     def _of_sentences(
         self, text: str, spans: list[tuple[int, int]], ids: list[int], information: list[float]
     ) -> list[float]:
-        """The mean over the tokens whose last byte lies in each span; 0 for a span without one."""
+        """Return the mean over the tokens whose last byte lies in each span; 0 for a span without one."""
         ends = list(accumulate(len(self._tokenizer.token_bytes(token)) for token in ids))
         means, first = [], 0
         for _, end in spans:
@@ -208,7 +210,8 @@ class Likelihood:
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
-        """(ids, positions) -> the log-prob of the id at each of the positions, in nats, given all ids before it.
+        """Return for (ids, positions) the log-prob of the id at each of the positions, in nats, given all ids before
+        it.
 
         Positions ascend and are 1 or more; a sequence is no longer than the policy's context. Greedy in nothing: the
         distribution is that of temperature 1 over the tokenizer's ids.
@@ -232,8 +235,8 @@ class Likelihood:
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """(start, end) of each sentence, in order; together they are the whole text, and white space goes with what stands
-    before it.
+    """Return (start, end) of each sentence, in order; together they are the whole text, and white space goes with what
+    stands before it.
 
     By marks of punctuation and white space: a lower case letter begins none, nor does what stands behind an
     abbreviation. Of the 4,117 sentences that HotpotQA marks in its first 100 dev questions it finds the end of 98%, and
@@ -257,13 +260,13 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def sentence_texts(text: str) -> list[str]:
-    """The sentences of `text`, in order, without white space around them."""
+    """Return the sentences of `text`, in order, without white space around them."""
     return [text[start:end].strip() for start, end in sentences(text)]
 
 
 def most(scores: Sequence[float], keep: float) -> list[bool]:
-    """Which units have a score of the (1 - keep) quantile or more, interpolated between units: about a share of `keep`
-    of them, the highest, and one at least where there is any."""
+    """Mark the units that have a score of the (1 - keep) quantile or more, interpolated between units: about a share of
+    `keep` of them, the highest, and one at least where there is any."""
     if not scores:
         return []
     values = np.asarray(scores, np.float64)
@@ -271,6 +274,6 @@ def most(scores: Sequence[float], keep: float) -> list[bool]:
 
 
 def lines(parts: Sequence[Sequence[str]]) -> str:
-    """What is kept of each passage, a line each; a passage of which nothing is kept has none."""
+    """Join what is kept of each passage, a line each; a passage of which nothing is kept has none."""
     joined = (" ".join(part.strip() for part in kept if part.strip()) for kept in parts)
     return "\n".join(line for line in joined if line)

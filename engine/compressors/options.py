@@ -45,12 +45,12 @@ class CompressorOptions:
 
     @property
     def writes(self) -> bool:
-        """Whether a policy writes the evidence, in a prompt; else parts of the passages are kept as they are."""
+        """True if a policy writes the evidence, in a prompt; else parts of the passages are kept as they are."""
         return self.name == "filco"
 
     @property
     def of_encoder(self) -> bool:
-        """Whether the model is an encoder, and no policy."""
+        """True if the model is an encoder, and no policy."""
         return self.name in ("recomp", "llmlingua-2")
 
 
@@ -71,7 +71,7 @@ def compressor_options(
 
 class Compressor(Protocol):
     def compress(self, questions: Sequence[Question]) -> list[str]:
-        """What is kept of each question's passages, in their order; they keep a line each."""
+        """Return the kept part of each question's passages, in their order, a line each."""
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """The length of each text, in the tokens that this compressor reads."""
+        """Return the length of each text, in the tokens that this compressor reads."""

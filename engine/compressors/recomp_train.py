@@ -66,7 +66,7 @@ def train_recomp(
     seed: int = 0,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Trains the encoder in the folder `model` on the records, and writes it into the new folder `out`; returns its
+    """Train the encoder in the folder `model` on the records, and write it into the new folder `out`; return its
     figures.
 
     steps: of the optimiser, 0 for three epochs. batch: questions a step, or as many as there are. UserError for records
@@ -108,7 +108,7 @@ def train_recomp(
 
 
 def contrastive_loss(query_BH: Tensor, sentence_SH: Tensor, counts: Sequence[int], tau: float) -> Tensor:
-    """The mean over questions of the loss at the top of this file, a scalar.
+    """Return the mean over questions of the loss at the top of this file, a scalar.
 
     query_BH, sentence_SH: floating. counts: how many of the sentences are each question's; its positive is the first.
     """
@@ -119,7 +119,8 @@ def contrastive_loss(query_BH: Tensor, sentence_SH: Tensor, counts: Sequence[int
 
 
 def evaluate(encoder: LearnedEncoder, records: Sequence[Contrast]) -> dict[str, float]:
-    """Mean loss against all negatives, not the hardest alone, and how often the positive is ranked before each."""
+    """Return the mean loss against all negatives, not the hardest alone, and how often the positive is ranked before
+    each."""
     loss = right = 0.0
     for _, scores_C in _scored(encoder, records):
         scaled_C = scores_C / _tau(encoder)
@@ -129,7 +130,7 @@ def evaluate(encoder: LearnedEncoder, records: Sequence[Contrast]) -> dict[str, 
 
 
 def _load(model: str | Path, device: str) -> LearnedEncoder:
-    """In float32 on any device, where `load_encoder` has bfloat16 on CUDA, and with gradients."""
+    """Load an encoder in float32 on any device, where `load_encoder` has bfloat16 on CUDA, and with gradients."""
     place = pick_device(device)
     tokens = CUDA_BATCH_TOKENS if place.type == "cuda" else CPU_BATCH_TOKENS
     encoder = load_encoder(model, batch_tokens=tokens)
@@ -142,7 +143,7 @@ def _tau(encoder: LearnedEncoder) -> float:
 
 
 def _scored(encoder: LearnedEncoder, records: Sequence[Contrast]) -> Iterator[tuple[Contrast, NDArray[np.float64]]]:
-    """Each record with the float64 products of its question and sentences, its positive's first."""
+    """Yield each record with the float64 products of its question and sentences, its positive's first."""
     for start in range(0, len(records), AT_ONCE):
         part = records[start : start + AT_ONCE]
         queries_BH = encoder.encode_queries([record.question for record in part]).astype(np.float64)
@@ -155,7 +156,7 @@ def _scored(encoder: LearnedEncoder, records: Sequence[Contrast]) -> Iterator[tu
 
 
 def _hardest(encoder: LearnedEncoder, records: Sequence[Contrast]) -> list[Contrast]:
-    """The records with their `HARD` negatives of highest score."""
+    """Return the records with their `HARD` negatives of highest score."""
     found: list[Contrast] = []
     with console.progress_line("hard negatives", len(records)) as line:
         for record, scores_C in _scored(encoder, records):
@@ -169,7 +170,7 @@ def _hardest(encoder: LearnedEncoder, records: Sequence[Contrast]) -> list[Contr
 def _train(
     encoder: LearnedEncoder, records: Sequence[Contrast], steps: int, lr: float, batch: int, draw: torch.Generator
 ) -> list[float]:
-    """Changes the encoder; returns the loss of every step."""
+    """Train the encoder; return the loss of every step."""
     parameters = list(encoder.tower.bert.parameters())
     optimizer = torch.optim.Adam(parameters, lr=lr)
     warmup = max(1, steps // 10)
@@ -192,13 +193,13 @@ def _train(
 
 
 def _order(count: int, draw: torch.Generator) -> Iterator[int]:
-    """Numbers of records without end, epoch after epoch, each in an order of its own."""
+    """Yield numbers of records without end, epoch after epoch, each in an order of its own."""
     while True:
         yield from torch.randperm(count, generator=draw).tolist()
 
 
 def _backward(encoder: LearnedEncoder, records: Sequence[Contrast]) -> float:
-    """Adds the gradient of the mean loss of a step's records, a few at a time; returns the loss."""
+    """Add the gradient of the mean loss of a step's records, a few at a time; return the loss."""
     total = 0.0
     for start in range(0, len(records), MICRO):
         part = records[start : start + MICRO]

@@ -77,8 +77,8 @@ class AnswerLikelihood:
         )
 
     def logprobs(self, question: Question, texts: Sequence[str]) -> list[float]:
-        """log p(first gold answer | text, question) for each text, in nats; an empty text is no passage. UserError for
-        what is longer than the model's context."""
+        """Return log p(first gold answer | text, question) for each text, in nats; an empty text is no passage.
+        UserError for what is longer than the model's context."""
         gold = question.golds[0]
         answer = f"<answer> {escape_tags(gold, TAGS)} </answer>" if self._tagged else gold
         target = self._renderer.tokenizer.encode(answer)
@@ -103,8 +103,8 @@ def silver_evidence(
     device: str = "cpu",
     tagged: bool = True,
 ) -> dict[str, str]:
-    """Question id -> the sentences that help by `measure`, a line for each passage that has some; empty where none
-    does. Every question has an answer and passages. model: the generator, of cxmi."""
+    """Return question id -> the sentences that help by `measure`, a line for each passage that has some; empty where
+    none does. Every question has an answer and passages. model: the generator, of cxmi."""
     likelihood = None if model is None else AnswerLikelihood(model, device, tagged)
     found = {}
     with console.progress_line("sentences", len(questions)) as line:
@@ -117,7 +117,7 @@ def silver_evidence(
 
 
 def _helpful(question: Question, texts: Sequence[str], measure: str, likelihood: AnswerLikelihood | None) -> list[bool]:
-    """Which of the sentences help; of those that are equally good the first."""
+    """Mark the sentences that help; of those that are equally good the first."""
     if measure == "inclusion":
         return [contains_answer(text, question.golds) for text in texts]
     if measure == "overlap":
@@ -146,7 +146,7 @@ class Contrast:
 def make_contrasts(
     questions: Sequence[Question], model: str | Path, margin: float, device: str = "cpu", tagged: bool = True
 ) -> dict[str, Contrast]:
-    """Question id -> its record, for those where a sentence falls short of the best by more than `margin` nats.
+    """Return question id -> its record, for those where a sentence falls short of the best by more than `margin` nats.
 
     Every question has an answer and passages. model: the generator; device and tagged as `AnswerLikelihood` has them.
     """
@@ -167,7 +167,7 @@ def make_contrasts(
 
 
 def read_contrasts(path: str | Path) -> list[Contrast]:
-    """The records of a file, two or more, since one is held out. UserError names the line of one that is no such
+    """Return the records of a file, two or more, since one is held out. UserError names the line of one that is no such
     record."""
     found = [_contrast(record, row, f"{path}:{row}") for row, record in iter_jsonl(path)]
     if len(found) < 2:

@@ -47,7 +47,7 @@ MOST_STOPS = 4  # that OpenAI's servers take
 
 
 def speaks_chat(url: str) -> bool:
-    """Whether the address is that of a chat: all are but those of completions."""
+    """Return True for the address of a chat: all are but those of completions."""
     path = url.rstrip("/")
     return path.endswith(PATH) or not path.endswith(COMPLETIONS)
 
@@ -68,7 +68,8 @@ class ContinuingEndpoint(Endpoint):
         super().__init__(url, model, path=PATH if self.chat else COMPLETIONS, **settings)
 
     def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
-        """What follows each context, up to its stop tags, with at most so many tokens. UserError as `complete`."""
+        """Return the text that follows each context, up to its stop tags, with at most so many tokens. UserError as
+        `complete`."""
         bodies = [self._body(context, stop, most, temperature) for context, stop, most in asked]
         return [
             _continued(json.loads(reply), context, stop)
@@ -84,7 +85,7 @@ class ContinuingEndpoint(Endpoint):
         return body | {"prompt": "".join(message["content"] for message in context)}
 
     def _read(self, response: HttpAnswer) -> str:
-        """The text with what is known of its end, as the JSON that is kept."""
+        """Return the text with what is known of its end, as the JSON that is kept."""
         answer = json_of(response)
         try:
             choice = answer["choices"][0]
@@ -111,7 +112,7 @@ def _continued(reply: Mapping[str, Any], context: Messages, stop: Sequence[str])
 
 
 def _left_open(text: str, stop: Sequence[str]) -> str | None:
-    """The closing tag of the span of `stop` that was opened last and not closed; None where there is none."""
+    """Return the closing tag of the span of `stop` that was opened last and not closed; None where there is none."""
     opened = [(text.rfind(tag.replace("</", "<", 1)), tag) for tag in stop]
     at, tag = max(opened, default=(-1, ""))
     return tag if at > text.rfind(tag) else None
@@ -134,8 +135,8 @@ class Continues(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredBy:
-    """Who answers: `model` of the server at `url`. key_env: the environment variable that holds its key. tokenizer: a
-    folder, of the model's or a like one."""
+    """The model that answers: `model` of the server at `url`. key_env: the environment variable that holds its key.
+    tokenizer: a folder, of the model's or a like one."""
 
     url: str
     model: str
@@ -143,7 +144,7 @@ class AnsweredBy:
     tokenizer: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What of it decides trajectories; servers move."""
+        """Return the part of it that decides trajectories; servers move."""
         return {"answered by": [self.model, "chat" if speaks_chat(self.url) else "completion", self.tokenizer]}
 
 
@@ -175,7 +176,7 @@ class ApiRunContext(PromptContext):
         )
 
     def facts(self, seconds: float) -> dict[str, Any]:
-        """What the table says of who answered; seconds: for each question."""
+        """Return the table's facts about the model that answered; seconds: for each question."""
         by, endpoint, concurrency = self.answered_by, self.endpoint, self.recipe.judge.concurrency
         kind = "chat" if endpoint.chat else "completion"
         return {
@@ -190,8 +191,8 @@ class ApiRunContext(PromptContext):
 
 
 def load_api_context(recipe: Recipe, system: System | None, by: AnsweredBy, answers: Path) -> ApiRunContext:
-    """The parts of an evaluation that an endpoint answers; what it says is kept in the file `answers`. UserError as
-    Endpoint, for a key that is not set, and for a prompt that cannot be made."""
+    """Return the parts of an evaluation that an endpoint answers; what it says is kept in the file `answers`. UserError
+    as Endpoint, for a key that is not set, and for a prompt that cannot be made."""
     endpoint = ContinuingEndpoint(
         by.url,
         by.model,
@@ -238,7 +239,7 @@ class ApiRollout(EpisodeRunner):
         on_progress: Callable[[int], None] | None = None,
         recall: bool = False,  # of drafts, which are none of ours here
     ) -> list[Trajectory]:
-        """As EpisodeRunner. UserError as the endpoint's."""
+        """Draw as EpisodeRunner does. UserError as the endpoint's."""
         self.clock = RolloutClock()
         started = time.perf_counter()
         trajectories = self.collect(jobs, ApiWriter(self, temperature), on_progress)
@@ -246,8 +247,8 @@ class ApiRollout(EpisodeRunner):
         return trajectories
 
     def stream(self, jobs: Sequence[Job], temperature: float) -> Iterator[Trajectory]:
-        """Every job's trajectory, as soon as it has ended: what is known by the time the endpoint fails has been handed
-        out. Branches are still to come."""
+        """Yield every job's trajectory, as soon as it has ended: what is known by the time the endpoint fails has been
+        handed out. Branches are still to come."""
         for ended in self.play(jobs, ApiWriter(self, temperature)):
             yield from (sample.trajectory for sample in ended)
 
@@ -267,7 +268,8 @@ class ApiWriter:
         return not self.due
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        """The prompt is the user's; what of a branch stands in the policy's place is the assistant's."""
+        """Begin a context: the prompt is the user's; what of a branch stands in the policy's place is the
+        assistant's."""
         tokenizer, renderer, ids = self.rollout.tokenizer, self.rollout.renderer, prompt.ids
         sample.trajectory.from_api = True
         written = 0
@@ -303,7 +305,7 @@ class ApiWriter:
         return Written(ids, stop=None if too_long else continued.turn.stop, full=too_long or continued.full)
 
     def release(self, sample: Sample, keep: bool) -> None:
-        """Nothing is held but the context, for turns to come."""
+        """Do nothing: only the context is held, for turns to come."""
 
     def _say(self, sample: Sample, role: str, text: str) -> None:
         context = self.contexts[sample]

@@ -40,13 +40,13 @@ class Evaluation:
 
     @property
     def rewarded_by(self) -> str | None:
-        """The reward function and its switches; the system's name in a folder that does not say."""
+        """Return the reward function and its switches; the system's name in a folder that does not say."""
         return self.figures.get("rewarded_by") or self.figures.get("system")
 
 
 def read_evaluation(path: str | Path, unverified: bool = False) -> Evaluation:
-    """UserError for a folder that holds no finished evaluation, for one without measures of each question and, unless
-    `unverified`, for one that is not as it was written."""
+    """Raise UserError for a folder that holds no finished evaluation, for one without measures of each question and,
+    unless `unverified`, for one that is not as it was written."""
     path = Path(path)
     if not (path / "metrics.json").is_file():
         state = "an unfinished evaluation" if (path / "settings.json").is_file() else "no evaluation"
@@ -69,7 +69,7 @@ def read_evaluation(path: str | Path, unverified: bool = False) -> Evaluation:
 
 
 def _check_numbers(measures: Mapping[str, Any], where: str) -> None:
-    """UserError, starting with `where`, for a measure that is no number, no yes or no, and not null."""
+    """Raise UserError, starting with `where`, for a measure that is no number, no yes or no, and not null."""
     for name, value in measures.items():
         if not (value is None or (isinstance(value, int | float) and abs(value) < LARGEST)):
             raise UserError(
@@ -78,7 +78,7 @@ def _check_numbers(measures: Mapping[str, Any], where: str) -> None:
 
 
 def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
-    """All that compare.json holds. UserError where no question is in both, or one id means two questions."""
+    """Return all that compare.json holds. UserError where no question is in both, or one id means two questions."""
     from thresher.rewards.statistics import compare_paired
 
     ids = [id_ for id_ in first.measures if id_ in second.measures]
@@ -137,7 +137,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _common_names(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> list[str]:
-    """Measures that both runs have, in the order of the table."""
+    """Return the measures that both runs have, in the order of the table."""
     from thresher.engine.evaluation.metrics import NAMES
 
     there = [{name for id_ in ids for name in run.measures[id_]} for run in (first, second)]
@@ -145,7 +145,7 @@ def _common_names(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> 
 
 
 def _recalled(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> list[dict[str, Any]]:
-    """The overlap of what two texts recall, for every pair of texts that says something."""
+    """Return the overlap of what two texts recall, for every pair of texts that says something."""
     from thresher.rewards.statistics import overlap
 
     def holds(run: Evaluation, id_: str, name: str) -> bool:
@@ -168,7 +168,7 @@ JUDGED = {"entailment": ("entailment_judge", "Entailment"), "verdict": ("verdict
 
 
 def _incomparable(first: Evaluation, second: Evaluation) -> dict[str, str]:
-    """Measures that mean something else in the two runs, and why."""
+    """Return the measures that mean something else in the two runs, and why."""
     found = {}
     if first.rewarded_by != second.rewarded_by:
         found["reward"] = "The two are rewarded differently: their rewards do not compare, and are left out."
@@ -197,7 +197,7 @@ def _described(run: Evaluation) -> dict[str, Any]:
 
 
 def difference_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """(key, first, second, difference, interval, p, questions, test), as words; shares differ in points."""
+    """Return (key, first, second, difference, interval, p, questions, test) as words; shares differ in points."""
     from thresher.engine.evaluation.metrics import NAMES, shown
 
     rows: list[tuple[str, ...]] = []

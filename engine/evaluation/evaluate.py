@@ -23,8 +23,8 @@ def evaluate(
     first: int = 0,
     ranks: Ranks = ALONE,
 ) -> list[Scored]:
-    """One trajectory per question, of which questions[0] is number `first` of the evaluation. Greedy (temperature 0) is
-    the same for every seed, shuffled passages included."""
+    """Draw and score one trajectory per question, of which questions[0] is number `first` of the evaluation. Greedy
+    (temperature 0) is the same for every seed, shuffled passages included."""
     with ranks.interruptible():
         trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, on_progress, recall=True)
     judges = judges or Judges()
@@ -33,7 +33,7 @@ def evaluate(
 
 
 def jobs_of(questions: Sequence[Question], temperature: float = 0.0, seed: int = 0, first: int = 0) -> list[Job]:
-    """A job for each question, of which questions[0] is number `first` of an evaluation.
+    """Return a job for each question, of which questions[0] is number `first` of an evaluation.
 
     A sample's noise is a function of (seed, question id, sample): the same in whichever part of an evaluation the
     question is asked, and another for every seed. Greedy decoding has no noise; there the seed, which still orders

@@ -1,4 +1,4 @@
-"""What `thresher eval` keeps on disk: a folder that survives a kill; the same command goes on from it.
+"""The folder of `thresher eval`: it survives a kill, and the same command goes on from it.
 
     settings.json        what decides the trajectories; a command with other settings is refused
     generated.jsonl      the trajectories so far, appended part by part; gone when the evaluation is complete
@@ -57,7 +57,7 @@ class EvalFolder:
 
     @staticmethod
     def check(path: str | Path, settings: Mapping[str, Any]) -> None:
-        """UserError unless the folder is free or holds an unfinished evaluation with these settings."""
+        """Raise UserError unless the folder is free or holds an unfinished evaluation with these settings."""
         path = Path(path)
         if not os.path.lexists(path):
             return
@@ -74,8 +74,8 @@ class EvalFolder:
 
     @classmethod
     def open(cls, path: str | Path, settings: Mapping[str, Any]) -> "EvalFolder":
-        """A new folder, or one that was left unfinished. UserError as `check`, and while another process writes to
-        it."""
+        """Return a new folder, or one that was left unfinished. UserError as `check`, and while another process writes
+        to it."""
         path = Path(path)
         cls.check(path, settings)
         if path.exists():
@@ -96,7 +96,7 @@ class EvalFolder:
         os.close(self._lock)
 
     def generated(self) -> list[Generated]:
-        """What was generated so far; half a line, as a kill leaves it, is passed over."""
+        """Return the entries so far; half a line, as a kill leaves it, is passed over."""
         return [read_generated(record, f"{self._file}:{number}") for number, record in self._generated.recover()]
 
     def append(self, entries: Iterable[Generated]) -> None:
@@ -112,7 +112,7 @@ class EvalFolder:
 
 
 def check_belongs(done: Sequence[Generated], ids: Sequence[str], path: Path) -> None:
-    """UserError unless the trajectories answer the first of these questions."""
+    """Raise UserError unless the trajectories answer the first of these questions."""
     if [entry.trajectory.question_id for entry in done] != list(ids[: len(done)]):
         raise UserError(f"{path}: holds trajectories of other questions; choose another folder for the evaluation")
 
@@ -122,7 +122,7 @@ def _shown(value: object) -> str:
 
 
 def check_generated(entries: Sequence[Generated], rollout: EpisodeRunner, path: Path) -> None:
-    """UserError, naming the line, where a trajectory of the rollout, or a branch of it, breaks an invariant."""
+    """Raise UserError, naming the line, where a trajectory of the rollout, or a branch of it, breaks an invariant."""
     for number, entry in enumerate(entries, 1):
         for one in (entry.trajectory, *entry.trajectory.branches.values()):
             if wrong := check_trajectory(one, rollout.tokenizer, rollout.system.tags, rollout.limits.max_context):
@@ -143,7 +143,7 @@ def _stored(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def read_generated(record: Mapping[str, Any], where: str) -> Generated:
-    """The entry of a record. UserError, starting with `where`, for one that was not written so."""
+    """Return the entry of a record. UserError, starting with `where`, for one that was not written so."""
     try:
         record = {key: value for key, value in record.items() if key != "check"}  # a digest of an earlier version
         entry = Generated(**{**record, "trajectory": _trajectory(record["trajectory"])})
@@ -160,7 +160,8 @@ def read_generated(record: Mapping[str, Any], where: str) -> Generated:
 
 
 def _trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """ValueError, TypeError or KeyError where the record is not one of `asdict`; check_trajectory does the rest."""
+    """Read a trajectory. ValueError, TypeError or KeyError where the record is not one of `asdict`; check_trajectory
+    does the rest."""
     fields = {"from_api" if key == "elsewhere" else key: value for key, value in record.items()}
     segments = [_segment(segment) for segment in fields.pop("segments")]
     branches = {name: _trajectory(branch) for name, branch in fields.pop("branches").items()}

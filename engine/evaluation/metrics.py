@@ -94,7 +94,8 @@ NOT_PARTS = frozenset(
 
 
 def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
-    """The measures of one trajectory, reward first; `tags` are its system's and say which spans it is to write."""
+    """Return the measures of one trajectory, reward first; `tags` are its system's and say which spans it is to
+    write."""
     attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
     answer, golds = entry.result.answer or "", attempt.golds
     segments = Counter(segment.source for segment in trajectory.segments)
@@ -139,12 +140,12 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
 
 
 def parts_of(entry: Scored) -> Values:
-    """The parts of the system's own reward; None for one that nobody measured."""
+    """Return the parts of the system's own reward; None for one that nobody measured."""
     return {name: _value(part) for name, part in entry.result.parts.items() if name not in NOT_PARTS}
 
 
 def ranking_measures(relevant: Sequence[bool]) -> Values:
-    """Of the passages that were shown, in their order; nothing where none were."""
+    """Return the measures of the passages that were shown, in their order; none where none were."""
     if not relevant:
         return {}
     return {
@@ -155,7 +156,8 @@ def ranking_measures(relevant: Sequence[bool]) -> Values:
 
 
 def means(rows: Sequence[Mapping[str, float | None]]) -> Values:
-    """Name -> mean over the rows that have a value; None where none has. Names of NAMES in its order, then others."""
+    """Return name -> mean over the rows that have a value; None where none has. Names of NAMES in its order, then
+    others."""
     names = sorted({name: None for row in rows for name in row}, key=_place)
     return {name: mean([row.get(name) for row in rows]) for name in names}
 
@@ -166,7 +168,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def shown(name: str, value: float | None) -> str:
-    """A mean of this measure for a person to read: a share as a percentage."""
+    """Return a mean of this measure for a person to read: a share as a percentage."""
     if value is None:
         return "-"
     return f"{value:.1%}" if NAMES.get(name, ("", "number"))[1] == "share" else f"{value:,.2f}"
@@ -181,7 +183,7 @@ def _place(name: str) -> int:
 
 
 def _all_spans(tag: str) -> Callable[[RewardInput], list[str]]:
-    """Every such span that the policy closed up to its answer; no gold forms across two of them."""
+    """Return every such span that the policy closed up to its answer; no gold forms across two of them."""
     return lambda attempt: [span.text for span in blocks(up_to_answer(attempt.pieces), tag)]
 
 
@@ -200,7 +202,7 @@ _RECALLS: dict[str, tuple[str, Callable[[RewardInput], list[str]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the means over trajectories are made of: one trajectory's measures, and its place among the others."""
+    """One trajectory's measures, of which means are made, and its place among the others."""
 
     place: tuple[int, int]  # group, sample
     measures: Values
@@ -209,7 +211,7 @@ class Measured:
 
 
 def measured(scored: Sequence[Scored], tags: Sequence[str] = ()) -> list[Measured]:
-    """Each trajectory's measures. tags: the system's, for the metrics of what it writes between them."""
+    """Return each trajectory's measures. tags: the system's, for the metrics of what it writes between them."""
     return [
         Measured(
             (entry.trajectory.group, entry.trajectory.sample),
@@ -222,7 +224,7 @@ def measured(scored: Sequence[Scored], tags: Sequence[str] = ()) -> list[Measure
 
 
 def summary_of(rows: Sequence[Measured]) -> dict[str, Any]:
-    """Means over trajectories: the shared metrics, the parts of the system's own reward, and how many
+    """Return means over trajectories: the shared metrics, the parts of the system's own reward, and how many
     trajectories ended for which reason."""
     return {
         "questions": len(rows),
@@ -291,7 +293,7 @@ def _is_share(name: str) -> bool:
 
 
 def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
-    """(key, mean, interval, questions) of all that `figures_of` found, as words."""
+    """Return (key, mean, interval, questions) of all that `figures_of` found, as words."""
     values = {name: figures[name] for name in figures if name in NAMES}
     values |= {f"parts.{name}": value for name, value in figures["parts"].items()}
     rows = []
@@ -303,7 +305,7 @@ def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
 
 
 def markdown(title: str, figures: Mapping[str, Any]) -> str:
-    """The table with a line on each of FACTS that is known."""
+    """Return the table with a line on each of FACTS that is known."""
     lines = [f"# {title}", ""]
     lines += [f"- {name}: {_plain(figures[key])}" for key, name in FACTS.items() if figures.get(key) is not None]
     lines += ["", "| Measure | | Mean | 95% interval | Questions |", "|---|---|--:|:-:|--:|"]
@@ -321,7 +323,7 @@ def markdown(title: str, figures: Mapping[str, Any]) -> str:
 
 
 def cell(text: str) -> str:
-    """A text that can break out of neither its table cell nor its line."""
+    """Return a text that can break out of neither its table cell nor its line."""
     return " ".join(text.replace("|", "\\|").split())
 
 

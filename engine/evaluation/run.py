@@ -79,7 +79,7 @@ Answerer = RunContext | ApiRunContext  # each with a `rollout` that has a prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """What decides an evaluation besides its recipe; `baseline` answers in the place of a system, `answered_by` in that
+    """Settings of an evaluation besides its recipe; `baseline` answers in the place of a system, `answered_by` in that
     of our policy. allow_keys: where which key may go, as `load_endpoint` has it."""
 
     questions: str | None = None
@@ -142,7 +142,8 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
 
 
 def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequence[Question]) -> dict[str, Any]:
-    """What decides the trajectories, by dotted keys: an unfinished evaluation goes on under the very same alone."""
+    """Return what decides the trajectories, by dotted keys: an unfinished evaluation goes on under the very same
+    alone."""
     tables = recipe.to_dict()
     settings = {
         f"{section}.{key}": value
@@ -167,7 +168,8 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
 def prepare(
     questions: Sequence[Question], parts: PromptContext, retriever: Retriever | None, noise: int
 ) -> PromptBatch:
-    """The questions with what their prompts show: passages found where they bring none, and noise, as far as they fit.
+    """Return the questions with what their prompts show: passages found where they bring none, and noise, as far as
+    they fit.
 
     Noise is drawn from the corpus where it is at hand, else from the passages of the other questions. UserError for
     passages that are nowhere, and for noise without a prompt to put it into.
@@ -192,7 +194,8 @@ def _load(recipe: Recipe, asked: EvalOptions, answers: Path) -> Answerer:
 
 
 def _measures(scored: Sequence[Scored], done: Sequence[Generated], parts: Answerer) -> list[Values]:
-    """Each question's; without those in tokens where an endpoint answered and nobody knows its tokens."""
+    """Return each question's measures, without those in tokens where an endpoint answered and nobody knows its
+    tokens."""
     left_out = parts.unmeasured if isinstance(parts, ApiRunContext) else ()
     found = [
         measures_of(entry, parts.system.tags) | ranking_measures(one.relevant)
@@ -202,7 +205,8 @@ def _measures(scored: Sequence[Scored], done: Sequence[Generated], parts: Answer
 
 
 def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
-    """Where the system searches, or its passages are looked for; None for one that reads nothing."""
+    """Return the retriever that the system searches, or that its passages are looked for in; None if it reads
+    nothing."""
     reads = system.given_passages or system.needs_index
     return load_retrieval(recipe, system) if reads else None
 
@@ -214,7 +218,7 @@ def _generate(
     seed: int,
     folder: EvalFolder,
 ) -> list[Generated]:
-    """All trajectories, those that the folder holds already among them."""
+    """Return all trajectories, those that the folder holds already among them."""
     done = folder.generated()
     check_belongs(done, [question.id for question in questions], folder.path)
     check_generated(done, rollout, folder.path / "generated.jsonl")
@@ -234,8 +238,8 @@ def _generate(
 
 
 def _relevant(question: Question, trajectory: Trajectory, rollout: EpisodeRunner) -> list[bool]:
-    """Whether each passage holds a gold string: of those that the prompt shows, or of those found, best first, search
-    after search."""
+    """Return for each passage True if it holds a gold string: of those that the prompt shows, or of those found, best
+    first, search after search."""
     passages: Sequence[Passage] = ()
     queries = [search["query"] for search in trajectory.searches]
     if rollout.system.given_passages:
@@ -247,8 +251,8 @@ def _relevant(question: Question, trajectory: Trajectory, rollout: EpisodeRunner
 
 
 def _with_claims(system: System, classifier: str | None) -> System:
-    """Where a classifier is named, what a system notes is measured by it even if no reward asks: EviNote's premise, the
-    last note, of whatever tag the system's notes have."""
+    """Return the system with its notes measured by the classifier, if one is named, even if no reward asks: EviNote's
+    premise, the last note, of whatever tag the system's notes have."""
     tag = next((tag for tag in NOTES if f"<{tag}>" in system.tags), None)
     if classifier is None or system.claims is not None or tag is None:
         return system
@@ -306,7 +310,7 @@ def _roomless(count: int) -> str | None:
 
 
 def _gold(parts: PromptContext, scored: Sequence[Scored]) -> str | None:
-    """How many questions leave open what their gold passages are, where the system's reward asks for it."""
+    """Say how many questions leave open what their gold passages are, if the system's reward asks for it."""
     unknown = sum(entry.question.gold_indices is None for entry in scored)
     if not parts.system.needs_gold_indices or not unknown:
         return None
@@ -314,7 +318,7 @@ def _gold(parts: PromptContext, scored: Sequence[Scored]) -> str | None:
 
 
 def rewarded_by(parts: PromptContext) -> str:
-    """The reward in words: two evaluations with the same have rewards that compare."""
+    """Return the reward in words: two evaluations with the same have rewards that compare."""
     if parts.system_digest is not None:
         section = parts.recipe.need(SystemSection)
         return f"{section.name}, {parts.system_digest[:16]}, {dict(sorted(section.options.items()))}"
@@ -326,7 +330,7 @@ def rewarded_by(parts: PromptContext) -> str:
 
 
 def _retrieval(parts: PromptContext) -> str | None:
-    """Where passages come from, in words; None for a system that reads none."""
+    """Return the source of the passages, in words; None for a system that reads none."""
     section = parts.recipe.retrieval
     place = section and (section.index or section.url)
     if parts.system.needs_index:

@@ -42,7 +42,7 @@ from thresher.rewards.transcript import Source
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """What decides the trajectories besides the recipe; samples: of each question; resume: `out` may be there."""
+    """Settings of the trajectories besides the recipe; samples: of each question; resume: `out` may be there."""
 
     questions: str
     out: Path
@@ -95,7 +95,7 @@ def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """UserError unless the file may be written, or gone on with."""
+    """Raise UserError unless the file may be written, or gone on with."""
     if out.suffix != ".jsonl":
         raise UserError(f"{out}: expected a name that ends in .jsonl, since it grows line by line")
     if not out.parent.is_dir():
@@ -105,7 +105,7 @@ def check_out(out: Path, resume: bool) -> None:
 
 
 def _kept(log: RecordLog, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float) -> int:
-    """How many of the jobs the file holds. UserError, naming the line, for a file that holds anything but the first of
+    """Count the jobs that the file holds. UserError, naming the line, for a file that holds anything but the first of
     these jobs."""
     kept = 0
     for number, record in log.recover():
@@ -141,7 +141,8 @@ def _check_belongs(record: Record, where: str, job: Job, prompts: Sequence[Seque
 def _draw(
     rollout: Rollout, parts: RunContext, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
 ) -> dict[str, Any]:
-    """The trajectories that are not in the file yet, appended part by part; figures of these alone."""
+    """Draw the trajectories that are not in the file yet, and append them part by part; return figures of these
+    alone."""
     reasons: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     seconds = 0.0

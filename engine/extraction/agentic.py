@@ -43,7 +43,7 @@ class AgentSearch:
     query: str
 
     def packed(self) -> str:
-        """One line that `unpack` reads, for retrievers that are asked with a string."""
+        """Return one line that `unpack` reads, for retrievers that are asked with a string."""
         return json.dumps([self.question, self.thinking, self.query])
 
     @staticmethod
@@ -51,7 +51,7 @@ class AgentSearch:
         return AgentSearch(*json.loads(text))
 
     def wanted(self) -> str:
-        """What stands in the place of the extractor's question."""
+        """Return the text in the place of the extractor's question."""
         thinking = f"\nThinking: {self.thinking}" if self.thinking else ""
         return f"{self.question}{thinking}\nSearch: {self.query}"
 
@@ -87,7 +87,7 @@ class ReadingRetriever(Retriever):
 
 
 def with_packed_searches(system: System) -> System:
-    """The system with its searches packed: each carries the question and the thinking of its turn."""
+    """Return the system with its searches packed: each carries the question and the thinking of its turn."""
 
     def episode(question: Question, tools: EpisodeConfig) -> Episode:
         loop = system.episode(question, tools)
@@ -107,12 +107,12 @@ def with_packed_searches(system: System) -> System:
 
 
 def thinking(turn: Turn) -> str:
-    """What a turn says before it searches: in <think> if the agent keeps to the tags, else everything."""
+    """Return what a turn says before it searches: in <think> if the agent keeps to the tags, else everything."""
     return turn.inside("think") or turn.text.partition(b"<search>")[0].decode("utf-8", "replace").strip()
 
 
 def reading_record(packed: str, reading: Extraction) -> dict[str, Any]:
-    """One search of the agent, for the output: what it asked, what was found, what was made of it."""
+    """Return one search of the agent, for the output: what it asked, what was found, what was made of it."""
     search = AgentSearch.unpack(packed)
     return {
         "thinking": search.thinking,
@@ -126,7 +126,8 @@ def reading_record(packed: str, reading: Extraction) -> dict[str, Any]:
 
 
 def reading_figures(readings: list[Extraction]) -> dict[str, Any]:
-    """Of one question: how often it searched, how often in vain, and its compression ratio, None without evidence."""
+    """Return the figures of one question: how often it searched, how often in vain, and its compression ratio, None
+    without evidence."""
     useful = [reading for reading in readings if reading.evidence]
     passages = sum(extraction.passage_tokens for extraction in useful)
     evidence = sum(extraction.evidence_tokens for extraction in useful)

@@ -29,7 +29,8 @@ SPANS = (("extract", "reason"), ("think", None))  # tags of evidence and of rati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extraction:
-    """What was made of some passages. Texts are stripped, and empty where their span is missing or was not closed.
+    """The evidence taken from some passages. Texts are stripped, and empty where their span is missing or was not
+    closed.
 
     rationale: None where none is asked for.
     passages: as it was shown them, cut_passages of them cut to fit.
@@ -50,7 +51,7 @@ class Extraction:
 
     @property
     def compression_ratio(self) -> float | None:
-        """passage_tokens / evidence_tokens; None without evidence."""
+        """Return passage_tokens / evidence_tokens; None without evidence."""
         return compression_ratio(self.passage_tokens, self.evidence_tokens)
 
 
@@ -65,12 +66,12 @@ class Extractor:
         self._rollout = replace(parts, system=first_turn(parts.system, self.evidence_tag)).rollout(None)
 
     def check(self, questions: Sequence[Question]) -> None:
-        """UserError for the first whose passages and prompt do not fit into the context."""
+        """Raise UserError for the first whose passages and prompt do not fit into the context."""
         self._rollout.check_prompts(questions)
 
     def extract(self, questions: Sequence[Question]) -> list[Extraction]:
-        """From each question's own passages, cut where they must be. UserError where prompt and passages do not fit
-        into the context."""
+        """Extract from each question's own passages, cut where they must be. UserError where prompt and passages do not
+        fit into the context."""
         run = self._rollout
         given = [question.passages for question in questions]
         questions = truncate_passages(questions, run.system, run.tools, run.renderer).questions
@@ -109,7 +110,7 @@ class CompressorExtractor:
         self._compressor = compressor
 
     def check(self, questions: Sequence[Question]) -> None:
-        """Nothing has to fit anywhere."""
+        """Do nothing: nothing has to fit anywhere."""
 
     def extract(self, questions: Sequence[Question]) -> list[Extraction]:
         evidence = self._compressor.compress(questions)
@@ -130,7 +131,7 @@ class CompressorExtractor:
 
 
 def spans_of(system: System) -> tuple[str, str | None]:
-    """The tags of what is evidence and of what is rationale in a system's first turn."""
+    """Return the tags of what is evidence and of what is rationale in a system's first turn."""
     found = next(((tag, before) for tag, before in SPANS if f"<{tag}>" in system.tags), None)
     if found is None or not system.given_passages:
         raise UserError(
@@ -142,7 +143,8 @@ def spans_of(system: System) -> tuple[str, str | None]:
 
 
 def first_turn(system: System, tag: str) -> System:
-    """The system with everything behind the first turn of its episode left out, which ends where `tag` is closed."""
+    """Return the system with everything behind the first turn of its episode left out, which ends where `tag` is
+    closed."""
 
     def episode(question: Question, tools: EpisodeConfig) -> Episode:
         whole = system.episode(question, tools)
@@ -157,5 +159,5 @@ def first_turn(system: System, tag: str) -> System:
 
 
 def _first(pieces: Sequence[TextSegment], tag: str) -> str:
-    """What the policy wrote in its first closed span of `tag`; "" without one."""
+    """Return the text of the policy's first closed span of `tag`; "" without one."""
     return next((span.text for span in blocks(pieces, tag)), "")

@@ -62,8 +62,8 @@ FREE = ("model.device", *(f"rollout.{key}" for key in _COMPUTING))  # keys that 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Who answers, or acts as agent: a model's folder, or the name of a chat model at a URL. template: a prompt file in
-    the place of the built-in one."""
+    """The model that answers, or acts as agent: a model's folder, or the name of a chat model at a URL. template: a
+    prompt file in the place of the built-in one."""
 
     model: str | None = None
     url: str | None = None
@@ -110,16 +110,18 @@ class ExtractionPlan:
 
     @property
     def of_encoder(self) -> bool:
-        """Whether the model is an encoder's."""
+        """True if the model is an encoder's."""
         return self.refining is not None and self.refining.of_encoder
 
     @property
     def of_baseline(self) -> str | None:
-        """The baseline whose protocol a policy follows, None for a system's: FilCo's filter writes evidence alone."""
+        """Return the baseline whose protocol a policy follows, None for a system's: FilCo's filter writes evidence
+        alone."""
         return "extract_only" if self.refining is not None and self.refining.writes else self.baseline
 
     def settings(self, questions: Sequence[Question]) -> dict[str, Any]:
-        """What decides the records; not how many there are, nor where they are made and servers are at the moment."""
+        """Return what decides the records; not how many there are, nor where they are made and servers are at the
+        moment."""
         content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
         kept = asdict(self) | {"the questions' content": blake2b(content, digest_size=8).hexdigest()}
         for key in ("out", "url", "limit", "batch", "key_env", "patience"):
@@ -220,16 +222,16 @@ class Loop:
             self.generator = self._rollout(plan.generator, answers_from(self.evidence, plan.out), 1, None, shown)
 
     def shown(self, questions: Sequence[Question]) -> list[Question]:
-        """The questions with the passages that the extractor is shown: given or found, and noise."""
+        """Return the questions with the passages that the extractor is shown: given or found, and noise."""
         found = with_passages(questions, self.retriever, self.k)
         return with_noise(found, self.pool, self.plan.noise, self.plan.seed)
 
     def threads(self) -> AbstractContextManager[None]:
-        """Those that suit a policy; an encoder computes with torch's own number."""
+        """Return the threads that suit a policy; an encoder computes with torch's own number."""
         return nullcontext() if self.parts is None else self.parts.threads()
 
     def traditional(self, questions: Sequence[Question]) -> None:
-        """Evidence for each question, and an answer where there is a generator."""
+        """Extract evidence for each question, and have it answered where there is a generator."""
         waiting = {record["id"]: record for record in self._extracted(questions)}
         if self.generator is None:
             for record in waiting.values():
@@ -246,7 +248,7 @@ class Loop:
             self.evidence.clear()
 
     def agentic(self, questions: Sequence[Question]) -> None:
-        """The agent's answer to each question, with every search and what the extractor made of it."""
+        """Have the agent answer each question; keep every search and what the extractor made of it."""
         assert self.agent is not None and self.reader is not None
         for response in responses(self.agent, questions):
             packed = [search["query"] for search in response.trajectory.searches]
@@ -263,7 +265,7 @@ class Loop:
             )
 
     def _extracted(self, questions: Sequence[Question]) -> list[Record]:
-        """A record of evidence for each question: the one that an earlier run left, or a new one."""
+        """Return a record of evidence for each question: the one that an earlier run left, or a new one."""
         kept = self.journal.partial
         fresh = self.shown([question for question in questions if question.id not in kept])
         started = time.perf_counter()
@@ -297,7 +299,8 @@ class Loop:
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:
-    """The recipe that `load_run_context` needs for the extractor; the other local models are loaded with it as well.
+    """Return the recipe that `load_run_context` needs for the extractor; the other local models are loaded with it as
+    well.
 
     UserError for a template that nobody is asked with.
     """
@@ -328,7 +331,7 @@ def local_recipe(plan: ExtractionPlan) -> Recipe:
 
 
 def _run_tables(run: str) -> dict[str, Any]:
-    """What the recipe of a run says of the extractor."""
+    """Return the sections of a run's recipe that concern the extractor."""
     tables = read_tables(RunFolder(Path(run)).recipe_file)
     return {name: dict(tables.get(name) or {}) for name in SECTIONS}
 
@@ -354,7 +357,7 @@ def _head(question: Question) -> Record:
 
 
 def _extracted(extraction: Extraction) -> Record:
-    """Lengths are in the extractor's tokens; a system without a rationale has none."""
+    """Return an extraction's record. Lengths are in the extractor's tokens; a system without a rationale has none."""
     reasoned = {"rationale": extraction.rationale, "rationale_tokens": extraction.rationale_tokens}
     return {
         "passages": [passage_record(passage) for passage in extraction.passages],
@@ -369,7 +372,7 @@ def _extracted(extraction: Extraction) -> Record:
 
 
 def _answered(response: Scored) -> Record:
-    """What there is to say of an answer: right or wrong only where the question has gold answers."""
+    """Return the record of an answer: right or wrong only where the question has gold answers."""
     measures = ("em", "f1", "answered") if response.question.golds else ("answered",)
     return {
         "answer": response.result.answer,
@@ -446,7 +449,7 @@ def chat_rollout(
 
 
 def fault_of(record: Record) -> str | None:
-    """What of a record that was read from a file could not be measured, in words; None where nothing is."""
+    """Describe what of a record from a file could not be measured; None where all could."""
     if not isinstance(record.get("evidence"), str):
         return 'has no text as its "evidence"'
     for name in (*STORED, "cut_passages"):
@@ -466,7 +469,7 @@ def fault_of(record: Record) -> str | None:
 
 
 def record_measures(record: Record) -> dict[str, float]:
-    """The measures of one question's record, without those that it has no value for."""
+    """Return the measures of one question's record, without those that it has no value for."""
     found = {name: record.get(name) for name in STORED}
     if golds := record.get("golden_answers", ()):
         for name in ("evidence", "rationale"):

@@ -32,7 +32,7 @@ _PASSAGES = "\ue000passages\ue000"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renderer:
-    """How one system's texts become ids.
+    """Renders one system's texts into ids.
 
     k: passages per search. chat: wrap the prompt in the model's chat template. max_passage_tokens: budget of a search,
     and of a prompt's passages.
@@ -65,13 +65,13 @@ class Renderer:
         return self.begin(ids) + ids
 
     def begin(self, ids: list[int]) -> list[int]:
-        """What the model expects before a prompt of these ids: nothing in a chat, whose template has written it, nor
-        where they begin with it."""
+        """Return the ids that the model expects before a prompt of these ids: none in a chat, whose template has
+        written it, nor where they begin with it."""
         expected = list(self.tokenizer.begin_ids)
         return [] if self.chat or ids[: len(expected)] == expected else expected
 
     def _given(self, passages: Sequence[Passage]) -> list[int]:
-        """A prompt's passages, whole. UserError where they exceed their budget: nothing is cut unrecorded."""
+        """Return a prompt's passages, whole. UserError where they exceed their budget: nothing is cut unrecorded."""
         ids = self.passages(passages)
         if len(ids) > self.max_passage_tokens:
             raise UserError(
@@ -81,11 +81,11 @@ class Renderer:
         return ids
 
     def passages(self, passages: Sequence[Passage]) -> list[int]:
-        """Passages one a line, as a prompt shows them, of whatever length."""
+        """Return passages one a line, as a prompt shows them, of whatever length."""
         return self.tokenizer.encode(escape_tags(passage_lines(passages, self.passage_format), self.tags))
 
     def line_tokens(self, number: int, passage: Passage) -> int:
-        """The tokens of one passage's line, with the break before it."""
+        """Return the tokens of one passage's line, with the break before it."""
         line = "\n" * (number > 1) + passage_line(number, passage, self.passage_format)
         return len(self.tokenizer.encode(escape_tags(line, self.tags)))
 
@@ -93,8 +93,8 @@ class Renderer:
         return self.retrieved_and_cut(request)[0]
 
     def retrieved_and_cut(self, request: Retrieved) -> tuple[list[int], int]:
-        """A search's passages, or the text in their place, between their tags; and how many of their tokens the budget
-        cut off."""
+        """Return a search's passages, or the text in their place, between their tags; and how many of their tokens the
+        budget cut off."""
         if isinstance(request.hits, str):
             passages = self.tokenizer.encode(escape_tags(request.hits, self.tags))
         else:
@@ -107,7 +107,7 @@ class Renderer:
 
 
 def check_passage_format(passage_format: str) -> None:
-    """UserError for a format that cannot be filled, or that leaves the passage's text out."""
+    """Raise UserError for a format that cannot be filled, or that leaves the passage's text out."""
     try:
         filled = passage_format.format(number=1, title="", text=_QUESTION)
     except (LookupError, ValueError, AttributeError) as error:
@@ -120,7 +120,7 @@ def check_passage_format(passage_format: str) -> None:
 
 
 def passage_lines(passages: Sequence[Passage], passage_format: str) -> str:
-    """Passages as the policy sees them, one a line, before tags are escaped."""
+    """Return passages as the policy sees them, one a line, before tags are escaped."""
     return "\n".join(passage_line(number, passage, passage_format) for number, passage in enumerate(passages, start=1))
 
 
@@ -139,7 +139,7 @@ class PromptBatch:
     budget: int
 
     def warning(self) -> str | None:
-        """What was cut, in a sentence; None where nothing was."""
+        """Say what was cut, in a sentence; None where nothing was."""
         if not self.cut_questions:
             return None
         return (
@@ -151,8 +151,8 @@ class PromptBatch:
 def retrieve_and_truncate(
     questions: Sequence[Question], system: System, tools: EpisodeConfig, renderer: Renderer, retriever: Retriever | None
 ) -> PromptBatch:
-    """The questions with what their prompts show: where the system is given passages, those that came with a question
-    or that one search for it finds, as far as they fit."""
+    """Return the questions with what their prompts show: where the system is given passages, those that came with a
+    question or that one search for it finds, as far as they fit."""
     if system.given_passages:
         questions = with_passages(questions, retriever, renderer.k)
     return truncate_passages(questions, system, tools, renderer)
@@ -161,7 +161,7 @@ def retrieve_and_truncate(
 def truncate_passages(
     questions: Sequence[Question], system: System, tools: EpisodeConfig, renderer: Renderer
 ) -> PromptBatch:
-    """The questions, passages that their prompts show cut to what fits; those that none shows stay as they are.
+    """Return the questions, passages that their prompts show cut to what fits; those that none shows stay as they are.
 
     UserError where a budget is too small for the form of a question's passages alone.
     """
@@ -182,7 +182,8 @@ def truncate_passages(
 
 
 def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tuple[Passage, ...]:
-    """Passages whose lines have `renderer.max_passage_tokens` together, at most; those that need no cut as they are."""
+    """Return passages whose lines have `renderer.max_passage_tokens` together, at most; those that need no cut as they
+    are."""
     budget = renderer.max_passage_tokens
     if len(renderer.passages(passages)) <= budget:
         return tuple(passages)
@@ -202,7 +203,8 @@ def fit(passages: Sequence[Passage], renderer: Renderer, question_id: str) -> tu
 
 
 def _share(lengths: Sequence[int], budget: int) -> int:
-    """The largest bound on each length under which they sum to `budget` at most; no more than the largest of them."""
+    """Return the largest bound on each length under which they sum to `budget` at most; no more than the largest of
+    them."""
     share = 0
     for place, length in enumerate(sorted(lengths)):
         share = budget // (len(lengths) - place)
@@ -213,8 +215,8 @@ def _share(lengths: Sequence[int], budget: int) -> int:
 
 
 def _cut(number: int, passage: Passage, share: int, renderer: Renderer) -> Passage | None:
-    """The passage with as many whole tokens of its text as leave its line `share` tokens, at most; if no text does,
-    with as many of its title. None where the format alone takes more."""
+    """Return the passage with as many whole tokens of its text as leave its line `share` tokens, at most; if no text
+    does, with as many of its title. None where the format alone takes more."""
     if renderer.line_tokens(number, passage) <= share:
         return passage
     for part in ("text", "title"):
@@ -233,12 +235,12 @@ def _cut(number: int, passage: Passage, share: int, renderer: Renderer) -> Passa
 
 
 def _headed(passage: Passage, part: str, ids: Sequence[int], renderer: Renderer) -> Passage:
-    """The passage with these tokens for its text or title; a character that they end within is left out."""
+    """Return the passage with these tokens for its text or title; a character that they end within is left out."""
     return replace(passage, **{part: renderer.tokenizer.decode_bytes(ids).decode("utf-8", "ignore")})
 
 
 def with_passages(questions: Sequence[Question], retriever: Retriever | None, k: int) -> list[Question]:
-    """The questions, those without passages given the `k` best that one call of the retriever finds.
+    """Return the questions, those without passages given the `k` best that one call of the retriever finds.
 
     What is retrieved has no gold indices. UserError for a question without passages where there is no retriever.
     """
@@ -260,14 +262,15 @@ def with_passages(questions: Sequence[Question], retriever: Retriever | None, k:
 
 
 def noise_pool(questions: Sequence[Question], retriever: Retriever | None) -> Sequence[Passage]:
-    """What noise is drawn from: the corpus where it is at hand (a server keeps its own), else what all questions
-    bring."""
+    """Return the passages that noise is drawn from: the corpus where it is at hand (a server keeps its own), else what
+    all questions bring."""
     corpus: Sequence[Passage] | None = getattr(retriever, "corpus", None)
     return [passage for question in questions for passage in question.passages] if corpus is None else corpus
 
 
 def with_noise(questions: Sequence[Question], pool: Sequence[Passage], count: int, seed: int) -> list[Question]:
-    """EviOmni's noise test: `count` irrelevant passages more for each question, at places drawn by (seed, question).
+    """Add noise, EviOmni's test: `count` irrelevant passages more for each question, at places drawn by (seed,
+    question).
 
     Irrelevant is a passage of `pool` that the question does not show yet and that holds none of its gold answers. Gold
     indices follow their passages. UserError where the pool has too few.

@@ -56,7 +56,7 @@ class Trajectory:
         return sum(len(segment.ids) for segment in self.segments)
 
     def policy_positions(self) -> list[int]:
-        """Positions of the tokens that the policy sampled: the loss mask, as a list of indices."""
+        """Return the positions of the tokens that the policy sampled: the loss mask, as a list of indices."""
         rows: list[int] = []
         at = 0
         for segment in self.segments:
@@ -72,11 +72,11 @@ class Trajectory:
         return sum(len(segment.ids) for segment in self.segments if segment.source is source)
 
     def pieces(self, tokenizer: Tokenizer) -> list[TextSegment]:
-        """The form that rewards read: bytes with their sources."""
+        """Return the form that rewards read: bytes with their sources."""
         return [TextSegment(segment.source, tokenizer.decode_bytes(segment.ids)) for segment in self.segments]
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """For the run folder: the text of every segment beside the exact ids, where they are known."""
+        """Return the record of the run folder: the text of every segment beside the exact ids, where they are known."""
         record = {
             "id": self.question_id,
             "group": self.group,
@@ -98,14 +98,14 @@ class Trajectory:
 
 
 def turns(trajectory: Trajectory) -> Iterator[Segment]:
-    """The policy's turns, in order."""
+    """Yield the policy's turns, in order."""
     return (segment for segment in trajectory.segments if segment.source is Source.POLICY)
 
 
 def check_trajectory(
     trajectory: Trajectory, tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int
 ) -> list[str]:
-    """What is wrong with a trajectory, one sentence each; an empty list means that every invariant holds.
+    """List what is wrong with a trajectory, one sentence each; an empty list means that every invariant holds.
 
     1. It begins with one PROMPT, fits the context, and every id belongs to the tokenizer.
     2. Every sampled id, and no other, has a log-probability, which is at most 0; what a server wrote has none.

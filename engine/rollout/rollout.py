@@ -93,14 +93,14 @@ class Job:
 
 
 def seed_of(*parts: object) -> int:
-    """63 bits that depend on all parts, the same on every machine."""
+    """Return 63 bits that depend on all parts, the same on every machine."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 @dataclass(slots=True)
 class RolloutClock(DecodeClock):
-    """Where the time of a rollout went, in seconds, and how much was done. cut_search_tokens: of retrieved passages,
-    beyond the budget of a search."""
+    """The time of a rollout by what took it, in seconds, and how much was done. cut_search_tokens: of retrieved
+    passages, beyond the budget of a search."""
 
     search: float = 0.0
     search_queries: int = 0
@@ -262,7 +262,7 @@ class EpisodeRunner:
         on_progress: Callable[[int], None] | None,
         line: console.Line | None = None,
     ) -> list[Trajectory]:
-        """`play` to the end; return the trajectories in the order of the jobs. line: says how far it is."""
+        """Run `play` to the end; return the trajectories in the order of the jobs. line: says how far it is."""
         done: dict[tuple[int, int], Trajectory] = {}
         with closing(self.play(jobs, writer)) as steps:
             for ended in steps:
@@ -604,7 +604,7 @@ class _Play:
 
 
 def ids_by_turns(trajectory: Trajectory) -> Int32s:
-    """A trajectory's ids, with the ends of its turns."""
+    """Return a trajectory's ids, with the ends of its turns."""
     ids: list[int] = []
     for segment in trajectory.segments:
         ids += segment.ids
@@ -622,7 +622,7 @@ def ids_by_turns(trajectory: Trajectory) -> Int32s:
 
 
 def context_ids(branch: BranchPrompt, written: Sequence[int], renderer: Renderer) -> list[int]:
-    """The ids of a branch's context; `written` are all tokens that the policy sampled before the fork."""
+    """Return the ids of a branch's context; `written` are all tokens that the policy sampled before the fork."""
     ids = renderer.prompt(branch.prompt)
     for part in branch.parts:
         if isinstance(part, KeptSpan):
@@ -635,7 +635,7 @@ def context_ids(branch: BranchPrompt, written: Sequence[int], renderer: Renderer
 
 
 def with_truncated_passages(context: BranchPrompt, renderer: Renderer, question_id: str) -> tuple[BranchPrompt, int]:
-    """A call's context, the passages of its prompt cut to the budget of a search; and how many tokens of all its
+    """Return a call's context, the passages of its prompt cut to the budget of a search; and how many tokens of all its
     passages that budget costs."""
     asked = context.prompt.passages
     passages = fit(asked, renderer, question_id)
@@ -645,7 +645,8 @@ def with_truncated_passages(context: BranchPrompt, renderer: Renderer, question_
 
 
 def kept_ids(kept: KeptSpan, written: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Tokens of `written` between two of its bytes: whole where they lie inside, else one token for each byte kept."""
+    """Return the tokens of `written` between two of its bytes: whole where they lie inside, else one token for each
+    byte kept."""
     ids, start = [], 0
     for token in written:
         text = tokenizer.token_bytes(token)
@@ -665,5 +666,6 @@ def branch_episode(branch: BranchPrompt) -> Episode:
 
 
 def branch_seed(seed: int, name: str) -> int:
-    """The noise of a branch is its own: 63 bits that depend on the trajectory's seed and the branch's name."""
+    """Return the seed of a branch, whose noise is its own: 63 bits that depend on the trajectory's seed and the
+    branch's name."""
     return int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest()) >> 1

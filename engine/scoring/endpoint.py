@@ -80,7 +80,7 @@ class Replies:
         self._log = None if path is None else self._opened(Path(path))
 
     def _opened(self, path: Path) -> RecordLog:
-        """The file, and what it keeps among what is known."""
+        """Return the file, and what it keeps among what is known."""
         try:
             path.open("rb").close()
         except FileNotFoundError:
@@ -103,7 +103,7 @@ class Replies:
             return self._known.get(key)
 
     def put(self, key: str, request: Mapping[str, Any], reply: str) -> None:
-        """Keeps a reply; when this returns, it survives a kill of the process."""
+        """Keep a reply; when this returns, it survives a kill of the process."""
         with self._lock:
             self._known[key] = reply
             if self._log is None:
@@ -156,7 +156,7 @@ class Endpoint:
         max_tokens: int = 512,
         usable: Callable[[str], bool] = lambda _: True,
     ) -> list[str]:
-        """The reply to each conversation, a list of {"role", "content"}.
+        """Return the reply to each conversation, a list of {"role", "content"}.
 
         A reply that is not `usable` is not kept and asked for once more. When one request fails, those under way are
         finished and kept, no other is begun, and its UserError is raised.
@@ -167,7 +167,7 @@ class Endpoint:
         )
 
     def replies(self, bodies: Sequence[dict[str, Any]], usable: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """What `_read` makes of the answer to each request, given as its JSON object; as `complete`."""
+        """Return what `_read` makes of the answer to each request, given as its JSON object; as `complete`."""
         keys = [hashlib.sha256(json.dumps(body, sort_keys=True).encode("ascii")).hexdigest() for body in bodies]
         requests = dict(zip(keys, bodies, strict=True))
         # What another caller found unusable here may have been of use to the one who kept it.
@@ -204,7 +204,8 @@ class Endpoint:
     def _ask(
         self, key: str, request: dict[str, Any], usable: Callable[[str], bool], called_off: threading.Event
     ) -> str:
-        """One reply, kept. When it cannot be had, a UserError, and the others are called off before any can begin."""
+        """Return one reply, and keep it. When it cannot be had, a UserError is raised, and the others are called off
+        before any can begin."""
         try:
             reply = self._usable_reply(request, usable, called_off)
             self._replies.put(key, request, reply)
@@ -228,8 +229,8 @@ class Endpoint:
         raise UserError(f"{self.url}: {self.model} gave, twice, {failure}; name another model or server ({self._kept})")
 
     def _send(self, body: bytes, called_off: threading.Event) -> HttpAnswer:
-        """The server's answer with status 200, however many attempts it takes. UserError when it refuses, or patience
-        ends."""
+        """Return the server's answer with status 200, however many attempts it takes. UserError when it refuses, or
+        patience ends."""
         deadline, pause = None, FIRST_PAUSE
         while True:
             if called_off.is_set():
@@ -295,7 +296,7 @@ class Endpoint:
 def load_endpoint(
     section: JudgeSection, allow_keys: Collection[str] = (), say: Callable[[str], None] = lambda _: None
 ) -> Endpoint:
-    """The endpoint of a recipe's [judge], whose address is said before anything goes there.
+    """Return the endpoint of a recipe's [judge], whose address is said before anything goes there.
 
     A recipe may be anyone's, and names both a variable of this environment and an address: so its key goes to a host
     that the person who runs it allows for this variable, and to no other. allow_keys: "VARIABLE@HOST", with the port
@@ -324,13 +325,13 @@ def load_endpoint(
 
 
 def key_at(variable: str, address: str) -> str:
-    """How `allow_keys` names a variable and the host of an address, as it will be connected to."""
+    """Return the name in `allow_keys` of a variable and the host of an address, as it will be connected to."""
     parts = urllib3.util.parse_url(address)
     return f"{variable}@{parts.host}" + (f":{parts.port}" if parts.port else "")
 
 
 def read_key(variable: str) -> str:
-    """The key that an environment variable holds. UserError when it is not set, or cannot stand in a header."""
+    """Return the key that an environment variable holds. UserError when it is not set, or cannot stand in a header."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         state = "holds what no key can be" if key else "is not set"
@@ -339,7 +340,7 @@ def read_key(variable: str) -> str:
 
 
 def _address(url: str, path: str) -> str:
-    """The address of the (chat) completions; a secret in it is refused, for addresses are printed."""
+    """Return the address of the (chat) completions; a secret in it is refused, for addresses are printed."""
     address = service_address(url, path, "a chat model's server", "http://127.0.0.1:8000/v1", root="/v1")
     parts = urlsplit(address)
     if "@" in parts.netloc:
@@ -348,7 +349,7 @@ def _address(url: str, path: str) -> str:
 
 
 def _reason(response: HttpAnswer) -> tuple[str, str]:
-    """What a server says about a refusal, in one line, and its code: OpenAI's {"error": {"message", "code"}}, or
+    """Return a server's reason for a refusal, in one line, and its code: OpenAI's {"error": {"message", "code"}}, or
     {"error": text}, {"message": text} or {"detail": text} as others do."""
     report = json_of(response)
     if not isinstance(report, dict):
@@ -360,7 +361,7 @@ def _reason(response: HttpAnswer) -> tuple[str, str]:
 
 
 def _retry_after(response: HttpAnswer) -> float:
-    """Seconds that Retry-After asks for, given as a number or as a date; 0 without one."""
+    """Return the seconds that Retry-After asks for, given as a number or as a date; 0 without one."""
     value = response.headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d{1,9}(\.\d+)?", value):
         return float(value)
@@ -371,7 +372,7 @@ def _retry_after(response: HttpAnswer) -> float:
 
 
 def _line(text: str) -> str:
-    """A text as one line, and not a long one."""
+    """Return a text as one line, and not a long one."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else line[:197] + "..."
 

@@ -57,7 +57,7 @@ class EntailmentJudge(Protocol):
     def name(self) -> str: ...
 
     def probabilities(self, pairs: Sequence[Pair]) -> list[float]:
-        """P(premise entails hypothesis), in [0, 1], for each (premise, hypothesis)."""
+        """Return P(premise entails hypothesis), in [0, 1], for each (premise, hypothesis)."""
         ...
 
 
@@ -126,7 +126,7 @@ class ModelJudge:
         return self._classifier.cut
 
     def probabilities(self, pairs: Sequence[Pair]) -> list[float]:
-        """As EntailmentJudge; all pairs of a call share batches. UserError as `Classifier.logits`."""
+        """Judge as EntailmentJudge has it; all pairs of a call share batches. UserError as `Classifier.logits`."""
         with console.stage("claims", len(pairs)) as line:
             logits_BO = self._classifier.logits(pairs, lambda done: line.at(done, str))
         found: list[float] = logits_BO.softmax(-1)[:, self._entailment].tolist()
@@ -165,14 +165,15 @@ class RememberingJudge:
 
 
 def _digest(pair: Pair) -> bytes:
-    """16 bytes for a pair, so that memory is bounded whatever the texts' length; half a UTF-16 pair is let pass."""
+    """Return 16 bytes for a pair, so that memory is bounded whatever the texts' length; half a UTF-16 pair is let
+    pass."""
     premise, hypothesis = (text.encode("utf-8", "surrogatepass") for text in pair)
     return blake2b(len(premise).to_bytes(8, "little") + premise + hypothesis, digest_size=16).digest()
 
 
 def load_judge(section: JudgeSection) -> EntailmentJudge:
-    """The judge of a recipe's [judge]: a classifier where `entailment` names its folder, else the stand-in, which needs
-    no memory."""
+    """Return the judge of a recipe's [judge]: a classifier where `entailment` names its folder, else the stand-in,
+    which needs no memory."""
     if section.entailment is None:
         return LexicalJudge()
     judge = ModelJudge(
@@ -231,8 +232,8 @@ class Verdicts:
         self.name = f"verdict of {endpoint.model}, prompt {called}"
 
     def rate(self, cases: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
-        """A verdict for each (golds, response). UserError as `Endpoint.complete`, also for a reply that is neither yes
-        nor no when asked for twice."""
+        """Return a verdict for each (golds, response). UserError as `Endpoint.complete`, also for a reply that is
+        neither yes nor no when asked for twice."""
         asked = [place for place, (_, response) in enumerate(cases) if response.strip()]
         replies = self._endpoint.complete(
             [[{"role": "user", "content": _filled(self._prompt, *cases[place])}] for place in asked],
@@ -245,14 +246,15 @@ class Verdicts:
 
 
 def read_verdict(reply: str) -> bool | None:
-    """The yes or no that a reply begins with, once thoughts up to `</think>` are left out; None if it begins with
-    neither."""
+    """Return the yes or no that a reply begins with, once thoughts up to `</think>` are left out; None if it begins
+    with neither."""
     found = _YES_NO.match(_THOUGHT.sub("", reply))
     return None if found is None else found[1].lower() == "yes"
 
 
 def read_prompt(choice: str) -> str:
-    """The prompt that `judge.prompt` names. UserError for a file that cannot be read, or lacks a place for its data."""
+    """Return the prompt that `judge.prompt` names. UserError for a file that cannot be read, or lacks a place for its
+    data."""
     if choice in PROMPTS:
         return PROMPTS[choice]
     if not os.path.lexists(choice):
@@ -276,5 +278,5 @@ def _quoted(value: object) -> str:
 def load_verdicts(
     section: JudgeSection, allow_keys: Collection[str] = (), say: Callable[[str], None] = lambda _: None
 ) -> Verdicts:
-    """The verdicts of a recipe's [judge]; UserError as `load_endpoint`."""
+    """Return the verdicts of a recipe's [judge]; UserError as `load_endpoint`."""
     return Verdicts(load_endpoint(section, allow_keys, say), read_prompt(section.prompt), section.prompt)

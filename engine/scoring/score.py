@@ -43,7 +43,7 @@ class Scored:
     attempt: RewardInput
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """All that `thresher score` needs to find the same reward again, and the exact ids."""
+        """Return all that `thresher score` needs to find the same reward again, and the exact ids."""
         record = {
             **self.trajectory.to_dict(tokenizer),
             **asked_record(self.question),
@@ -59,7 +59,7 @@ class Scored:
 
 
 def asked_record(question: Question) -> dict[str, Any]:
-    """What `thresher score` needs to know of a trajectory's question; its id is the trajectory's."""
+    """Return what `thresher score` needs to know of a trajectory's question; its id is the trajectory's."""
     record: dict[str, Any] = {"question": question.question, "golden_answers": list(question.golds)}
     if question.passages:
         record["passages"] = [{"title": passage.title, "text": passage.text} for passage in question.passages]
@@ -75,8 +75,8 @@ def score(
     tokenizer: Tokenizer,
     judges: Judges | None = None,
 ) -> list[Scored]:
-    """Each trajectory with its reward; questions[i] is the one that trajectories[i] answers. UserError where the system
-    needs a judge that is absent."""
+    """Return each trajectory with its reward; questions[i] is the one that trajectories[i] answers. UserError where the
+    system needs a judge that is absent."""
     attempts = [make_reward_input(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
     return [
@@ -86,7 +86,7 @@ def score(
 
 
 def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tokenizer) -> RewardInput:
-    """A trajectory as its reward sees it; lengths are in tokens."""
+    """Return a trajectory as its reward sees it; lengths are in tokens."""
     pieces = trajectory.pieces(tokenizer)
     return RewardInput(
         pieces=pieces,
@@ -121,7 +121,7 @@ def ask_judges(attempts: Sequence[RewardInput], system: System, judges: Judges) 
 
 
 def check_all(scored: Sequence[Scored], tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
-    """`check_whole` of all of them."""
+    """Run `check_whole` on all of them."""
     for entry in scored:
         check_whole(entry.trajectory, tokenizer, tags, max_context)
 

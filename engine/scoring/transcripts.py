@@ -122,7 +122,7 @@ def _is_probability(value: Any) -> bool:
 
 
 def check_judged(attempt: RewardInput, system: System, where: str) -> None:
-    """UserError where the reward depends on a judge's word that the record does not bring."""
+    """Raise UserError where the reward depends on a judge's word that the record does not bring."""
     if system.claims is not None and attempt.entailment is None and system.claims(attempt):
         raise UserError(
             f"{where}: {system.name} is rewarded for entailment, and no judge is asked here; add entailment, a number "
@@ -136,7 +136,8 @@ def check_judged(attempt: RewardInput, system: System, where: str) -> None:
 
 
 def read_pieces(segments: list[Any], where: str, tokenizer: Tokenizer | None = None) -> list[TextSegment]:
-    """A transcript's segments as the rewards read them: bytes, from the ids if there are both ids and a tokenizer."""
+    """Return a transcript's segments as the rewards read them: bytes, from the ids if there are both ids and a
+    tokenizer."""
     pieces = []
     for number, segment in enumerate(segments):
         source = segment.get("source") if isinstance(segment, dict) else None
@@ -161,7 +162,8 @@ def _decoded(ids: Any, text: str, where: str, tokenizer: Tokenizer) -> bytes:
 
 
 def _branches(record: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> dict[str, list[TextSegment]]:
-    """From "answers", where all of it is the policy's, or from "branches", which name the source of each text."""
+    """Read branches from "answers", where all of it is the policy's, or from "branches", which name the source of each
+    text."""
     answers, stored = record.get("answers", {}), record.get("branches", {})
     if not isinstance(answers, dict) or not all(
         name in ANSWERS and isinstance(text, str) for name, text in answers.items()

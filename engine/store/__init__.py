@@ -1,4 +1,4 @@
-"""What survives a kill: run folders, checkpoints, JSONL journals.
+"""Files that survive a kill: run folders, checkpoints, JSONL journals.
 
 Another thing kept on disk, whole or not at all, may come in; nothing that computes it.
 """

@@ -48,7 +48,7 @@ class Savable(Protocol):
 
 
 class SavablePolicy(Savable, Protocol):
-    """What of a policy is needed here: it writes its own files and names its parameters."""
+    """The part of a policy that is needed here: it writes its own files and names its parameters."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
@@ -98,7 +98,7 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """The whole checkpoint of the highest step in a run's checkpoints folder, None if there is none.
+    """Return the whole checkpoint of the highest step in a run's checkpoints folder, None if there is none.
 
     One that is not whole is passed over with a warning that names it.
     """
@@ -149,7 +149,7 @@ def load_optimizer(
 
 
 def _state_like(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, what: str) -> torch.Tensor | None:
-    """A tensor of the shape and dtype that an optimizer's state of this name has; None: it has none such."""
+    """Return a tensor of the shape and dtype that an optimizer's state of this name has; None: it has none such."""
     return optimizer.state_like(param).get(what) if isinstance(optimizer, PartwiseAdamW) else param
 
 
@@ -183,7 +183,7 @@ def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """What has a checkpoint's name, oldest first."""
+    """Return the folders with a checkpoint's name, oldest first."""
     if not folder.is_dir():
         return []
     steps = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
@@ -191,8 +191,8 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path, verify: bool = False) -> Checkpoint:
-    """The checkpoint in a folder; UserError if it is not whole. verify: every file is held against its hashes; one that
-    was written without (by an earlier version) is as whole as its headers say."""
+    """Return the checkpoint in a folder; UserError if it is not whole. verify: every file is held against its hashes;
+    one that was written without (by an earlier version) is as whole as its headers say."""
     if verify and (hashes := read_hashes(path)) is not None:
         hashes.check_all()
     content = read_json_object(path / STATE)
@@ -207,8 +207,8 @@ def read_checkpoint(path: Path, verify: bool = False) -> Checkpoint:
 
 
 def checkpoint_to_resume(folder: str | Path, from_step: int | None = None, verify: bool = True) -> Checkpoint | None:
-    """The checkpoint of `from_step` in a run's checkpoints folder, of the highest step where that is None; None where
-    there is none, and for step 0, the run's beginning.
+    """Return the checkpoint of `from_step` in a run's checkpoints folder, of the highest step where that is None; None
+    where there is none, and for step 0, the run's beginning.
 
     A run never goes back by itself: what was trained since would be lost without a word. Nor does it go on from records
     that were lost (`RunFolder.check_metrics`), for what was measured then cannot be computed again.
@@ -251,7 +251,7 @@ def _whole(path: Path) -> Checkpoint | None:
 
 
 def _open(file: Path) -> Any:
-    """An open safetensors file, its header checked against its length; no tensor is read yet."""
+    """Return an open safetensors file, its header checked against its length; no tensor is read yet."""
     check_file(file)
     try:
         return safe_open(file, framework="pt")
@@ -260,7 +260,7 @@ def _open(file: Path) -> Any:
 
 
 def _read_tensors(file: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """The names of the optimizer's parameters, and its tensors by "<parameter>.<what>"."""
+    """Return the names of the optimizer's parameters, and its tensors by "<parameter>.<what>"."""
     with _open(file) as opened:
         metadata = opened.metadata() or {}
         if "parameters" not in metadata:
@@ -270,7 +270,7 @@ def _read_tensors(file: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
 
 
 def _names(optimizer: torch.optim.Optimizer, named_params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
-    """The names of the optimizer's parameters, in its own order."""
+    """Return the names of the optimizer's parameters, in its own order."""
     name_of = {id(param): name for name, param in named_params}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unknown = sum(id(param) not in name_of for param in params)
@@ -280,7 +280,7 @@ def _names(optimizer: torch.optim.Optimizer, named_params: Iterable[tuple[str, t
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, torch.Tensor]:
-    """ "<parameter>.<what>" -> tensor on the CPU; a parameter that never had a gradient has none."""
+    """Return "<parameter>.<what>" -> tensor on the CPU; a parameter that never had a gradient has none."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {
         f"{name}.{what}": value.detach().cpu().contiguous()

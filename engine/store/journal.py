@@ -57,7 +57,7 @@ class Journal:
         self._note(record)
 
     def records(self) -> Iterator[Record]:
-        """All records, once what is superseded has been dropped from the file."""
+        """Yield all records, once what is superseded has been dropped from the file."""
         if self._superseded:
             last = {record["id"]: number for number, record in self._log.recover()}
             write_records(self.path, (r for number, r in self._log.recover() if last[r["id"]] == number), closed=False)

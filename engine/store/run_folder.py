@@ -81,12 +81,12 @@ TRAJECTORY = {
 
 
 def step_name(step: int) -> str:
-    """The name that a step's file or folder has, sorted as its number is up to 999,999."""
+    """Return the name that a step's file or folder has, sorted as its number is up to 999,999."""
     return f"step_{step:06d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a name made by `step_name`, or None for any other name."""
+    """Return the step in a name made by `step_name`, or None for any other name."""
     digits = name.removeprefix("step_")
     return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
 
@@ -114,7 +114,8 @@ class RunFolder:
 
     @staticmethod
     def check(path: str | Path, resume: bool) -> None:
-        """UserError if `create` or `resume` would refuse the path at once; for asking before anything long is done."""
+        """Raise UserError if `create` or `resume` would refuse the path at once; for asking before anything long is
+        done."""
         path = Path(path)
         if not resume and os.path.lexists(path):
             raise UserError(f"{path}: the run folder exists already; resume it, or choose another")
@@ -125,7 +126,8 @@ class RunFolder:
     def existing(
         cls, path: str | Path, advice: str = "name one that `thresher train` wrote", unverified: bool = False
     ) -> "RunFolder":
-        """A run folder to read. UserError where there is none, with `advice`, or the runs that lie in the path."""
+        """Return a run folder to read. UserError where there is none, with `advice`, or the runs that lie in the
+        path."""
         run = cls(Path(path), unverified=unverified)
         if run.recipe_file.is_file():
             return run
@@ -137,7 +139,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, recipe: Recipe) -> "RunFolder":
-        """A new run folder (and its parents). UserError if anything has that name already."""
+        """Return a new run folder (and its parents). UserError if anything has that name already."""
         path = Path(path)
         cls.check(path, resume=False)
         lock = None
@@ -155,8 +157,8 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: str | Path, recipe: Recipe, unverified: bool = False) -> "RunFolder":
-        """The run folder of a run that was killed, or that is to go on for longer; if `unverified`, from records that
-        are not as they were written.
+        """Return the run folder of a run that was killed, or that is to go on for longer; if `unverified`, from records
+        that are not as they were written.
 
         `recipe` may differ from the stored one in `MAY_CHANGE` only, in its steps only where the learning rate
         does not depend on them (`Recipe.going_on` sees to that where it can), and is stored in its place. Raises
@@ -207,12 +209,12 @@ class RunFolder:
             self._lock = None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl; an absent file has none. UserError, naming the line, for those that are not as
-        they were written, and for less than summary.json says that a finished run has."""
+        """Return the records of metrics.jsonl; an absent file has none. UserError, naming the line, for those that are
+        not as they were written, and for less than summary.json says that a finished run has."""
         return read_metrics(self.path, self.unverified)
 
     def summary(self) -> dict[str, Any] | None:
-        """What summary.json holds; None where the run is not finished."""
+        """Return what summary.json holds; None where the run is not finished."""
         if not self.summary_file.exists():
             return None
         values = read_object(self.summary_file, unverified=self.unverified)
@@ -220,13 +222,13 @@ class RunFolder:
         return values
 
     def stored_trajectories(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The records of a step's file in trajectories/ or evaluations/. UserError as `metrics`."""
+        """Yield the records of a step's file in trajectories/ or evaluations/. UserError as `metrics`."""
         for number, record in read_records(path, unverified=self.unverified, owner=self.path):
             check_shape(record, TRAJECTORY, f"{path}:{number}")
             yield record
 
     def starts(self) -> list[dict[str, Any]]:
-        """The records of starts.jsonl; an absent file has none. UserError as `metrics`."""
+        """Return the records of starts.jsonl; an absent file has none. UserError as `metrics`."""
         log = RecordLog(self.starts_file, unverified=self.unverified)
         return [_shaped(record, START, self.starts_file, number) for number, record in log.recover()]
 
@@ -288,11 +290,11 @@ class RunFolder:
                 path.unlink()
 
     def metrics_mark(self) -> dict[str, Any]:
-        """How many records metrics.jsonl holds, and their digest, for a checkpoint to remember."""
+        """Return the number of records in metrics.jsonl, and their digest, for a checkpoint to remember."""
         return self._metrics_log().mark
 
     def _metrics_log(self) -> RecordLog:
-        """metrics.jsonl, read once: to read it for each checkpoint would make each step slower than the last."""
+        """Return metrics.jsonl, read once: to read it for each checkpoint would make each step slower than the last."""
         if self._metrics is None:
             self._metrics = RecordLog(self.metrics_file, unverified=self.unverified, remedy=REMEDY)
             for _ in self._metrics.recover():
@@ -300,7 +302,7 @@ class RunFolder:
         return self._metrics
 
     def check_metrics(self, step: int, mark: Mapping[str, Any] | None) -> None:
-        """UserError unless the records up to a checkpoint's step are those that it was saved with, by its
+        """Raise UserError unless the records up to a checkpoint's step are those that it was saved with, by its
         `metrics_mark` (None: of an earlier version), or those with which a person has gone on from it; behind them the
         evaluation that belongs to it may have been added."""
         if mark is None:
@@ -314,15 +316,15 @@ class RunFolder:
             )
 
     def _accepted(self, step: int) -> list[dict[str, Any]]:
-        """The marks of records with which a person has gone on from a step."""
+        """Return the marks of records with which a person has gone on from a step."""
         marks = [start.get("metrics") for start in self.starts() if start["step"] == step]
         return [mark for mark in marks if isinstance(mark, dict) and {"records", "sha256"} <= mark.keys()]
 
     def check_checkpoints(
         self, step: int, period: Callable[[Recipe], int] = lambda recipe: recipe.run.save_every
     ) -> None:
-        """UserError where there are records of steps behind which a checkpoint later than `step`, the newest that is
-        left, was saved. period: the steps between checkpoints, by the stored recipe."""
+        """Raise UserError where there are records of steps behind which a checkpoint later than `step`, the newest that
+        is left, was saved. period: the steps between checkpoints, by the stored recipe."""
         every = period(load_recipe(self.recipe_file))
         due = (step // every + 1) * every
         records = read_metrics(self.metrics_file, self.unverified, REMEDY)
@@ -335,20 +337,20 @@ class RunFolder:
 
 
 def sft_folder(out: str | Path) -> Path:
-    """The run folder of a `thresher sft` that is not finished; the model folder `out` appears when it is."""
+    """Return the run folder of a `thresher sft` that is not finished; the model folder `out` appears when it is."""
     out = Path(out)
     return out.parent / f"{out.name}.training"
 
 
 def to_be_resumed(command: str, out: str | Path) -> bool:
-    """Whether `thresher train --out OUT` or `thresher sft --out OUT` was begun before, so that it needs --resume. False
-    for every other command."""
+    """Return True if `thresher train --out OUT` or `thresher sft --out OUT` was begun before, so that it needs
+    --resume. False for every other command."""
     folder = {"train": Path, "sft": sft_folder}.get(command)
     return folder is not None and folder(out).exists()
 
 
 def saved_so_far(path: str | Path) -> str | None:
-    """What a run folder keeps of a run that was interrupted, in words; None where there is no folder yet."""
+    """Say what a run folder keeps of a run that was interrupted; None where there is no folder yet."""
     run = RunFolder(Path(path))
     if not run.recipe_file.is_file():
         return None
@@ -358,7 +360,8 @@ def saved_so_far(path: str | Path) -> str | None:
 
 
 def count_starts(path: str | Path) -> int:
-    """How often a run was started or gone on with, up to its first step or beyond; 0 where there is no folder yet."""
+    """Count how often a run was started or gone on with, up to its first step or beyond; 0 where there is no folder
+    yet."""
     file = RunFolder(Path(path)).starts_file
     return file.read_bytes().count(b"\n") if file.is_file() else 0
 
@@ -372,7 +375,7 @@ def _belongs(records: list[dict[str, Any]], mark: Mapping[str, Any]) -> bool:
 
 
 def read_metrics(path: str | Path, unverified: bool = False, remedy: str = READ_REMEDY) -> list[dict[str, Any]]:
-    """`RunFolder.metrics` of a run folder, or of its metrics.jsonl. remedy: as `read_records` has it."""
+    """Return `RunFolder.metrics` of a run folder, or of its metrics.jsonl. remedy: as `read_records` has it."""
     path = Path(path)
     if path.is_dir():
         path /= "metrics.jsonl"
@@ -391,7 +394,7 @@ def _shaped(record: dict[str, Any], shape: Any, path: Path, number: int) -> dict
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
-    """UserError, starting with `where` and naming the key, where a value is not of its shape."""
+    """Raise UserError, starting with `where` and naming the key, where a value is not of its shape."""
     if isinstance(shape, tuple):
         expected, fits = shape[0], shape[1](value)
     else:
@@ -431,7 +434,7 @@ def evaluations_by_dev(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 
 def best_checkpoint(path: str | Path) -> Best:
-    """The best kept checkpoint of a run folder; step 0 is the model that the run started from.
+    """Return the best kept checkpoint of a run folder; step 0 is the model that the run started from.
 
     UserError for a folder that is no run, for a run without an evaluation, and where no evaluated step is kept.
     """

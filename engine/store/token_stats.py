@@ -1,4 +1,4 @@
-"""What a step's update found of each sampled token: step_000010.safetensors beside the step's trajectories.
+"""Values of each sampled token in a step's update: step_000010.safetensors beside the step's trajectories.
 
     counts_N       int32    sampled tokens of each trajectory, in the order of the JSONL's lines
     sampled_P      float32  log-prob when the token was drawn
@@ -67,13 +67,14 @@ class TokenRecorder:
     _values_R: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def add(self, items: Sequence[tuple[Key, int]], values_R: Mapping[str, torch.Tensor]) -> None:
-        """items: the key and the number of rows of each sequence of the micro-batch, in the order of its rows."""
+        """Add a micro-batch. items: the key and the number of rows of each sequence of the micro-batch, in the order of
+        its rows."""
         self._items.extend(items)
         for name, value_R in values_R.items():
             self._values_R.setdefault(name, []).append(value_R.detach())
 
     def found(self) -> dict[Key, dict[str, Array]]:
-        """What was found of each sequence, copied to the host: once for each name."""
+        """Return the values of each sequence, copied to the host: once for each name."""
         ends = np.cumsum([count for _, count in self._items])[:-1]
         parts: dict[str, list[Array]] = {
             name: np.split(torch.cat(values_R).cpu().numpy().astype(DTYPES[name]), ends)
@@ -85,7 +86,8 @@ class TokenRecorder:
 def stats_of(
     sampled: Mapping[Key, Sequence[float]], branches: Mapping[Key, Sequence[float]], recorder: TokenRecorder
 ) -> list[TokenStats]:
-    """The values of each trajectory's sampled tokens, given their log-probs when drawn and those of its branches."""
+    """Return the values of each trajectory's sampled tokens, given their log-probs when drawn and those of its
+    branches."""
     found = recorder.found()
     names = [name for name in DTYPES if name in (*ALWAYS, *next(iter(found.values()), {}))]
     entries = []
@@ -124,16 +126,16 @@ def write_token_stats(path: Path, stats: Sequence[TokenStats], most_bytes: int) 
 
 
 def _digest(arrays: Mapping[str, Array]) -> str:
-    """Of names, shapes and values."""
+    """Return a digest of names, shapes and values."""
     return sha256(save(dict(arrays))).hexdigest()
 
 
 def read_token_stats(
     path: Path, counts: Sequence[int], branches: Sequence[int], unverified: bool = False
 ) -> list[TokenStats] | None:
-    """The values of each trajectory of the JSONL, of `counts` sampled tokens and `branches` tokens in branches, keyed
-    by their order; None where there is no file. UserError for a file that is damaged or of other trajectories and,
-    unless `unverified`, for one whose values are not those of its digest."""
+    """Return the values of each trajectory of the JSONL, of `counts` sampled tokens and `branches` tokens in branches,
+    keyed by their order; None where there is no file. UserError for a file that is damaged or of other trajectories
+    and, unless `unverified`, for one whose values are not those of its digest."""
     if not path.exists():
         return None
     data = read_bytes(path)

@@ -28,7 +28,7 @@ NAMES = tuple(sorted([*VARIANTS, *(path.stem for path in Path(__file__).parent.g
 
 
 def load_system(name: str, options: Mapping[str, Any]) -> System:
-    """The system of that name, or of the Python file at that path, with its switches set.
+    """Return the system of that name, or of the Python file at that path, with its switches set.
 
     A name that holds a slash or ends in .py is a path. UserError for an unknown name or switch, and for a file that
     cannot be imported or makes no System.

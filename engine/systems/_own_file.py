@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 
 def is_path(name: str) -> bool:
-    """Whether a system's name is the path of a file."""
+    """Return True if a system's name is the path of a file."""
     return "/" in name or name.endswith(".py")
 
 
 def own_digest(name: str) -> str | None:
-    """SHA-256, in hex, of the file of a user's own system, and of those that it imported from beside it; None for the
-    name of a built-in one."""
+    """Return the SHA-256, in hex, of the file of a user's own system, and of those that it imported from beside it;
+    None for the name of a built-in one."""
     if not is_path(name):
         return None
     path = Path(name)
@@ -58,7 +58,7 @@ def own_digest(name: str) -> str | None:
 
 
 def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
-    """The file's System with its switches set. UserError for a file that cannot be imported or makes none."""
+    """Return the file's System with its switches set. UserError for a file that cannot be imported or makes none."""
     module = _import_file(path)
     kind, make = getattr(module, "Options", None), getattr(module, "system", None)
     if not (isinstance(kind, type) and is_dataclass(kind) and callable(make)):
@@ -81,7 +81,7 @@ def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
 
 
 def _called(call: Callable[[], T], what: str, path: Path) -> T:
-    """What a function of the file gives; whatever it raises becomes a UserError."""
+    """Call a function of the file; whatever it raises becomes a UserError."""
     try:
         return call()
     except UserError:
@@ -101,7 +101,7 @@ def _guarded(call: Callable[[RewardInput], T], what: str, path: Path) -> Callabl
 def _own_episode(
     question: Question, tools: EpisodeConfig, *, path: Path, episode: Callable[[Question, EpisodeConfig], Episode]
 ) -> Episode:
-    """The file's episode. UserError where it raises, or yields what the engine cannot answer."""
+    """Return the file's episode. UserError where it raises, or yields what the engine cannot answer."""
     what = "episode(question, tools)"
     running = _called(partial(episode, question, tools), what, path)
     answer, wanted = None, FIRST
@@ -125,7 +125,7 @@ def _own_episode(
 
 
 def _own_reward(attempt: RewardInput, *, path: Path, reward: Callable[[RewardInput], RewardResult]) -> RewardResult:
-    """What the file's reward gives. UserError where it raises, or gives what no step or table could use."""
+    """Call the file's reward. UserError where it raises, or gives what no step or table could use."""
     result = _called(partial(reward, attempt), "reward(attempt)", path)
     if wrong := _wrong(result):
         raise UserError(f"{path}: reward(attempt) returned {wrong}; fix the file")
@@ -152,8 +152,8 @@ def _wrong(result: object) -> str | None:
 
 
 def _nothing_written(system: System) -> RewardInput:
-    """What every reward must be able to score, since a policy may end its text at once: no text, no branch. Judges have
-    had their say, and a passage was shown where any is."""
+    """Return an input that every reward must be able to score, since a policy may end its text at once: no text, no
+    branch. Judges have had their say, and a passage was shown where any is."""
     return RewardInput(
         pieces=[TextSegment(Source.PROMPT, b"Who?"), TextSegment(Source.POLICY, b"")],
         golds=("somebody",),
@@ -165,7 +165,7 @@ def _nothing_written(system: System) -> RewardInput:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The file as a module, run anew at every call."""
+    """Return the file as a module, run anew at every call."""
     _check_file(path)
     # Dataclasses look their module up by its name, so it must have one of its own.
     name = f"thresher_own_system_{blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()}"
@@ -185,7 +185,8 @@ _beside: dict[Path, list[Path]] = {}  # a system's file -> the files that it imp
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """The folder of `path` is the first that is searched for modules; what was found there is noted and forgotten."""
+    """Yield the folder of `path` is the first that is searched for modules; what was found there is noted and
+    forgotten."""
     folder, known, writing = path.parent, set(sys.modules), sys.dont_write_bytecode
     importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
@@ -203,7 +204,7 @@ def _importing_beside(path: Path) -> Iterator[None]:
 
 
 def _lies_in(folder: Path, name: str) -> bool:
-    """Whether a loaded module is one directly in the folder, or of a package that is."""
+    """Return True if a loaded module is one directly in the folder, or of a package that is."""
     top = sys.modules.get(name.partition(".")[0])
     places = list(getattr(top, "__path__", ())) or [getattr(top, "__file__", None)]
     return any(place is not None and Path(place).resolve().parent == folder for place in places)
@@ -215,7 +216,7 @@ def _check_file(path: Path) -> None:
 
 
 def _described(error: BaseException, path: Path) -> str:
-    """An error of the user's file in a few words, with the last of the file's lines that led to it."""
+    """Return an error of the user's file in a few words, with the last of the file's lines that led to it."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     trace = error.__traceback__
     while trace is not None:

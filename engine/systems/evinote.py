@@ -51,14 +51,15 @@ STRICT = (
 
 
 def template_name(variant: Variant) -> str:
-    """SEN asks for marks, FS and NS for a plain summary, NE for evidence, Base for nothing."""
+    """Return the file of a variant's prompt: SEN asks for marks, FS and NS for a plain summary, NE for evidence, Base
+    for nothing."""
     if variant in ("SEN", "SEN+EQR"):
         return "evinote.txt"
     return {"Base": "search_r1.txt", "NE": "evinote_evidence.txt"}.get(variant, "evinote_summary.txt")
 
 
 def template_of(options: Options) -> str:
-    """The variant's prompt, which says what a strict format demands."""
+    """Return the variant's prompt, which says what a strict format demands."""
     template = read_template(Path(__file__).with_name(template_name(options.variant)))
     instructions, question = template.split("\n\n", 1)
     return f"{instructions}{STRICT if options.strict_format else ''}\n\n{question}"
@@ -88,7 +89,7 @@ class CodeOptions(Options):
 
 
 def code_system(options: CodeOptions) -> System:
-    """EviNote-RAG with the hyperparameters of its released code (evinote_code.toml): lr 1e-6, 4 searches, G 5, 300
+    """Make EviNote-RAG with the hyperparameters of its released code (evinote_code.toml): lr 1e-6, 4 searches, G 5, 300
     questions a step in two updates of 150, 1,024 tokens a turn, 8,192 for the passages of a search, a context of
     16,384; and a DeBERTa-xlarge MNLI judge, which a recipe names in [judge]."""
     preset = read_preset(Path(__file__).with_name("evinote_code.toml"))

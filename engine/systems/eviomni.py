@@ -84,8 +84,9 @@ def episode(question: Question, tools: EpisodeConfig, options: Options) -> Episo
 
 
 def branches(prompt: Prompt, written: bytes, options: Options) -> Mapping[str, BranchPrompt]:
-    """The contexts of o_r and o_e, made of what the policy wrote up to </extract>. None for a span that is missing,
-    and none at all where the reason lies inside the extract, for then neither could be hidden from the other."""
+    """Return the contexts of o_r and o_e, made of what the policy wrote up to </extract>. None for a span that is
+    missing, and none at all where the reason lies inside the extract, for then neither could be hidden from the
+    other."""
     text = [TextSegment(Source.POLICY, written)]
     reason, extract = next(iter(blocks(text, "reason")), None), next(iter(blocks(text, "extract")), None)
     if reason and extract and extract.start < reason.end:
@@ -113,6 +114,6 @@ def system(options: Options) -> System:
 
 
 def lear(options: Options) -> System:
-    """LEAR, the first version of EviOmni: the same loop, reward and preset under its own name. Its paper calls the
+    """Make LEAR, the first version of EviOmni: the same loop, reward and preset under its own name. Its paper calls the
     weights of the reward's three parts alpha, the later one lambda."""
     return replace(system(options), name="lear")

@@ -60,7 +60,7 @@ class R1Options:
 
 
 def r1(options: R1Options) -> System:
-    """R1, the search papers' baseline: GRPO on questions alone, with nothing to read and nothing to search.
+    """Make R1, the search papers' baseline: GRPO on questions alone, with nothing to read and nothing to search.
 
     Prompt and episode are those of naive_grpo with `passages` off; reward, EM(answer, golds), and preset are
     Search-R1's (eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions a step in two updates of 256), so that the two

@@ -55,8 +55,9 @@ def search_loop(
     behind_information: str | None = None,
     around: tuple[str, str] = (BEFORE, AFTER),
 ) -> Episode:
-    """Search-R1's episode, and that of all who only ask the policy for other tags inside its turns. behind_information:
-    after what was found, a turn up to this tag, which is not counted. around: what stands before and behind it."""
+    """Play Search-R1's episode, and that of systems which only ask the policy for other tags inside its turns.
+    behind_information: after what was found, a turn up to this tag, which is not counted. around: what stands before
+    and behind it."""
     yield Prompt(tools.template, question.question)
     for searches_left in reversed(range(tools.max_turns)):
         if searches_left == 0 and not answer_after_searches:
