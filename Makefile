@@ -154,7 +154,7 @@ bench: .venv-bench
 
 .PHONY: torture
 torture: .venv
-	@exec $(VENV)/bin/thresher bench torture --seed $(SEED) --scale $(SCALE) --out bench/results/torture.jsonl --page docs/reliability.md
+	@PYTHONPATH=tests exec $(VENV)/bin/python -m torture --seed $(SEED) --scale $(SCALE) --out bench/results/torture.jsonl --page docs/reliability.md
 
 # Installs nothing but links to this checkout: torch and the rest are what the machine has. Needs no data folder and no
 # registry. All of it within 8 minutes, each part cut off on its own: tests, tuning, loss, decode steps, rollout and

@@ -152,10 +152,10 @@ def _run_within(arguments: Sequence[str]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. What it parses has the command's function as `handler`, `run_command` for a chain of
-    commands, `command_line`, which is `run`, for what looks at how one ends, and `build_parser`."""
+    commands, and `build_parser`."""
     parser = Parser(prog="thresher", description="Train small open models to answer from retrieved text, with GRPO.")
     # Handed down, for no command imports what lies above it.
-    parser.set_defaults(run_command=_run_within, command_line=run, build_parser=build_parser)
+    parser.set_defaults(run_command=_run_within, build_parser=build_parser)
     add_version(parser)
     add_commands(parser, commands)
     return parser

@@ -136,7 +136,6 @@ REDUCED = {
         (*("--device", "cpu", "--model", "0.5B", "--batch", "8"), *("--own", "4", "--shared", "8", "--steps", "1")),
         once=True,
     ),
-    "bench torture": Row(("--attack", "holes"), once=True),  # others fork, and this process has computed
     "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }

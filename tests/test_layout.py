@@ -103,7 +103,7 @@ def test_every_folder_is_a_package_and_no_test_is() -> None:
 def test_tests_lie_in_the_folders_of_what_they_test() -> None:
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     assert len(folders) > 15
-    assert [str(folder) for folder in folders if not (ROOT / folder).is_dir()] == []
+    assert [str(folder) for folder in folders if not (ROOT / folder).is_dir()] == ["torture"]  # attacks all of it
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -33,7 +33,7 @@ ROOMS = (
     ("bench/compile", "bench/loss", "bench/retrieval", "bench/rollout", "bench/roofline"),
     ("bench/decode", "bench/gpu_check"),
     ("bench/step",),
-    ("bench/studies/kl", "bench/studies/mask", "bench/studies/systems", "bench/torture"),
+    ("bench/studies/kl", "bench/studies/mask", "bench/studies/systems"),
     ("cli/flags.py", "cli/parsing", "cli/process.py"),
     ("cli/commands",),
     ("cli/registry.py",),

@@ -58,7 +58,6 @@ LONG: dict[str, tuple[str, str, Any, str]] = {
     "bench decode": ("thresher.bench.decode.run", "run_decode_bench", [{}], "rows"),
     "bench retrieval": ("thresher.bench.retrieval.run", "run_retrieval_bench", [], "rows"),
     "bench gpu-check": ("thresher.bench.gpu_check.run", "run_gpu_check", [], "parts out"),
-    "bench torture": ("thresher.bench.torture.run", "run_torture", {"kinds": []}, "rows"),
     "bench compile": ("thresher.bench.compile", "run_compile_bench", None, ""),
     "serve-retriever": ("thresher.retrieval.serving.server", "serve_folder", {"url": "http://h:1"}, "url"),
     "study kl": ("thresher.bench.studies.kl.run", "run_study", None, "found out"),

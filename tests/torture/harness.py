@@ -1,0 +1,363 @@
+"""Commands in forked processes with limits of time and memory, and a verdict on how each ended.
+
+    right      status 0, and the result of the unharmed command, to the bit but for times
+    refused    status 2, no traceback, and a last line that says in a sentence what is wrong
+    read       status 0 with another result: only of a file that a person may write anew, while it is well formed
+    wrong      everything else
+
+A fork has all modules that the parent imported. The parent must not compute: OpenMP's threads do not survive a fork.
+"""
+
+import ctypes
+import fcntl
+import gc
+import hashlib
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, NoReturn, TypeVar
+
+from full_disk import files_of_at_most, modes_that_hold
+
+from thresher.common.errors import UserError
+from thresher.engine.store.run_folder import to_be_resumed
+
+Verdict = Literal["right", "refused", "read", "wrong"]
+Command = Callable[[Sequence[str]], int]
+Case = TypeVar("Case")
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+PIPE = 1 << 20  # bytes
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+TRACEBACK = "Traceback (most recent call last)"
+
+# Keys of records that differ between two sound runs: times, digests of records with times, and what speculation did,
+# which begins without a history in a resumed run.
+TIMED = frozenset(
+    {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "forwards", "forward_rows", "drafted_tokens"}
+    | {"accepted_tokens", "search_calls", "queries_per_second", "seconds_per_question", "latency", "sha256"}
+    | {"checksum", "digest"}
+)
+# Files that differ: hashes.json is of states with times, and a resumed run has started twice.
+NOT_COMPARED = frozenset({"hashes.json", "report.html", "starts.jsonl"})
+UNSTABLE = frozenset({"png", "tmp", "lock"})  # suffixes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of a fork. memory: address space that it may add, in bytes. file_bytes: the size of any file that it
+    writes, as on a full disk. unprivileged: file modes hold for root too. terminal: it prints on a terminal of
+    its own, whose text is `out` of its end."""
+
+    seconds: float = 120.0
+    memory: int = 4 << 30
+    file_bytes: int | None = None
+    unprivileged: bool = False
+    terminal: bool = False
+
+
+DEFAULT = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command ended. status: None where a signal ended it or its time ran out."""
+
+    status: int | None
+    signal: int | None
+    timed_out: bool
+    seconds: float
+    out: str
+    err: str
+
+    @property
+    def last_line(self) -> str:
+        return (self.err.strip().splitlines() or [""])[-1][:300]
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the way in which it ended, whatever its result; None where nothing is."""
+        if self.timed_out:
+            return f"hangs: killed after {self.seconds:.0f} s"
+        if self.signal is not None:
+            return f"died of signal {self.signal}"
+        if TRACEBACK in self.err:
+            return f"traceback: {self.last_line}"
+        if self.status not in (0, 2):
+            return f"status {self.status}: {self.last_line}"
+        if self.status == 2 and not self.last_line.startswith("thresher: "):
+            return f"status 2 without a sentence: {self.last_line}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One attempt. kind: a row of the table. what: how to repeat it, and how it ended."""
+
+    kind: str
+    verdict: Verdict
+    what: str = ""
+
+
+def judge(ended: Ended, right: bool, may_be_read: bool = False) -> tuple[Verdict, str]:
+    """Return the verdict on a command and its reason. right: its result is that of the unharmed command."""
+    if ended.fault:
+        return "wrong", ended.fault
+    if ended.status == 2:
+        return "refused", ended.last_line
+    if right:
+        return "right", ""
+    return ("read", "") if may_be_read else ("wrong", "another result without a word")
+
+
+def refused(kind: str, what: str, ended: Ended, *, passes: bool = False) -> Outcome:
+    """Return the outcome of an attempt that must be refused; passes: it may be read too."""
+    verdict, reason = judge(ended, right=False, may_be_read=passes)
+    return Outcome(kind, verdict, f"{what}: {reason}")
+
+
+class Process:
+    """A forked call, whose result is the exit status. Its streams are pipes, which limits on files leave alone."""
+
+    def __init__(self, call: Callable[[], int], limits: Limits) -> None:
+        self.limits, self.begun, self.said = limits, time.monotonic(), [b"", b""]  # stdout, stderr
+        self._ended: Ended | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipes = [os.openpty()] if limits.terminal else [os.pipe() for _ in self.said]
+        self._streams = [read for read, _ in pipes]
+        # Python loses a signal that arrives between the fork and the child's own handlers.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        self.pid = os.fork()
+        if self.pid == 0:
+            run_child(call, limits, [write for _, write in pipes])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for read, write in pipes:
+            if not limits.terminal:
+                fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE)
+            os.set_blocking(read, False)
+            os.close(write)
+
+    def running(self) -> bool:
+        """Read what it has printed; return whether it runs."""
+        if self._ended is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._read()
+            if pid:
+                self._finish(status)
+        return self._ended is None
+
+    def kill(self, number: int) -> None:
+        """Send a signal to the process alone, if it still runs."""
+        if self._ended is None:
+            os.kill(self.pid, number)
+
+    def wait_until(self, condition: Callable[[], bool], pause: float = 0.002) -> None:
+        """Return once `condition` holds or the process has ended."""
+        while self.running() and not condition():
+            time.sleep(pause)
+
+    def wait(self) -> Ended:
+        """Wait for the end, at most for the limit's seconds; kill what the process has started."""
+        self.wait_until(lambda: time.monotonic() - self.begun > self.limits.seconds)
+        if self._ended is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._finish(os.waitpid(self.pid, 0)[1], timed_out=True)
+        assert self._ended is not None
+        return self._ended
+
+    def _read(self) -> None:
+        for number, stream in enumerate(self._streams):
+            with suppress(OSError):  # nothing is there yet; a terminal's other end is closed
+                while part := os.read(stream, PIPE):
+                    self.said[number] += part
+
+    def _finish(self, status: int, timed_out: bool = False) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._read()
+        for stream in self._streams:
+            os.close(stream)
+        died = os.WIFSIGNALED(status)
+        self._ended = Ended(
+            status=None if died else os.WEXITSTATUS(status),
+            signal=os.WTERMSIG(status) if died and not timed_out else None,
+            timed_out=timed_out,
+            seconds=time.monotonic() - self.begun,
+            out=self.said[0].decode(errors="replace"),
+            err=self.said[1].decode(errors="replace"),
+        )
+
+
+def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int]) -> NoReturn:
+    """Run `call` in a fork and leave it."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no fork outlives the campaign
+        if limits.terminal:
+            os.login_tty(streams[0])
+        else:
+            os.setpgid(0, 0)
+            for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
+                os.dup2(stream, number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")  # noqa: SIM115
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + limits.memory, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        stack = ExitStack()  # never left: the limits end with the process
+        if limits.unprivileged:
+            stack.enter_context(modes_that_hold())
+        if limits.file_bytes is not None:
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for processes that the command starts
+            stack.enter_context(files_of_at_most(limits.file_bytes))
+        status = call()
+    except KeyboardInterrupt as error:  # before the command handles it
+        status = getattr(error, "status", 130)
+    except UserError as error:  # of a function; a command prints its own
+        print(f"thresher: {error}", file=sys.stderr)
+        status = 2
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+class Campaign:
+    """One attack. run: the command line, from arguments to an exit status. world: what is attacked, restored after each
+    attempt. out: a free path in a folder of its own, for what a command writes. draw: chance of this attack alone.
+    scale: of every number of attempts."""
+
+    def __init__(self, name: str, folder: Path, run: Command, seed: int = 0, scale: float = 1.0) -> None:
+        self.world, self.scratch, self.run, self.scale = folder / "world", folder / name, run, scale
+        self.out, self.draw = self.scratch / "written" / "out", Random(f"{seed}/{name}")
+        self.out.parent.mkdir(parents=True)
+
+    def count(self, whole: int, least: int) -> int:
+        """Return how many of `whole` attempts are due."""
+        return max(least, round(whole * self.scale))
+
+    def some(self, cases: Collection[Case], least: int, times: int = 1) -> list[Case]:
+        """Draw as many of the cases as are due; all of them where `times` their number is."""
+        cases = list(cases)
+        return self.draw.sample(cases, min(len(cases), self.count(times * len(cases), least)))
+
+    def each(self, cases: Collection[Case], count: int) -> list[Case]:
+        """Draw `count` of the cases, each as often as any other but for one."""
+        order = self.draw.sample(list(cases), len(cases))
+        chosen = [order[number % len(order)] for number in range(count)]
+        self.draw.shuffle(chosen)
+        return chosen
+
+    def words(self, command: str, out: Path | None = None, **more: Any) -> list[str]:
+        """Return the words of a command; {at} is the world, {out} the free path."""
+        return [word.format(at=self.world, out=out or self.out, **more) for word in command.split()]
+
+    def words_again(self, text: str) -> list[str]:
+        """Return the words that go on with a command which may have begun before."""
+        words = self.words(text)
+        begun = self.out.with_suffix(".jsonl").exists() if words[0] == "rollout" else to_be_resumed(words[0], self.out)
+        return [*words, *(["--resume"] if begun else [])]
+
+    def start(self, what: str | Sequence[str] | Callable[[], int], limits: Limits = DEFAULT) -> Process:
+        """Begin a command, given as text or as words, or a function."""
+        words = self.words(what) if isinstance(what, str) else what
+        gc.freeze()  # the fork shares what is there, and its collector must not touch it
+        return Process(words if callable(words) else partial(self.run, words), limits)
+
+    def play(self, what: str | Sequence[str] | Callable[[], int], limits: Limits = DEFAULT) -> Ended:
+        return self.start(what, limits).wait()
+
+    def must(self, what: str | Sequence[str], limits: Limits = DEFAULT) -> Ended:
+        """Play a command that has to succeed, and import here what it has imported."""
+        words = self.words(what) if isinstance(what, str) else what
+
+        def run_and_list() -> int:
+            status = self.run(words)
+            (self.scratch / "modules.json").write_text(json.dumps(sorted(sys.modules)))
+            return status
+
+        ended = self.play(run_and_list, limits)
+        if ended.status != 0:
+            raise RuntimeError(f"thresher {' '.join(words)}: status {ended.status}, signal {ended.signal}: {ended.err}")
+        for name in json.loads((self.scratch / "modules.json").read_text()):
+            if name not in sys.modules and name != "__mp_main__":
+                with suppress(Exception):  # made by another module, or by the command itself
+                    importlib.import_module(name)
+        return ended
+
+    def unharmed(self, words: str, limits: Limits = DEFAULT) -> tuple[Ended, dict[str, str]]:
+        """Play a command that nothing harms; return its end and the content of what it wrote."""
+        ended = self.must(words, limits)
+        found = content(self.out.parent)
+        self.clear()
+        return ended, found
+
+    def unfinished(self) -> list[str]:
+        """Return the temporary files that a command has left."""
+        return [path.name for path in self.scratch.rglob("*.tmp")]
+
+    def clear(self) -> None:
+        """Remove what a command wrote."""
+        shutil.rmtree(self.out.parent)
+        self.out.parent.mkdir()
+
+
+def content(path: Path, *, pages: bool = False) -> dict[str, str]:
+    """Return a digest of each file, without times; equal where the content is. pages: of HTML pages too."""
+    if path.is_file():
+        return {path.name: digest(path)}
+    found = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path)
+        passed = not pages and file.name in NOT_COMPARED
+        if file.is_file() and not passed and not {part.rpartition(".")[2] for part in name.parts} & UNSTABLE:
+            found[str(name)] = digest(file)
+    return found
+
+
+def different(found: dict[str, str], expected: dict[str, str]) -> str:
+    """Return the names of a few files in which two contents differ."""
+    return ", ".join(sorted(name for name in {**found, **expected} if found.get(name) != expected.get(name))[:5])
+
+
+def digest(path: Path) -> str:
+    data = path.read_bytes()
+    if path.suffix in (".json", ".jsonl"):
+        with suppress(ValueError):
+            lines = data.splitlines() if path.suffix == ".jsonl" else [data]
+            data = json.dumps([without_times(json.loads(line)) for line in lines]).encode()
+    elif path.suffix == ".md":
+        data = b"".join(line for line in data.splitlines() if not line.startswith(b"- Latency"))
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if not k.endswith("seconds") and k not in TIMED}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
