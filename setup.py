@@ -32,9 +32,8 @@ setup(
     package_data={
         "thresher": ["py.typed"],
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
-        "thresher.engine.reporting": ["*.css", "*.html", "*.js"],
-        "thresher.engine.reproduction": ["papers/*.toml"],
-        "thresher.engine.watching": ["*.js"],
+        "thresher.engine.reports": ["*.css", "*.html", "*.js"],
+        "thresher.engine.reproduce": ["papers/*.toml"],
         "thresher.engine.systems": ["*.toml", "*.txt"],
         "thresher.engine.baselines": ["*.txt"],
         "thresher.engine.compressors": ["*.txt"],

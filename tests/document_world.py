@@ -17,9 +17,9 @@ from documents import ROOT
 from safetensors.torch import load_file
 
 from thresher.cli.main import run
-from thresher.engine.synthetic.invent import invent_files
-from thresher.engine.synthetic.shared_base import world_stages
-from thresher.engine.synthetic.world import Size
+from thresher.engine.world.facts import Size
+from thresher.engine.world.files import invent_files
+from thresher.engine.world.stages import world_stages
 from thresher.policy.tokenizer import Tokenizer
 
 CHATML = (

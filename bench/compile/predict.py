@@ -8,7 +8,7 @@ One multiprocessor holds `blocks` programs. What they keep on the way from memor
 tile: what one trip of the main loop copies, declared as `tile_bytes`, else what the loops' text copies, else shared
 memory / buffers; never more in flight than there is shared memory. wgmma reads its operands in shared memory, so Triton
 gives it a buffer for every stage, and one fewer elsewhere, where the stage in use lies in registers. Little's law asks
-for latency x bandwidth (engine/planning/chips.py), and of a target's chips the one is taken that asks for most.
+for latency x bandwidth (engine/planning/time.py), and of a target's chips the one is taken that asks for most.
 
 Where the work of a program is declared (`ProgramWork`: flops, bytes of memory, trips), its times on one SM are
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from thresher.bench.compile.compiler import Figures
 from thresher.bench.compile.sass import Code
 from thresher.bench.compile.target import SCHEDULERS, WARP, Target, blocks_per_sm, occupancy
-from thresher.engine.planning.chips import Chip, fastest
+from thresher.engine.planning.time import Chip, fastest
 from thresher.kernels.registry import Specialisation
 
 

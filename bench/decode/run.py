@@ -2,7 +2,7 @@
 
 A batch of sequences is prefilled, each with its own context, or groups of 8 with 1,200 positions in common and 300 of
 their own; then every step draws a token for each. A row says how long a step takes, what of it the host spends, and,
-on a chip that engine/planning/chips.py knows, the share of the floor (engine/planning/floors.py) and of what was
+on a chip that engine/planning/time.py knows, the share of the floor (engine/planning/time.py) and of what was
 predicted.
 
 Weights are random: they change no arithmetic. Nobody reaches an end, so that every step has the whole batch.
@@ -28,8 +28,7 @@ from thresher.common.errors import UserError
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
-from thresher.engine.planning.chips import this_chip
-from thresher.engine.planning.floors import DecodeShape, decode_costs, decode_share, floor_s
+from thresher.engine.planning.time import DecodeShape, decode_costs, decode_share, floor_s, this_chip
 from thresher.kernels.attention.backends.choice import resolve_attention
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy

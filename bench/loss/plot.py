@@ -18,8 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import StrMethodFormatter
 
 from thresher.common.files import atomic_path
-from thresher.engine.reporting.charts import BLUE, GREY, ORANGE, SKY
-from thresher.engine.reporting.plots import DPI, STYLE
+from thresher.engine.reports.charts import BLUE, DPI, GREY, ORANGE, SKY, STYLE
 
 PANELS = 4
 PANEL_WIDTH, BAR_HEIGHT, LABELS_WIDTH, MARGINS = 2.75, 0.3, 1.3, 2.3  # inches

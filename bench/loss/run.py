@@ -6,7 +6,7 @@ three bare matmuls of the loss's shapes among them. A contender that cannot run,
 place of figures. If ours fails or is wrong, the command ends with status 1 once all rows are written.
 
     floor       6 x R x H x V operations: logits, dX and dW, each once, for the unmasked rows
-    nominal     that floor at the GPU's specified dense bfloat16 rate (engine/planning/chips.py)
+    nominal     that floor at the GPU's specified dense bfloat16 rate (engine/planning/time.py)
     measured    the same at the rate of the bare matmuls
     extra       the most that torch held during a call beyond what it held before; workspace: without the gradients
                 that the call hands over
@@ -39,7 +39,7 @@ from thresher.bench.measure import in_turn, peak_bytes, spread
 from thresher.bench.rows import append_rows, check_files
 from thresher.common.console import console, progress_line, table
 from thresher.common.errors import UserError
-from thresher.engine.planning.chips import this_chip
+from thresher.engine.planning.time import this_chip
 from thresher.kernels.matmul import stored_columns
 
 MAIN_TOKENS = 8192

@@ -19,8 +19,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from thresher.bench.retrieval.curve import WANTED
 from thresher.common.files import atomic_path
-from thresher.engine.reporting.charts import PALETTE
-from thresher.engine.reporting.plots import DPI, STYLE
+from thresher.engine.reports.charts import DPI, PALETTE, STYLE
 
 PANEL_WIDTH, HEIGHT, MARGIN = 3.6, 4.3, 0.6  # inches
 TICKS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)

@@ -17,8 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import StrMethodFormatter
 
 from thresher.common.files import atomic_path
-from thresher.engine.reporting.charts import BLUE, GREY
-from thresher.engine.reporting.plots import DPI, STYLE
+from thresher.engine.reports.charts import BLUE, DPI, GREY, STYLE
 
 PANEL_WIDTH, BAR_HEIGHT, LABELS_WIDTH, MARGINS = 2.6, 0.42, 1.3, 1.7  # inches
 PEER, DARK = "#c9ced6", "#2b3036"

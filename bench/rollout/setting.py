@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from thresher.bench.rollout.shapes import RolloutShape
-from thresher.engine.synthetic.random_model import END_OF_TEXT
-from thresher.engine.synthetic.world import Size, invent, passages
+from thresher.engine.world.facts import Size, invent, passages
+from thresher.engine.world.random_model import END_OF_TEXT
 from thresher.policy.config import config_from_dict
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe

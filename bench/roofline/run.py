@@ -1,6 +1,6 @@
 """The command `bench roofline`: floors and predictions of chips and models, as two tables and JSON lines.
 
-Everything printed is arithmetic from data sheets and aims (engine/planning/floors.py). No GPU is asked, and none was.
+Everything printed is arithmetic from data sheets and aims (engine/planning/time.py). No GPU is asked, and none was.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,9 @@ from thresher.bench.roofline.models import MODELS
 from thresher.bench.rows import append_rows, check_files
 from thresher.common.console import console
 from thresher.common.errors import UserError
-from thresher.engine.planning import floors
-from thresher.engine.planning.chips import CHIPS, GB, Chip
-from thresher.engine.planning.floors import DecodeShape, UpdateShape
-from thresher.engine.planning.sizes import trained_weights
+from thresher.engine.planning import time as floors
+from thresher.engine.planning.memory import trained_weights
+from thresher.engine.planning.time import CHIPS, GB, Chip, DecodeShape, UpdateShape
 from thresher.policy.config import ModelConfig, read_config
 
 SHARED, OWN, GROUP = 1200, 300, 8

@@ -18,8 +18,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from thresher.bench.step.report import SIDES
 from thresher.common.files import atomic_path
-from thresher.engine.reporting.charts import BLUE, GREY
-from thresher.engine.reporting.plots import DPI, STYLE
+from thresher.engine.reports.charts import BLUE, DPI, GREY, STYLE
 
 PANEL_WIDTH, HEIGHT = 3.2, 2.6  # inches
 LABELS = {"shared": "ours", "unshared": "ours, prefixes\nunshared", "peer": "TRL"}

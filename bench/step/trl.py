@@ -22,7 +22,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from thresher.bench.step.setting import Seconds, Setting, reward_of
-from thresher.engine.synthetic.random_model import END_OF_TEXT
+from thresher.engine.world.random_model import END_OF_TEXT
 
 
 class Theirs:

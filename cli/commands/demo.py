@@ -1,6 +1,6 @@
 """`thresher demo`: a chain of ordinary commands, each shown and run, and a table of what was learned.
 
-The chain is engine/synthetic/demo.py's; here its commands go through the parser like ones that were typed.
+The chain is engine/world/stages.py's; here its commands go through the parser like ones that were typed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.synthetic.demo import demo
+    from thresher.engine.world.stages import demo
 
     out = Path(options.out)
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     with signals.keeping(lambda: f"{out} keeps what is finished" if out.exists() else None):
         demo(out, options.seed, options.set, options.run_command, say)
     from thresher.common.records import read_object
-    from thresher.engine.reporting.report import print_trajectories  # matplotlib takes a second
+    from thresher.engine.reports.report import print_trajectories  # matplotlib takes a second
 
     print_trajectories(out / "grpo")
     summary = read_object(out / "summary.json")

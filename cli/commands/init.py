@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.synthetic.random_model import add_layers, initialise
+    from thresher.engine.world.random_model import add_layers, initialise
 
     if options.model is not None or options.add_layers is not None:
         _check_alone(options)

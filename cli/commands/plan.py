@@ -12,8 +12,8 @@ from thresher.common import console
 
 if TYPE_CHECKING:
     from thresher.engine.config.recipe import Recipe
-    from thresher.engine.planning.floors import DeviceRates
     from thresher.engine.planning.plan import Plan
+    from thresher.engine.planning.time import DeviceRates
     from thresher.policy.config import ModelConfig
 
 HELP = "the memory and the time of a training run, before anything is loaded"
@@ -60,7 +60,7 @@ def _rates(options: argparse.Namespace, recipe: "Recipe") -> "DeviceRates | None
     import torch
 
     from thresher.common.errors import UserError
-    from thresher.engine.planning.chips import CHIPS
+    from thresher.engine.planning.time import CHIPS
 
     if options.chip is not None:
         if options.chip not in CHIPS:
@@ -85,7 +85,7 @@ def _memory(options: argparse.Namespace, recipe: "Recipe") -> int:
 
     from thresher.common.errors import UserError
     from thresher.common.machine import cpu_memory
-    from thresher.engine.planning.chips import CHIPS
+    from thresher.engine.planning.time import CHIPS
     from thresher.retrieval.indexes.kinds import parse_memory
 
     if options.gpu_memory is not None:

@@ -29,11 +29,11 @@ def run(options: argparse.Namespace) -> None:
         return
     (folder,) = options.runs
     if options.tokens is not None:
-        from thresher.engine.reporting.token_view import write_token_view
+        from thresher.engine.reports.token_view import write_token_view
 
         page = write_token_view(folder, options.tokens, options.out, options.unverified)
     else:
-        from thresher.engine.reporting.report import write_report
+        from thresher.engine.reports.report import write_report
 
         page = write_report(folder, options.out, options.unverified)
     console.say(str(page))
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from thresher.engine.reporting.comparison import write_comparison
+    from thresher.engine.reports.report import write_comparison
 
     if options.tokens is not None:
         raise UserError("report: --tokens shows one run's step; name one run")

@@ -1,4 +1,4 @@
-"""`thresher reproduce`: a paper's tables, each by one command. The running is engine/reproduction's."""
+"""`thresher reproduce`: a paper's tables, each by one command. The running is engine/reproduce's."""
 
 import argparse
 from pathlib import Path
@@ -55,14 +55,13 @@ def _model_is(text: str) -> tuple[str, str]:
 
 def run(options: argparse.Namespace) -> None:
     from thresher.common.errors import UserError
-    from thresher.engine.reproduction.commands import Scale
-    from thresher.engine.reproduction.manifest import paper_names, read_manifest
-    from thresher.engine.reproduction.run import reproduce
-    from thresher.engine.reproduction.servers import servers_of
+    from thresher.engine.reproduce.manifest import paper_names, read_manifest, servers_of
+    from thresher.engine.reproduce.pipelines import Scale
+    from thresher.engine.reproduce.run import reproduce
 
     if options.list:
-        from thresher.engine.planning.chips import CHIPS
-        from thresher.engine.reproduction.listing import listing, plan_in_words
+        from thresher.engine.planning.time import CHIPS
+        from thresher.engine.reproduce.tables import listing, plan_in_words
 
         if options.chip not in CHIPS:
             raise UserError(f"--chip {options.chip}: expected one of {', '.join(CHIPS)}")

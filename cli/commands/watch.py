@@ -1,4 +1,4 @@
-"""`thresher watch`: a run looked at while it goes on. The work is engine/watching's."""
+"""`thresher watch`: a run looked at while it goes on. The work is engine/reports's."""
 
 import argparse
 import sys
@@ -29,11 +29,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _watch(options: argparse.Namespace) -> None:
     if options.tty:
-        from thresher.engine.watching.terminal import watch_terminal
+        from thresher.engine.reports.watch import watch_terminal
 
         console.answer(watch_terminal(options.run, unverified=options.unverified).to_dict())
         return
-    from thresher.engine.watching.page import serve_page
+    from thresher.engine.reports.watch import serve_page
 
     def say(text: str) -> None:
         console.console.print(text, markup=False, soft_wrap=True)

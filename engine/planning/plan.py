@@ -1,23 +1,36 @@
-"""What a run needs of a GPU (or of a CPU's memory), before anything is loaded: the parts, whether they fit, and if not,
-which switch makes them fit.
+"""The plan of a run: its parts in bytes, whether they fit, and if not, which switch makes them fit.
 
     plan(config, recipe, memory_bytes=80_000_000_000, rates=CHIPS["H100"])
 
-Arithmetic on a config and a recipe alone (demand.py has the formulas). It is what `thresher plan` prints, what a run
-checks before it loads a weight, and what settings on "auto" are chosen by. With several GPUs it is arithmetic about
-what a sharded run would hold.
+Arithmetic on a config and a recipe alone (memory.py and time.py have the formulas). `thresher plan` prints it, a run
+checks it before it loads a weight, and settings on "auto" are chosen by it: optim.checkpoint_activations and
+grpo.reference. With several GPUs it is arithmetic about what a sharded run would hold.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from thresher.common.console import console
+from thresher.common.errors import UserError
+from thresher.common.machine import cpu_memory
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.planning.demand import Demand, demand, kv_token_bytes, kv_tokens
-from thresher.engine.planning.floors import DeviceRates
-from thresher.engine.planning.seconds import link_rate, seconds_per_step
-from thresher.engine.planning.setting import Change, Place, PlanSetting, read_setting, switches
-from thresher.policy.config import ModelConfig
+from thresher.engine.planning.memory import (
+    Change,
+    Demand,
+    Place,
+    PlanSetting,
+    demand,
+    kv_bytes,
+    kv_tokens,
+    read_setting,
+    switches,
+)
+from thresher.engine.planning.time import DeviceRates, link_rate, seconds_per_step
+from thresher.policy.config import ModelConfig, read_config
 
 GB = 10**9
 MOST_GPUS = 64
@@ -55,15 +68,12 @@ class Plan:
         return None if self.seconds is None else sum(self.seconds.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """As `thresher plan --json` prints it."""
-        names = ("total_bytes", "parts", "peak", "phases", "gpus", "memory_bytes", "fits", "checkpointed")
-        plain: dict[str, Any] = {name: getattr(self, name) for name in names}
-        plain |= {"reference": self.reference, "host": self.host}
-        plain |= {"largest": self.largest, "bounds": self.bounds, "advice": self.advice}
+        """Return the record that `thresher plan --json` prints."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("seconds", "links")}
         return plain | {"seconds_per_step": self.seconds_per_step, "seconds": self.seconds}
 
     def sentence(self) -> str:
-        """The parts in words, the largest first."""
+        """Return the parts in words, the largest first."""
         parts = sorted(self.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {size / GB:.1f}" for name, size in parts if size >= GB / 20)
 
@@ -75,17 +85,17 @@ def plan(
     memory_bytes: int | None = None,
     rates: DeviceRates | None = None,
 ) -> Plan:
-    """The plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step."""
+    """Return the plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step."""
     setting = read_setting(recipe, gpus)
     needed, settled = _settled(config, setting, memory_bytes)
     checkpointed = settled.checkpoint_activations == "on"
     fits = None if memory_bytes is None else needed.total <= memory_bytes
-    largest: dict[str, int] = {}
-    advice: list[str] = []
-    if memory_bytes is not None:
-        largest = _largest(config, setting, memory_bytes)
-        if not fits:
-            advice = _advice(config, setting, memory_bytes)
+    largest = {} if memory_bytes is None else _largest(config, setting, memory_bytes)
+    # Of the largest settings those that more memory would not raise.
+    bounds = {
+        "optim.micro_batch_tokens": (_update_tokens(setting), "all that an update computes"),
+        "rollout.max_context": (config.max_position_embeddings, "all positions of the model"),
+    }
     return Plan(
         total_bytes=needed.total,
         parts=needed.phases[needed.peak],
@@ -98,15 +108,16 @@ def plan(
         reference=settled.reference if setting.frozen_copy else None,
         host=needed.host,
         largest=largest,
-        bounds=_bounds(config, setting, largest),
-        advice=advice,
+        bounds={name: why for name, (bound, why) in bounds.items() if largest.get(name) == bound},
+        advice=[] if memory_bytes is None or fits else _advice(config, setting, memory_bytes),
         seconds=None if rates is None else seconds_per_step(config, setting, rates, checkpointed),
         links=None if rates is None else link_rate(rates, gpus),
     )
 
 
 def _settled(config: ModelConfig, setting: PlanSetting, memory: int | None) -> tuple[Demand, PlanSetting]:
-    """The demand, and the record with no "auto" left: of the first choice that fits, of the last where none does."""
+    """Return the demand, and the record with no "auto" left: of the first choice that fits, of the last where none
+    does."""
     for choice in setting.choices():
         needed = demand(config, choice, memory, checkpointed=choice.checkpoint_activations == "on")
         if memory is None or needed.total <= memory:
@@ -119,28 +130,28 @@ def _fits(config: ModelConfig, setting: PlanSetting, memory: int) -> bool:
 
 
 def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str, int]:
-    """The largest settings that fit, each with the others as they are; those that fit at no value are left out."""
+    """Return the largest settings that fit, each with the others as they are; those that fit at no value are left
+    out."""
 
-    def context(tokens: int) -> PlanSetting:
-        return replace(setting, length=tokens, sampled=min(setting.sampled, tokens))
+    def fits(tokens: int) -> bool:
+        return _fits(config, replace(setting, length=tokens, sampled=min(setting.sampled, tokens)), memory)
 
     found = {
         "optim.micro_batch_tokens": _micro_batch(config, setting, memory),
-        "rollout.max_context": _last(
-            lambda n: _fits(config, context(n), memory), setting.page_size, config.max_position_embeddings
-        ),
+        "rollout.max_context": _last(fits, setting.page_size, config.max_position_embeddings),
     }
     rollout = demand(config, setting, memory, checkpointed=False).phases["rollout"]
     _, least = kv_tokens(setting)
     rest = sum(rollout.values()) - rollout["KV pool"]
-    room = (memory - rest) // kv_token_bytes(config, setting)
-    held = rollout["KV pool"] // kv_token_bytes(config, setting) if setting.cuda else room
+    room = (memory - rest) // kv_bytes(config, setting.item)
+    held = rollout["KV pool"] // kv_bytes(config, setting.item) if setting.cuda else room
     found["rollout.kv_tokens"] = held if least <= room else None
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
-    """The largest whole number from `lowest` to `highest` that fits, where what is larger needs more; None: none."""
+    """Return the largest whole number from `lowest` to `highest` that fits, where what is larger needs more; None:
+    none."""
     if not fits(lowest):
         return None
     while lowest < highest:
@@ -150,23 +161,23 @@ def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
 
 
 def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
-    """What makes it fit: each change that does alone, a smaller micro-batch at its side where it takes that; where none
-    does, the switches one after the other until it fits."""
+    """Return the changes that make it fit: each that does alone, with a smaller micro-batch where it takes that; where
+    none does, the switches one after the other until it fits."""
     known = switches(setting)
-    alone: list[Change] = [("", lambda same: same), *known]
+    alone: list[Change] = [("", {}), *known]
     if setting.adapters is None and setting.reference != "cpu" and setting.offload != "masters":
-        alone.append((f"[lora] with rank = {LORA[0]}", lambda s: replace(s, adapters=LORA)))
-    lines = [line for words, turn in alone if (line := _line(config, [(words, turn)], setting, memory))]
+        alone.append((f"[lora] with rank = {LORA[0]}", {"adapters": LORA}))
+    lines = [line for change in alone if (line := _line(config, [change], setting, memory))]
     if not lines:
         several = (known[:count] for count in range(2, len(known) + 1))
-        lines = [line for turns in several if (line := _line(config, turns, setting, memory))][:1]
+        lines = [line for changes in several if (line := _line(config, changes, setting, memory))][:1]
     if setting.cuda and setting.gpus == 1:
         lines += _sharded(config, setting, memory)
     return lines or ["no setting makes it fit: take a smaller model or a shorter rollout.max_context"]
 
 
 def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
-    """The largest micro-batch that fits, in tokens: no less than a context takes, no more than an update has."""
+    """Return the largest micro-batch that fits, in tokens: no less than a context takes, no more than an update has."""
     return _last(
         lambda tokens: _fits(config, replace(setting, micro_batch_tokens=tokens), memory),
         setting.length,
@@ -175,27 +186,18 @@ def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int 
 
 
 def _update_tokens(setting: PlanSetting) -> int:
-    """What an update computes at most, which a micro-batch need not exceed."""
+    """Return the tokens that an update computes at most, which a micro-batch need not exceed."""
     return max(setting.groups_of_update * setting.computed_tokens, setting.length)
 
 
-def _bounds(config: ModelConfig, setting: PlanSetting, largest: dict[str, int]) -> dict[str, str]:
-    """Of the largest settings, those that more memory would not raise, with the reason."""
-    most = {
-        "optim.micro_batch_tokens": (_update_tokens(setting), "all that an update computes"),
-        "rollout.max_context": (config.max_position_embeddings, "all positions of the model"),
-    }
-    return {name: why for name, (bound, why) in most.items() if largest.get(name) == bound}
-
-
 def _advised_tokens(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
-    """`_micro_batch`, down to a round number where a context allows one."""
+    """Return `_micro_batch`, down to a round number where a context allows one."""
     tokens = _micro_batch(config, setting, memory)
     return None if tokens is None else max(tokens // ROUND * ROUND, setting.length)
 
 
 def _sharded(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
-    """How many GPUs would hold the run, and with which micro-batch."""
+    """Return a line that says how many GPUs would hold the run, and with which micro-batch."""
     for gpus in range(2, MOST_GPUS + 1):
         shared = replace(setting, gpus=gpus)
         if _fits(config, shared, memory):
@@ -206,9 +208,9 @@ def _sharded(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str
 
 
 def _line(config: ModelConfig, changes: Sequence[Change], setting: PlanSetting, memory: int) -> str | None:
-    """The advice to make these changes, None where they do not suffice."""
-    for _, turn in changes:
-        setting = turn(setting)
+    """Return the advice to make these changes, None where they do not suffice."""
+    for _, values in changes:
+        setting = replace(setting, **values)
     words = [words for words, _ in changes if words]
     if not _fits(config, setting, memory):
         tokens = _advised_tokens(config, setting, memory)
@@ -218,3 +220,46 @@ def _line(config: ModelConfig, changes: Sequence[Change], setting: PlanSetting, 
         setting = replace(setting, micro_batch_tokens=tokens)
     total = _settled(config, setting, memory)[0].total
     return f"{' and '.join(words)} {'makes' if len(words) == 1 else 'make'} it fit: {total / GB:.1f} GB"
+
+
+def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int = 1) -> tuple[Recipe, Plan]:
+    """Return the recipe of a GRPO run from the model in `folder`, with no "auto" left of what decides its memory, and
+    its plan. Print what is changed to make it fit, and a warning where it may not.
+
+    On CUDA the plan must fit what is free. A CPU's memory is shared, swapped and reclaimed, so there the plan must fit
+    all that the machine (or the container) has; one that exceeds what is available now is warned of. Raise UserError
+    where it cannot. ranks: that share the states; local: of them on this machine, which share its memory."""
+    config = read_config(folder)
+    total, available = (size // local for size in cpu_memory())
+    there = f"there are {total / GB:.1f}"
+    memory: int | None = total
+    if recipe.model.device == "cuda":
+        memory = int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+        there = f"the GPU has {(memory or 0) / GB:.1f} free"
+    found = plan(config, recipe, ranks, memory_bytes=memory)
+    if found.fits is False:
+        raise UserError(
+            f"the run needs {found.total_bytes / GB:.1f} GB at its {found.peak} ({found.sentence()}), and {there}; "
+            f"{found.advice[0]} (thresher plan has the rest)"
+        )
+    beside = sum(found.host.values()) if recipe.model.device == "cuda" else found.total_bytes
+    if beside > available:
+        console.print(
+            f"train: the run may take {beside / GB:.1f} GB of memory, and {available / GB:.1f} are available now",
+            soft_wrap=True,
+        )
+    optim = replace(recipe.optim, checkpoint_activations="on" if found.checkpointed else "off")
+    grpo = recipe.grpo
+    if found.reference is not None:
+        grpo = replace(grpo, reference="cpu" if found.reference == "cpu" else "device")
+    turned = []
+    if recipe.optim.checkpoint_activations == "auto" and found.checkpointed:
+        turned.append('optim.checkpoint_activations = "on"')
+    if recipe.grpo.reference == "auto" and found.reference == "cpu":
+        turned.append('grpo.reference = "cpu"')
+    if turned:
+        words = " and ".join(turned)
+        console.print(
+            f"train: the plan takes {words}, for without it the run does not fit, and {there}", soft_wrap=True
+        )
+    return replace(recipe, optim=optim, grpo=grpo), found

@@ -7,7 +7,7 @@
     evaluations/step_000010.jsonl     every question of an evaluation, with its trajectory
     checkpoints/step_000010/          see engine/store/checkpoint.py
     replies.jsonl                     of a chat model, where one was asked: nothing is paid for twice
-    sinks/, tensorboard/, wandb/      where [run] trackers names a tracker: see engine/sinks
+    sinks/, tensorboard/, wandb/      where [run] trackers names a tracker: see engine/trackers
     summary.json, plots/, report.html at the end
 
 What a run records has checksums (records.py). metrics.jsonl has its closing line, and summary.json the number and the

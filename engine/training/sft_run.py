@@ -29,8 +29,7 @@ from thresher.common.records import write_records
 from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
-from thresher.engine.planning.demand import MOMENT_BYTES
-from thresher.engine.planning.sizes import FP32
+from thresher.engine.planning.memory import FP32, MOMENT_BYTES
 from thresher.engine.store.checkpoint import (
     Checkpoint,
     SavablePolicy,

@@ -28,15 +28,15 @@ from thresher.engine.evaluation.metrics import measured, summary_of
 from thresher.engine.parallel.agreement import check_ranks
 from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
-from thresher.engine.planning.check import check_memory
-from thresher.engine.planning.disk import check_disk
+from thresher.engine.planning.memory import check_disk
+from thresher.engine.planning.plan import check_memory
 from thresher.engine.protocol.prompts import PromptBatch, retrieve_and_truncate
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges, check_all
-from thresher.engine.sinks.sinks import check_sinks, sending
 from thresher.engine.store.checkpoint import Checkpoint, checkpoint_to_resume, prune, save_checkpoint
 from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
+from thresher.engine.trackers import check_trackers, tracking
 from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
 from thresher.engine.training.ranked_step import RankedStep
@@ -71,7 +71,7 @@ def train(
     or from that of `from_step`; 0 is the beginning. ranks: the processes that all call this, of which rank 0 alone
     writes, watches and has a summary. allow_keys: where which key may go, as `load_endpoint` has it."""
     started = time.perf_counter()
-    check_sinks(recipe.run.trackers)
+    check_trackers(recipe.run.trackers)
     if ranks.first:
         RunFolder.check(out, resume)
     if resume:
@@ -114,8 +114,8 @@ def train(
         _announce(recipe, out, ranks)
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
-        sinks = sending(run, recipe.run.trackers if ranks.first else (), checkpoint.step if checkpoint else -1)
-        with sinks, held("a step that is being learned is finished, and saved"):
+        trackers = tracking(run.path, recipe.run.trackers if ranks.first else (), checkpoint.step if checkpoint else -1)
+        with trackers, held("a step that is being learned is finished, and saved"):
             trainer.run(checkpoint, watch, before - started)
         if not ranks.first:
             return {}

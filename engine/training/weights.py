@@ -62,7 +62,7 @@ def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights
 
 def _reference(recipe: Recipe) -> Policy | StreamedPolicy:
     """A frozen copy of the model at `model.path`, where grpo.reference wants it. "auto" is the plan's to decide, before
-    a run begins (engine/planning/check.py); without one, on the device."""
+    a run begins (engine/planning/plan.py); without one, on the device."""
     if recipe.grpo.reference != "cpu":
         return load_on_device(recipe, recipe.model.path).requires_grad_(False)
     model = load_policy(recipe.model.path, DTYPES[recipe.model.dtype], verify=recipe.run.verify)

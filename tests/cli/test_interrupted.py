@@ -19,10 +19,9 @@ from thresher.common import signals
 from thresher.common.errors import UserError
 from thresher.common.files import append_bytes, atomic_write_text
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.synthetic import demo as demo_module
-from thresher.engine.synthetic.demo import demo
 from thresher.engine.training import train as train_module
 from thresher.engine.training.sft import SftTrainer
+from thresher.engine.world.stages import BEGUN, demo
 from thresher.retrieval.building import build as build_module
 
 
@@ -249,6 +248,6 @@ def test_a_demo_goes_on_with_what_is_not_finished(tmp_path: Path) -> None:
     demo(out, 3, ["run.steps=1"], run, said.append)
     assert [(words[0], words[-1] == "--resume") for words in ran] == [("train", True), ("report", False)]
     assert said[:4] == [f"{out / name} is finished" for name in ("data", "init", "index", "warmup")]
-    assert (out / demo_module.BEGUN).is_file() and (out / "summary.json").is_file()
+    assert (out / BEGUN).is_file() and (out / "summary.json").is_file()
     with pytest.raises(UserError, match="holds a demo that is finished"):
         demo(out, 3, ["run.steps=1"], run, lambda line: None)

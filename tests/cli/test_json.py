@@ -63,7 +63,7 @@ LONG: dict[str, tuple[str, str, Any, str]] = {
     "study kl": ("thresher.bench.studies.kl.run", "run_study", None, "found out"),
     "study mask": ("thresher.bench.studies.mask.run", "run_study", None, "found out"),
     "study systems": ("thresher.bench.studies.systems.run", "run_study", None, "found out"),
-    "demo": ("thresher.engine.synthetic.demo", "demo", None, "em_after out"),
+    "demo": ("thresher.engine.world.stages", "demo", None, "em_after out"),
 }
 
 
@@ -113,7 +113,7 @@ def test_long_work_is_answered_for(command: str, run: Run, tmp_path: Path, monke
         tmp_path / "summary.json",
         dict.fromkeys(("em_before", "em_after", "f1_before", "f1_after"), 0.5) | {"questions": 2, "seconds": 3.0},
     )
-    monkeypatch.setattr("thresher.engine.reporting.report.print_trajectories", lambda folder: print("shown"))
+    monkeypatch.setattr("thresher.engine.reports.report.print_trajectories", lambda folder: print("shown"))
     monkeypatch.setattr(f"{module}.{function}", lambda *_, **__: returned)
     named = ["--index", "i"] if command == "serve-retriever" else ["--out", str(tmp_path)] if "out" in keys else []
     status, found, _ = run(*command.split(), *named)
@@ -149,7 +149,7 @@ def test_commands_of_a_chain_are_not_its_answer(run: Run, tmp_path: Path, monkey
         command(["data", "invent", "--out", str(tmp_path / "world")])
         raise cli.UserError("far enough")
 
-    monkeypatch.setattr("thresher.engine.synthetic.demo.demo", chain)
+    monkeypatch.setattr("thresher.engine.world.stages.demo", chain)
     status, found, said = run("demo", "--out", str(tmp_path / "demo"))
     assert (status, found) == (2, {"error": "far enough"}) and "an invented world" in said
 

@@ -9,8 +9,9 @@ import pytest
 
 from thresher import recipes
 from thresher.cli import main as cli
-from thresher.engine.synthetic import demo, invent
-from thresher.engine.synthetic.world import Size
+from thresher.engine.world import files as invent
+from thresher.engine.world import stages as demo
+from thresher.engine.world.facts import Size
 
 
 @pytest.mark.parametrize(

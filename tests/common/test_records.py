@@ -21,18 +21,17 @@ from thresher.engine.baselines.evidence import read_evidence
 from thresher.engine.evaluation.compare import compare, read_evaluation
 from thresher.engine.evaluation.folder import EvalFolder, Generated
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.reporting import comparison, report
-from thresher.engine.reporting.comparison import write_comparison
-from thresher.engine.reporting.report import write_report
-from thresher.engine.reporting.token_view import write_token_view
+from thresher.engine.reports import report
+from thresher.engine.reports import report as comparison
+from thresher.engine.reports.report import write_comparison, write_report
+from thresher.engine.reports.token_view import write_token_view
+from thresher.engine.reports.watch import LivePage, read_state
 from thresher.engine.scoring.endpoint import Replies
 from thresher.engine.scoring.transcripts import score_file
 from thresher.engine.store.journal import Journal
 from thresher.engine.store.run_folder import RunFolder, best_checkpoint
 from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.engine.training.sft_data import taught_records
-from thresher.engine.watching.page import LivePage
-from thresher.engine.watching.state import read_state
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.transcript import Source
 

@@ -12,11 +12,10 @@ from documents import ROOT, blocks, commands, links, read, table_rows
 from thresher.bench.roofline.models import MODELS
 from thresher.cli.main import build_parser
 from thresher.engine.assemble import read_run_recipe
-from thresher.engine.planning.chips import CHIPS, GB
 from thresher.engine.planning.plan import plan
-from thresher.engine.reproduction.chains import cells_of
-from thresher.engine.reproduction.commands import Scale
-from thresher.engine.reproduction.manifest import paper_names, read_manifest
+from thresher.engine.planning.time import CHIPS, GB
+from thresher.engine.reproduce.manifest import paper_names, read_manifest
+from thresher.engine.reproduce.pipelines import Scale, experiment_runs
 from thresher.retrieval.datasets.convert import parse_mix
 
 PAGES = {name: f"docs/reproduce/{name}.md" for name in paper_names()} | {"lear": "docs/reproduce/eviomni.md"}
@@ -90,7 +89,9 @@ def test_a_training_of_several_gpus_is_one_of_the_paper_s(page: str, monkeypatch
     read_run_recipe(typed.recipe, typed.set)
     manifest, out = read_manifest(Path(page).stem), Path(typed.out)
     cells = [
-        cell for table in manifest.tables.values() for cell in cells_of(manifest, table, Scale("paper"), out.parents[1])
+        cell
+        for table in manifest.tables.values()
+        for cell in experiment_runs(manifest, table, Scale("paper"), out.parents[1])
     ]
     [shown, *_] = [command.words for cell in cells for command in cell.before if command.folder == out]
     wanted = build_parser().parse_args(shown)

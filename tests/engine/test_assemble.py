@@ -12,7 +12,7 @@ from thresher.common.errors import UserError
 from thresher.engine.assemble import PADDING, check_fit, fit_doubts, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.synthetic.random_model import write_model
+from thresher.engine.world.random_model import write_model
 from thresher.policy.model import init_policy
 from thresher.policy.tokenizer import Tokenizer
 

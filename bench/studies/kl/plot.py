@@ -15,8 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from thresher.bench.studies.kl.exact import EstimatorCurve
 from thresher.common.files import atomic_path
-from thresher.engine.reporting.charts import BLUE, GREEN, GREY, ORANGE
-from thresher.engine.reporting.plots import DPI, STYLE
+from thresher.engine.reports.charts import BLUE, DPI, GREEN, GREY, ORANGE, STYLE
 
 COLORS = {"k1": GREY, "k2": BLUE, "k3": ORANGE, "k3_ratio": GREEN}
 GREY_TEXT = "#4a5058"

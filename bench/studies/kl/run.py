@@ -41,9 +41,9 @@ from thresher.common.jsonl import write_jsonl
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
-from thresher.engine.synthetic import demo
 from thresher.engine.training.step import Diverged
 from thresher.engine.training.train import Progress, train
+from thresher.engine.world import stages as demo
 
 # The demo's own learning rate, and twice that. At four times it neither estimator learns anything.
 RATES = {"mild": 1e-3, "hot": 2e-3}

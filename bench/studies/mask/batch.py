@@ -31,10 +31,10 @@ from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.checkpoint import latest_checkpoint
 from thresher.engine.store.run_folder import RunFolder, step_of
-from thresher.engine.synthetic.demo import RECIPES
-from thresher.engine.synthetic.invent import invent_files
-from thresher.engine.synthetic.random_model import initialise
-from thresher.engine.synthetic.world import Size
+from thresher.engine.world.facts import Size
+from thresher.engine.world.files import invent_files
+from thresher.engine.world.random_model import initialise
+from thresher.engine.world.stages import DEMO
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import load_tokenizer
 from thresher.rewards.transcript import Source
@@ -72,20 +72,20 @@ class Subject:
 
 def scripted(seed: int, limit: int, device: str) -> Subject:
     """`limit` transcripts of the demo's world on a model of the demo's shape; a function of the seed."""
-    recipe = load_recipe(RECIPES / "recipe.toml")
+    recipe = load_recipe(DEMO / "recipe.toml")
     passage_format = recipe.need(RetrievalSection).passage_format
     with tempfile.TemporaryDirectory() as scratch:
         data, model = Path(scratch) / "data", Path(scratch) / "model"
         invent_files(data, seed, replace(Size(), warmup_worlds=1, transcripts=limit), passage_format)
         train_on = [data / f"{name}.jsonl" for name in ("corpus", "train", "warmup")]
-        initialise(RECIPES / "config.json", model, train_on=train_on, vocab_size=VOCABULARY, seed=seed)
+        initialise(DEMO / "config.json", model, train_on=train_on, vocab_size=VOCABULARY, seed=seed)
         records = [record for _, record in iter_jsonl(data / "warmup.jsonl")]
         tokenizer = load_tokenizer(model)
         policy = load_policy(model, torch.float32, device)
     renderer = Renderer(
         tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=1, passage_format=passage_format
     )
-    template = read_template(RECIPES / "prompt.txt")
+    template = read_template(DEMO / "prompt.txt")
     trajectories = []
     for number, record in enumerate(records):
         segments = [Segment(Source.PROMPT, renderer.prompt(Prompt(template, record["question"])))]

@@ -16,8 +16,7 @@ from matplotlib.ticker import PercentFormatter
 
 from thresher.bench.studies.mask.steps import TREATMENTS
 from thresher.common.files import atomic_path
-from thresher.engine.reporting.charts import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
-from thresher.engine.reporting.plots import DPI, STYLE
+from thresher.engine.reports.charts import BLUE, DPI, GREEN, ORANGE, PURPLE, RED, SKY, STYLE
 
 COLORS = {"in_loss": RED, "zeroed": ORANGE, "masked": GREEN, "removed": PURPLE}
 DASHES: dict[str, Any] = {"in_loss": "-", "zeroed": (0, (2.5, 2)), "masked": "-", "removed": (0, (2.5, 2))}

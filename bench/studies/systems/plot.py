@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from thresher.common.files import atomic_path
-from thresher.engine.reporting.charts import BLUE, GREY
-from thresher.engine.reporting.plots import DPI, STYLE
+from thresher.engine.reports.charts import BLUE, DPI, GREY, STYLE
 
 Records = Sequence[Mapping[str, Any]]
 

@@ -1,11 +1,11 @@
 """`thresher study systems`: does every system learn? From one base a seed, ARENA from its own, beside a control.
 
-    world/   the world once; once a seed base0, base1 .. and numbered0 ..   engine/synthetic/shared_base.py
+    world/   the world once; once a seed base0, base1 .. and numbered0 ..   engine/world/stages.py
     runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
     curves.png, table.md, systems.json
 
-The base knows the form of all protocols and hardly what to look for (engine/synthetic/warmup_transcripts.py). ARENA's
-goes on from there: it names passages by their numbers, which the shared one cannot (number_forms.py). The control of a
+The base knows the form of all protocols and hardly what to look for (engine/world/files.py). ARENA's
+goes on from there: it names passages by their numbers, which the shared one cannot (files.py). The control of a
 system is the same run with its rewards shuffled within each group: the same rewards, for the wrong samples, carry no
 signal. What is finished in the folder is not done again, and a run that was killed goes on.
 
@@ -29,7 +29,9 @@ from thresher.common.files import atomic_write_text
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import RunFolder, read_metrics, to_be_resumed
-from thresher.engine.synthetic.shared_base import (
+from thresher.engine.training.train import Progress, train
+from thresher.engine.world.files import GIVEN, SEARCHING, template
+from thresher.engine.world.stages import (
     JUDGED,
     NUMBERED,
     RECIPE,
@@ -38,8 +40,6 @@ from thresher.engine.synthetic.shared_base import (
     world_questions,
     world_stages,
 )
-from thresher.engine.synthetic.warmup_transcripts import GIVEN, SEARCHING, template
-from thresher.engine.training.train import Progress, train
 
 SYSTEMS = (*SEARCHING, *GIVEN)
 # What a system's own claim is measured by, beside reward and EM: a key of the evaluation's record, and what to call it.

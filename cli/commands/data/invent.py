@@ -1,4 +1,4 @@
-"""`thresher data invent`: the demo's invented world, as files. The work is engine/synthetic/invent.py's."""
+"""`thresher data invent`: the demo's invented world, as files. The work is engine/world/files.py's."""
 
 import argparse
 
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from dataclasses import replace
 
-    from thresher.engine.synthetic.invent import invent_files
-    from thresher.engine.synthetic.world import Size
+    from thresher.engine.world.facts import Size
+    from thresher.engine.world.files import invent_files
 
     size = Size() if options.aware is None else replace(Size(), aware=options.aware)
     figures = invent_files(options.out, options.seed, size, options.passage_format, options.forms)

@@ -1,4 +1,4 @@
-"""`thresher data judge`: a judge of entailment for the invented world. The work is engine/synthetic/note_judge.py's."""
+"""`thresher data judge`: a judge of entailment for the invented world. The work is engine/world/judge.py's."""
 
 import argparse
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.engine.synthetic.note_judge import STEPS, make_judge
+    from thresher.engine.world.judge import STEPS, make_judge
 
     figures = make_judge(options.out, options.seed, options.steps or STEPS)
     console.figures(f"a judge of entailment in {options.out}", figures)

@@ -8,7 +8,7 @@ from thresher.bench.compile.compiler import Figures
 from thresher.bench.compile.predict import predict
 from thresher.bench.compile.sass import Code, Region
 from thresher.bench.compile.target import TARGETS
-from thresher.engine.planning.chips import CHIPS, fastest
+from thresher.engine.planning.time import CHIPS, fastest
 from thresher.kernels.registry import ProgramWork, Specialisation
 
 

@@ -10,10 +10,9 @@ from documents import table_rows
 from thresher.bench.roofline.models import MODELS
 from thresher.cli import main as cli
 from thresher.cli.commands.bench import roofline as command
-from thresher.engine.planning import floors
-from thresher.engine.planning.chips import CHIPS, TB
-from thresher.engine.planning.floors import DecodeShape, UpdateShape
-from thresher.engine.planning.sizes import head_weights, kv_bytes, layer_weights, trained_weights
+from thresher.engine.planning import time as floors
+from thresher.engine.planning.memory import head_weights, kv_bytes, layer_weights, trained_weights
+from thresher.engine.planning.time import CHIPS, TB, DecodeShape, UpdateShape
 from thresher.policy.config import config_from_dict
 
 UNSHARED, SHARED = DecodeShape(), DecodeShape(group=8, shared=1200, own=300)

@@ -8,8 +8,7 @@ from model_cases import make_config
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.planning.activations import activation_bytes, layer_bytes
-from thresher.engine.planning.setting import PlanSetting, read_setting
+from thresher.engine.planning.memory import PlanSetting, activation_bytes, layer_bytes, read_setting
 from thresher.kernels.attention.prefix import PrefixForest
 from thresher.kernels.attention.varlen import Varlen
 from thresher.policy.config import ModelConfig

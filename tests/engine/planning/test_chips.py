@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thresher.engine.planning.chips import CHIPS, this_chip
+from thresher.engine.planning.time import CHIPS, this_chip
 
 
 def test_chips_are_known_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:

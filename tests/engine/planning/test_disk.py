@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.planning.disk import check_disk, checkpoints_at_a_time
+from thresher.engine.planning.memory import check_disk, checkpoints_at_a_time
 from thresher.engine.training.train import train
 
 

@@ -61,7 +61,7 @@ print(planned, now("VmHWM") - before)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model, questions, and two prompts that each fill their run's context."""
-    from thresher.engine.synthetic.random_model import initialise
+    from thresher.engine.world.random_model import initialise
 
     folder = tmp_path_factory.mktemp("measured")
     questions = [{"id": str(n), "question": f"Who is mayor {n}?", "golden_answers": ["Anna"]} for n in range(8)]

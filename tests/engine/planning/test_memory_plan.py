@@ -15,13 +15,10 @@ from thresher.common.errors import UserError
 from thresher.common.machine import cpu_memory
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.planning import check
-from thresher.engine.planning.check import check_memory
-from thresher.engine.planning.chips import CHIPS
-from thresher.engine.planning.demand import PARTS, demand, kv_tokens
-from thresher.engine.planning.plan import Plan, plan
-from thresher.engine.planning.setting import read_setting
-from thresher.engine.planning.sizes import all_weights, one_layer
+from thresher.engine.planning import plan as check
+from thresher.engine.planning.memory import PARTS, all_weights, demand, kv_tokens, one_layer, read_setting
+from thresher.engine.planning.plan import Plan, check_memory, plan
+from thresher.engine.planning.time import CHIPS
 from thresher.policy.config import write_config
 from thresher.policy.model import init_policy
 

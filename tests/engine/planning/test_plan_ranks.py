@@ -7,7 +7,7 @@ import pytest
 
 from thresher.bench.roofline.models import MODELS
 from thresher.engine.assemble import read_run_recipe
-from thresher.engine.planning.demand import head_weights
+from thresher.engine.planning.memory import head_weights
 from thresher.engine.planning.plan import GB, Plan, plan
 
 ARENA = Path(__file__).parents[3] / "recipes" / "arena" / "qwen2.5-7b.toml"

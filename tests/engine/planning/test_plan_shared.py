@@ -7,13 +7,16 @@ import pytest
 from thresher.bench.roofline.models import MODELS
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.planning.activations import activation_bytes
-from thresher.engine.planning.chips import CHIPS
-from thresher.engine.planning.demand import micro_batch
-from thresher.engine.planning.links import sent_bytes
+from thresher.engine.planning.memory import (
+    PlanSetting,
+    activation_bytes,
+    all_weights,
+    micro_batch,
+    one_layer,
+    read_setting,
+)
 from thresher.engine.planning.plan import plan
-from thresher.engine.planning.setting import PlanSetting, read_setting
-from thresher.engine.planning.sizes import all_weights, one_layer
+from thresher.engine.planning.time import CHIPS, sent_bytes
 from thresher.engine.systems import load_system
 
 CONFIG = MODELS["0.5B"]

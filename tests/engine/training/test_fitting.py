@@ -16,7 +16,7 @@ from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.packing import TrainSequence
-from thresher.engine.planning import check
+from thresher.engine.planning import plan as check
 from thresher.engine.planning.plan import plan
 from thresher.engine.training import train as train_module
 from thresher.engine.training.train import train

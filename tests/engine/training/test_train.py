@@ -27,7 +27,7 @@ from thresher.engine.assemble import load_questions, load_retrieval, load_run_co
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
-from thresher.engine.reporting.token_data import policy_counts
+from thresher.engine.reports.token_view import policy_counts
 from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question

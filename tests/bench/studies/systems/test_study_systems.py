@@ -25,10 +25,9 @@ from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
 from thresher.engine.store.run_folder import sft_folder
-from thresher.engine.synthetic.number_forms import NUMBERED_FORMAT
-from thresher.engine.synthetic.shared_base import world_stages
-from thresher.engine.synthetic.warmup_transcripts import GIVEN, GIVEN_FORMAT
 from thresher.engine.systems import load_system
+from thresher.engine.world.files import GIVEN, GIVEN_FORMAT, NUMBERED_FORMAT
+from thresher.engine.world.stages import world_stages
 
 
 @pytest.fixture

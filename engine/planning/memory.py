@@ -1,0 +1,530 @@
+"""Bytes of every part of a run in its phases, on one GPU (or in a CPU's memory), on the host beside it, and on disk.
+
+N weights, t of them trained, e bytes an element of the computation (bfloat16 2, float32 4), T tokens of a micro-batch.
+
+    weights          e N, and 4 t of adapters            masters    4 N where all are trained in bfloat16
+    gradients        e N of the policy, 4 N of masters   moments    AdamW's two, 8 t; in 8 bits 2 t and their scales
+    reference        e N where beta > 0 and all weights are trained
+    KV pool          2 L K D e a token: kv_tokens, or max_num_seqs contexts; on CUDA at most KV_SHARE of what is free
+    activations      T times `activation_bytes`          loss       kernels/logprob.py: two buffers of a chunk's logits
+    a checkpoint     float32 weights, adapters where there are some, and the moments of what is trained
+
+The phases of a run, and the parts that each has:
+
+    loading     weights, masters, reference; on a CPU the file that is being read is mapped beside them
+    rollout     weights, masters, moments, reference, KV pool, one forward
+    loss        all activations of a micro-batch, the loss's workspace, the gradients of micro-batches before it
+    backward    all activations, one layer's gradients of them
+    gradients   a backward's end, in its last layer: the gradients of all weights, of a bfloat16 policy beside those of
+                its masters
+    optimiser   gradients and moments
+    saving      on a CPU, with adapters: the merged weights in float32
+
+On CUDA the KV pool is freed between a rollout and its update; a CPU keeps it. With several GPUs the weights, masters,
+gradients, moments and the reference are divided among them (FSDP). A rollout gathers a whole copy of the weights, a
+forward or backward two layers at a time.
+
+Lengths of a trajectory. Its context has `length` tokens at most. The policy writes at most `sampled` of these, and its
+searches bring `searched` but for the tags around them. The rest is the prompt, with which all samples of a question
+begin. What else they may have in common is not counted.
+
+    own = min(sampled + searched, length - 1)     prompt = length - own
+
+T counts computed tokens, a group's prompt once where packing computes it once. It is the larger of
+optim.micro_batch_tokens, as far as an update has so many, and of one whole context. Sequences of a micro-batch are of
+like length, so padding counts as tokens, as in packing.py.
+
+What autograd keeps of a layer (policy/layers.py), in bytes a token; H hidden, N and K heads of D, I intermediate:
+
+    operation    keeps, on a CPU                        on CUDA, by the fused kernels of kernels/*_triton.py
+    norm, twice  x in float32, 1/rms 4; n e H           x e H
+    q, k, v      its input e H                          the same
+    attention    q, k, v e (N + 2K) D, o e N D, lse 4 N q, k turned e (N + K) D, q k v e (N + 2K) D, o e N D, lse 4 N
+    o            its input e N D                        that is attention's o
+    gate, up     its input e H                          the same
+    silu x up    gate and up 2 e I, silu(gate) e I      gate and up 2 e I
+    down         its input e I                          the same
+
+A map without an adapter in a run with adapters does not keep its input, nor a norm its n; an adapter keeps its input
+and x A^T, e R. On a CPU attention copies q, k and v to padded places, except where prompts are computed once
+(kernels/attention/prefix.py): there it keeps what it keeps on CUDA.
+
+Not counted: fragmentation; what searches, tokenizers, judges and imports take; records and trajectories on disk.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from thresher.common.files import need_room, show_bytes
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.decoding.decoder import FORWARD_ROWS
+from thresher.engine.decoding.decoder_cuda import KV_SHARE
+from thresher.engine.decoding.kv_cache import PagedKV
+from thresher.engine.packing import group_tokens, worth_sharing
+from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.systems import load_system
+from thresher.kernels.logprob import MOST_ROWS, WORKSPACE_BYTES, default_chunk_rows
+from thresher.kernels.matmul import SLAB_BYTES
+from thresher.policy.config import ModelConfig, read_config
+from thresher.policy.lora import RANK_STEP, linear_shapes
+from thresher.policy.model import Policy
+
+BF16, FP32, INT64 = 2, 4, 8  # bytes
+# The CUDA context, libraries and their workspaces, and code of kernels: an assumption, for no GPU was measured.
+CUDA_CONTEXT = 1_000_000_000
+# What a process on a CPU keeps beyond its tensors once it has rolled out, whatever the model: measured, docs/scale.md.
+CPU_PROCESS = 40 * 2**20
+MOMENT_BYTES = {"float32": 8.0, "8bit": 2 * (1 + FP32 / 256)}  # both, of a weight; 8 bit: a scale for 256
+PARTS = (
+    *("weights", "masters", "gradients", "moments", "reference", "KV pool", "activations", "loss workspace"),
+    *("working memory", "gathered copy", "CUDA context"),
+)
+Parts = dict[str, int]
+Place = Literal["auto", "device", "cpu"]
+
+
+# Sizes of a model. Counts for arithmetic leave out norms and biases, under a thousandth of the weights.
+
+
+def query_width(config: ModelConfig) -> int:
+    return config.num_attention_heads * config.head_dim
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Return the elements of the matrices of all layers: q and o, k and v, gate, up and down."""
+    kv_width = config.num_key_value_heads * config.head_dim
+    one = config.hidden_size * (2 * query_width(config) + 2 * kv_width + 3 * config.intermediate_size)
+    return config.num_hidden_layers * one
+
+
+def head_weights(config: ModelConfig) -> int:
+    """Return the elements of the LM head."""
+    return config.vocab_size * config.hidden_size
+
+
+def trained_weights(config: ModelConfig) -> int:
+    """Return the elements of the layers, of the head, and of the embedding where it is not the head."""
+    return layer_weights(config) + (1 if config.tie_word_embeddings else 2) * head_weights(config)
+
+
+def kv_bytes(config: ModelConfig, item: int = BF16) -> int:
+    """Return the bytes of a token's keys and values in all layers, of `item` bytes an element."""
+    return PagedKV.bytes_needed(config, 1, 1, item)
+
+
+@lru_cache(maxsize=32)
+def _shapes(config: ModelConfig) -> tuple[list[tuple[int, ...]], int, dict[str, tuple[int, int]]]:
+    """Return the shape of every parameter, the elements of one layer, and the (outputs, inputs) of its linear maps by
+    the names of [lora] targets. The family itself says them: its layers are made on torch's "meta" device."""
+    with torch.device("meta"):
+        policy = Policy(config.replace(num_hidden_layers=1))
+    named = [(name.startswith("layers."), tuple(x.shape)) for name, x in policy.named_parameters()]
+    every = [shape for in_layer, shape in named for _ in range(config.num_hidden_layers if in_layer else 1)]
+    one = sum(prod(shape) for in_layer, shape in named if in_layer)
+    return every, one, linear_shapes(next(policy.decoder_layers()))
+
+
+def all_weights(config: ModelConfig) -> int:
+    """Return the elements of all parameters, norms and biases included."""
+    return sum(map(prod, _shapes(config)[0]))
+
+
+def one_layer(config: ModelConfig) -> int:
+    """Return the elements of the parameters of a layer."""
+    return _shapes(config)[1]
+
+
+# A recipe, as far as it decides memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSetting:
+    """What of a recipe decides its memory, in one flat record that can be varied.
+
+    item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: where the
+    frozen copy lies, "device", "cpu" or "auto". checkpoint_activations: "on", "off" or "auto". offload: what lies on
+    the CPU, "none", "moments" or "masters" (moments, too). share_rows: whether the update computes a common beginning
+    once. length, sampled, searched: tokens of a trajectory, at most, as above. recomputes: old log-probs, by a forward
+    before a batch's first update."""
+
+    cuda: bool
+    item: int
+    adapters: tuple[int, tuple[str, ...]] | None
+    beta: bool
+    reference: Place
+    micro_batch_tokens: int
+    loss_workspace_bytes: int | None
+    checkpoint_activations: str
+    moments: str
+    offload: str
+    share_rows: bool
+    share_prefix: bool
+    group: int
+    questions: int
+    length: int
+    sampled: int
+    searched: int
+    running: int
+    kv_tokens: int | None
+    page_size: int
+    steps: int
+    updates: int
+    epochs: int
+    recomputes: bool
+    gpus: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of a step on one GPU, which has them whole."""
+        return -(-self.questions // self.gpus)
+
+    @property
+    def samples(self) -> int:
+        return self.groups * self.group
+
+    @property
+    def groups_of_update(self) -> int:
+        return -(-self.groups // self.updates)
+
+    @property
+    def own(self) -> int:
+        """Tokens of a sample that no other of its group need have, at most."""
+        return min(self.sampled + self.searched, self.length - 1)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens that a group's samples begin with, where their own are as many as can be."""
+        return self.length - self.own
+
+    @property
+    def prompt_once(self) -> bool:
+        """Whether an update computes a group's prompt once. A shorter prompt makes a smaller group, except for one that
+        is not quite worth sharing (packing.py)."""
+        return self.share_rows and worth_sharing(self.prompt, self.own, self.group)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a group that an update computes, at most."""
+        if self.share_rows:
+            return group_tokens(self.prompt, self.own, self.group)
+        return self.group * self.length
+
+    @property
+    def frozen_copy(self) -> bool:
+        """Whether the reference is a model of its own: with adapters it is the base."""
+        return self.beta and self.adapters is None
+
+    @property
+    def has_masters(self) -> bool:
+        return self.item != FP32 and self.adapters is None
+
+    def choices(self) -> Iterator["PlanSetting"]:
+        """Yield the record with each value that "auto" may take, in the order in which they are tried."""
+        references: list[Place] = [self.reference]
+        if self.reference == "auto":
+            references = ["device", "cpu"] if self.cuda and self.frozen_copy else ["device"]
+        recomputed = ["off", "on"] if self.checkpoint_activations == "auto" else [self.checkpoint_activations]
+        for reference in references:
+            for value in recomputed:
+                yield replace(self, reference=reference, checkpoint_activations=value)
+
+
+def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
+    """Return the record of a recipe that its system's preset has filled."""
+    rollout, optim, grpo = recipe.rollout, recipe.optim, recipe.grpo
+    lora, system = recipe.lora, recipe.system
+    cuda, item = recipe.model.device == "cuda", BF16 if recipe.model.dtype == "bfloat16" else FP32
+    searches = rollout.max_turns - 1 if system is None or load_system(system.name, system.options).needs_index else 0
+    written = min(rollout.max_policy_tokens or rollout.max_context, rollout.max_turns * rollout.max_turn_tokens)
+    return PlanSetting(
+        cuda=cuda,
+        item=item,
+        adapters=None if lora is None else (lora.rank, tuple(lora.targets)),
+        beta=grpo.beta > 0,
+        reference=grpo.reference,
+        micro_batch_tokens=optim.micro_batch_tokens,
+        loss_workspace_bytes=optim.loss_workspace_bytes,
+        checkpoint_activations=optim.checkpoint_activations,
+        moments=optim.optimizer_state_dtype,
+        offload=optim.offload,
+        # On CUDA by torch's varlen attention, which serves bfloat16; "flash" may be FlashAttention-3, without sharing.
+        share_rows=optim.share_prefix and (not cuda or (item == BF16 and optim.attention in ("auto", "torch"))),
+        share_prefix=rollout.share_prefix,
+        group=rollout.group_size,
+        questions=rollout.questions_per_step,
+        length=rollout.max_context,
+        sampled=min(written, rollout.max_context),
+        searched=searches * rollout.max_passage_tokens,
+        running=rollout.max_num_seqs,
+        kv_tokens=rollout.kv_tokens,
+        page_size=rollout.kv_block_size,
+        steps=recipe.run.steps,
+        updates=grpo.updates_per_batch,
+        epochs=grpo.epochs_per_batch,
+        recomputes=grpo.old_logprobs == "recomputed",
+        gpus=gpus,
+    )
+
+
+Change = tuple[str, dict[str, Any]]  # the words of a recipe, and the fields of a record that they change
+
+
+def switches(setting: PlanSetting) -> list[Change]:
+    """Return the changes that need less memory, the cheapest first: those that are not made, nor left to the plan."""
+    s = setting
+    known = [
+        (s.checkpoint_activations == "off", "optim.checkpoint_activations", {"checkpoint_activations": "on"}),
+        (s.moments != "8bit", "optim.optimizer_state_dtype", {"moments": "8bit"}),
+        (s.cuda and s.frozen_copy and s.reference == "device", "grpo.reference", {"reference": "cpu"}),
+        (s.cuda and s.offload == "none", "optim.offload", {"offload": "moments"}),
+        (s.cuda and s.offload != "masters" and s.has_masters, "optim.offload", {"offload": "masters"}),
+    ]
+    return [(f'{key} = "{next(iter(values.values()))}"', dict(values)) for there, key, values in known if there]
+
+
+# Activations, in bytes a token
+
+
+def layer_bytes(config: ModelConfig, setting: PlanSetting) -> int:
+    """Return what autograd keeps of one layer, in bytes a token."""
+    e, hidden, inner = setting.item, config.hidden_size, config.intermediate_size
+    q, kv = query_width(config), config.num_key_value_heads * config.head_dim
+    total = 0
+    for maps in (("q", "k", "v"), ("gate", "up")):
+        total += norm_bytes(config, setting) + (e * hidden if _input_kept(setting, *maps) else 0)
+    # q, k and v as attention has them, o, log-sum-exp
+    total += e * (q + 2 * kv) + e * q + FP32 * config.num_attention_heads
+    if setting.cuda or setting.prompt_once:
+        total += e * (q + kv)  # turned, beside the projection, of which v is a view
+    else:
+        total += e * q if _input_kept(setting, "o") else 0  # o once more, without padding
+    total += 2 * e * inner + (0 if setting.cuda else e * inner)
+    total += e * inner if _input_kept(setting, "down") else 0
+    if setting.adapters is not None:
+        rank, targets = setting.adapters
+        total += e * len(targets) * -(-rank // RANK_STEP) * RANK_STEP
+    return total
+
+
+def norm_bytes(config: ModelConfig, setting: PlanSetting) -> int:
+    """Return what autograd keeps of one norm, in bytes a token."""
+    hidden = config.hidden_size
+    if setting.cuda:
+        return setting.item * hidden
+    return FP32 * hidden + FP32 + (setting.item * hidden if setting.adapters is None else 0)
+
+
+def _input_kept(setting: PlanSetting, *maps: str) -> bool:
+    return setting.adapters is None or any(name in setting.adapters[1] for name in maps)
+
+
+def activation_bytes(config: ModelConfig, setting: PlanSetting, checkpointed: bool) -> int:
+    """Return what autograd keeps of all layers, in bytes a token. checkpointed: a layer keeps its two inputs alone, and
+    one layer at a time is computed anew."""
+    # Beside the layers: places, the rotation's table, ids and the last norm. With adapters the first norm's input is a
+    # frozen embedding and keeps nothing, in the last one's place.
+    around = (0 if setting.prompt_once else INT64) + setting.item * config.head_dim
+    if setting.adapters is None:
+        around += INT64 + norm_bytes(config, setting)
+    layers, one = config.num_hidden_layers, layer_bytes(config, setting)
+    if checkpointed:
+        return 2 * setting.item * config.hidden_size * layers + one + around
+    return layers * one + around
+
+
+def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
+    """Return the most that gradients of one layer's activations take at a time beyond what they replace, in bytes a
+    token: those of gate and up, while silu's is there; on a CPU in bfloat16 a norm's five terms in float32, where they
+    are more."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate = setting.item * (2 * inner + hidden)
+    return gate if setting.cuda or setting.item == FP32 else max(gate, 5 * FP32 * hidden + setting.item * hidden)
+
+
+# Parts and phases
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """By phase, bytes of each of PARTS. host: beside a GPU, the parts that lie in the machine's memory, at most."""
+
+    phases: dict[str, Parts]
+    host: Parts
+
+    @property
+    def peak(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def total(self) -> int:
+        return sum(self.phases[self.peak].values())
+
+
+def trained_weights_of(config: ModelConfig, setting: PlanSetting) -> int:
+    """Return the elements that the optimiser has."""
+    if setting.adapters is None:
+        return all_weights(config)
+    rank, targets = setting.adapters
+    maps = _shapes(config)[2]
+    return config.num_hidden_layers * sum(rank * sum(maps[target]) for target in targets)
+
+
+def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
+    """Return the bytes that one GPU has throughout a run, by part, and what of it lies beside the GPU. "gradients" are
+    those of the masters, of the adapters, or of a float32 policy."""
+    n, trained, split = all_weights(config), trained_weights_of(config, s), s.gpus
+    device = {
+        # Of several GPUs each has its rows of the masters alone, and gathers the rest.
+        "weights": (0 if split > 1 and s.has_masters else s.item * n // split)
+        + (0 if s.adapters is None else FP32 * trained),
+        "masters": FP32 * n // split if s.has_masters else 0,
+        "gradients": FP32 * trained // split,
+        "moments": int(MOMENT_BYTES[s.moments] * trained) // split,
+        "reference": s.item * n // split if s.frozen_copy else 0,
+    }
+    host: Parts = {}
+    if s.cuda and s.offload != "none":
+        host["moments"], device["moments"] = device["moments"], 0
+    if s.cuda and s.offload == "masters" and device["masters"]:
+        host |= {"masters": device["masters"], "gradients": device["gradients"]}
+        # The loss adds to the head's own buffer, on the device.
+        device |= {"masters": 0, "gradients": FP32 * head_weights(config)}
+    if s.cuda and s.reference == "cpu" and device["reference"]:
+        host["reference"], device["reference"] = device["reference"], 2 * s.item * one_layer(config)
+    return device, host
+
+
+def micro_batch(s: PlanSetting) -> tuple[int, bool]:
+    """Return (computed tokens of the largest micro-batch, whether an update has several): the budget, for trajectories
+    of any length may fill it up, or all that an update has."""
+    of_update = s.groups_of_update * s.computed_tokens
+    tokens = max(min(s.micro_batch_tokens, of_update), s.length)
+    return tokens, of_update > tokens
+
+
+def kv_tokens(s: PlanSetting) -> tuple[int, int]:
+    """Return (tokens of the KV pool that is wanted, those of the smallest that serves), in whole blocks and block 0."""
+    a_context = -(-s.length // s.page_size)
+    wanted = s.running * a_context if s.kv_tokens is None else max(s.kv_tokens // s.page_size, a_context)
+    return (1 + wanted) * s.page_size, (1 + a_context) * s.page_size
+
+
+def loss_workspace(config: ModelConfig, s: PlanSetting, rows: int) -> int:
+    """Return the bytes of a chunk's buffers for `rows` rows in the loss, and of the narrow copies of all of them."""
+    narrow = 3 * s.item * config.hidden_size * rows
+    vocab = config.vocab_size
+    if s.cuda:
+        budget = s.loss_workspace_bytes or WORKSPACE_BYTES["cuda"]
+        row = 2 * FP32 * vocab if s.item == FP32 else s.item * vocab + (8 + 2 * s.item) * config.hidden_size
+        return narrow + min(budget, max(rows, 16) * row)
+    chunk = min(default_chunk_rows(s.loss_workspace_bytes or WORKSPACE_BYTES["cpu"], vocab, 2 * FP32), MOST_ROWS, rows)
+    slab = min(SLAB_BYTES, FP32 * head_weights(config)) if s.item != FP32 else 0
+    return narrow + 2 * FP32 * max(chunk, 16) * vocab + 3 * FP32 * chunk * config.hidden_size + slab
+
+
+def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed: bool) -> Demand:
+    """Return the demand of every phase. memory: bytes of the device, which bound a GPU's KV pool."""
+    kept, host = states(config, s)
+    base: Parts = dict.fromkeys(PARTS, 0) | {name: kept[name] for name in ("weights", "masters", "reference")}
+    wanted, least = (tokens * kv_bytes(config, s.item) for tokens in kv_tokens(s))
+    if s.cuda:
+        base["CUDA context"] = CUDA_CONTEXT
+    found = {"loading": base | ({} if s.cuda else {"working memory": FP32 * all_weights(config)})}
+    if not s.cuda:
+        base |= {"KV pool": wanted, "working memory": CPU_PROCESS}
+    before = dict(base)
+    if s.steps * s.updates * s.epochs > 1:
+        before["moments"] = kept["moments"]
+    rows = min(FORWARD_ROWS, s.samples * s.length)
+    # A row of a forward that keeps nothing: gate and up, silu and its parts, and the residual stream.
+    forward = rows * s.item * ((3 if s.cuda else 4) * config.intermediate_size + 4 * config.hidden_size)
+    gathered = s.item * all_weights(config) if s.gpus > 1 else 0
+    rollout = before | {"working memory": before["working memory"] + forward, "gathered copy": gathered}
+    if s.cuda:
+        free = (memory or 0) - sum(rollout.values()) + rollout["working memory"]
+        rollout["KV pool"] = wanted if memory is None else min(wanted, max(int(KV_SHARE * free), least))
+    found["rollout"] = rollout
+    found |= _update(config, s, kept, "gradients" in host, before, checkpointed)
+    found["optimiser"] = base | {"moments": kept["moments"], "gradients": kept["gradients"]}
+    if s.adapters is not None and not s.cuda:
+        merged = base["working memory"] + FP32 * all_weights(config)
+        found["saving"] = base | {"moments": kept["moments"], "working memory": merged}
+    return Demand(found, host if s.cuda else {})
+
+
+def _update(
+    config: ModelConfig, s: PlanSetting, kept: Parts, offloaded: bool, before: Parts, checkpointed: bool
+) -> dict[str, Parts]:
+    """Return the phases of a micro-batch: the second one, where there are several, for it finds gradients. offloaded:
+    whether the masters' gradients lie beside the GPU."""
+    tokens, several = micro_batch(s)
+    activations = tokens * activation_bytes(config, s, checkpointed)
+    in_loss = max(min(tokens, s.groups_of_update * s.group * s.sampled), 1)  # shorter prompts leave room for more
+    trains_head = s.adapters is None
+    head = FP32 * head_weights(config)
+    gradients = kept["gradients"] if several else head if trains_head else 0
+    layers: Parts = {}
+    if s.gpus > 1:  # docs/scale.md: two layers gathered and a layer's gradient; embedding and head; the head's gradient
+        outside = all_weights(config) - config.num_hidden_layers * one_layer(config)
+        copies = 2 if s.frozen_copy else 1
+        layers = {"gathered copy": (2 * s.item + s.item + FP32) * one_layer(config) + copies * s.item * outside}
+        gradients += head if several and trains_head and not offloaded else 0
+    now = before | layers | {"gradients": gradients}
+    own, in_layer = before["working memory"], tokens * backward_bytes(config, s)
+    largest = s.item * max(map(prod, _shapes(config)[0])) if trains_head and several else 0
+    found = {
+        "loss": now | {"activations": activations, "loss workspace": loss_workspace(config, s, int(in_loss))},
+        "backward": now | {"activations": activations, "working memory": own + in_layer + largest},
+    }
+    if trains_head:
+        ending = s.item * all_weights(config) if s.has_masters and s.gpus == 1 else 0
+        ending += kept["gradients"] if several or not s.has_masters else head
+        inputs = 2 * s.item * config.hidden_size if checkpointed else 0
+        # While the last layer's activations get their gradients, its weights have none yet, but of batches before.
+        missing = s.item * one_layer(config) if s.gpus == 1 and (s.has_masters or not several) else 0
+        last = {"gradients": ending, "activations": tokens * (layer_bytes(config, s) + inputs)}
+        last["working memory"] = own + max(s.item * head_weights(config), in_layer - missing)
+        found["gradients"] = before | layers | last
+    return found
+
+
+# The disk. store/checkpoint.py asks again before every checkpoint.
+
+
+def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """Return the bytes of one checkpoint's tensors."""
+    setting = read_setting(recipe)
+    trained = trained_weights_of(config, setting)
+    adapters = 0 if setting.adapters is None else FP32 * trained
+    return FP32 * all_weights(config) + adapters + int(MOMENT_BYTES[setting.moments] * trained)
+
+
+def checkpoints_at_a_time(recipe: Recipe) -> int:
+    """Return the most checkpoints that ever lie there: run.keep_checkpoints, that of best dev exact match, and the one
+    that is being written."""
+    run = recipe.run
+    saved = -(-run.steps // run.save_every)
+    judged = recipe.data is not None and recipe.data.dev is not None
+    evaluated = (-(-run.steps // run.eval_every) if run.eval_every else 1) if judged else 0
+    return min(run.keep_checkpoints + judged + 1, saved + evaluated)
+
+
+def check_disk(recipe: Recipe, folder: str | Path, out: str | Path) -> None:
+    """Raise UserError where the disk of the run folder `out` has no room for the checkpoints of the model in `folder`.
+    What lies there already is not counted again."""
+    checkpoints = RunFolder(Path(out)).checkpoints
+    present = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    each, count = checkpoint_bytes(read_config(folder), recipe), checkpoints_at_a_time(recipe)
+    several = f"{count} checkpoints at a time" if count > 1 else "a checkpoint"
+    need_room(
+        Path(out),
+        count * each - present,
+        f"a run with {several} of {show_bytes(each)} (run.keep_checkpoints = {recipe.run.keep_checkpoints})",
+    )

@@ -1,0 +1,328 @@
+"""Seconds of a step: the floor on a chip, what is predicted of it, and data sheets of the chips.
+
+A kind of work costs arithmetic at the chip's peak or memory traffic at its bandwidth, whichever takes longer; times of
+several kinds are added. Everything is arithmetic, nothing is measured here. bench/rollout/floor.py has the floor of a
+whole rollout on the machine that it runs on, in float32, with rates measured there.
+
+Symbols: W weights of the layers, V H those of the head, N all that are trained, P all parameters, E those outside the
+layers, t trained ones; B sequences, C context of one, L layers, Q width of the queries, k bytes of a token's keys and
+values in bfloat16, e bytes an element of the computation.
+
+A decode step (a token for each of B sequences), in groups of G that share S positions and have O = C - S of their own:
+
+    weights      flops 2 (W + V H) B          bytes 2 (W + V H)                each weight is read once
+    attention    flops 4 L Q C B              bytes k (B O + B S / G)          a shared position is read once a group
+
+An update, a token of trajectories that are C long, a share s of it sampled, so in the loss:
+
+    layers       flops 6 W                    forward 2, backward 4; 8 W with activations computed anew
+    attention    flops 3 x 4 L Q C / 2        causal; the backward without what it recomputes
+    loss         flops 6 s V H                docs/loss.md
+    reference    flops 2 W + 2 L Q C + 2 s V H
+    optimiser    bytes 30 N / tokens          once an update: AdamW reads and writes float32 weights and moments
+
+With adapters a frozen weight has no gradient: layers 4 W, loss 4 s V H; the adapters' own products and bytes are left
+out. Not counted: norms, rotations and sampling (fused), activations' traffic, gaps between launches and the host,
+searches, judges, evaluations, checkpoints.
+
+The predictions. A decode step is expected to reach DECODE_SHARES of its floor. They are aims, set for an H200 and
+B = 256; other sizes are interpolated in log(W + V H). Slower chips hide more of the fixed costs of a step, and should
+exceed the aims. An update is expected to run each kind at its share in UPDATE_SHARES, and
+
+    MFU = (layers + attention + loss) / (predicted seconds x peak)      the reference's work does not count
+
+A step of a recipe. Every trajectory is as long as its limits let it (rollout.max_context, max_policy_tokens), so this
+is the longest step and not the mean.
+
+    rollout    prefill: prompts once a group, passages once a sample, 2 W flops a token;
+               decoding: sampled tokens / sequences at once, each a decode step at half the context
+    update     a token that is computed (memory.py: computed_tokens), once for each of grpo.epochs_per_batch; old
+               log-probs that are recomputed, a forward
+
+Several GPUs send each other (docs/scale.md, Several GPUs), of b bytes that are gathered or reduced, each of M ranks
+b (M - 1) / M, and receive as many. With the rates of a chip whose links are known, an update takes as long as its
+computation or as what is sent meanwhile, whichever is longer, and a rollout waits for its copy.
+
+    a rollout        e P                                     the whole copy
+    a micro-batch    e P + e (P - E), and 4 t                policy forward and backward; gradients, float32
+                     e (P - E)                               the reference's forward, where beta > 0
+    an update        e E where beta > 0                      embedding and head of the reference
+    a batch          e P a micro-batch                       old log-probs, where they are recomputed
+
+Data sheets of NVIDIA: A100 40GB and 80GB SXM, A800 80GB SXM (an A100 with slower NVLink), H100 SXM and PCIe, H800 SXM
+(an H100 with slower NVLink), H200 SXM. Peak is that of dense bfloat16 products with float32 sums: SMs x products a
+cycle of one x the boost clock. NVLink, both directions together, of which one is half: A100 600 GB/s, A800 400, H100
+and H200 900, H800 400; the H100 PCIe's PCIe 5.0 x16: 128. The latency of a load that misses every cache, in cycles:
+Luo et al. 2024, "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", table of
+memory latencies: 466 on an A100, 479 on an H100; the H200 is taken for an H100 with other memory. Little's law, bytes
+in flight = latency x bandwidth: the latency is that of an idle memory, so the figure is necessary and not sufficient.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from thresher.engine.planning.memory import (
+    BF16,
+    FP32,
+    PlanSetting,
+    all_weights,
+    head_weights,
+    kv_bytes,
+    layer_weights,
+    micro_batch,
+    one_layer,
+    query_width,
+    trained_weights,
+    trained_weights_of,
+)
+from thresher.policy.config import ModelConfig
+
+GB, TB, TERA = 1e9, 1e12, 1e12
+# Of the floor of a decode step, by whether sequences share a prefix: (weights of 1.5B, share), (weights of 7B, share).
+DECODE_SHARES = {False: ((1.54e9, 0.50), (7.07e9, 0.65)), True: ((1.54e9, 0.45), (7.07e9, 0.55))}
+# Of its own floor, of a kind of an update's work. layers: matmuls, with the elementwise kernels between them.
+UPDATE_SHARES = {"layers": 0.60, "attention": 0.45, "loss": 0.50, "reference": 0.60, "optimiser": 0.80}
+ADAMW_BYTES = 30  # a weight: read master, gradient and moments, 16; write master, moments and the bfloat16 copy, 14
+STATE_BYTES = 22  # a weight: bfloat16 copy and gradient 4, master 4, gradient 4, moments 8, reference 2
+LOWEST_SHARE = 0.1
+
+
+class DeviceRates(Protocol):
+    """What a chip does in a second: of a data sheet, or measured."""
+
+    @property
+    def flops_per_s(self) -> float: ...
+    @property
+    def bytes_per_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRates:
+    """DeviceRates for bfloat16's two bytes an element, in which costs count."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A GPU. flops_per_s: dense bfloat16, multiplications and additions. memory and bytes_per_s: of its HBM.
+    link_bytes_per_s: to the other GPUs of its machine, a direction."""
+
+    name: str
+    capability: int
+    sms: int
+    clock_hz: float
+    flops_per_s: float
+    memory: float
+    bytes_per_s: float
+    link_bytes_per_s: float
+    latency_cycles: int
+
+    @property
+    def latency_s(self) -> float:
+        return self.latency_cycles / self.clock_hz
+
+    @property
+    def bytes_in_flight_per_sm(self) -> float:
+        """Bytes that Little's law asks of one multiprocessor to fill the memory's bandwidth."""
+        return self.latency_s * self.bytes_per_s / self.sms
+
+
+_A100 = partial(Chip, capability=80, sms=108, clock_hz=1.41e9, flops_per_s=312 * TERA, latency_cycles=466)
+_HOPPER = partial(Chip, capability=90, sms=132, clock_hz=1.83e9, flops_per_s=989 * TERA, latency_cycles=479)
+_EVERY = (
+    _A100(name="A100-40", memory=40 * GB, bytes_per_s=1.555 * TB, link_bytes_per_s=300 * GB),
+    _A100(name="A100-80", memory=80 * GB, bytes_per_s=2.039 * TB, link_bytes_per_s=300 * GB),
+    _A100(name="A800", memory=80 * GB, bytes_per_s=2.039 * TB, link_bytes_per_s=200 * GB),
+    _HOPPER(name="H100", memory=80 * GB, bytes_per_s=3.35 * TB, link_bytes_per_s=450 * GB),
+    _HOPPER(name="H200", memory=141 * GB, bytes_per_s=4.8 * TB, link_bytes_per_s=450 * GB),
+)
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in _EVERY}
+# No prediction is made for these, but a bench may run on them.
+_H800 = _HOPPER(name="H800", memory=80 * GB, bytes_per_s=3.35 * TB, link_bytes_per_s=200 * GB)
+_PCIE = _HOPPER(name="H100-PCIe", memory=80 * GB, bytes_per_s=2.0 * TB, link_bytes_per_s=64 * GB)
+_PCIE = replace(_PCIE, sms=114, clock_hz=1.755e9, flops_per_s=756 * TERA)
+
+
+def fastest(capability: int) -> Chip:
+    """Return the chip of this compute capability whose memory asks for most bytes in flight."""
+    return max((chip for chip in CHIPS.values() if chip.capability == capability), key=lambda chip: chip.bytes_per_s)
+
+
+def this_chip(device: torch.device) -> Chip | None:
+    """Return the chip that a device is, by its name and memory; None for one that is not known here."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    if "A100" in found.name:
+        return CHIPS["A100-80" if found.total_memory > 50e9 else "A100-40"]
+    known = {"H100 PCIe": _PCIE, **{chip.name: chip for chip in (_H800, *CHIPS.values())}}
+    return next((chip for name, chip in known.items() if name in found.name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A kind of work, and what it takes."""
+
+    name: str
+    flops: float
+    bytes: float
+
+    def seconds(self, chip: DeviceRates) -> float:
+        return max(self.flops / chip.flops_per_s, self.bytes / chip.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """batch sequences, each with `shared` positions that its group of `group` has in common and `own` others."""
+
+    batch: int = 256
+    group: int = 1
+    shared: int = 0
+    own: int = 1500
+
+    @property
+    def context(self) -> int:
+        return self.shared + self.own
+
+    @property
+    def positions(self) -> float:
+        """Positions whose keys and values are read in a step."""
+        return self.batch * (self.own + self.shared / self.group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateShape:
+    """trajectories of `length` tokens, `sampled` of them by the policy; both may be means. full: all weights are
+    trained, else adapters, whose own work is left out. reference: whether there is one. checkpointed: whether the
+    backward computes activations anew."""
+
+    trajectories: float = 256
+    length: int = 1500
+    sampled: float = 300
+    full: bool = True
+    reference: bool = True
+    checkpointed: bool = False
+
+    @property
+    def tokens(self) -> float:
+        return self.trajectories * self.length
+
+
+def decode_costs(config: ModelConfig, shape: DecodeShape) -> tuple[Cost, ...]:
+    """Return the work of one decode step."""
+    weights = layer_weights(config) + head_weights(config)
+    scores = config.num_hidden_layers * query_width(config) * shape.context * shape.batch
+    return (
+        Cost("weights", 2 * weights * shape.batch, BF16 * weights),
+        Cost("attention", 4 * scores, kv_bytes(config) * shape.positions),
+    )
+
+
+def update_costs(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
+    """Return the work of one update, a token."""
+    layers, head = layer_weights(config), head_weights(config) * shape.sampled / shape.length
+    attention = 4 * config.num_hidden_layers * query_width(config) * shape.length / 2
+    products = 6 if shape.full else 4
+    again = 2 if shape.checkpointed else 0
+    return (
+        Cost("layers", (products + again) * layers, 0),
+        Cost("attention", 3 * attention, 0),
+        Cost("loss", products * head, 0),
+        Cost("reference", (2 * layers + attention + 2 * head) if shape.reference else 0, 0),
+        Cost("optimiser", 0, ADAMW_BYTES * trained_weights(config) / shape.tokens if shape.full else 0),
+    )
+
+
+def floor_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
+    return sum(cost.seconds(chip) for cost in costs)
+
+
+def decode_share(config: ModelConfig, shape: DecodeShape) -> float:
+    """Return the share of a decode step's floor that is expected of a model of this size."""
+    (small, low), (large, high) = DECODE_SHARES[shape.shared != 0]
+    weights = layer_weights(config) + head_weights(config)
+    share = low + (high - low) * math.log(weights / small) / math.log(large / small)
+    return min(max(share, LOWEST_SHARE), high)
+
+
+def predicted_update_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
+    return sum(cost.seconds(chip) / UPDATE_SHARES[cost.name] for cost in costs)
+
+
+def predicted_mfu(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
+    """Return the model flops a second of an update's costs, as a share of peak."""
+    useful = sum(cost.flops for cost in costs if cost.name != "reference")
+    return useful / predicted_update_s(costs, chip) / chip.flops_per_s
+
+
+def decode_bytes(config: ModelConfig, shape: DecodeShape) -> float:
+    """Return the bytes that a decode step's weights, keys and values take."""
+    embedding = trained_weights(config) - layer_weights(config) - head_weights(config)
+    return sum(cost.bytes for cost in decode_costs(config, shape)) + BF16 * embedding
+
+
+def state_bytes(config: ModelConfig) -> float:
+    """Return the bytes that full fine-tuning keeps for weights, gradients, moments and the reference."""
+    return STATE_BYTES * trained_weights(config)
+
+
+def sent_bytes(config: ModelConfig, s: PlanSetting) -> dict[str, float]:
+    """Return {"rollout": .., "update": ..}, the bytes that a rank sends in a step, and receives; 0 alone."""
+    whole = s.item * all_weights(config)
+    layers = s.item * config.num_hidden_layers * one_layer(config)
+    tokens, _ = micro_batch(s)
+    batches = -(-s.groups_of_update * s.computed_tokens // tokens)
+    a_batch = whole + layers + FP32 * trained_weights_of(config, s) + (layers if s.beta else 0)
+    an_update = batches * a_batch + (whole - layers if s.beta else 0)
+    updates = s.updates * (an_update * s.epochs + (batches * whole if s.recomputes else 0))
+    share = (s.gpus - 1) / s.gpus
+    return {"rollout": whole * share, "update": updates * share}
+
+
+def seconds_per_step(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> dict[str, float]:
+    """Return {"rollout": .., "update": ..}, the seconds of one GPU's share of a step."""
+    links = link_rate(rates, s.gpus)
+    rates = MeasuredRates(rates.flops_per_s, rates.bytes_per_s * BF16 / s.item)
+    rollout, update = _rollout(config, s, rates), _update(config, s, rates, checkpointed)
+    if links is not None:
+        sent = sent_bytes(config, s)
+        rollout, update = rollout + sent["rollout"] / links, max(update, sent["update"] / links)
+    return {"rollout": rollout, "update": update}
+
+
+def link_rate(rates: DeviceRates, gpus: int) -> float | None:
+    """Return the bytes a second that a GPU sends to the others; None with one GPU, and where it is not known."""
+    return rates.link_bytes_per_s if gpus > 1 and isinstance(rates, Chip) else None
+
+
+def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
+    prompt, batch = s.prompt, min(s.running, s.samples)
+    group = min(s.group, batch) if s.share_prefix else 1
+    shape = DecodeShape(batch=batch, group=group, shared=prompt, own=max((s.length - prompt) // 2, 1))
+    a_step = floor_s(decode_costs(config, shape), rates) / decode_share(config, shape)
+    fed = s.samples * (s.length - prompt - s.sampled) + s.groups * prompt
+    prefill = 2 * layer_weights(config) * max(fed, 0) / rates.flops_per_s / UPDATE_SHARES["layers"]
+    return prefill + a_step * s.samples * s.sampled / batch
+
+
+def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> float:
+    tokens = s.groups * s.computed_tokens
+    whole = tokens / s.length  # fewer trajectories where prompts are computed once, each with more rows in the loss
+    shape = UpdateShape(
+        trajectories=whole / s.updates,
+        length=s.length,
+        sampled=s.samples * s.sampled / whole,
+        full=s.adapters is None,
+        reference=s.beta,
+        checkpointed=checkpointed,
+    )
+    costs = update_costs(config, shape)
+    forward = 2 * (layer_weights(config) + head_weights(config) * shape.sampled / s.length)
+    recomputing = tokens * forward / rates.flops_per_s / UPDATE_SHARES["layers"] if s.recomputes else 0.0
+    return predicted_update_s(costs, rates) * tokens * s.epochs + recomputing

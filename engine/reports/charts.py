@@ -1,0 +1,443 @@
+"""A run's curves as data, and drawn as PNG files: what the papers' figures show, and where the time went.
+
+`charts_of` turns metrics records into charts: a title, a caption, series of numbers. A value that is missing or null (a
+number that was not finite) is a gap in its curve; a curve without any value is left out, and so is a chart without a
+curve. `draw` uses matplotlib's figures without a screen and without pyplot's global state, in few colours. A curve of
+many steps is drawn twice, thin as it is and thick as a moving mean; evaluations are dots and never smoothed.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from PIL import Image
+
+from thresher.common.files import atomic_path
+from thresher.engine.reports.pages import ENDINGS
+
+Floats = npt.NDArray[np.float64]
+Record = Mapping[str, Any]
+Value = str | Callable[[Record], float]  # of a record: a key, or what computes it
+
+BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6db5", "#d9661f", "#2f9270", "#8759b0", "#c23b3b"
+GREY, SKY = "#8b929c", "#8fbbe6"
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
+SAMPLED, HELD_OUT = "sampled, training questions", "greedy, held-out questions"
+RECALLS = ("evidence", "rationale", "notes", "evaluation", "analysis")
+PHASES = {"update": GREEN, "decode": BLUE, "prefill": SKY, "search": ORANGE, "host": GREY, "reward": PURPLE}
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 24,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9aa1ab",
+    "axes.labelcolor": "#4a5058",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e6e8eb",
+    "xtick.color": "#4a5058",
+    "ytick.color": "#4a5058",
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.handlelength": 1.4,
+    "legend.columnspacing": 1.2,
+    "legend.borderpad": 0.0,
+    "lines.solid_capstyle": "round",
+}
+SIZE, OVERVIEW_SIZE, DPI = (5.4, 3.2), (9.8, 3.3), 150  # inches, inches, pixels an inch
+COLORS, MANY = 64, 4  # of a picture: a few curves with their edges, in a third of the bytes; of more curves all 256
+ENTRY, LETTER = 29.0, 4.9  # of a legend, in points: an entry's line and gaps, and a letter, about
+SMOOTH_FROM = 20  # a curve of fewer steps is drawn as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve: steps [n] ascending, values [n] with nan for a gap. `dots` marks every point and smooths none.
+    spread [n]: the deviation over runs of which `values` are the means, drawn as a band, on a log axis as far below the
+    mean as above; None for one run."""
+
+    label: str
+    color: str
+    steps: Floats
+    values: Floats
+    dots: bool = False
+    spread: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves over steps that share an axis. `name` is the file's, `stacked` draws filled layers, `rule` a dashed
+    line."""
+
+    name: str
+    title: str
+    caption: str
+    series: tuple[Series, ...]
+    percent: bool = False
+    log: bool = False
+    stacked: bool = False
+    rule: tuple[float, str] | None = None
+
+
+def charts_of(
+    records: Sequence[Record], *, kl_value: str, beta: float, max_grad_norm: float, groups: int
+) -> list[Chart]:
+    """Return the charts that these metrics records fill, in the order of reading.
+
+    kl_value, beta, max_grad_norm: the recipe's, for captions and for the line at which gradients are clipped.
+    groups: questions of a step, of which `zero_advantage_groups` counts some.
+    """
+    steps = [record for record in records if "eval" not in record]
+    evals = [{"step": record["step"], **(record["eval"] or {})} for record in records if "eval" in record]
+
+    def line(value: Value, label: str, color: str) -> Series:
+        return _series(steps, value, label, color)
+
+    def both(value: Value) -> tuple[Series, ...]:
+        return line(value, SAMPLED, BLUE), _series(evals, value, HELD_OUT, ORANGE, dots=True)
+
+    def share(top: str, bottom: str | int) -> Value:
+        return lambda record: _ratio(_number(record, top), _number(record, bottom))
+
+    def ended(reason: str, record: Record) -> float:
+        reasons = record.get("reasons")
+        count = reasons.get(reason, 0) if isinstance(reasons, Mapping) else 0
+        return _ratio(float(count), _number(record, "questions"))
+
+    endings = [
+        line(partial(ended, reason), label, color)
+        for (reason, label), color in zip(ENDINGS.items(), (BLUE, ORANGE, PURPLE, RED, GREY), strict=True)
+        if any(ended(reason, record) > 0 for record in steps)
+    ]
+    in_loss = beta > 0 and kl_value != "none"
+    kl = f"The recipe adds {beta:g} × {kl_value} to the loss." if in_loss else "The recipe's loss has none."
+    clipped = f"clipped to {max_grad_norm:g}"
+    charts = [
+        Chart(
+            "reward",
+            "Reward",
+            "Mean reward of a trajectory. The advantage of a sample is its reward against its group's mean.",
+            both("reward"),
+        ),
+        Chart(
+            "em",
+            "Exact match",
+            "Share of right answers. Greedy answers jump when the likeliest choice flips at one point of an episode;"
+            " sampled answers show the probabilities moving underneath.",
+            both("em"),
+            percent=True,
+        ),
+        Chart(
+            "kl",
+            "KL to the reference, by estimator",
+            "Means over sampled tokens of d = log p - log p_ref: k1 = d, unbiased, and of either sign; k2 = d²/2;"
+            f" k3 = e^(-d) - 1 + d. {kl}",
+            (line("kl_k1", "k1", BLUE), line("kl_k2", "k2", ORANGE), line("kl_k3", "k3", GREEN)),
+        ),
+        Chart(
+            "kl_largest",
+            "KL of a single token, largest",
+            "Over a step's sampled tokens: the value that the loss adds (before β), and |dKL/d log p|, the coefficient"
+            " of the token's gradient. k3's coefficient is e^(-d) - 1 and explodes where the policy samples what it has"
+            " nearly given up; k2's is d.",
+            (line("kl_largest", "value", BLUE), line("kl_coefficient_largest", "coefficient", ORANGE)),
+            log=True,
+        ),
+        Chart(
+            "length",
+            "Response length (tokens)",
+            "Tokens that the policy wrote in a trajectory, all its turns together; retrieved text not counted.",
+            both("response_tokens"),
+        ),
+        Chart(
+            "searches",
+            "Valid searches per trajectory",
+            "Searches that held a query and were answered with passages.",
+            both("searches"),
+        ),
+        Chart(
+            "entropy",
+            "Entropy (nats per sampled token)",
+            "Of the policy's next-token distribution, over the tokens that it sampled.",
+            (line("entropy", "entropy", BLUE),),
+        ),
+        *_reward_parts(steps, evals),
+        Chart(
+            "compression",
+            "Compression ratio",
+            "Length of the passages over that of the evidence, by question; those without evidence left out.",
+            both("compression"),
+        ),
+        Chart(
+            "recall",
+            "Answer recall",
+            "Share of trajectories in which a gold answer stands in the text. Sampled, training questions.",
+            tuple(
+                line(f"recall_{name}", f"{name}s" if name == "evaluation" else name, color)
+                for name, color in zip(RECALLS, PALETTE, strict=False)
+            ),
+            percent=True,
+        ),
+        Chart(
+            "zero_advantage",
+            "Groups without a signal",
+            "Share of groups whose samples all got the same reward: all advantages are 0, and the group teaches"
+            " nothing. High at both ends: nothing right yet, or everything.",
+            (line(share("zero_advantage_groups", groups), "groups", PURPLE),),
+            percent=True,
+        ),
+        Chart(
+            "grad_norm",
+            "Gradient norm",
+            "Before clipping, over all weights.",
+            (line("grad_norm", "norm", BLUE),),
+            rule=(max_grad_norm, clipped) if np.isfinite(max_grad_norm) else None,
+        ),
+        Chart(
+            "logprob_gap",
+            "Log-prob gap, sampling to training",
+            "|log p when sampled - log p when trained| of the same token under the same weights: it should be rounding"
+            " and no more. If it grows, sampler and trainer disagree. (With several updates a batch, the mean also"
+            " holds what the earlier ones changed.)",
+            (line("logprob_gap_max", "largest", RED), line("logprob_gap", "mean", BLUE)),
+            log=True,
+        ),
+        Chart(
+            "unanswered",
+            "Trajectories without an answer",
+            "Share that ended otherwise than by answering, by what ended them.",
+            tuple(endings),
+            percent=True,
+            stacked=True,
+        ),
+        Chart(
+            "tokens_per_s",
+            "Tokens per second",
+            "Rollout: tokens sampled per second of rollout, searches included. Update: tokens of packed trajectories"
+            " (prompts and passages too) per second of update.",
+            (
+                line(share("sampled_tokens", "rollout_seconds"), "rollout", BLUE),
+                line(share("train_tokens", "update_seconds"), "update", GREEN),
+            ),
+        ),
+        Chart(
+            "time",
+            "Seconds per step",
+            "Rollout is decode + prefill + search + host (everything in Python around them); then the rewards and the"
+            " update (reference, forward, backward, optimiser).",
+            tuple(line(f"{phase}_seconds", phase, color) for phase, color in PHASES.items()),
+            stacked=True,
+        ),
+    ]
+    return [chart for chart in map(_filled, charts) if chart.series]
+
+
+def _reward_parts(steps: Sequence[Record], evals: Sequence[Record]) -> list[Chart]:
+    """Return the charts of the parts of a system's reward.
+
+    Parts that are named after another (answer, answer_full, answer_evidence) share a chart with it; one that leaves
+    [0, 1] (a bonus, a count) has one to itself; the rest share one.
+    """
+    names = list(dict.fromkeys(name for record in (*steps, *evals) for name in record.get("parts") or {}))
+    if len(names) < 2:  # a single part is the reward
+        return []
+
+    def part(name: str, record: Record) -> float:
+        parts = record.get("parts")
+        return _number(parts, name) if isinstance(parts, Mapping) else float("nan")
+
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        families = {one: [x for x in names if x == one or x.startswith(f"{one}_")] for one in names}
+        first = next((one for one, members in families.items() if len(members) > 1 and name in members), None)
+        alone = name if any(part(name, record) > 1 for record in (*steps, *evals)) else ""
+        groups.setdefault(alone if first is None else first, []).append(name)
+    charts = []
+    for key, members in groups.items():
+        if len(members) > 1:
+            series = tuple(
+                _series(steps, partial(part, name), name, PALETTE[place % len(PALETTE)])
+                for place, name in enumerate(members)
+            )
+        else:
+            only = partial(part, members[0])
+            series = (_series(steps, only, SAMPLED, BLUE), _series(evals, only, HELD_OUT, ORANGE, dots=True))
+        charts.append(
+            Chart(
+                f"parts_{key}" if key else "parts",
+                "Parts of the reward" if not key and len(members) > 1 else f"Reward's part: {key or members[0]}",
+                "Means over trajectories, as the system's reward has them, before any weight.",
+                series,
+            )
+        )
+    return charts
+
+
+def _series(records: Sequence[Record], value: Value, label: str, color: str, dots: bool = False) -> Series:
+    read = partial(_number, key=value) if isinstance(value, str) else value
+    steps, values = ([one(record) for record in records] for one in (lambda record: record["step"], read))
+    return Series(label, color, np.array(steps, np.float64), np.array(values, np.float64), dots)
+
+
+def _filled(chart: Chart) -> Chart:
+    """Return the chart without its empty curves (0 or less is empty on a log axis)."""
+    drawn = []
+    for series in chart.series:
+        values = np.where(series.values <= 0, np.nan, series.values) if chart.log else series.values
+        if np.isfinite(values).any():
+            drawn.append(replace(series, values=values))
+    return replace(chart, series=tuple(drawn))
+
+
+def _number(record: Record, key: str | int) -> float:
+    """Return a record's number, nan where it has none; a number stands for itself."""
+    value = record.get(key) if isinstance(key, str) else key
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _ratio(top: float, bottom: float) -> float:
+    return top / bottom if bottom > 0 else float("nan")
+
+
+def draw(chart: Chart, path: Path) -> None:
+    """Write one chart as a PNG, whole or not at all."""
+    draw_overview([chart], path)
+
+
+def draw_overview(charts: Sequence[Chart], path: Path) -> None:
+    """Write charts side by side as one PNG, whole or not at all."""
+    size = OVERVIEW_SIZE if len(charts) > 1 else SIZE
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
+        for axes, chart in zip(np.ravel(figure.subplots(1, len(charts), squeeze=False)), charts, strict=True):
+            _draw_axes(axes, chart)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+        with atomic_path(path) as temporary, Image.open(drawn) as picture:
+            colors = COLORS if all(len(chart.series) <= MANY for chart in charts) else 256
+            picture.convert("RGB").quantize(colors).save(temporary, "PNG", optimize=True)
+
+
+def _draw_axes(axes: Axes, chart: Chart) -> None:
+    axes.set_title(chart.title)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if chart.log:
+        axes.set_yscale("log")
+    if chart.stacked:
+        _draw_layers(axes, chart.series)
+    else:
+        for series in chart.series:
+            _draw_line(axes, series)
+    if chart.rule and max(np.nanmax(series.values) for series in chart.series) > 0.5 * chart.rule[0]:
+        axes.axhline(chart.rule[0], color=GREY, lw=1, ls=(0, (4, 3)), label=chart.rule[1])
+    if chart.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if not chart.log:
+        _set_range(axes, chart)
+    if chart.name == "em":
+        _label_ends(axes, chart.series[-1])
+    many = len(axes.get_legend_handles_labels()[1]) > 1
+    if many or chart.stacked or chart.series[0].label in (SAMPLED, HELD_OUT):
+        _draw_legend(axes)
+
+
+def _draw_legend(axes: Axes) -> None:
+    """Draw the legend between the title and the curves, in as many lines as it takes."""
+    assert isinstance(axes.figure, Figure)
+    labels = axes.get_legend_handles_labels()[1]
+    widths = [ENTRY + LETTER * len(label) for label in labels]
+    room = 72 * 0.9 * axes.figure.get_figwidth() / len(axes.figure.axes)
+    columns = len(labels) if sum(widths) <= room else max(1, int(room / max(widths)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.01), ncols=columns, borderaxespad=0.0)
+    axes.set_title(axes.get_title(loc="left"), pad=STYLE["axes.titlepad"] + 12 * (-(-len(labels) // columns) - 1))
+
+
+def _set_range(axes: Axes, chart: Chart) -> None:
+    """Begin the axis at 0, unless something is negative; end it at 100% for exact match, so that runs compare."""
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    if chart.name == "em":
+        axes.set_ylim(0, 1.04)
+    elif low >= 0:
+        axes.set_ylim(0, 1.06 * high if high > 0 else 1.0)
+    if axes.get_ylim()[1] >= 10_000:
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def _draw_line(axes: Axes, series: Series) -> None:
+    window = 1 if series.dots else smoothing(len(series.values))
+    plot = partial(axes.plot, color=series.color)
+    if series.spread is not None:
+        middle, half = smooth(series.values, window), smooth(series.spread, window)
+        high = middle + half
+        logarithmic = axes.get_yscale() == "log"  # there as far below by a factor, and above 0
+        low = middle**2 / high if logarithmic else middle - half
+        axes.fill_between(series.steps, low, high, color=series.color, alpha=0.15, lw=0)
+    if window == 1:
+        marker: dict[str, Any] = {"marker": "o", "ms": 3.6} if series.dots else {"marker": "."}
+        plot(series.steps, series.values, lw=1.6, label=series.label, clip_on=False, **marker)
+        return
+    plot(series.steps, series.values, lw=0.8, alpha=0.3)
+    plot(series.steps, smooth(series.values, window), lw=1.9, label=series.label)
+
+
+def _draw_layers(axes: Axes, layers: Sequence[Series]) -> None:
+    """Draw filled layers, one on the other; steps that a layer lacks count as 0."""
+    steps = np.unique(np.concatenate([layer.steps for layer in layers]))
+    edges = np.append(steps - 0.5, steps[-1] + 0.5)
+    base = np.zeros(len(steps))
+    for layer in layers:
+        values = np.zeros(len(steps))
+        values[np.searchsorted(steps, layer.steps)] = np.nan_to_num(layer.values)
+        axes.stairs(base + values, edges, baseline=base, fill=True, color=layer.color, lw=0, label=layer.label)
+        base = base + values
+
+
+def _label_ends(axes: Axes, series: Series) -> None:
+    """Write the first and the last value of a dotted curve beside their points."""
+    known = np.flatnonzero(np.isfinite(series.values))
+    if not series.dots or len(known) < 2:
+        return
+    # Beside the rising curve, but above the axis.
+    first = (14, -8) if series.values[known[0]] > 0.1 else (4, 8)
+    for at, offset in ((known[0], first), (known[-1], (7, -3))):
+        axes.annotate(
+            f"{series.values[at]:.1%}",
+            (series.steps[at], series.values[at]),
+            xytext=offset,
+            textcoords="offset points",
+            annotation_clip=False,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+            color=series.color,
+            fontweight="bold",
+        )
+
+
+def smoothing(count: int) -> int:
+    """Return the width, an odd number of steps, of the moving mean drawn through a curve of so many; 1 is none."""
+    return 1 if count < SMOOTH_FROM else count // 50 * 2 + 3
+
+
+def smooth(values: Floats, window: int) -> Floats:
+    """Return the centred moving mean over `window` values, fewer at the ends. A gap is skipped; nan where all are."""
+    known = np.isfinite(values)
+    kernel = np.ones(window)
+    counts = np.convolve(known, kernel, "same")
+    sums = np.convolve(np.where(known, values, 0.0), kernel, "same")
+    means: Floats = np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0.5)
+    return means

@@ -1,0 +1,286 @@
+"""Parts that every page about a run has: its records, its stored steps, excerpts of trajectories, the template.
+
+Excerpts are plain data; the page and the terminal colour them. They show what is in the records and judge nothing.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from thresher.common.console import shown as shown_number
+from thresher.common.console import visible
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.store.run_folder import RunFolder, step_of
+from thresher.engine.systems import load_system
+from thresher.rewards.transcript import Source
+
+Record = Mapping[str, Any]
+ENDINGS = {  # Trajectory.reason -> its words; "answered" has none
+    "turns": "turn limit",
+    "turn_tokens": "turn too long",
+    "tokens": "token limit",
+    "context": "context full",
+    "ended": "text ended",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """A run as its folder has it. summary: {} before its end. start: the last line of starts.jsonl, {} for a run of an
+    earlier version, which has none."""
+
+    folder: RunFolder
+    recipe: Recipe
+    records: list[dict[str, Any]]
+    summary: Record
+    start: Record
+
+    @classmethod
+    def read(cls, path: str | Path, unverified: bool = False) -> "RunRecords":
+        """Read a run. Raise UserError for a folder that is no run, and for a file in it that is malformed or, unless
+        `unverified`, not as it was written."""
+        folder, recipe = open_run(path, unverified)
+        records, starts = folder.metrics(), folder.starts()
+        start = starts[-1] if starts else {}
+        return RunRecords(folder=folder, recipe=recipe, records=records, summary=folder.summary() or {}, start=start)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in self.records if "eval" not in record]
+
+    @property
+    def evals(self) -> list[tuple[int, Record]]:
+        """(step, measures) of each evaluation."""
+        return [(record["step"], record["eval"] or {}) for record in self.records if "eval" in record]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is recorded, 0 before the first."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    def rate(self, tokens: str, seconds: str, last: int = 0) -> float | None:
+        """Return the tokens per second over the last steps (0: over all of them), None without any time."""
+        steps = self.steps[-last:]
+        spent = sum(record.get(seconds) or 0.0 for record in steps)
+        return sum(record.get(tokens) or 0 for record in steps) / spent if spent else None
+
+
+def open_run(path: str | Path, unverified: bool = False) -> tuple[RunFolder, Recipe]:
+    """Return a run folder to read, and its recipe. Raise UserError for a folder that is no run."""
+    run = RunFolder.existing(path, unverified=unverified)
+    return run, load_recipe(run.recipe_file)
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """Return the JSONL files of steps in a folder, by step and in their order."""
+    found = ((step_of(path.stem), path) for path in folder.glob("step_*.jsonl"))
+    return dict(sorted((step, path) for step, path in found if step is not None))
+
+
+def model_folders(run: RunFolder, recipe: Recipe) -> list[Path]:
+    """Return the folders that may hold the run's model: its checkpoints, the newest first, and where it began."""
+    checkpoints = sorted((p for p in run.checkpoints.glob("step_*") if step_of(p.name) is not None), reverse=True)
+    return [*checkpoints, Path(recipe.model.path)]
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """Return all steps where they are few, "10 to 800, every 10" where they are even; "" for none."""
+    gaps = {after - before for before, after in itertools.pairwise(steps)}
+    if len(steps) <= 8 or len(gaps) > 1:
+        return ", ".join([*map(str, steps[:20]), *(["…"] if len(steps) > 21 else []), *map(str, steps[20:][-1:])])
+    return f"{steps[0]} to {steps[-1]}" + (f", every {gap}" if (gap := gaps.pop()) > 1 else "")
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words: seconds, minutes and seconds, or hours and minutes."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def page_template(name: str) -> jinja2.Template:
+    """Return a template of this folder: what is put into it is escaped, what is missing is an error."""
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(page_part),
+    )
+    environment.filters["number"] = shown_number
+    return environment.get_template(name)
+
+
+def page_part(name: str) -> str:
+    """Return a file of this folder, as text."""
+    return files("thresher.engine.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+# Excerpts
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stretch of text to colour: a tag itself, or what stands in the span it opened ("" outside of all)."""
+
+    text: str
+    is_tag: bool
+    span: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A segment to show: its source, and its lines; each span of the policy's begins a line of its own."""
+
+    source: Source
+    lines: list[list[Chunk]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """A trajectory to show: where it comes from, what came of it, and all that followed the prompt. `answer` is None
+    without one; a reward that was not finite is None too."""
+
+    label: str
+    right: bool
+    reward: float | None
+    searches: int
+    answer: str | None
+    reason: str
+    parts: list[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A question and one or two trajectories on it, the last of them the later; all greedy, or all sampled."""
+
+    question: str
+    golds: list[str]
+    prompt: str
+    greedy: bool
+    excerpts: list[Excerpt]
+
+    @property
+    def has_feedback(self) -> bool:
+        return any(part.source is Source.FEEDBACK for excerpt in self.excerpts for part in excerpt.parts)
+
+
+def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[Example]:
+    """Return up to `count` examples from the last evaluation, in segments of at most `limit` characters, each beside
+    the first evaluation's trajectory on the same question.
+
+    A run without evaluations shows what it last sampled, and one without either shows none. Raise UserError for a
+    malformed line.
+    """
+    evaluations = step_files(run.evaluations)
+    files = list((evaluations or step_files(run.trajectories)).items())
+    if not files:
+        return []
+    tags = tags_of(recipe)
+    (first, earlier), (last, later) = files[0], files[-1]
+    compared = evaluations and first != last
+    before = {record.get("id"): record for record in _trajectories(run, earlier)} if compared else {}
+    right_before = {key for key, record in before.items() if is_right(record)}
+    examples = []
+    for record in choose(list(_trajectories(run, later)), right_before, count):
+        shown: list[tuple[int, Record]] = [(first, before[record["id"]])] if record.get("id") in before else []
+        shown.append((last, record))
+        prompt = (s.get("text", "") for s in record.get("segments") or [] if s.get("source") == "prompt")
+        examples.append(
+            Example(
+                visible(record.get("question", "")),
+                [visible(gold) for gold in record.get("golden_answers") or []],
+                "".join(map(visible, prompt)),
+                bool(evaluations),
+                [_excerpt(one, f"step {step}", tags, limit) for step, one in shown],
+            )
+        )
+    return examples
+
+
+def tags_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the tags of the recipe's system."""
+    return load_system(recipe.system.name, recipe.system.options).tags if recipe.system else ()
+
+
+def choose(records: Sequence[Record], right_before: set[Any], count: int) -> list[Record]:
+    """Choose records to show: right with several searches, right with one, wrong; then others, until there are `count`.
+
+    Of each sort the first that was not right before, or else the first; no question twice.
+    """
+
+    def searches(record: Record) -> int:
+        return len(record.get("searches") or [])
+
+    sorts = [
+        [record for record in records if is_right(record) and searches(record) > 1],
+        [record for record in records if is_right(record) and searches(record) == 1],
+        [record for record in records if not is_right(record)],
+        *([list(records)] * count),
+    ]
+    chosen: dict[Any, Record] = {}
+    for candidates in sorts:
+        new = [record for record in candidates if record.get("id") not in chosen]
+        if new and len(chosen) < count:
+            record = next((r for r in new if r.get("id") not in right_before), new[0])
+            chosen[record.get("id")] = record
+    return list(chosen.values())
+
+
+def is_right(record: Record) -> bool:
+    return bool((record.get("parts") or {}).get("em"))
+
+
+def _excerpt(record: Record, label: str, tags: Sequence[str], limit: int) -> Excerpt:
+    answer = record.get("answer")
+    return Excerpt(
+        label=label,
+        right=is_right(record),
+        reward=record.get("reward"),
+        searches=len(record.get("searches") or []),
+        answer=None if answer is None else visible(answer),
+        reason=visible(record.get("reason", "")),
+        parts=parts_of(record.get("segments") or [], tags, limit),
+    )
+
+
+def parts_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> list[Part]:
+    """Cut the segments after the prompt into chunks to colour; one of more than `limit` characters is shortened.
+
+    A span is what follows an opening tag until any closing one, as a reader sees it; rewards parse for themselves.
+    """
+    pattern = re.compile(f"({'|'.join(map(re.escape, tags)) or '(?!)'})")
+    span = ""
+    parts: list[Part] = []
+    for segment in segments:
+        source, text = segment.get("source", ""), visible(segment.get("text", "")).strip("\n")
+        if source not in list(Source) or source == Source.PROMPT or not text:
+            continue
+        if len(text) > limit:
+            text = f"{text[:limit]} … ({len(text) - limit:,} characters more)"
+        lines: list[list[Chunk]] = [[]]
+        for piece in filter(None, pattern.split(text)):
+            name = piece.strip("</>") if piece in tags else ""
+            opens = bool(name) and not piece.startswith("</")
+            if opens and source == Source.POLICY and any(chunk.text.strip() for chunk in lines[-1]):
+                lines.append([])
+            lines[-1].append(Chunk(piece, bool(name), name or span))
+            if name:
+                span = name if opens else ""
+        parts.append(Part(Source(source), lines))
+    return parts
+
+
+def _trajectories(run: RunFolder, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the trajectories of a file, without their token ids, which are most of it and not shown."""
+    for record in run.stored_trajectories(path):
+        for segment in record.get("segments") or []:
+            segment.pop("ids", None)
+        yield record

@@ -1,0 +1,576 @@
+"""Pages of runs: one run with its curves and trajectories, several runs over each other, or curves of groups of runs.
+
+    report.html           what came of a run, the curves, trajectories before and after, the recipe
+    plots/NAME.png        one picture a chart, and overview.png for a README
+    OUT.html              of several runs: each curve that two of them have, last figures, paired tests against the
+                          first run over the same questions, what their recipes differ in
+
+A page holds its pictures, and needs no network and no script. It is made from run folders alone, so it can be written
+again at any time, also while the run goes on or after it was killed: what is not there yet is left out, and the page
+says so. Text that was sampled or retrieved is shown escaped. What the page cannot know (what the data is, what a figure
+does not prove) stands in an optional notes.md, paragraphs apart by blank lines.
+"""
+
+import base64
+import itertools
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.padding import Padding
+from rich.text import Text
+
+from thresher.common.console import console
+from thresher.common.console import shown as shown_number
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import RetrievalSection
+from thresher.engine.config.tables import shown as shown_value
+from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
+from thresher.engine.evaluation.metrics import NAMES
+from thresher.engine.reports.charts import PALETTE, Chart, Series, charts_of, draw, draw_overview, smoothing
+from thresher.engine.reports.pages import (
+    ENDINGS,
+    Chunk,
+    RunRecords,
+    duration,
+    examples_of,
+    model_folders,
+    open_run,
+    page_template,
+    step_files,
+    steps_in_words,
+)
+from thresher.engine.store.run_folder import RunFolder
+from thresher.policy.config import read_config
+from thresher.policy.families import find_family
+from thresher.policy.model import Policy
+from thresher.retrieval.indexes.manifest import read_manifest
+from thresher.rewards.statistics import wilson
+from thresher.rewards.transcript import Source
+
+Record = Mapping[str, Any]
+
+MEASURES = (  # key of an evaluation, its name, and whether it is a share
+    ("em", "Exact match", True),
+    ("f1", "F1", True),
+    ("contains", "Contains a gold answer", True),
+    ("answered", "Gave an answer", True),
+    ("recall_evidence", "Answer recall of the evidence", True),
+    ("recall_rationale", "Answer recall of the rationale", True),
+    ("recall_notes", "Answer recall of the notes", True),
+    ("recall_evaluation", "Answer recall of the evaluations", True),
+    ("recall_analysis", "Answer recall of the analysis", True),
+    ("compression", "Compression ratio", False),
+    ("relevance_precision", "Precision of named references", True),
+    ("relevance_recall", "Recall of named references", True),
+    ("reward", "Reward", False),
+    ("searches", "Searches", False),
+    ("response_tokens", "Tokens written", False),
+)
+SPAN_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
+PHASES = {  # key of a step's seconds -> its name
+    "update": "the update",
+    "decode": "decoding",
+    "prefill": "prefill",
+    "search": "searching",
+    "host": "Python around the rollout",
+    "reward": "rewards",
+}
+PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the rest
+OVERVIEW = ("reward", "em")
+# Of charts with curves that say one thing in several ways: the one to hold runs against each other by, and its caption.
+CHOSEN = {
+    "kl": (
+        "k3",
+        "Mean over sampled tokens of e^(-d) - 1 + d, d = log p - log p_ref, whatever each recipe's loss has.",
+    ),
+    "kl_largest": ("value", "Over a step's sampled tokens, by the estimator of each recipe (grpo.kl_value), before β."),
+    "logprob_gap": ("largest", "|log p when sampled - log p when trained| of the same token under the same weights."),
+}
+LETTERS = "ABCDEFG"
+
+
+# One run
+
+
+def write_report(run: str | Path, out: str | Path | None = None, unverified: bool = False) -> Path:
+    """Write the report of a run folder into the folder `out` (default: the run folder); return report.html's path.
+
+    Raise UserError if `run` is no run folder, if a file in it is malformed or, unless `unverified`, not as it was
+    written, or if `out` cannot be written.
+    """
+    read = RunRecords.read(run, unverified)
+    folder, recipe, summary, evals = read.folder, read.recipe, read.summary, read.evals
+    out = Path(out) if out is not None else folder.path
+    charts = _charts(read)
+    overview = [chart for chart in charts if chart.name in OVERVIEW]
+    examples = examples_of(folder, recipe, 3, PAGE_CHARS)
+    plots = out / "plots"
+    try:
+        plots.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            draw(chart, plots / f"{chart.name}.png")
+        if overview:
+            draw_overview(overview, plots / "overview.png")
+        page = page_template("report.html").render(
+            name=str(folder.path),
+            recipe=recipe,
+            toml=recipe.to_toml(),
+            summary=summary,
+            last_step=read.last_step,
+            tiles=_tiles(summary, evals),
+            notes=_notes(out, folder.path),
+            measures=_measures(evals),
+            evals=evals,
+            interval=_interval(evals[-1][1]) if evals else "",
+            facts=_facts(folder, recipe),
+            time=_time_sentence(read),
+            charts=charts,
+            overview=overview,
+            picture=lambda name: _data_uri(plots / f"{name}.png"),
+            window=smoothing(len(read.steps)),
+            endings=ENDINGS,
+            examples=examples,
+            stored=steps_in_words(list(step_files(folder.trajectories))),
+        )
+        atomic_write_text(out / "report.html", page)
+    except OSError as error:
+        raise UserError(f"{out}: cannot write the report ({error.strerror}); choose another folder") from None
+    return out / "report.html"
+
+
+def _charts(run: RunRecords) -> list[Chart]:
+    return charts_of(
+        run.records,
+        kl_value=run.recipe.grpo.kl_value,
+        beta=run.recipe.grpo.beta,
+        max_grad_norm=run.recipe.optim.max_grad_norm,
+        groups=run.recipe.rollout.questions_per_step,
+    )
+
+
+def _data_uri(picture: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode('ascii')}"
+
+
+def print_trajectories(run: str | Path, count: int = 2) -> None:
+    """Print up to `count` trajectories of the last evaluation: tags in colour, passages dim, feedback yellow."""
+    folder, recipe = open_run(run)
+    for example in examples_of(folder, recipe, count, TERMINAL_CHARS):
+        excerpt = example.excerpts[-1]
+        console.print(Text.assemble("\n", (example.question, "bold")))
+        verdict = ("right", "green") if excerpt.right else ("wrong", "red")
+        searches = f"{excerpt.searches} search{'' if excerpt.searches == 1 else 'es'}"
+        about = f", {searches}, reward {shown_number(excerpt.reward)}; expected: {' | '.join(example.golds)}"
+        console.print(Text.assemble(verdict, (about, "dim")))
+        for part in excerpt.parts:
+            for line in part.lines:
+                console.print(Padding(_terminal_line(part.source, line), (0, 0, 0, 2), expand=False))
+
+
+def _terminal_line(source: Source, line: Sequence[Chunk]) -> Text:
+    base = {Source.RETRIEVED: "dim", Source.FEEDBACK: "yellow"}.get(source, "")
+    text = Text()
+    for chunk in line:
+        color = SPAN_COLORS.get(chunk.span, "bright_black") if chunk.is_tag else ""
+        text.append(chunk.text, f"{base} {color}".strip())
+    text.rstrip()
+    return text
+
+
+def _notes(*folders: Path) -> list[str]:
+    """Return the paragraphs of the first notes.md there is."""
+    for folder in folders:
+        if (folder / "notes.md").is_file():
+            text = (folder / "notes.md").read_text(encoding="utf-8", errors="replace")
+            return [paragraph.strip() for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
+    return []
+
+
+# Figures
+
+
+def _tiles(summary: Record, evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str]]:
+    """Return (name, figure, what it was before) for the head of the page."""
+    tiles = []
+    for key, name in (("em", "exact match"), ("f1", "F1")):
+        values = [measures.get(key) for _, measures in (*evals[:1], *evals[-1:])]
+        if values and values[-1] is not None:
+            before = "" if len(evals) < 2 or values[0] is None else f"from {values[0]:.1%}"
+            tiles.append((f"{name}, held out", f"{values[-1]:.1%}", before))
+    for key, name in (("rollout_tokens_per_s", "rollout"), ("train_tokens_per_s", "update")):
+        if (value := summary.get(key)) is not None:
+            tiles.append((name, f"{value:,.0f}", "tokens/s"))
+    if (seconds := summary.get("seconds")) is not None:
+        tiles.append(("in all", duration(seconds), f"{summary['steps']} steps" if "steps" in summary else ""))
+    return tiles
+
+
+def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, str]]:
+    """Return (name, before, after, change) of each measure that the last evaluation has; before and change may be
+    ""."""
+    if not evals:
+        return []
+    first, last = ({**measures, **_parts(measures)} for measures in (evals[0][1], evals[-1][1]))
+    rows = []
+    for key, name, share in (*MEASURES, *((key, key, False) for key in _parts(last))):
+        old, new = (first.get(key) if len(evals) > 1 else None), last.get(key)
+        if new is None:
+            continue
+        if share:
+            change = "" if old is None else f"{100 * (new - old):+.1f} pts"
+            rows.append((name, "" if old is None else f"{old:.1%}", f"{new:.1%}", change))
+        else:
+            change = "" if old is None else f"{new - old:+.2f}"
+            rows.append((name, "" if old is None else f"{old:.2f}", f"{new:.2f}", change))
+    return rows
+
+
+def _parts(measures: Record) -> Record:
+    """Return the parts of the system's own reward, under names to show; none where a single one is all of it."""
+    parts = measures.get("parts") or {}
+    return {f"Reward's part: {name}": value for name, value in parts.items()} if len(parts) > 1 else {}
+
+
+def _interval(measures: Record) -> str:
+    """Return Wilson's 95% interval for exact match, in words."""
+    share, count = measures.get("em"), measures.get("questions")
+    if share is None or not count:
+        return ""
+    low, high = wilson(share, count)
+    return f"{low:.1%} to {high:.1%}"
+
+
+def _time_sentence(run: RunRecords) -> str:
+    """Return where the time went, the largest part first."""
+    steps = run.steps
+
+    def spent(key: str) -> float:
+        return sum(record.get(f"{key}_seconds") or 0.0 for record in steps)
+
+    parts = {name: spent(key) for key, name in PHASES.items()}
+    parts["evaluations"] = sum(measures.get("seconds") or 0.0 for _, measures in run.evals)
+    known = sum(parts.values())
+    total = max(run.summary.get("seconds") or 0.0, known)
+    if not total:
+        return ""
+    parts["loading, checkpoints and files"] = total - known
+    shares = [(seconds / total, name) for name, seconds in parts.items()]
+    listed = ", ".join(f"{share:.0%} {name}" for share, name in sorted(shares, reverse=True) if share >= 0.005)
+    waited = ""
+    if rollout := spent("rollout"):
+        waited = f" Decoding waited for searches {spent('search') / rollout:.1%} of the rollouts' time."
+    return f"Of {duration(total)}: {listed}.{waited}"
+
+
+def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
+    """Return (name, value) of what a reader must know of the run. What lies outside the run folder may be gone by
+    now."""
+    rollout, grpo, optim = recipe.rollout, recipe.grpo, recipe.optim
+    model = _model(run, recipe)
+    facts = [("Model", f"{model}; {recipe.model.dtype} on {recipe.model.device}" if model else recipe.model.path)]
+    if warmup := _warmup(Path(recipe.model.path) / "sft.json"):
+        facts.append(("Warm-up", warmup))
+    if recipe.system:
+        options = "".join(f", {key} = {value}" for key, value in recipe.system.options.items())
+        facts.append(("System", recipe.system.name + options))
+    if recipe.data:
+        facts.append(("Questions", f"{recipe.data.train} (training), {recipe.data.dev or 'none'} (held out)"))
+    if recipe.retrieval:
+        facts.append(("Retrieval", _retrieval(recipe.retrieval)))
+    steps = grpo.updates_per_batch * grpo.epochs_per_batch
+    turns = f"{rollout.max_turns} turn{'s' if rollout.max_turns > 1 else ''}"
+    kl = f"KL {grpo.beta:g} × {grpo.kl_value}" if grpo.beta > 0 else "no KL"
+    facts += [
+        (
+            "Step",
+            f"{rollout.questions_per_step} questions × {rollout.group_size} samples at temperature"
+            f" {rollout.temperature:g}, at most {turns} and {rollout.max_context:,} tokens each",
+        ),
+        (
+            "Objective",
+            f"GRPO, ratio clipped to [{1 - grpo.clip_low:g}, {1 + grpo.clip_high:g}], {kl}, mean per"
+            f" {grpo.aggregation}; AdamW at {optim.lr:g} ({optim.schedule}), {steps} update"
+            f"{'s' if steps > 1 else ''} per batch",
+        ),
+        ("Seed", str(recipe.run.seed)),
+    ]
+    return facts
+
+
+def _model(run: RunFolder, recipe: Recipe) -> str:
+    """Return the model in words, from the newest checkpoint or else from where the run started; "" if both are gone."""
+    for folder in model_folders(run, recipe):
+        try:
+            config = read_config(folder)
+        except UserError:
+            continue
+        with torch.device("meta"):
+            count = Policy(config).parameter_count()
+        return (
+            f"{find_family(config.model_type).models}, {count:,} parameters:"
+            f" {config.num_hidden_layers} layers of width {config.hidden_size},"
+            f" {config.num_attention_heads} heads over {config.num_key_value_heads} of keys and values, MLP"
+            f" {config.intermediate_size:,}, vocabulary {config.vocab_size:,},"
+            f" {'tied' if config.tie_word_embeddings else 'untied'} head"
+        )
+    return ""
+
+
+def _warmup(path: Path) -> str:
+    """Return in words the record that `thresher sft` wrote beside its model."""
+    try:
+        record = read_json_object(path)
+    except UserError:
+        return ""
+    text = f"{record.get('steps')} steps of supervised fine-tuning"
+    if record.get("restarts"):
+        text += f" after {record['restarts']} restarts"
+    copied, gate = record.get("names copied right"), record.get("gate")
+    if isinstance(copied, float):
+        text += f"; {copied:.1%} of the held-out copied tokens right"
+    if isinstance(gate, float):
+        text += f" (gate {gate:.0%}, {'passed' if record.get('passed') else 'NOT passed'})"
+    return text
+
+
+def _retrieval(retrieval: RetrievalSection) -> str:
+    order = "in an order drawn at random" if retrieval.shuffle else "best first"
+    shown = f"{retrieval.k} passages a search, {order}"
+    if retrieval.index is None:
+        return f"the server at {retrieval.url}; {shown}"
+    try:
+        manifest = read_manifest(Path(retrieval.index))
+    except UserError:
+        return f"{retrieval.index}; {shown}"
+    # An index of words, and one that fuses others, has no vectors of its own.
+    made_of = f"{manifest.encoder} encoder, {manifest.dim:,} dimensions" if manifest.dim else manifest.kind
+    return f"{manifest.passages:,} passages, {made_of}; {shown}"
+
+
+# Several runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun(RunRecords):
+    """A run and what it is called on the page."""
+
+    letter: str
+    color: str
+
+
+def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: bool = False) -> list[dict[str, Any]]:
+    """Write the page of these runs to the file `out`; return what the paired tests found, the first run against each
+    other whose questions it shares.
+
+    Raise UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written, for
+    runs that share neither a curve nor a question, and if `out` is no .html file that can be written.
+    """
+    out = Path(out)
+    if out.suffix != ".html":
+        raise UserError(f"{out}: expected a file ending in .html for the page of several runs")
+    if not 2 <= len(paths) <= len(LETTERS):
+        raise UserError(f"expected from 2 to {len(LETTERS)} runs to hold against each other, got {len(paths)}")
+    runs = [
+        ComparedRun(**vars(RunRecords.read(path, unverified)), letter=letter, color=color)
+        for path, letter, color in zip(paths, LETTERS, PALETTE, strict=False)
+    ]
+    charts = overlaid([(run.letter, run.color, [run]) for run in runs], at_least=2)
+    tests = list(_tests(runs))
+    found = [test["result"] for test in tests if "result" in test]
+    if not charts and not found:
+        raise UserError(
+            f"{' and '.join(str(run.folder.path) for run in runs)}: these runs share neither a metric nor a question of"
+            " an evaluation; name runs that have got to their first step, or to an evaluation of the same questions"
+        )
+    page = page_template("comparison.html").render(
+        runs=runs,
+        figures=list(_figures(runs)),
+        tests=tests,
+        differences=recipe_differences(runs),
+        facts=[(run, _origin(run.start)) for run in runs],
+        charts=_pictures(charts),
+        window=max((smoothing(len(run.steps)) for run in runs), default=1),
+    )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(out, page)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); choose another file") from None
+    return found
+
+
+def write_curves(
+    title: str, groups: Mapping[str, Sequence[str | Path]], out: Path, chosen: Sequence[str] | None = None
+) -> list[Chart]:
+    """Write a page of curves over each other, one a group of run folders (label -> folders: seeds, whose mean and
+    deviation are drawn), of the charts of these names, all where none are given; return them."""
+    named = [
+        (label, color, list(map(str, groups[label])))
+        for label, color in zip(groups, itertools.cycle(PALETTE), strict=False)
+    ]
+    charts = overlaid([(label, color, map(RunRecords.read, paths)) for label, color, paths in named], chosen=chosen)
+    page = page_template("curves.html").render(title=title, groups=named, charts=_pictures(charts))
+    atomic_write_text(out, page)
+    return charts
+
+
+def overlaid(
+    groups: Sequence[tuple[str, str, Iterable[RunRecords]]], at_least: int = 1, chosen: Sequence[str] | None = None
+) -> list[Chart]:
+    """Return a chart for each curve that so many groups have, of the charts of these names where some are given, in the
+    order of a single run's page; a curve a group (label, color, runs), the mean over its runs. Layers become their
+    sum."""
+    curves: dict[tuple[str, str], dict[int, list[Series]]] = {}  # (chart, label) -> group -> a curve a run
+    charts: dict[tuple[str, str], Chart] = {}  # as the first run has it
+    several = set()  # charts of more than one curve
+    for number, (_, _, runs) in enumerate(groups):
+        for chart in (chart for run in runs for chart in _charts(run) if chosen is None or chart.name in chosen):
+            if chart.stacked:
+                layers = np.nansum([series.values for series in chart.series], axis=0)
+                chart = replace(chart, series=(replace(chart.series[0], label="all", values=layers),))
+            for series in chart.series:
+                key = chart.name, series.label
+                if series.label == CHOSEN.get(chart.name, (series.label,))[0]:
+                    charts.setdefault(key, chart)
+                    curves.setdefault(key, {}).setdefault(number, []).append(series)
+                    several |= {key} if len(chart.series) > 1 else set()
+    shared: list[Chart] = []
+    order = list(dict.fromkeys(name for name, _ in curves))
+    for key in sorted(curves, key=lambda key: order.index(key[0])):
+        chart, drawn = charts[key], []
+        for number, found in curves[key].items():
+            label, color, _ = groups[number]
+            drawn.append(replace(_mean(found), label=label, color=color))
+        if len(drawn) >= at_least:
+            caption = CHOSEN[chart.name][1] if chart.name in CHOSEN else chart.caption
+            title = f"{chart.title}: {key[1]}" if key in several else chart.title
+            shared.append(Chart(str(len(shared)), title, caption, tuple(drawn), chart.percent, chart.log))
+    return shared
+
+
+def _mean(runs: Sequence[Series]) -> Series:
+    """Return the mean of one curve over runs, at every step that one of them has, with its deviation where there are
+    several."""
+    if len(runs) == 1:
+        return runs[0]
+    steps = np.unique(np.concatenate([series.steps for series in runs]))
+    table = np.full((len(runs), len(steps)), np.nan)
+    for row, series in zip(table, runs, strict=True):
+        row[np.searchsorted(steps, series.steps)] = series.values
+    known = np.isfinite(table).sum(0)
+    means = np.divide(np.nansum(table, 0), known, out=np.full(len(steps), np.nan), where=known > 0)
+    squares = np.nansum((table - means) ** 2, 0)
+    spread = np.sqrt(np.divide(squares, known - 1, out=np.zeros(len(steps)), where=known > 1))
+    return replace(runs[0], steps=steps, values=means, spread=spread)
+
+
+def _pictures(charts: Sequence[Chart]) -> list[tuple[Chart, str]]:
+    """Draw charts, each into a data URI."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "chart.png"
+
+        def picture(chart: Chart) -> str:
+            draw(chart, path)
+            return _data_uri(path)
+
+        return [(chart, picture(chart)) for chart in charts]
+
+
+def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, a text for each run) of what the runs came to."""
+    yield "Steps", [f"{run.last_step} of {run.recipe.run.steps}" for run in runs]
+    last = [run.evals[-1][1] if run.evals else {} for run in runs]
+    if any(last):
+        yield "Last evaluation at step", [str(run.evals[-1][0]) if run.evals else "-" for run in runs]
+        yield "Held-out questions, greedy", [shown_number(measures.get("questions")) for measures in last]
+        yield "Exact match before", [_shown(run.evals[0][1].get("em"), True) if run.evals else "-" for run in runs]
+    for key, name, share in MEASURES:
+        values = [measures.get(key) for measures in last]
+        if any(value is not None for value in values):
+            yield name, [_shown(value, share) for value in values]
+    parts = [measures.get("parts") or {} for measures in last]
+    for key in dict.fromkeys(name for part in parts if len(part) > 1 for name in part):
+        yield f"Reward's part: {key}", [_shown(part.get(key), False) for part in parts]
+    for name, tokens, seconds in (
+        ("Rollout", "sampled_tokens", "rollout_seconds"),
+        ("Update", "train_tokens", "update_seconds"),
+    ):
+        values = [run.rate(tokens, seconds) for run in runs]
+        if any(value is not None for value in values):
+            yield f"{name}, tokens per second", ["-" if value is None else f"{value:,.0f}" for value in values]
+    spent = [run.summary.get("seconds") for run in runs]
+    if any(value is not None for value in spent):
+        yield "In all", ["-" if value is None else duration(value) for value in spent]
+
+
+def _shown(value: float | None, share: bool) -> str:
+    return "-" if value is None else f"{value:.1%}" if share else f"{value:.2f}"
+
+
+def _tests(runs: Sequence[ComparedRun]) -> Iterator[dict[str, Any]]:
+    """Test the first run against each other: yield the run, and rows or the sentence that says why there are none."""
+    first = _last_evaluation(runs[0])
+    for run in runs[1:]:
+        other = _last_evaluation(run)
+        if first is None or other is None:
+            without = runs[0] if first is None else run
+            yield {"run": run, "problem": f"{without.letter} has no evaluation of held-out questions yet."}
+            continue
+        try:
+            result = compare(first, other)
+        except UserError as error:
+            yield {"run": run, "problem": f"{error}."}
+            continue
+        rows = [(NAMES[key][0], *cells) for key, *cells in difference_rows(result)]
+        yield {"run": run, "rows": rows, "notes": result["notes"], "result": result}
+
+
+def _last_evaluation(run: RunRecords) -> Evaluation | None:
+    """Return the trajectories of the last evaluation, as `compare` wants them."""
+    paths = list(step_files(run.folder.evaluations).values())
+    if not paths:
+        return None
+    questions: dict[str, str] = {}
+    measures: dict[str, Measures] = {}
+    for record in run.folder.stored_trajectories(paths[-1]):
+        values = {"reward": record.get("reward")} | (record.get("parts") or {})
+        questions[str(record.get("id"))] = str(record.get("question"))
+        measures[str(record.get("id"))] = {
+            name: None if value is None else float(value) for name, value in values.items() if name in NAMES
+        }
+    system = run.recipe.system
+    figures = {
+        "system": system.name if system else None,
+        "rewarded_by": f"{system.name} {dict(sorted(system.options.items()))}" if system else None,
+        "model": run.recipe.model.path,
+    }
+    return Evaluation(run.folder.path, figures, questions, measures)
+
+
+def recipe_differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    """Return (key, a value for each run) of the keys whose values are not the same in all, defaults included."""
+    keys = [run.recipe.keys() for run in runs]
+    names = dict.fromkeys(name for table in keys for name in table)
+    texts = {name: [shown_value(table.get(name), "unset") for table in keys] for name in names}
+    return [(name, values) for name, values in texts.items() if len(set(values)) > 1]
+
+
+def _origin(start: Record) -> list[tuple[str, str]]:
+    """Return which code ran, where and when."""
+    if not start:
+        return [("Commit and machine", "not recorded")]
+    resumed = f", last resumed from step {start['step']}" if start.get("step") else ""
+    return [
+        ("Commit", str(start.get("commit") or "not from a checkout")),
+        ("Machine", ", ".join(str(start[key]) for key in ("machine", "gpu") if start.get(key))),
+        ("Started", f"{start.get('at')}{resumed}"),
+        ("Python, torch", f"{start.get('python')}, {start.get('torch')}"),
+    ]

@@ -1,0 +1,367 @@
+"""The token view: the trajectories of a stored step as a page on which each token has the colour of one of its values.
+
+    step_000010.html   one step, one file: no request to anywhere, at most 10 MB; what is too much is left out by groups
+    index.html         of a folder of such pages: the run's stored steps with their figures
+
+The page is this folder's token_view.html, .css and .js with the step's data as JSON in it: groups of samples, their
+text cut into tokens, values in base64. What the page computes of a token's values stands in token_formulas.js. Sampled
+text reaches the page as data alone, and its script only ever makes text nodes of it.
+
+A character whose bytes lie in several tokens stands with the last of them, the others have no text of their own.
+Strings that come often (prompts, passages) stand once a group. Differences of log-probs are made here in float32 and
+stored as float16, for the rounding of the log-probs themselves would hide them.
+"""
+
+import base64
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from thresher.common.console import visible
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import GrpoSection
+from thresher.engine.reports.pages import (
+    ENDINGS,
+    is_right,
+    model_folders,
+    open_run,
+    page_part,
+    page_template,
+    step_files,
+    steps_in_words,
+    tags_of,
+)
+from thresher.engine.store.run_folder import RunFolder, step_name
+from thresher.engine.store.token_stats import TokenStats, read_token_stats
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer
+from thresher.rewards.transcript import Source
+
+MOST_BYTES = 10_000_000  # of a page: what mail servers let through
+Group = Mapping[str, Any]
+Record = Mapping[str, Any]
+LETTERS = {Source.PROMPT: "t", Source.RETRIEVED: "r", Source.FEEDBACK: "f"}  # and y: the policy
+
+
+def write_token_view(run: str | Path, step: str, out: str | Path | None = None, unverified: bool = False) -> Path:
+    """Write the page of a stored step, or of "all" of them with their index; return the page's path, or the index's.
+
+    out: the file, or for "all" the folder; default: the folder tokens/ of the run. Raise UserError where the run has no
+    such step, a file of it is malformed or, unless `unverified`, not as it was written, its tokenizer is gone, or `out`
+    cannot be written.
+    """
+    folder, recipe = open_run(run, unverified)
+    stored = list(step_files(folder.trajectories))
+    if step == "all":
+        target = Path(out) if out is not None else folder.path / "tokens"
+        return _write_all(folder, recipe, stored, target)
+    if not step.isdecimal() or int(step) not in stored:
+        listed = f"stored are {steps_in_words(stored)}" if stored else "none is stored (run.keep_trajectories)"
+        raise UserError(f"--tokens {step}: expected a stored step of {run}, or all; {listed}")
+    target = Path(out) if out is not None else folder.path / "tokens" / f"{step_name(int(step))}.html"
+    _write(target, _page(folder, recipe, int(step), _tokenizer(folder, recipe)))
+    return target
+
+
+def _write_all(folder: RunFolder, recipe: Recipe, stored: Sequence[int], target: Path) -> Path:
+    if not stored:
+        raise UserError(f"--tokens all: {folder.path} has no stored step (run.keep_trajectories)")
+    tokenizer = _tokenizer(folder, recipe)
+    for n, step in enumerate(stored):
+        beside = {"before": stored[n - 1] if n else None, "after": stored[n + 1] if n + 1 < len(stored) else None}
+        links = {name: f"{step_name(other)}.html" for name, other in beside.items() if other is not None}
+        links["index"] = "index.html"
+        _write(target / f"{step_name(step)}.html", _page(folder, recipe, step, tokenizer, links))
+    records = {record["step"]: record for record in folder.metrics() if "eval" not in record}
+    rows = [(step, f"{step_name(step)}.html", records.get(step, {})) for step in stored]
+    page = page_template("token_index.html").render(
+        name=str(folder.path), css=page_part("token_view.css"), recipe=recipe, rows=rows
+    )
+    _write(target / "index.html", page)
+    return target / "index.html"
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be made ({error.strerror}); choose another --out") from None
+    atomic_write_text(path, page)
+
+
+def _tokenizer(run: RunFolder, recipe: Recipe) -> Tokenizer:
+    """Return the tokenizer of the newest checkpoint, or else of the model that the run started from."""
+    for folder in model_folders(run, recipe):
+        if (folder / "tokenizer.json").is_file():
+            return load_tokenizer(folder)
+    raise UserError(
+        f"{run.path}: no tokenizer.json in its checkpoints nor in {recipe.model.path}; put the model's folder back"
+    )
+
+
+def _page(
+    run: RunFolder, recipe: Recipe, step: int, tokenizer: Tokenizer, links: Mapping[str, str] | None = None
+) -> str:
+    path = run.trajectories / f"{step_name(step)}.jsonl"
+    records = list(run.stored_trajectories(path))
+    stats = read_token_stats(path.with_suffix(".safetensors"), *policy_counts(records), unverified=run.unverified)
+    groups = groups_of(records, stats, tokenizer, tags_of(recipe))
+    facts = {
+        "step": step,
+        "stored": stats is not None,
+        "reference": stats is not None and any("reference" in sample for g in groups for sample in g["samples"]),
+        "odd": odd_tokens(records, tokenizer),
+        "objective": objective_of(recipe.grpo, recipe.rollout.temperature),
+    }
+    return assemble(str(run.path), recipe, groups, facts, links or {})
+
+
+def assemble(
+    name: str,
+    recipe: Recipe,
+    groups: Sequence[Group],
+    facts: Mapping[str, Any],
+    links: Mapping[str, str],
+    most_bytes: int = MOST_BYTES,
+) -> str:
+    """Return the page of these groups, of at most `most_bytes`: as many groups as fit, those with a signal first."""
+    template = page_template("token_view.html")
+
+    def render(kept: Sequence[Group], left_out: str) -> str:
+        data = to_json({**facts, "groups": kept})
+        return template.render(
+            name=name,
+            recipe=recipe,
+            step=facts["step"],
+            groups=kept,
+            left_out=left_out,
+            links=links,
+            css=page_part("token_view.css"),
+            script=page_part("token_formulas.js") + page_part("token_view.js"),
+            data=data,
+        )
+
+    empty = len(render([], "").encode())
+    room = most_bytes - len(render([], _left_out(groups, groups)).encode())
+    kept: set[int] = set()
+    for n in sorted(range(len(groups)), key=lambda n: (not has_signal(groups[n]), n)):
+        size = len(render([groups[n]], "").encode()) - empty + 1  # and a comma
+        if size <= room:
+            room -= size
+            kept.add(n)
+    missing = [group for n, group in enumerate(groups) if n not in kept]
+    return render([group for n, group in enumerate(groups) if n in kept], _left_out(missing, groups))
+
+
+def has_signal(group: Group) -> bool:
+    return any(sample["advantage"] for sample in group["samples"])
+
+
+def _left_out(missing: Sequence[Group], groups: Sequence[Group]) -> str:
+    if not missing:
+        return ""
+    numbers = ", ".join(str(group["n"]) for group in missing[:12])
+    numbers += f" and {len(missing) - 12} more" if len(missing) > 12 else ""
+    idle = sum(not has_signal(group) for group in missing)
+    return (
+        f"{len(missing)} of {len(groups)} groups are left out, or the page would be larger than"
+        f" {MOST_BYTES / 1e6:.0f} MB ({idle} of them without a signal): {numbers}."
+    )
+
+
+# The data of a page
+
+
+def policy_counts(records: Sequence[Record]) -> tuple[list[int], list[int]]:
+    """Return how many tokens the policy sampled in each trajectory, and how many in its branches."""
+
+    def count(segments: Sequence[Record]) -> int:
+        return sum(len(s.get("ids") or ()) for s in segments if s.get("source") == Source.POLICY)
+
+    return (
+        [count(record.get("segments") or ()) for record in records],
+        [sum(map(count, (record.get("branches") or {}).values())) for record in records],
+    )
+
+
+def groups_of(
+    records: Sequence[Record], stats: Sequence[TokenStats] | None, tokenizer: Tokenizer, tags: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the groups of a step in their order, ready for JSON. Raise UserError where the tokenizer is another than
+    the run's."""
+    groups: dict[Any, dict[str, Any]] = {}
+    texts: dict[Any, dict[str, int]] = {}  # of each group, its strings with their places
+    for place, record in enumerate(records):
+        number = record.get("group", 0)
+        golds = [visible(gold) for gold in record.get("golden_answers") or []]
+        new = {"n": number, "question": visible(record.get("question", "")), "golds": golds, "samples": []}
+        sample = _sample(record, tokenizer, tags, texts.setdefault(number, {}))
+        if stats is not None:
+            sample |= values_of(stats[place])
+        groups.setdefault(number, new)["samples"].append(sample)
+    for number, group in groups.items():
+        group["texts"] = list(texts[number])
+    return list(groups.values())
+
+
+def _sample(record: Record, tokenizer: Tokenizer, tags: Sequence[str], texts: dict[str, int]) -> dict[str, Any]:
+    """Return one trajectory's record as the page has it. texts: the group's strings, to which its own are added."""
+
+    def place(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    def cut(segments: Sequence[Record]) -> list[list[Any]]:
+        found: list[list[Any]] = []
+        for segment in segments:
+            source, text = segment.get("source"), str(segment.get("text", ""))
+            if source == Source.POLICY:
+                found.append(["y", *_tokens(text, segment.get("ids") or [], tokenizer, tags)])
+            elif source == Source.PROMPT:
+                found.extend([letter, place(part)] for letter, part in prompt_parts(text, record))
+            elif source in list(Source):
+                found.append([LETTERS[Source(source)], place(visible(text))])
+        return found
+
+    answer, reason = record.get("answer"), record.get("reason", "")
+    made: dict[str, Any] = {
+        "n": record.get("sample", 0),
+        "right": is_right(record),
+        "reward": record.get("reward"),
+        "advantage": record.get("advantage"),
+        "answer": None if answer is None else visible(answer),
+        "ending": ENDINGS.get(reason, visible(reason)) if reason != "answered" else "",
+        "parts": {visible(name): _plain(value) for name, value in (record.get("parts") or {}).items()},
+        "searches": [[visible(s.get("query", "")), len(s.get("passages") or ())] for s in record.get("searches") or []],
+        "segments": cut(record.get("segments") or []),
+    }
+    if branches := record.get("branches"):
+        made["branches"] = [[visible(name), cut(part)] for name, part in branches.items()]
+    return made
+
+
+def _tokens(
+    text: str, ids: Sequence[int], tokenizer: Tokenizer, tags: Sequence[str]
+) -> tuple[str, list[int], list[int], list[int]]:
+    """Return the text, each token's share of it in UTF-16 units, the ids, and where the page may break lines."""
+    try:
+        pieces = token_texts([tokenizer.token_bytes(token) for token in ids])
+    except ValueError as error:
+        raise UserError(f"the trajectories are of another tokenizer ({error}); give the run its own") from None
+    if "".join(pieces) != text:
+        raise UserError(
+            f"the trajectories are of another tokenizer: it spells {''.join(pieces)[:60]!r}, they {text[:60]!r}"
+        )
+    shown = [visible(piece) for piece in pieces]
+    return "".join(shown), [units(piece) for piece in shown], list(ids), line_breaks("".join(shown), tags)
+
+
+def token_texts(tokens: Sequence[bytes]) -> list[str]:
+    """Return what each token adds to the text when the bytes are joined; "" for one that ends inside a character. Bytes
+    that are no UTF-8 become U+FFFD, as decoding all at once has it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return [decoder.decode(token, final=n == len(tokens) - 1) for n, token in enumerate(tokens)]
+
+
+def line_breaks(text: str, tags: Sequence[str]) -> list[int]:
+    """Return where opening tags begin within a line, in UTF-16 units: the page begins a line there."""
+    opening = "|".join(re.escape(tag) for tag in tags if not tag.startswith("</"))
+    found = (match.start() for match in re.finditer(opening or "(?!)", text))
+    return [units(text[:at]) for at in found if text[:at].strip(" ") and not text[:at].rstrip(" ").endswith("\n")]
+
+
+def units(text: str) -> int:
+    """Return the length of a text as JavaScript counts it."""
+    return len(text.encode("utf-16-le")) // 2
+
+
+def prompt_parts(text: str, record: Record) -> list[tuple[str, str]]:
+    """Return a prompt in parts with their letters: t template, q the question, g a passage that the question
+    brought."""
+    needles = [("q", str(record.get("question") or ""))]
+    needles += [("g", str(passage.get("text") or "")) for passage in record.get("passages") or []]
+    spans = []
+    for letter, needle in needles:
+        at = text.rfind(needle) if needle else -1
+        if at >= 0:
+            spans.append((at, at + len(needle), letter))
+    parts, end = [], 0
+    for start, stop, letter in sorted(spans):
+        if start < end:
+            continue
+        parts += [("t", text[end:start]), (letter, text[start:stop])]
+        end = stop
+    return [(letter, visible(part)) for letter, part in (*parts, ("t", text[end:])) if part]
+
+
+def values_of(stats: TokenStats) -> dict[str, Any]:
+    """Return the values of a trajectory's sampled tokens; those of the update only where it was in one."""
+    values = stats.values
+    made: dict[str, Any] = {"logprob": half(values["sampled"])}
+    if len(stats.branches):
+        made["branch_logprob"] = half(stats.branches)
+    recomputed = values["recomputed"]
+    if not np.isfinite(recomputed).any():
+        return made
+    made |= {"rollout": half(recomputed - values["sampled"]), "entropy": half(values["entropy"])}
+    made["clipped"] = np.flatnonzero(values["clipped"]).tolist()
+    if "reference" in values:
+        made["reference"] = half(recomputed - values["reference"])
+    if "advantage" in values:
+        made["weighted"] = half(values["advantage"])
+    return made
+
+
+def half(values: npt.NDArray[Any]) -> str:
+    """Return values as float16, little-endian, in base64; what is larger becomes the largest there is."""
+    most = np.finfo(np.float16).max
+    return base64.b64encode(np.clip(values, -most, most).astype("<f2").tobytes()).decode("ascii")
+
+
+def odd_tokens(records: Sequence[Record], tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the tokens of the policy whose bytes are no UTF-8 by themselves: id -> their bytes in hexadecimal."""
+    used = {
+        token
+        for record in records
+        for segments in (record.get("segments") or [], *(record.get("branches") or {}).values())
+        for segment in segments
+        if segment.get("source") == Source.POLICY
+        for token in segment.get("ids") or ()
+    }
+    odd = {}
+    for token in sorted(used):
+        spelled = tokenizer.token_bytes(token)
+        if "\ufffd" in spelled.decode("utf-8", errors="replace"):
+            odd[token] = spelled.hex(" ")
+    return odd
+
+
+def objective_of(grpo: GrpoSection, temperature: float) -> dict[str, Any]:
+    """Return what of the recipe the page needs to compute with, as kernels/loss.py has it."""
+    return {
+        "low": 1 - grpo.clip_low,
+        "high": 1 + grpo.clip_high,
+        "beta": grpo.beta,
+        "kl": (grpo.kl_gradient or grpo.kl_value) if grpo.beta else "none",
+        "entropy": grpo.entropy_coef,
+        "per_trajectory": grpo.aggregation == "trajectory",
+        "old": grpo.old_logprobs,
+        "passes": grpo.epochs_per_batch,
+        "updates": grpo.updates_per_batch,
+        "temperature": temperature,
+    }
+
+
+def to_json(value: object) -> str:
+    """Return JSON that may stand in a script element: nothing in it ends the element or opens a comment."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, bool | int | float) else visible(value)

@@ -1,0 +1,425 @@
+"""`thresher watch RUN`: a run while it goes on, as a page that brings itself up to date, or in a terminal.
+
+    left    steps to go x the median of the last steps' seconds, and what evaluations are to come at the last one's
+    alive   the process in .lock holds that file open; of a run on another host nothing is known, and it counts as alive
+
+    /            the page of `thresher report`, its pictures inside, with a line at its foot: where the run stands
+    /state       {"version", "says"} as JSON, which the page asks for every few seconds
+    /watch.js    what asks, and puts a new page in the place of the old one where the reader has scrolled to
+
+Nothing is written into the run folder and no lock is taken on it, which could keep the run itself out. Only requests
+from this machine whose Host header names it are served (common/hosts.py), no path is looked up on the disk,
+and no request changes anything. At most MOST_CONNECTIONS are open; a further one is closed at once. The page is drawn
+anew only while somebody looks, for at most a quarter of the time, and behind the run's own work.
+"""
+
+import html
+import json
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from thresher.common.console import console, shown, visible
+from thresher.common.errors import UserError
+from thresher.common.hosts import host_allowed
+from thresher.engine.reports.pages import RunRecords, duration, is_right, open_run, page_part, step_files
+from thresher.engine.reports.report import write_report
+from thresher.engine.store.run_folder import RunFolder
+
+RECENT = 20  # steps that rates and the time left are taken from
+PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")
+BARS = "▁▂▃▄▅▆▇█"
+CURVE, SAMPLES, LONGEST = 64, 4, 160  # characters of the reward's curve, samples shown, characters of a text
+HOST = "127.0.0.1"
+MOST_CONNECTIONS = 32  # each has a thread, for 30 s where nothing comes
+HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'self'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+FOOT = """<div id="watch" role="status"></div>
+<style>
+body { padding-bottom: 44px; }
+#watch { position: fixed; left: 0; right: 0; bottom: 0; padding: 7px 24px; font-size: 14px; background: var(--card);
+  border-top: 1px solid var(--line); color: var(--soft); font-variant-numeric: tabular-nums; }
+</style>
+<script src="/watch.js"></script>
+</body>"""
+# Asked for again as a whole: what watch.js brings in has no style sheet here.
+FIRST = """<!doctype html>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="refresh" content="2">
+<title>Thresher</title>
+<p>The page is being drawn, which takes some seconds.</p>
+<p>{says}</p>
+"""
+SHARE = 3  # the page is drawn anew after so many times what drawing it took
+LOOKED = 15.0  # seconds after which nobody looks any more
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState(RunRecords):
+    """A run at one moment. process: of this host, if one works on it. elsewhere: the host that the run was started on,
+    if not this one. age: seconds since the last record, None before the first."""
+
+    process: int | None
+    elsewhere: str | None
+    age: float | None
+
+    @property
+    def finished(self) -> bool:
+        return self.process is None and bool(self.summary) and self.last_step >= self.recipe.run.steps
+
+    @property
+    def ended(self) -> bool:
+        return self.finished or (self.process is None and self.elsewhere is None)
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        """Median of the last steps' seconds."""
+        found = [sum(record.get(part) or 0.0 for part in PARTS) for record in self.steps[-RECENT:]]
+        return median(found) if found else None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last step, None where nothing is known yet."""
+        if self.seconds_a_step is None:
+            return None
+        run, to_go = self.recipe.run, range(self.last_step + 1, self.recipe.run.steps + 1)
+        evals = sum(step == run.steps or bool(run.eval_every and step % run.eval_every == 0) for step in to_go)
+        each = (self.evals[-1][1].get("seconds") or 0.0) if self.evals else 0.0
+        return len(to_go) * self.seconds_a_step + evals * each
+
+    @property
+    def says(self) -> str:
+        """The state in one sentence."""
+        steps, age = f"step {self.last_step} of {self.recipe.run.steps}", duration(round(self.age or 0.0))
+        if self.finished:
+            return f"finished: {steps}"
+        if self.ended:
+            return f"not running: {steps}, and no process on this machine works on it"
+        if self.age is None:
+            return "running: nothing is recorded yet"
+        left = "" if self.left is None else f", {duration(round(self.left))} left"
+        return f"running: {steps}{left}, last record {age} ago"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures of `thresher watch --json`, rates over the last RECENT steps."""
+        last = self.steps[-1] if self.steps else {}
+        return {
+            "step": self.last_step,
+            "steps": self.recipe.run.steps,
+            "finished": self.finished,
+            "ended": self.ended,
+            "process": self.process,
+            "resident_bytes": resident_bytes(self.process),
+            "seconds_left": None if self.ended else self.left,
+            "seconds_a_step": self.seconds_a_step,
+            "rollout_tokens_per_s": self.rate("sampled_tokens", "rollout_seconds", RECENT),
+            "train_tokens_per_s": self.rate("train_tokens", "update_seconds", RECENT),
+            "reward": last.get("reward"),
+            "em": last.get("em"),
+            "greedy_em": self.evals[-1][1].get("em") if self.evals else None,
+        }
+
+
+def read_state(path: str | Path, unverified: bool = False) -> RunState:
+    """Return where a run stands. Raise UserError for a folder that is no run, and for a file in it that is malformed
+    or, unless `unverified`, not as it was written."""
+    run = RunRecords.read(path, unverified)
+    host = str(run.start.get("host")) if run.start else None
+    return RunState(
+        **vars(run),
+        process=_process(run.folder),
+        elsewhere=host if host != platform.node() else None,
+        age=max(time.time() - run.folder.metrics_file.stat().st_mtime, 0.0) if run.records else None,
+    )
+
+
+def _process(run: RunFolder) -> int | None:
+    """Return the process that holds the run's lock: the number in the file may long be another's, the open file
+    cannot."""
+    lock = run.path / ".lock"
+    try:
+        pid = int(lock.read_text(encoding="ascii"))
+        held = os.stat(lock)
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            try:
+                if os.path.samestat(entry.stat(), held):
+                    return pid
+            except OSError:
+                continue
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def resident_bytes(pid: int | None) -> int | None:
+    """Return the resident memory of a process, in bytes."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace") if pid else ""
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:")), None)
+
+
+# In a terminal
+
+
+def watch_terminal(run: str | Path, every: float = 1.0, unverified: bool = False) -> RunState:
+    """Show the run until it has ended, a line for each new step where there is no terminal; return the last state.
+    every: seconds between two looks.
+
+    Raise UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written.
+    KeyboardInterrupt ends it earlier.
+    """
+    state = read_state(run, unverified)
+    if not console.is_terminal:
+        last = None
+        while True:
+            if last != (last := (state.last_step, len(state.evals))) or state.ended:
+                console.print(_line(state), markup=False, soft_wrap=True)
+            if state.ended:
+                return state
+            time.sleep(every)
+            state = read_state(run, unverified)
+    with Live(_view(state), console=console, auto_refresh=False) as live:
+        while not state.ended:
+            time.sleep(every)
+            state = read_state(run, unverified)
+            live.update(_view(state), refresh=True)
+    return state
+
+
+def _line(state: RunState) -> str:
+    facts = state.to_dict()
+    names = {"reward": "reward", "em": "EM", "greedy_em": "greedy EM", "rollout_tokens_per_s": "tokens/s sampled"}
+    names |= {"train_tokens_per_s": "trained", "seconds_a_step": "s a step"}
+    figures = [f"{name} {shown(facts[key])}" for key, name in names.items() if facts[key] is not None]
+    return "  ".join([state.says, *figures, *([f"memory {_memory(state)}"] if state.process else [])])
+
+
+def _memory(state: RunState) -> str:
+    resident = resident_bytes(state.process)
+    return "-" if resident is None else f"{resident / 2**30:.2f} GiB"
+
+
+def _view(state: RunState) -> RenderableType:
+    facts = state.to_dict()
+    table = Table.grid(padding=(0, 3))
+    rows = (
+        ("reward", facts["reward"], "sampled tokens/s", facts["rollout_tokens_per_s"]),
+        ("EM, sampled", facts["em"], "trained tokens/s", facts["train_tokens_per_s"]),
+        ("EM, greedy", facts["greedy_em"], "seconds a step", facts["seconds_a_step"]),
+        ("process", str(state.process or "-"), "memory", _memory(state)),
+    )
+    for left, value, right, other in rows:
+        table.add_row(Text(left, "dim"), shown(value), Text(right, "dim"), shown(other))
+    rewards = [float(record["reward"]) for record in state.steps if record.get("reward") is not None]
+    color = "green" if state.finished else "yellow" if state.ended else "cyan"
+    parts: list[RenderableType] = [Text(str(state.folder.path), "bold"), Text(state.says, color), table]
+    if rewards:
+        parts.append(Text.assemble(("reward ", "dim"), (sparkline(rewards), "blue"), f" {shown(rewards[-1])}"))
+    try:
+        parts += _samples(state.folder)
+    except UserError as error:  # a file that is damaged, or that a resumed run has just taken away
+        parts.append(Text(f"\n{error}", "red"))
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float], width: int = CURVE) -> str:
+    """Return values as bars from their smallest to their largest; of more than `width`, means of neighbours."""
+    means = [part.mean() for part in np.array_split(np.asarray(values, float), min(width, len(values)))]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _samples(run: RunFolder) -> Iterator[Text]:
+    """Yield a trajectory of each of the first questions in the newest file that there is."""
+    files = [
+        (step, path) for folder in (run.evaluations, run.trajectories) for step, path in step_files(folder).items()
+    ]
+    if not files:
+        return
+    step, newest = max(files, key=lambda file: (file[0], file[1].parent == run.trajectories))
+    yield Text(f"\n{newest.parent.name}, step {step}", "dim")
+    seen = set()
+    for record in run.stored_trajectories(newest):
+        if record.get("id") in seen:
+            continue
+        seen.add(record.get("id"))
+        answer, right = record.get("answer"), is_right(record)
+        searches = len(record.get("searches") or [])
+        yield Text.assemble(
+            _short(record.get("question")),
+            ("  → ", "dim"),
+            ("no answer" if answer is None else _short(answer), "green" if right else "red"),
+            (f"  reward {shown(record.get('reward'))}, {searches} search{'' if searches == 1 else 'es'}", "dim"),
+        )
+        if len(seen) == SAMPLES:
+            return
+
+
+def _short(text: object) -> str:
+    line = " ".join(visible(text).split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} …"
+
+
+# As a page
+
+
+class LivePage:
+    """The answers to a browser; the page is drawn anew when the run has moved on."""
+
+    def __init__(self, run: str | Path, unverified: bool = False) -> None:
+        read_state(run, unverified)  # or there is nothing to serve
+        self._run, self._unverified = Path(run), unverified
+        self._wrong = ""  # what keeps the page from being drawn
+        self._page, self._version = b"", 0
+        self._drawn: Any = None  # what the folder's files were when the page was drawn
+        self._looked = self._rest = -LOOKED  # on the clock of time.monotonic: last asked, and not to be drawn before
+
+    def draw(self) -> None:
+        """Draw the page, if the run has moved on."""
+        stamp = self._stamp()
+        if stamp == self._drawn:
+            return
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            page = write_report(self._run, folder, self._unverified).read_text(encoding="utf-8")
+        head, _, _ = page.rpartition("</body>")
+        self._page, self._drawn = f"{head}{FOOT}\n</html>\n".encode(), stamp
+        self._version += 1
+        self._rest = time.monotonic() + SHARE * (time.monotonic() - started)
+
+    def get(self, path: str) -> tuple[str, bytes] | None:
+        """Return the type and the bytes of an answer; None for a path that does not exist."""
+        self._looked = time.monotonic()
+        if path == "/":
+            return HTML, self._page or FIRST.format(says=html.escape(self._says())).encode()
+        if path == "/state":
+            return "application/json", json.dumps({"version": self._version, "says": self._says()}).encode()
+        if path == "/watch.js":
+            return "text/javascript", page_part("watch.js").encode()
+        return None
+
+    def keep_up(self, every: float) -> None:
+        """Draw as the run goes on, while somebody looks; without end."""
+        while True:
+            now = time.monotonic()
+            if self._version == 0 or (now - self._looked < LOOKED and now > self._rest):
+                try:
+                    self.draw()
+                    self._wrong = ""
+                except (UserError, OSError) as error:  # a file that is just being replaced, or one that is damaged
+                    self._rest, self._wrong = now + every, str(error)
+            time.sleep(every)
+
+    def _says(self) -> str:
+        try:
+            return self._wrong or read_state(self._run, self._unverified).says
+        except (UserError, OSError) as error:
+            return str(error)
+
+    def _stamp(self) -> Any:
+        run, _ = open_run(self._run)
+        watched = (run.recipe_file, run.metrics_file, run.summary_file, run.evaluations, run.trajectories)
+        return [(path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in watched]
+
+
+def serve_page(
+    run: str | Path, port: int, say: Callable[[str], None], every: float = 2.0, unverified: bool = False
+) -> None:
+    """Serve until interrupted. port: 0 takes a free one. every: seconds between two looks at the folder.
+
+    Raise UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written, and
+    for a port that is taken.
+    """
+    page = LivePage(run, unverified)
+    try:
+        server = PageServer((HOST, port), handler(page))
+    except OSError as error:
+        raise UserError(f"--port {port}: {error.strerror}; choose another, or 0 for one that is free") from None
+    os.nice(5)
+    # Drawing is this thread's, for an interrupt ends it at once there.
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    say(f"watch: http://localhost:{server.server_address[1]}/ until Ctrl-C; open to this machine alone")
+    try:
+        page.keep_up(every)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class PageServer(ThreadingHTTPServer):
+    """A server with a thread for each of at most MOST_CONNECTIONS connections."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free = threading.Semaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+
+def handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
+    """Return the class that answers GET and HEAD from this machine, and nothing else."""
+
+    class PageRequest(BaseHTTPRequestHandler):
+        timeout = 30  # of a connection on which nothing comes
+        server_version, sys_version = "thresher", ""
+
+        def do_GET(self) -> None:
+            if not host_allowed(self.headers.get_all("Host", [])):
+                self._answer(403, TEXT, b"thresher watch answers under the name localhost only\n")
+            elif (found := page.get(self.path.partition("?")[0])) is None:
+                self._answer(404, TEXT, b"not found\n")
+            else:
+                self._answer(200, *found)
+
+        do_HEAD = do_GET
+
+        def _answer(self, status: int, kind: str, body: bytes) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
+                self.send_header(name, value)
+            try:
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+            except ConnectionError:  # nobody reads it any more
+                self.close_connection = True
+
+        def log_message(self, *_: Any) -> None: ...
+
+    return PageRequest

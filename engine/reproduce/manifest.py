@@ -1,0 +1,353 @@
+"""The manifest of a paper, papers/NAME.toml: which tables it has, what their rows and columns are, what was printed.
+
+title = "..."
+like            the name of a manifest whose models, files, sets, tunings and methods are this one's too, but for
+                what is said of them here
+world_base      the base of all rows in the invented world (engine/world/stages.py); absent: "shared"
+[models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template;
+                served: `paper` is what a server calls it, whose address is given by --answer-url; overrides: of
+                its evaluations
+[files]         PATH = "how to make it": what the recipes at paper scale read besides
+[sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; relations: how
+                many its questions have in the invented world (absent: no such column there); noise: how many
+                irrelevant passages are added to each
+[tunings.NAME]  a supervised fine-tuning that rows share: recipe (at paper scale), overrides (at both scales), and
+                either format (sft.format: of questions with their answers) or kind (of thresher data sft), which is
+                of a teacher's transcripts that answer right (teacher: their file at paper scale, in the invented
+                world what its base answers to the training questions) or of questions (questions: their file at
+                paper scale, in the invented world the training questions; options: further flags of data sft)
+[methods.NAME]  a row's chain: label; system or baseline, options, or flags of thresher extract that name a refiner,
+                with encoder, the model that it is of where that is not the row's; and of these stages those that
+                it has, in order
+                warmup      a tuning, of which every seed has its own
+                recipe      of a training at paper scale; trained_as: a method whose warm-up and training it
+                            shares instead
+                extract     true: thresher extract leaves evidence of every column's passages; evidence_tokens: of
+                            it, at most; extract_overrides: of this command alone, at paper scale; agent: a model
+                            that searches, and sees evidence alone
+                generator   a tuning, one for all seeds: who answers, from the evidence, or as `baseline` asks
+                What is left of the chain answers itself. overrides: of its training, its extraction, and the
+                evaluation of what is no run; not of tunings; world: false where the invented world has no such
+                thing; world_prompt: of a system that it asks in another's form
+[tables.NAME]   caption, measures (of a question, as thresher eval names them, or tables.read_evidence), columns
+                (names of sets), average (whether a last column has their mean), against (the label of the row that
+                others are tested against), only (a measure that is 1 of the questions that count), alone (of two
+                rows: a question counts for a row by what it has more than in the other), curves (names of charts
+                of a run's report, of all rows' trainings over each other), and
+                rows: {method, model, label, printed = {measure = [a number a column, then the average]}}
+                same_as: a table of the manifest of `like`, of which what is not said here is taken
+[left_out]      WHAT = "why": rows and tables of the paper that have no cell here
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from thresher.common.errors import UserError
+from thresher.engine.assemble import read_run_recipe
+from thresher.engine.config.tables import from_dict
+from thresher.engine.scoring.endpoint import key_at
+from thresher.engine.systems import load_system
+from thresher.engine.world.stages import BASES
+
+INHERITED = ("models", "files", "sets", "tunings", "methods")  # of a manifest with those that are like it
+T = TypeVar("T")
+PAPERS = Path(str(files("thresher.engine.reproduce"))) / "papers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel:
+    """A model at paper scale, a folder or a server's, and how it is got."""
+
+    paper: str
+    get: str
+    chat: bool = False
+    served: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A set of questions; see the top of this file."""
+
+    label: str
+    paper: str
+    get: str
+    relations: int | None = None
+    noise: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """A supervised fine-tuning; see the top of this file."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    format: Literal["qa", "closed-book"] | None = None
+    kind: Literal["reason-extract", "extract", "filco", "reasoning"] | None = None
+    teacher: str | None = None
+    questions: str | None = None
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What is trained or run; see the top of this file. `options` are the system's or the baseline's."""
+
+    label: str
+    system: str | None = None
+    baseline: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    refiner: tuple[str, ...] = ()
+    encoder: str | None = None
+    warmup: str | None = None
+    recipe: str | None = None
+    trained_as: str | None = None
+    extract: bool = False
+    evidence_tokens: int | None = None
+    extract_overrides: tuple[str, ...] = ()
+    agent: str | None = None
+    generator: str | None = None
+    overrides: tuple[str, ...] = ()
+    world: bool = True
+    world_prompt: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """One row; printed: measure -> the paper's numbers, a column each, then the average where the table has one; "-"
+    where it has none."""
+
+    method: str
+    model: str
+    label: str | None = None
+    printed: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperTable:
+    """One table; see the top of this file."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[TableRow, ...] = ()
+    measures: tuple[str, ...] = ("em",)
+    average: bool = False
+    against: str | None = None
+    only: str | None = None
+    alone: bool = False
+    curves: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperManifest:
+    """A whole paper. name: of its file."""
+
+    name: str
+    title: str
+    models: Mapping[str, PublishedModel]
+    sets: Mapping[str, Column]
+    tunings: Mapping[str, Tuning]
+    methods: Mapping[str, Method]
+    tables: Mapping[str, PaperTable]
+    files: Mapping[str, str]
+    left_out: Mapping[str, str]
+    world_base: str = "shared"
+
+    def label(self, row: TableRow) -> str:
+        return row.label or self.methods[row.method].label
+
+    def trains(self, row: TableRow) -> str:
+        """Return the method whose warm-up and training the row's method has, its own or another's."""
+        return self.methods[row.method].trained_as or row.method
+
+    def named(self, tables: Sequence[str]) -> dict[str, PaperTable]:
+        """Return these tables, or all of them where none is named. Raise UserError for a name that is none."""
+        if unknown := [name for name in tables if name not in self.tables]:
+            raise UserError(
+                f"reproduce: {self.name} has no table {unknown[0]!r} here; choose of {', '.join(self.tables)}"
+            )
+        return {name: self.tables[name] for name in tables or self.tables}
+
+
+def paper_names() -> list[str]:
+    return sorted(path.stem for path in PAPERS.glob("*.toml"))
+
+
+def read_manifest(name: str) -> PaperManifest:
+    """Return the manifest of that name. Raise UserError for another, naming those that there are."""
+    if name not in paper_names():
+        raise UserError(f"reproduce: no paper {name!r}; choose one of {', '.join(paper_names())}")
+    return make_manifest(name, _read(name))
+
+
+def _read(name: str) -> dict[str, Any]:
+    with (PAPERS / f"{name}.toml").open("rb") as file:
+        found = tomllib.load(file)
+    if "like" not in found:
+        return found
+    other = _read(found["like"])
+    for key in INHERITED:
+        own = found.get(key, {})
+        changed = {
+            name: other[key][name] | value for name, value in own.items() if isinstance(other[key].get(name), dict)
+        }
+        found[key] = other[key] | own | changed
+    for table in found["tables"].values():
+        if (name := table.pop("same_as", None)) is not None:
+            table |= {key: value for key, value in other["tables"][name].items() if key not in table}
+    return found
+
+
+def make_manifest(name: str, found: Mapping[str, Any]) -> PaperManifest:
+    """Return a manifest from its parsed file. Raise UserError where it contradicts itself."""
+
+    def parsed(kind: type[T], section: str) -> dict[str, T]:
+        return {key: from_dict(kind, value, f"[{section}.{key}]") for key, value in found.get(section, {}).items()}
+
+    manifest = PaperManifest(
+        name=name,
+        title=found["title"],
+        models=parsed(PublishedModel, "models"),
+        sets=parsed(Column, "sets"),
+        tunings=parsed(Tuning, "tunings"),
+        methods=parsed(Method, "methods"),
+        tables={key: _table(key, value) for key, value in found["tables"].items()},
+        files=found.get("files", {}),
+        left_out=found.get("left_out", {}),
+        world_base=found.get("world_base", "shared"),
+    )
+    if manifest.world_base not in BASES:
+        raise UserError(f"world_base: expected one of {', '.join(BASES)}, got {manifest.world_base!r}")
+    for key, method in manifest.methods.items():
+        for other, known in (
+            (method.warmup, manifest.tunings),
+            (method.generator, manifest.tunings),
+            (method.agent, manifest.models),
+            (method.encoder, manifest.models),
+            (method.trained_as, manifest.methods),
+        ):
+            if other is not None and other not in known:
+                raise UserError(f"[methods.{key}]: {other!r} is not there")
+        if sum((method.system is not None, method.baseline is not None, bool(method.refiner))) != 1:
+            raise UserError(f"[methods.{key}]: expected either a system or a baseline or a refiner")
+    for key, table in manifest.tables.items():
+        _check(manifest, f"[tables.{key}]", table)
+    return manifest
+
+
+def _table(key: str, value: Mapping[str, Any]) -> PaperTable:
+    table = from_dict(PaperTable, {name: item for name, item in value.items() if name != "rows"}, f"[tables.{key}]")
+    rows = tuple(from_dict(TableRow, row, f"[tables.{key}], a row") for row in value["rows"])
+    return replace(table, rows=rows)
+
+
+def _check(manifest: PaperManifest, where: str, table: PaperTable) -> None:
+    """Raise UserError for a table that does not agree with the rest of its manifest."""
+    wanted = len(table.columns) + table.average
+    if table.against is not None and table.against not in [manifest.label(row) for row in table.rows]:
+        raise UserError(f"{where}: against: no row is labelled {table.against!r}")
+    if table.alone and len(table.rows) != 2:
+        raise UserError(f"{where}: alone: expected two rows, got {len(table.rows)}")
+    for column in table.columns:
+        if column not in manifest.sets:
+            raise UserError(f"{where}: column {column!r} is no set")
+    for row in table.rows:
+        if row.method not in manifest.methods or row.model not in manifest.models:
+            raise UserError(
+                f"{where}: a row of method {row.method!r} and model {row.model!r}, which are not both there"
+            )
+        for measure, numbers in row.printed.items():
+            if measure not in table.measures or len(numbers) != wanted:
+                raise UserError(f"{where}: {manifest.label(row)}: {measure} has {len(numbers)} numbers of {wanted}")
+
+
+def switches_of(method: Method) -> list[str]:
+    """Return the method's system and options, as overrides."""
+    named = [] if method.system is None else [f"system.name={method.system}"]
+    plain = {name: str(value).lower() if isinstance(value, bool) else value for name, value in method.options.items()}
+    return [*named, *(f"system.options.{name}={value}" for name, value in plain.items())]
+
+
+@lru_cache(maxsize=1024)
+def files_of(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the paths that a recipe reads with these overrides: the model, the questions, the index, and the
+    classifier
+    of entailment where its system asks one. overrides: a tuple. Nothing where they contradict each other, which its
+    command says."""
+    try:
+        found = read_run_recipe(recipe, list(overrides))
+    except UserError:
+        return ()
+    asked = found.system is not None and load_system(found.system.name, found.system.options).claims is not None
+    paths = (
+        found.model.path,
+        found.data and found.data.train,
+        found.data and found.data.dev,
+        found.sft and found.sft.data,
+        found.retrieval and not found.retrieval.url and found.retrieval.index,
+        asked and found.judge and found.judge.entailment,
+    )
+    return tuple(str(path) for path in paths if path)
+
+
+FLAGS = {  # of a command: model's name, address, key
+    "eval": ("--answer-model", "--answer-url", "--answer-key-env"),
+    "extract": ("--agent-name", "--agent-url", "--key-env"),
+}
+Pair = tuple[str, str]  # a model's name in the manifest, and what is said of it
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model of a server: the address, its name there, and the environment variable of the key."""
+
+    url: str
+    model: str
+    key_env: str | None = None
+
+    def flags(self, words: Sequence[str]) -> list[str]:
+        """Return the flags that a command needs besides, if it is this model that it asks of a server."""
+        if words[0] not in FLAGS:
+            return []
+        name, url, key = FLAGS[words[0]]
+        if (name, self.model) not in pairwise(words):
+            return []
+        return [url, self.url, *([] if self.key_env is None else [key, self.key_env])]
+
+
+def servers_of(
+    manifest: PaperManifest, urls: Sequence[Pair], names: Sequence[Pair], allow_keys: Sequence[str]
+) -> Mapping[str, ServedModel]:
+    """Return the servers by the manifest's names of their models.
+
+        --answer-url gpt-4o=URL --answer-model gpt-4o=NAME --allow-key VARIABLE@HOST
+
+    urls name what the manifest calls a model; names what the server calls it, where that is something else; allow_keys
+    the environment variable with the key for that host. Raise UserError for a name that the manifest does not have, or
+    that has no address, and for two models of one name."""
+    served = [model.paper for model in manifest.models.values() if model.served]
+    for flag, given in (("--answer-url", urls), ("--answer-model", names)):
+        for name, value in given:
+            if name not in served:
+                there = f"choose of {', '.join(served)}" if served else "it has none; leave the flag out"
+                raise UserError(f"reproduce: {flag} {name}={value}: {manifest.name} has no such model here; {there}")
+    if without := [name for name, _ in names if name not in dict(urls)]:
+        raise UserError(f"reproduce: --answer-model {without[0]}=..: give --answer-url {without[0]}=URL with it")
+    found: dict[str, ServedModel] = {}
+    for name, url in urls:
+        variables = (allowed.rpartition("@")[0] for allowed in allow_keys)
+        key = next((variable for variable in variables if key_at(variable, url) in allow_keys), None)
+        called = dict(names).get(name, name)
+        for other, server in found.items():
+            if server.model == called and other != name:
+                raise UserError(
+                    f"reproduce: --answer-model: {other} and {name} are both called {called}; run them apart"
+                )
+        found[name] = ServedModel(url, called, key)
+    return found

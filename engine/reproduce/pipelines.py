@@ -1,0 +1,515 @@
+"""Commands that have to be run for a table, in an order in which each finds what it reads.
+
+    ExperimentRun = (row, seed)  ->  (base) -> warm-up -> training -> of each column its extraction -> its evaluation
+                                              generator, once ------------------------------------->
+
+A method has some of these stages (manifest.py). Experiments share whatever is the same: the base, a warm-up, a
+training, a generator, and in the world one evaluation for all columns of the same noise, which are parts of its
+questions. A method that nothing trains by seed has one seed, for all else is greedy.
+
+Every command writes one folder or file, which is finished when its last file is there; `train`, `eval` and `extract` go
+on with an unfinished one. `Pipeline` has the words of every stage at the paper's scale, with the recipes, models and
+files that the manifest names; `WorldPipeline` those in the invented world: a base a seed, one recipe, short prompts.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from thresher.common.files import atomic_write_text, read_json_object
+from thresher.engine.extraction.run import SECTIONS
+from thresher.engine.reproduce.manifest import (
+    Method,
+    PaperManifest,
+    PaperTable,
+    PublishedModel,
+    ServedModel,
+    TableRow,
+    files_of,
+    switches_of,
+)
+from thresher.engine.store.run_folder import to_be_resumed
+from thresher.engine.world.files import GIVEN, SEARCHING, template
+from thresher.engine.world.stages import (
+    BASES,
+    JUDGED,
+    RECIPE,
+    RECIPES,
+    base_folder,
+    sets_of,
+    world_paths,
+    world_questions,
+    world_stages,
+)
+
+OF_TRAININGS = ("sft", "data", "optim")  # sections that no answer and no extraction reads
+TEACHER_QUESTIONS = 1000  # as in EviOmni's empirical study
+ON_GPU = ("model.device=cuda", "model.dtype=bfloat16")  # where no recipe says it
+SHARED_SEED = 0  # of what all seeds share: the generator that answers from evidence, and the teacher
+ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
+ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
+
+
+def without(overrides: Iterable[str], *sections: str) -> list[str]:
+    return [text for text in overrides if text.partition(".")[0].strip() not in sections]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The scale of a table, "paper" or "world", and its seeds; overrides of every recipe that has their section, how
+    many questions an evaluation has at most, which keys may go to which hosts, the servers of models by their names,
+    and a folder of prompts that replace ours, NAME.txt for each system or baseline."""
+
+    name: str
+    seeds: Sequence[int] = (0,)
+    overrides: tuple[str, ...] = ()
+    limit: int | None = None
+    allow_keys: tuple[str, ...] = ()
+    servers: Mapping[str, ServedModel] = field(default_factory=dict)
+    prompts: Path | None = None
+
+    def prompt_of(self, method: Method) -> list[str]:
+        """Return the user's own prompt of a method's system or baseline, as an override; none without such a file."""
+        file = None if self.prompts is None else self.prompts / f"{prompt_name(method)}.txt"
+        return [f"system.template={file}"] if file is not None and file.is_file() else []
+
+    @property
+    def invented(self) -> bool:
+        return self.name == "world"
+
+    @property
+    def of_trainings(self) -> list[str]:
+        return without(self.overrides, "sft")
+
+    @property
+    def of_tunings(self) -> list[str]:
+        """Overrides of `sft`: its questions are keys of [sft], and its adapters have no masters to keep in CPU
+        memory."""
+        return [text for text in without(self.overrides, "data") if not text.startswith("optim.offload")]
+
+    @property
+    def of_answers(self) -> list[str]:
+        """Overrides of `eval` and `extract`, whose questions are none of [data]."""
+        return without(self.overrides, *OF_TRAININGS)
+
+    @property
+    def of_judges(self) -> list[str]:
+        """Overrides of the evaluation of a run, whose recipe has all else."""
+        return [text for text in self.overrides if text.partition(".")[0].strip() == "judge"]
+
+    @property
+    def limiting(self) -> list[str]:
+        return [] if self.limit is None else ["--limit", str(self.limit)]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of `thresher`, and the folder or the file that it writes. lacking: what it reads and nobody has put
+    there, each with how to get it."""
+
+    words: tuple[str, ...]
+    folder: Path
+    lacking: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        if self.words[0] == "extract":  # its figures come last
+            side = self.folder.with_suffix(".json")
+            return side.is_file() and "figures" in read_json_object(side)
+        last = {"train": "summary.json", "eval": "metrics.json"}.get(self.words[0])
+        return self.folder.exists() if last is None else (self.folder / last).is_file()
+
+    def to_run(self, scale: Scale) -> list[str]:
+        """Return the words to run now: a training or a fine-tuning that was begun goes on, what may ask a judge may
+        send the keys, and a server's model has its address. None of these decides what is made."""
+        keys = scale.allow_keys if self.words[0] in ("train", "eval") else ()
+        served = [word for server in scale.servers.values() for word in server.flags(self.words)]
+        allowed = [word for key in keys for word in ("--allow-key", key)]
+        return [*self.words, *served, *allowed, *(["--resume"] if to_be_resumed(self.words[0], self.folder) else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentRun:
+    """A row with one seed: the commands before its columns, and of each column its extraction, its evaluation or both;
+    in the world columns of the same noise have the same."""
+
+    row: TableRow
+    seed: int
+    before: tuple[Command, ...]
+    columns: dict[str, tuple[Command, ...]] = field(default_factory=dict)
+
+    @property
+    def training(self) -> Path | None:
+        """The folder of its GRPO run."""
+        return next((command.folder for command in self.before if command.words[0] == "train"), None)
+
+    def possible(self) -> Iterator[Command]:
+        """Yield the commands that can be run, in order: none behind one whose data are absent."""
+        if any(command.lacking and not command.finished for command in self.before):
+            return
+        yield from self.before
+        for chain in dict.fromkeys(self.columns.values()):
+            if not any(command.lacking and not command.finished for command in chain):
+                yield from chain
+
+    def leading_to(self, command: Command) -> tuple[Command, ...]:
+        """Return the commands that have to be finished before this one."""
+        chains = [self.before, *((*self.before, *chain) for chain in self.columns.values())]
+        chain = next(chain for chain in chains if command in chain)
+        return chain[: chain.index(command)]
+
+    def lacking(self) -> dict[str, str]:
+        """Return what is absent of all that the commands read, and how to get it."""
+        return dict(pair for command in self.every() if not command.finished for pair in command.lacking)
+
+    def every(self) -> tuple[Command, ...]:
+        return *self.before, *(command for chain in self.columns.values() for command in chain)
+
+
+def prompt_name(method: Method) -> str | None:
+    """Return the name of the prompt that a method asks in: its baseline's, or its system's."""
+    return method.baseline or method.system
+
+
+def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> list[str]:
+    """Return the columns that a table has at this scale."""
+    return [name for name in table.columns if not invented or manifest.sets[name].relations is not None]
+
+
+def in_world(method: Method) -> bool:
+    """Return whether the invented world's base knows the form of this method, or is taught it."""
+    taught = method.warmup is not None or method.generator is not None
+    return method.world and (method.system in (*SEARCHING, *GIVEN) or (method.system is None and taught))
+
+
+def rows_in_world(manifest: PaperManifest, table: PaperTable) -> list[TableRow]:
+    """Return the rows that the invented world has. Of a paper's models it has one base, so of the rows of one method
+    that of the model that `against` names, or else the last."""
+    against = [row.model for row in table.rows if manifest.label(row) == table.against]
+    chosen = {row.method: row for row in sorted(table.rows, key=lambda row: row.model in against)}
+    return [row for row in table.rows if chosen[row.method] is row and in_world(manifest.methods[row.method])]
+
+
+class Pipeline:
+    """The stages of one row with one seed, at the paper's scale."""
+
+    def __init__(self, manifest: PaperManifest, scale: Scale, out: Path, row: TableRow, seed: int) -> None:
+        self.manifest, self.scale, self.out, self.row, self.seed = manifest, scale, out, row, seed
+        self.method = manifest.methods[row.method]
+        self.trained = manifest.methods[manifest.trains(row)]
+        self.model = manifest.models[row.model]
+        self.of_model = f"-{row.model}"  # in names of what a model of the paper gets
+
+    def experiment(self, columns: Sequence[str]) -> ExperimentRun:
+        """Return all commands, of these columns."""
+        method, before, policy, trained = self.method, self.base_commands(), self.start(self.seed), False
+        if self.trained.warmup is not None:
+            before += self.tuning(self.trained.warmup, policy, self.seed)
+            policy = str(before[-1].folder)
+        if self.trained.recipe is not None:
+            before.append(self.training(policy))
+            policy, trained = str(before[-1].folder), True
+        generator = None
+        if method.generator is not None and columns:
+            before += self.tuning(method.generator, self.start(SHARED_SEED), SHARED_SEED)
+            generator = str(before[-1].folder)
+        chains = {}
+        for column in columns:
+            name = self.column_name(column)
+            chain = [self.extraction(column, name, policy, trained)] if method.extract else []
+            if generator is not None:
+                chain.append(self.answering(column, name, generator, *chain))
+            elif not chain:
+                chain.append(self.evaluation(column, name, policy, trained))
+            chains[column] = tuple(chain)
+        return ExperimentRun(self.row, self.seed, tuple(before), chains)
+
+    # Stages. policy: a model folder or, where `trained`, a GRPO run, whose recipe says system and files.
+
+    def tuning(self, name: str, start: str, seed: int) -> list[Command]:
+        """Return the commands of a tuning that begins at `start`; the last one writes the model folder."""
+        commands: list[Command] = []
+        tuning = self.manifest.tunings[name]
+        folder = self.out / "tunings" / f"{name}{self.of_model}-seed{seed}"
+        if tuning.kind is None:
+            data = [f"sft.format={tuning.format}", *self.answered_questions(name)]
+        else:
+            made = self.out / "tunings" / f"{name}.jsonl"
+            teaching, source = self.source(name)
+            words = ("data", "sft", "--kind", tuning.kind, *source, *self.template_of(tuning.kind))
+            commands = [*teaching, Command((*words, "--out", str(made)), made, self.absent(source))]
+            data = ["sft.data=", f"sft.transcripts={made}"]
+        sets = (f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.of_tunings)
+        return [*commands, self.by_recipe("sft", self.tuning_recipe(name), sets, folder)]
+
+    def training(self, policy: str) -> Command:
+        folder = self.out / "runs" / f"{self.manifest.trains(self.row)}{self.of_model}-seed{self.seed}"
+        recipe, *placed = self.recipe(policy)
+        own = (*switches_of(self.trained), *self.overrides(self.trained))
+        sets = (*placed, f"run.seed={self.seed}", *own, *self.scale.of_trainings)
+        return self.by_recipe("train", recipe, sets, folder)
+
+    def by_recipe(self, command: str, recipe: str, sets: tuple[str, ...], folder: Path) -> Command:
+        words = (command, recipe, *sets_of(*sets), "--out", str(folder))
+        return Command(words, folder, self.absent(files_of(recipe, sets)))
+
+    def evaluation(self, column: str, name: str, policy: str, trained: bool) -> Command:
+        """Return the evaluation of the policy's own answers."""
+        folder = self.out / "evaluations" / name
+        if trained:
+            words = ["eval", "--best-of", policy, *sets_of(*self.scale.of_judges)]
+        else:
+            words = [*self.eval_words(policy), *self.baseline]
+        words += [*self.questions(column), *self.noise(column), *self.scale.limiting]
+        return Command((*words, "--out", str(folder)), folder, self.absent(words))
+
+    def extraction(self, column: str, name: str, policy: str, trained: bool) -> Command:
+        file = self.out / "evidence" / f"{name}.jsonl"
+        words = ["extract", *self.extract_words(policy, trained), *self.noise(column), *self.scale.limiting]
+        if self.method.evidence_tokens is not None:
+            words += ["--evidence-tokens", str(self.method.evidence_tokens)]
+        if self.method.agent is not None:
+            model = self.manifest.models[self.method.agent]
+            words += ["--loop", "agentic", "--agent-name" if model.served else "--agent-model", self.called(model)]
+        words += self.questions(column)
+        return Command((*words, "--out", str(file)), file, self.absent(words))
+
+    def answering(self, column: str, name: str, generator: str, evidence: Command | None = None) -> Command:
+        """Return the generator's evaluation, from evidence where there is any."""
+        folder = self.out / "evaluations" / name
+        baseline = "evidence" if evidence is not None else self.method.baseline
+        assert baseline is not None, f"{self.row.method}: a generator answers as a baseline asks, or from evidence"
+        given = [] if evidence is None else sets_of(f"system.options.file={evidence.folder}")
+        noise = [] if evidence is not None else self.noise(column)
+        words = [*self.answer_words(generator), "--baseline", baseline, *given, *self.questions(column), *noise]
+        words += [*self.scale.limiting, "--out", str(folder)]
+        return Command(tuple(words), folder, self.absent(words))
+
+    # Parts of their words
+
+    def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """Return, of these words, those that name, or set to, a file that is not there, or a model that no given server
+        has, with the manifest's way to get it: of overrides of one key the last. Those that were asked for are left
+        out: a judge may be called as such a model is."""
+        known: dict[str, str] = dict(self.manifest.files)
+        known |= {one.paper: one.get for one in self.manifest.models.values() if one.paper not in self.scale.servers}
+        known |= {column.paper: column.get for column in self.manifest.sets.values() if not column.noise}
+        last = {word.partition("=")[0]: word for word in read}.values()
+        paths = dict.fromkeys(word.rpartition("=")[2] for word in last if word not in self.scale.overrides)
+        return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
+
+    def noise(self, column: str) -> list[str]:
+        passages = self.manifest.sets[column].noise
+        return ["--distractors", str(passages)] if passages else []
+
+    @property
+    def baseline(self) -> list[str]:
+        return [] if self.method.baseline is None else ["--baseline", self.method.baseline]
+
+    @property
+    def chat(self) -> list[str]:
+        return ["--prompt", "chat"] if self.model.chat else []
+
+    def called(self, model: PublishedModel) -> str:
+        """Return its folder, or its name at the server that was given for it."""
+        server = self.scale.servers.get(model.paper)
+        return model.paper if server is None else server.model
+
+    def named(self, policy: str) -> list[str]:
+        if self.model.served:
+            return ["--answer-model", self.called(self.model)]
+        return ["--model", policy, *self.chat, *sets_of(*ON_GPU)]
+
+    def of_extract(self, trained: bool) -> list[str]:
+        """Return the overrides that `extract` knows; of a run it knows the system."""
+        switches = [] if trained else switches_of(self.method)
+        every = [*switches, *self.overrides(self.method), *self.scale.of_answers]
+        return sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
+
+    def questions(self, column: str) -> list[str]:
+        return ["--questions", self.question_file(column)]
+
+    # What the scale decides
+
+    def base_commands(self) -> list[Command]:
+        """Return the commands that make the base that everything begins at, where it is made here."""
+        return []
+
+    def start(self, seed: int) -> str:
+        """Return the model folder that everything of this seed begins at."""
+        return self.model.paper
+
+    def column_name(self, column: str) -> str:
+        return f"{self.row.method}{self.of_model}-{column}-seed{self.seed}"
+
+    def overrides(self, method: Method) -> list[str]:
+        return list(method.overrides)
+
+    def source(self, name: str) -> tuple[list[Command], list[str]]:
+        """Return the flags of `data sft` that name what a tuning's transcripts are made of, and before them the
+        commands that make that."""
+        tuning = self.manifest.tunings[name]
+        if tuning.questions is not None:
+            named = [text.partition("=")[2] for text in self.scale.overrides if text.startswith("model.device=")]
+            device = ["--device", ["cuda", *named][-1].partition(":")[0]] if "--model" in tuning.options else []
+            return [], ["--questions", tuning.questions, *tuning.options, *device]
+        assert tuning.teacher is not None, f"[tunings.{name}]: a kind needs questions or a teacher"
+        return [], ["--transcripts", tuning.teacher]
+
+    def answered_questions(self, name: str) -> list[str]:
+        """Return overrides that name the questions that a tuning is on."""
+        return []
+
+    def template_of(self, kind: str) -> list[str]:
+        return []
+
+    def tuning_recipe(self, name: str) -> str:
+        return str(RECIPES / self.manifest.tunings[name].recipe)
+
+    def recipe(self, policy: str) -> list[str]:
+        """Return the recipe of a training, and as overrides what puts it into its place."""
+        assert self.trained.recipe is not None
+        return [str(RECIPES / self.trained.recipe), f"model.path={policy}", *self.scale.prompt_of(self.trained)]
+
+    def eval_words(self, policy: str) -> list[str]:
+        """Return the words of the evaluation of a model folder, but for its baseline."""
+        asked = [*switches_of(self.method), *self.scale.prompt_of(self.method)]
+        sets = sets_of(*asked, *self.model.overrides, *self.overrides(self.method), *self.scale.of_answers)
+        return ["eval", *self.named(policy), *sets]
+
+    def extract_words(self, policy: str, trained: bool) -> list[str]:
+        if self.method.encoder is not None:
+            named = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
+        else:
+            named = ["--best-of", policy] if trained else self.named(policy)
+        asked = [] if trained or self.method.refiner else self.scale.prompt_of(self.method)
+        wider = sets_of(*self.method.extract_overrides, *asked)
+        return [*named, *self.method.refiner, *wider, *self.of_extract(trained), *self.baseline]
+
+    def answer_words(self, generator: str) -> list[str]:
+        own = without(self.overrides(self.method), *OF_TRAININGS)
+        return ["eval", "--model", generator, *self.chat, *sets_of(*ON_GPU, *own, *self.scale.of_answers)]
+
+    def question_file(self, column: str) -> str:
+        return self.manifest.sets[column].paper
+
+
+class WorldPipeline(Pipeline):
+    """The stages of one row with one seed in the invented world, in out/world, with a base of its own for each seed."""
+
+    def __init__(self, manifest: PaperManifest, scale: Scale, out: Path, row: TableRow, seed: int) -> None:
+        super().__init__(manifest, scale, out, row, seed)
+        self.world, self.of_model = out / "world", ""
+        method = self.method
+        # The prompt: what shares a training with another method must have the same.
+        self.prompt = method.world_prompt or method.system or method.baseline or method.refiner[1]
+        # The questions of a tuning: they bring their passages.
+        self.trained_on = str(world_questions(self.world, GIVEN[0], "train"))
+
+    def base_commands(self) -> list[Command]:
+        # A generator begins at the shared seed's base, and a teacher is that base.
+        warmup = self.manifest.tunings.get(self.trained.warmup or "")
+        shares = self.method.generator is not None or (warmup is not None and warmup.teacher is not None)
+        stages = [
+            (tuple(words), Path(words[words.index("--out") + 1]))
+            for seed in dict.fromkeys((self.seed, SHARED_SEED) if shares else (self.seed,))
+            for words in world_stages(self.world, seed, self.method.system in JUDGED, self.manifest.world_base)
+        ]
+        return [Command(*stage) for stage in dict.fromkeys(stages)]
+
+    def start(self, seed: int) -> str:
+        return base_folder(self.world, self.manifest.world_base, seed)
+
+    def column_name(self, column: str) -> str:
+        noise = self.manifest.sets[column].noise
+        return f"{self.row.method}-seed{self.seed}" + (f"-noise{noise}" if noise else "")
+
+    def overrides(self, method: Method) -> list[str]:
+        """Return the overrides without those that name a file of the paper's scale."""
+        return [text for text in method.overrides if text.partition("=")[2] not in self.manifest.files]
+
+    def source(self, name: str) -> tuple[list[Command], list[str]]:
+        tuning = self.manifest.tunings[name]
+        if tuning.questions is not None:
+            return [], ["--questions", self.trained_on, *tuning.options]
+        folder = self.out / "tunings" / "teacher"
+        words = ("eval", *self.of_system("eviomni", self.start(SHARED_SEED)), "--set", "system.name=eviomni")
+        asked = ("--questions", self.trained_on, "--limit", str(TEACHER_QUESTIONS))
+        answering = Command((*words, *asked, "--out", str(folder)), folder)
+        return [answering], ["--transcripts", str(folder / "trajectories.jsonl")]
+
+    def answered_questions(self, name: str) -> list[str]:
+        prompt = prompt_file(self.world, self.manifest.tunings[name].format or "qa")
+        return [f"sft.data={self.trained_on}", f"sft.template={prompt}"]
+
+    def template_of(self, kind: str) -> list[str]:
+        return ["--template", str(prompt_file(self.world, ASKED_IN[kind]))]
+
+    def tuning_recipe(self, name: str) -> str:
+        return str(RECIPE.with_name("tuning.toml"))
+
+    def recipe(self, policy: str) -> list[str]:
+        return [str(RECIPE), *self.placed(self.prompt, policy)]
+
+    def of_system(self, prompt: str, policy: str) -> list[str]:
+        """Return the world's recipe, for a system or for one of its other prompts."""
+        return [str(RECIPE), *sets_of(*self.placed(prompt, policy))]
+
+    def placed(self, prompt: str, policy: str) -> tuple[str, ...]:
+        """Return what puts that recipe into its place, as overrides."""
+        paths = world_paths(self.world, _protocol(prompt), self.manifest.world_base)
+        return (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
+
+    def eval_words(self, policy: str) -> list[str]:
+        sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.of_answers)
+        return ["eval", *self.of_system(self.prompt, policy), *sets]
+
+    def extract_words(self, policy: str, trained: bool) -> list[str]:
+        if trained:
+            return ["--best-of", policy, *self.of_extract(trained)]
+        form = ["--template", str(prompt_file(self.world, self.prompt))]
+        shown = sets_of(f'retrieval.passage_format="{BASES[self.manifest.world_base].passage_format}"')
+        return ["--model", policy, *self.method.refiner, *form, *shown, *self.of_extract(trained), *self.baseline]
+
+    def answer_words(self, generator: str) -> list[str]:
+        assert self.method.generator is not None
+        prompt = self.manifest.tunings[self.method.generator].format or "qa"
+        return ["eval", *self.of_system(prompt, generator), *sets_of(*self.scale.of_answers)]
+
+    def question_file(self, column: str) -> str:
+        """Return the held-out questions as the method is asked them, one file for all columns."""
+        return str(world_questions(self.world, _protocol(self.prompt), "test"))
+
+
+def _protocol(prompt: str) -> str:
+    """Return the protocol that reads the world as a prompt does: of those that tunings teach, any that is given
+    passages."""
+    return prompt if prompt in (*SEARCHING, *GIVEN) else GIVEN[0]
+
+
+def write_prompts(world: Path) -> None:
+    """Write the invented world's prompt of each system that its base knows, and of each that a tuning teaches: a name,
+    passages and the question."""
+    world.mkdir(parents=True, exist_ok=True)
+    for name in dict.fromkeys((*SEARCHING, *GIVEN, *ASKED_IN.values())):
+        shown = "" if name in SEARCHING or name == "closed-book" else "{passages}\n"
+        text = template(name) if name in (*SEARCHING, *GIVEN) else f"{name}\n{shown}Question: {{question}}\n"
+        atomic_write_text(prompt_file(world, name), text)
+
+
+def prompt_file(world: Path, name: str) -> Path:
+    return world / f"{name}.txt"
+
+
+def experiment_runs(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[ExperimentRun]:
+    """Return all experiments of a table at this scale, in the order of its rows; rows and columns that it does not have
+    there are left out. A row that no seed changes, greedy answers of what is not trained, has one."""
+    kind = WorldPipeline if scale.invented else Pipeline
+    found = []
+    for row in rows_in_world(manifest, table) if scale.invented else table.rows:
+        trained = manifest.methods[manifest.trains(row)]
+        own_base = scale.invented and manifest.methods[row.method].generator is None
+        for seed in scale.seeds if own_base or trained.warmup or trained.recipe else scale.seeds[:1]:
+            pipeline = kind(manifest, scale, out, row, seed)
+            found.append(pipeline.experiment(columns_of(manifest, table, scale.invented)))
+    return found

@@ -1,0 +1,260 @@
+"""`thresher reproduce`: run what a paper's tables need, in order, and write them beside the printed ones.
+
+    out/world/ tunings/ runs/            of the commands, each shown and run; what is finished is not done again
+    out/evidence/ evaluations/
+    out/commands/NAME/command.json       which command made what, and the lock of the process that runs it now:
+        {"words": ["train", "recipes/world/recipe.toml", ..], "recipes": {"recipes/..": SHA-256 of its keys}}
+    out/eviomni-T1.md, eviomni-T1.json   a table each, written anew after every experiment
+    out/eviomni-F4.html                  a figure: its rows' trainings over each other
+
+Killed at any moment, the same command goes on. Given again while it runs, the two share what there is to do: an
+experiment for which another process makes something is put off until that is there. One whose data or weights are
+absent says what to put where, one whose command is refused says why, and the others run. Recorded words are of the
+folder that a table is made in and of the recipes that come with Thresher, however --out is spelled and wherever they
+are installed. What was typed by hand has no record, and is taken as it is.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
+from thresher.common.locks import lock_folder
+from thresher.engine.reproduce.manifest import PaperManifest, PaperTable, read_manifest
+from thresher.engine.reproduce.pipelines import (
+    Command,
+    ExperimentRun,
+    Scale,
+    columns_of,
+    experiment_runs,
+    prompt_name,
+    rows_in_world,
+    write_prompts,
+)
+from thresher.engine.reproduce.tables import markdown, read_overrides, results_of
+from thresher.engine.world.stages import RECIPES
+
+RECORD = "command.json"
+WAIT = 5.0  # seconds until it is asked again whether another process has finished
+
+
+def reproduce(
+    paper: str, tables: Sequence[str], scale: Scale, out: Path, run_command: Callable[[list[str]], None]
+) -> dict[str, Any]:
+    """Run the tables (all of them where none is named) at a scale; return what their JSON files hold, by name.
+    `run_command` runs a command of `thresher` from its words. Raise UserError at the end where it refused any."""
+    manifest = read_manifest(paper)
+    chosen = choose_tables(manifest, tables, scale.invented)
+    _check_prompts(manifest, chosen, scale)
+    out.mkdir(parents=True, exist_ok=True)
+    experiments = {name: experiment_runs(manifest, table, scale, out) for name, table in chosen.items()}
+    every = [one for several in experiments.values() for one in several]
+    check_folder(every, out)
+    if scale.invented:
+        write_prompts(out / "world")
+    _say_unread(every, scale)
+    _say_lacking(every)
+    refused: dict[Command, str] = {}
+
+    def write_table(name: str) -> dict[str, Any]:
+        found = results_of(manifest, manifest.tables[name], scale, experiments[name], refused)
+        atomic_write_text(out / f"{paper}-{name}.md", markdown(found))
+        atomic_write_text(out / f"{paper}-{name}.json", json.dumps(found, indent=2) + "\n")
+        return found
+
+    left = [(name, number, one) for name, several in experiments.items() for number, one in enumerate(several, 1)]
+    while left:
+        put_off = []
+        for name, number, one in left:
+            title = f"{name}, {number} of {len(experiments[name])}: {manifest.label(one.row)}, seed {one.seed}"
+            if _run(title, one, scale, out, run_command, refused):
+                write_table(name)
+            else:
+                put_off.append((name, number, one))
+        if len(put_off) == len(left):
+            time.sleep(WAIT)
+        left = put_off
+    found = {name: write_table(name) for name in chosen}
+    for name, table in chosen.items():
+        if table.curves:
+            _write_figure(manifest, table, experiments[name], out / f"{paper}-{name}.html")
+        console.console.print(markdown(found[name]), markup=False, soft_wrap=True)
+    if refused:
+        (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
+        more = f", and {len(others)} more commands" if others else ""
+        raise UserError(
+            f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
+        )
+    return found
+
+
+def _run(
+    title: str,
+    experiment: ExperimentRun,
+    scale: Scale,
+    out: Path,
+    run_command: Callable[[list[str]], None],
+    refused: dict[Command, str],
+) -> bool:
+    """Run the commands of an experiment; return false where another process makes what one of them would. A command
+    that is refused is noted in `refused` with the reason, and what begins at what it makes is not run."""
+    for command in experiment.possible():
+        if command.finished or any(one in refused for one in (command, *experiment.leading_to(command))):
+            continue
+        with locked(command, out) as mine:
+            if not mine:
+                return False
+            if command.finished:
+                continue
+            words = command.to_run(scale)
+            console.console.print(title, soft_wrap=True)
+            console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+            command.folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                run_command(words)
+            except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: a GPU's memory or CUDA
+                refused[command] = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                why = refused[command]
+                console.console.print(f"reproduce: left out, for {why}", markup=False, soft_wrap=True)
+    return True
+
+
+def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], scale: Scale) -> None:
+    """Raise UserError for a folder of prompts that nothing would read, or a file in it."""
+    if scale.prompts is None:
+        return
+    if scale.invented:
+        raise UserError("--prompts: the invented world's base knows its own short prompts; give it with --scale paper")
+    rows = [row for table in tables.values() for row in table.rows]
+    methods = [manifest.methods[name] for row in rows for name in (row.method, manifest.trains(row))]
+    names = sorted({name for method in methods if (name := prompt_name(method)) is not None})
+    files = sorted(scale.prompts.glob("*.txt"))
+    if not files or (other := next((file for file in files if file.stem not in names), None)) is not None:
+        where = f"{other}: nothing of these tables asks in it" if files else f"{scale.prompts}: holds no prompt"
+        raise UserError(f"{where}; name a file after whose prompt it is, such as {', '.join(names)}, with .txt behind")
+
+
+def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Sequence[ExperimentRun], page: Path) -> None:
+    """Draw the trainings of a table's rows over each other, seeds as one."""
+    from thresher.engine.reports.report import write_curves  # matplotlib takes a second
+
+    groups: dict[str, list[str | Path]] = {}
+    for one in experiments:
+        folder = one.training
+        if folder is not None and (folder / "metrics.jsonl").is_file():
+            groups.setdefault(manifest.label(one.row), []).append(folder)
+    write_curves(f"{manifest.title}: {table.caption}", groups, page, table.curves)
+    console.console.print(f"reproduce: curves in {page}", markup=False, soft_wrap=True)
+
+
+def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:
+    """Return the tables of these names, or all that the scale has. Raise UserError for a name that is not there."""
+    named = manifest.named(names)
+    there = {
+        name: table
+        for name, table in named.items()
+        if (columns_of(manifest, table, invented) or not table.columns)
+        and (not invented or rows_in_world(manifest, table))
+    }
+    if absent := [name for name in names if name not in there]:
+        raise UserError(
+            f"reproduce: {absent[0]} has none of its question sets or of its rows in the invented world; "
+            "--scale paper has"
+        )
+    return there
+
+
+def _say_unread(experiments: Sequence[ExperimentRun], scale: Scale) -> None:
+    read = read_overrides(experiments, scale)
+    for text in dict.fromkeys(scale.overrides):
+        if text not in read:
+            console.console.print(f"reproduce: nothing that these tables run reads --set {text}", markup=False)
+
+
+def _say_lacking(experiments: Sequence[ExperimentRun]) -> None:
+    lacking = {path: get for one in experiments for path, get in one.lacking().items()}
+    if lacking:
+        console.console.print("reproduce: these are absent, and what reads them is left out:", soft_wrap=True)
+    for path, get in lacking.items():
+        console.console.print(f"  {path}: {get}", markup=False, soft_wrap=True)
+
+
+# Records of commands
+
+
+@contextmanager
+def locked(command: Command, out: Path) -> Iterator[bool]:
+    """Lock a command against other processes, and write its record if it is still to be run; yield false where another
+    process runs it. The lock goes with its process."""
+    place = _place(command, out)
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = lock_folder(place)
+    except UserError:
+        yield False
+        return
+    try:
+        if not command.finished:
+            atomic_write_text(place / RECORD, json.dumps(_record(command, out), indent=1) + "\n")
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def check_folder(experiments: Sequence[ExperimentRun], out: Path) -> None:
+    """Raise UserError where another command than now made something here: of other overrides, of another paper, or of a
+    recipe that says something else since. What was refused made nothing."""
+    for command in dict.fromkeys(command for one in experiments for command in one.every()):
+        file = _place(command, out) / RECORD
+        if not (file.is_file() and command.folder.exists()):
+            continue
+        made, now = read_json_object(file), _record(command, out)
+        words = made.get("words")
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise UserError(f"{file}: expected the words of a command; delete it if {command.folder} is to be kept")
+        before, after = _said(words), _said(now["words"])
+        if before != after:
+            then, changed = (
+                shlex.join([f"{key}={value}" if value else key for key, value in sorted(some.items() - others.items())])
+                or "less"
+                for some, others in ((before, after), (after, before))
+            )
+            raise UserError(
+                f"{command.folder}: was made with {then}, where now there is {changed}; choose another --out, or the "
+                "flags of then"
+            )
+        other = [name for name, content in made.get("recipes", {}).items() if now["recipes"].get(name) != content]
+        if other:
+            raise UserError(
+                f"{command.folder}: was made when {other[0]} had other keys; choose another --out, or delete {file} if "
+                "it is to be kept"
+            )
+
+
+def _record(command: Command, out: Path) -> dict[str, Any]:
+    words = [word.replace(f"{RECIPES}/", "recipes/").replace(f"{out}/", "") for word in command.words]
+    recipes = [word for word in command.words if word.endswith(".toml") and Path(word).is_file()]
+    return {"words": words, "recipes": {word.replace(f"{RECIPES}/", "recipes/"): _keys(word) for word in recipes}}
+
+
+def _keys(recipe: str) -> str:
+    with Path(recipe).open("rb") as file:
+        return hashlib.sha256(json.dumps(tomllib.load(file), sort_keys=True).encode()).hexdigest()
+
+
+def _said(words: Sequence[str]) -> dict[str, str]:
+    """Return a command's words in whatever order: of overrides of one key the last counts."""
+    return dict(word.partition("=")[::2] for word in words)
+
+
+def _place(command: Command, out: Path) -> Path:
+    return out / "commands" / "-".join(command.folder.relative_to(out).parts)

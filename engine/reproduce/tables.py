@@ -1,0 +1,335 @@
+"""A paper's table beside our own (the printed number, ours as mean and deviation over seeds, and a paired test), and
+`thresher reproduce --list`: every row, its stages, and what its training takes, as planned.
+
+Means are over the questions of a column: in the invented world those with its number of relations. The test is over
+the same questions of two rows, each question's value being its mean over the row's seeds (rewards/statistics.py); it
+knows nothing of seeds that were not run. A plan needs the model's config.json and no weights.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from statistics import mean, stdev
+from types import MappingProxyType
+from typing import Any
+
+from thresher.common.files import read_json_object
+from thresher.common.records import read_records
+from thresher.engine.assemble import read_run_recipe
+from thresher.engine.evaluation.compare import read_evaluation
+from thresher.engine.extraction.run import record_measures
+from thresher.engine.planning.plan import plan
+from thresher.engine.planning.time import GB, Chip
+from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, TableRow, switches_of
+from thresher.engine.reproduce.pipelines import Command, ExperimentRun, Scale, columns_of, rows_in_world
+from thresher.engine.world.stages import RECIPES
+from thresher.policy.config import read_config
+from thresher.retrieval.questions import read_questions
+from thresher.rewards.statistics import RESAMPLES, compare_paired
+
+Values = dict[str, float]  # question's id -> value
+LEAST_P = 1 / (1 + RESAMPLES)  # of a test that draws signs
+Entry = tuple[str, str, str]  # a row's label, a measure, a column
+
+
+def results_of(
+    manifest: PaperManifest,
+    table: PaperTable,
+    scale: Scale,
+    experiments: Sequence[ExperimentRun],
+    refused: Mapping[Command, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the table as data: its rows, each with "printed" and "ours" by measure and column; what is not run is
+    absent, and
+    "not_run" has the rows by the reason."""
+    columns = columns_of(manifest, table, scale.invented)
+    rows: dict[str, dict[str, Any]] = {}
+    values: dict[Entry, dict[int, Values]] = {}  # of each seed
+    for one in experiments:
+        label = manifest.label(one.row)
+        rows.setdefault(label, {"label": label, "printed": one.row.printed, "ours": {}})
+        for column, chain in one.columns.items():
+            if not all(command.finished for command in chain):
+                continue
+            relations = manifest.sets[column].relations if scale.invented else None
+            found = read_column([command.folder for command in chain], relations, table.only)
+            for measure in table.measures:
+                known = {id_: value for id_, row in found.items() if (value := row.get(measure)) is not None}
+                values.setdefault((label, measure, column), {})[one.seed] = known
+    for (label, measure, column), seeds in (alone(values) if table.alone else values).items():
+        if seeds and all(seeds.values()):
+            against = values.get((table.against or "", measure, column), {})
+            rows[label]["ours"].setdefault(measure, {})[column] = _figures(seeds, {} if against is seeds else against)
+    return {
+        "paper": manifest.title,
+        "caption": table.caption,
+        "scale": scale.name,
+        "seeds": len(scale.seeds),
+        "limit": scale.limit,
+        "overrides": read_overrides(experiments, scale),
+        "measures": list(table.measures),
+        "columns": {name: manifest.sets[name].label for name in columns},
+        "positions": {name: table.columns.index(name) for name in columns},
+        "average": table.average and len(columns) == len(table.columns),
+        "against": table.against,
+        "not_run": _not_run(manifest, experiments, refused),
+        "rows": list(rows.values()),
+    }
+
+
+def read_overrides(experiments: Sequence[ExperimentRun], scale: Scale) -> list[str]:
+    """Return the overrides that a command of these experiments reads."""
+    words = {word for one in experiments for command in one.every() for word in command.words}
+    return [text for text in scale.overrides if text in words]
+
+
+def _not_run(
+    manifest: PaperManifest, experiments: Sequence[ExperimentRun], refused: Mapping[Command, str]
+) -> dict[str, list[str]]:
+    """Return reason -> labels of the rows of which something is not run, for want of a file or a server, or refused."""
+    found: dict[str, dict[str, None]] = {}
+    for one in experiments:
+        reasons = [f"{path} is absent" for path in one.lacking()]
+        reasons += [f"refused, {' '.join(refused[command].split())}" for command in one.every() if command in refused]
+        for why in reasons:
+            found.setdefault(why, {})[manifest.label(one.row)] = None
+    return {why: list(labels) for why, labels in found.items()}
+
+
+def alone(values: Mapping[Entry, Mapping[int, Values]]) -> dict[Entry, dict[int, Values]]:
+    """Return of two rows what each question has more in one than in the other, seed by seed: 1 where a gold is recalled
+    by the one alone. A row without the other has nothing."""
+    found: dict[Entry, dict[int, Values]] = {}
+    for (label, measure, column), seeds in values.items():
+        others = [known for (row, *rest), known in values.items() if row != label and rest == [measure, column]]
+        for other in others:
+            found[label, measure, column] = {
+                seed: {id_: max(own[id_] - other[seed][id_], 0.0) for id_ in own if id_ in other[seed]}
+                for seed, own in seeds.items()
+                if seed in other
+            }
+    return found
+
+
+def read_column(
+    outputs: Sequence[Path], relations: int | None, only: str | None = None
+) -> dict[str, Mapping[str, float | None]]:
+    """Return the measures by question of an extraction, an evaluation or both, the later before the earlier. relations:
+    of
+    the questions of the invented world with so many; only: of those of which this measure is 1; None: of all."""
+    measures: dict[str, dict[str, float | None]] = {}
+    for output in outputs:
+        found = read_evidence(output) if output.suffix == ".jsonl" else read_evaluation(output).measures
+        for id_, row in found.items():
+            measures.setdefault(id_, {}).update(row)
+    chosen = set(measures)
+    if relations is not None:
+        asked = read_questions(_questions_of(outputs[-1]))
+        chosen = {question.id for question in asked if question.metadata.get("hops") == relations}
+    return {id_: row for id_, row in measures.items() if id_ in chosen and (only is None or row.get(only) == 1)}
+
+
+def read_evidence(file: Path) -> dict[str, dict[str, float | None]]:
+    """Return an extraction's measures by question, under the names that an evaluation has for them."""
+    found: dict[str, dict[str, float | None]] = {}
+    for _, record in read_records(file):
+        row: dict[str, float | None] = dict(record_measures(record))
+        row["compression"] = row.pop("compression_ratio", None)
+        found[record["id"]] = row
+    return found
+
+
+def _questions_of(output: Path) -> str:
+    """Return the file of questions that made it."""
+    if output.suffix == ".jsonl":
+        return str(read_json_object(output.with_suffix(".json"))["settings"]["questions"])
+    return str(read_json_object(output / "settings.json")["questions"])
+
+
+def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> dict[str, Any]:
+    every, others = list(seeds.values()), list(against.values())
+    means = [mean(values.values()) for values in every]
+    figures = _over_seeds(means) | {"seeds": means, "questions": len(every[0])}
+    if others and all(others):
+        ids = [id_ for id_ in every[0] if all(id_ in values for values in (*every, *others))]
+        first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (others, every))
+        if (found := compare_paired(first, second)) is not None:
+            figures |= {"difference": found.difference, "low": found.low, "high": found.high}
+            figures |= {"p": found.p, "test": found.test}
+            figures["differences"] = [
+                mean(own[id_] - other[id_] for id_ in ids) for own, other in _pairs(seeds, against)
+            ]
+    return figures
+
+
+def _pairs(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> list[tuple[Values, Values]]:
+    """Pair two rows seed by seed; a row of one seed, which no seed changes, beside each of the other's."""
+    single = 1 in (len(seeds), len(against))
+    return [(own, other) for seed, own in seeds.items() for at, other in against.items() if single or seed == at]
+
+
+def _over_seeds(means: Sequence[float]) -> dict[str, Any]:
+    return {"mean": mean(means), "deviation": stdev(means) if len(means) > 1 else None}
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Return the table for people, one for each measure."""
+    lines = [f"# {results['paper']}: {results['caption']}", ""]
+    lines.append(
+        "Ours in the invented world: a column holds other questions than the printed one, and only the order of rows "
+        "compares."
+        if results["scale"] == "world"
+        else "Ours at the paper's scale."
+    )
+    asked = "" if results["limit"] is None else f", of every set the first {results['limit']} questions"
+    changed = "".join(f", {text}" for text in results["overrides"])
+    lines.append(f"Seeds: {results['seeds']}{asked}{changed}.")
+    if results["against"]:
+        lines.append(
+            f"p: two-sided, paired over questions, against {results['against']}; *: with some seeds better, with "
+            "others worse, so that it says nothing of another seed."
+        )
+    for measure in results["measures"] if results["columns"] else ():
+        lines += ["", f"## `{measure}`", "", *_measure_table(results, measure)]
+    if results["not_run"]:
+        lines += ["", "## Not run, wholly or in part", ""]
+    for why, labels in results["not_run"].items():
+        rows = "every row" if len(labels) == len(results["rows"]) > 1 else ", ".join(labels)
+        lines.append(f"- {rows}: {why}")
+    return "\n".join(lines) + "\n"
+
+
+def _measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
+    """Return of every column what is printed, ours and p; the first and the last where any row has them."""
+    names = results["columns"] | ({"average": "Average"} if results["average"] else {})
+    head, rows = [""], [[row["label"]] for row in results["rows"]]
+    for name, label in names.items():
+        position = results["positions"].get(name, -1)
+        cells = [_texts(row, measure, name, position, len(results["columns"])) for row in results["rows"]]
+        printed, _, tested = ({text for text in texts if text not in ("-", "")} for texts in zip(*cells, strict=True))
+        head += [*([f"{label}, printed", "ours"] if printed else [label]), *(["p"] if tested else [])]
+        for row, texts in zip(rows, cells, strict=True):
+            row += compress(texts, (printed, True, tested))
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def _texts(row: Mapping[str, Any], measure: str, column: str, position: int, columns: int) -> tuple[str, str, str]:
+    printed = row["printed"].get(measure)
+    known = row["ours"].get(measure, {})
+    ours = known.get(column)
+    seeds = [figures["seeds"] for figures in known.values()]
+    if column == "average" and len(known) == columns and len(set(map(len, seeds))) == 1:
+        ours = _over_seeds([mean(of_seed) for of_seed in zip(*seeds, strict=True)])
+    shown = "-" if printed is None or printed[position] == "-" else _number(printed[position])
+    if ours is None:
+        return shown, "-", ""
+    deviation = "" if ours["deviation"] is None else f" ± {_number(ours['deviation'])}"
+    return shown, _number(ours["mean"]) + deviation, "" if "p" not in ours else _p(ours)
+
+
+def _p(figures: Mapping[str, Any]) -> str:
+    """Return p with what its test cannot go below, and a star where the seeds' differences have two signs."""
+    least = figures["p"] <= LEAST_P and "draws" in figures["test"]
+    signs = {difference > 0 for difference in figures["differences"] if difference}
+    return f"{'≤ ' if least else ''}{figures['p']:.2g}{' *' if len(signs) > 1 else ''}"
+
+
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.3f}".removeprefix("0")
+
+
+HOUR = 3600.0
+
+
+def listing(
+    manifest: PaperManifest, chip: Chip, tables: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return a record for every row of the tables (of every one, where none is named): its columns, whether the
+    invented world
+    has it, its stages, the recipe that trains it, what that recipe says it needs, and its plan on this chip, with these
+    overrides of every training (None without a training). Raise UserError for a table that the manifest has not."""
+    records: list[dict[str, Any]] = []
+    plans: dict[tuple[str, str], dict[str, Any] | None] = {}
+    for name, table in manifest.named(tables).items():
+        invented = rows_in_world(manifest, table)
+        for row in table.rows:
+            key = manifest.trains(row), row.model
+            trained = manifest.methods[manifest.trains(row)]
+            if key not in plans:
+                plans[key] = planned(manifest, trained, row, chip, overrides)
+            records.append(
+                {
+                    "paper": manifest.name,
+                    "table": name,
+                    "row": manifest.label(row),
+                    "columns": list(table.columns),
+                    "world": columns_of(manifest, table, True) if row in invented else [],
+                    "model": manifest.models[row.model].paper,
+                    "stages": list(_stages(manifest, row, asked=table.columns != ())),
+                    "trained_by": trained.recipe,
+                    "needs": _stated(trained.recipe, manifest.models[row.model].paper),
+                    "planned": plans[key],
+                }
+            )
+    return records
+
+
+def planned(
+    manifest: PaperManifest, method: Method, row: TableRow, chip: Chip, overrides: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return of a training on one GPU the bytes, whether they fit, seconds of a step and of all, every trajectory at
+    its
+    limits. {"absent": path, "get": how} where the model's config.json is not there; None for a method that is not
+    trained."""
+    if method.recipe is None:
+        return None
+    model = manifest.models[row.model]
+    if not (config := Path(model.paper) / "config.json").is_file():
+        return {"absent": str(config), "get": model.get}
+    switches = [f"model.path={model.paper}", *switches_of(method), *method.overrides, *overrides]
+    recipe = read_run_recipe(RECIPES / method.recipe, switches)
+    found = plan(read_config(model.paper), recipe, memory_bytes=int(chip.memory), rates=chip)
+    assert found.seconds_per_step is not None
+    seconds = found.seconds_per_step * recipe.run.steps
+    step = {"seconds_per_step": found.seconds_per_step, "steps": recipe.run.steps, "seconds": seconds}
+    return {"chip": chip.name, "bytes": found.total_bytes, "fits": found.fits} | step
+
+
+def plan_in_words(found: dict[str, Any] | None, stated: str | None) -> str:
+    """Return a plan in words; where there is none, what the recipe states."""
+    if found is None:
+        return "no training"
+    if "absent" in found:
+        return f"{stated or ''} (no plan without {found['absent']})".strip()
+    fits = "" if found["fits"] else ", which does not fit"
+    return f"{found['bytes'] / GB:.1f} GB{fits}, {found['seconds'] / HOUR:.0f} h at most"
+
+
+def _stages(manifest: PaperManifest, row: TableRow, asked: bool) -> Iterator[str]:
+    """Yield the stages of a row, in words; of one that is asked nothing up to its training."""
+    method = manifest.methods[row.method]
+    trained = manifest.methods[manifest.trains(row)]
+    if trained.warmup is not None:
+        yield f"sft {manifest.tunings[trained.warmup].recipe}"
+    if trained.recipe is not None:
+        yield f"train {trained.recipe}"
+    if not asked:
+        return
+    if method.extract:
+        yield "extract" if method.agent is None else "extract for an agent"
+    if method.generator is not None:
+        yield f"sft {manifest.tunings[method.generator].recipe}"
+    if method.generator is not None or not method.extract:
+        yield "eval"
+
+
+def _stated(recipe: str | None, model: str) -> str | None:
+    """Return what a recipe's head says of its memory, where it is of a model of this size."""
+    if recipe is None:
+        return None
+    models = (read_run_recipe(RECIPES / recipe, []).model.path, model)
+    if len({Path(one).name.removesuffix("-Instruct") for one in models}) > 1:
+        return None
+    head = (RECIPES / recipe).read_text(encoding="utf-8").partition("\n\n")[0]
+    lines = [line.removeprefix("# ") for line in head.splitlines()]
+    return " ".join(lines).partition("Memory, by thresher plan: ")[2] or None

@@ -1,0 +1,184 @@
+"""An invented world to learn searching in: people, places and works that no one has heard of.
+
+Facts are one sentence each ("Amber Lattice has author Bel Dorin."). Questions follow one relation or two ("What is
+the birthplace of the author of Amber Lattice?"). Training and held-out entities are disjoint, and facts never cross
+between them, so nothing that is memorised helps on held-out questions: an answer has to be found and copied. The words
+that names are made of are shared, so that every piece of a held-out name has been seen. Warm-up transcripts are set in
+several further worlds, whose names are put together anew each time (never to a held-out name): from a single world a
+small model learns by heart which words make a name, and copies nothing.
+
+Everything is a function of the seed.
+"""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from thresher.retrieval.passages import Passage
+from thresher.retrieval.questions import Question
+
+# kind -> relation -> kind of the object
+RELATIONS = {
+    "person": {"birthplace": "place", "spouse": "person", "teacher": "person"},
+    "place": {"mayor": "person", "founder": "person", "rival": "place"},
+    "work": {"author": "person", "owner": "person", "setting": "place"},
+}
+BLIND_HOPS = (1, 3)  # searches of a blind transcript: never the two that most questions need
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much to invent. Entities are counted per kind; `held_out` is the share set aside with its own facts."""
+
+    people: int = 240
+    places: int = 160
+    works: int = 240
+    pieces: int = 60  # different first and different second words of names
+    held_out: float = 0.25
+    train_questions: int = 2000
+    test_questions: int = 200
+    dev_questions: int = 100
+    two_hop: float = 0.67  # share of two-hop questions
+    warmup_worlds: int = 16
+    transcripts: int = 6400  # over all warm-up worlds
+    aware: float = 0.24
+
+    @property
+    def entities(self) -> dict[str, int]:
+        return {"person": self.people, "place": self.places, "work": self.works}
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A relation between two entities."""
+
+    subject: str
+    relation: str
+    object: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.subject} has {self.relation} {self.object}."
+
+    @property
+    def query(self) -> str:
+        return f"{self.relation} of {self.subject}"
+
+
+@dataclass(frozen=True, slots=True)
+class InventedWorld:
+    """Invented facts that lead to each other alone, those of training, of the held-out questions or of a warm-up:
+    entity -> kind, (entity, relation) -> fact."""
+
+    kinds: dict[str, str]
+    facts: dict[tuple[str, str], Fact]
+
+    def relations(self, entity: str) -> list[str]:
+        return list(RELATIONS[self.kinds[entity]])
+
+
+@dataclass(frozen=True, slots=True)
+class InventedWorlds:
+    """All worlds of a seed: training and held-out questions are asked of the first two, warm-up uses the others."""
+
+    train: InventedWorld
+    test: InventedWorld
+    warmup: list[InventedWorld]
+
+
+def invent(size: Size, seed: int) -> InventedWorlds:
+    """Invent all worlds of a seed. Raise ValueError where there are too few names."""
+    rng = random.Random(f"world {seed}")
+    firsts, seconds = _words(rng, size.pieces, 1), _words(rng, size.pieces, 2)
+    names = [f"{first} {second}" for first in firsts for second in seconds]
+    if sum(size.entities.values()) > len(names):
+        raise ValueError(f"{size.pieces} first and second words make too few names for {size.entities}")
+    held_out = {kind: round(count * size.held_out) for kind, count in size.entities.items()}
+    rng.shuffle(names)
+    test = _world(names, held_out, rng)
+    names = names[sum(held_out.values()) :]
+    counts = {kind: count - held_out[kind] for kind, count in size.entities.items()}
+    train, *warmup = (_world(rng.sample(names, len(names)), counts, rng) for _ in range(1 + size.warmup_worlds))
+    return InventedWorlds(train, test, warmup)
+
+
+def passages(worlds: Sequence[InventedWorld], seed: int) -> list[Passage]:
+    """Return every fact of these worlds as a passage titled by its subject and relation, shuffled."""
+    facts = [fact for world in worlds for fact in world.facts.values()]
+    random.Random(f"order {seed}").shuffle(facts)
+    return [
+        Passage(str(number), f"{fact.subject}, {fact.relation}", fact.sentence) for number, fact in enumerate(facts)
+    ]
+
+
+def questions(world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:
+    """Return distinct questions, a share of `two_hop` of them over two facts; golds hold the one right name."""
+    return [question for question, _ in with_paths(world, count, two_hop, seed, prefix)]
+
+
+def with_paths(
+    world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str, asked: Collection[str] = ()
+) -> list[tuple[Question, list[Fact]]]:
+    """Return `questions`, each with the facts that lead to its answer; none of those that are `asked` already."""
+    rng = random.Random(f"questions {prefix} {seed}")
+    one = [[fact] for fact in world.facts.values()]
+    two = [
+        [fact, world.facts[fact.object, relation]]
+        for fact in world.facts.values()
+        for relation in world.relations(fact.object)
+        if world.facts[fact.object, relation].object != fact.subject
+    ]
+    one, two = ([path for path in paths if ask(path) not in asked] for paths in (one, two))
+    rng.shuffle(one)
+    rng.shuffle(two)
+    twos = min(round(count * two_hop), len(two))
+    chosen = two[:twos] + one[: count - twos]
+    rng.shuffle(chosen)
+    return [
+        (Question(f"{prefix}-{number}", ask(path), (path[-1].object,), {"hops": len(path)}), path)
+        for number, path in enumerate(chosen)
+    ]
+
+
+def ask(path: Sequence[Fact]) -> str:
+    """Return the question that a path of facts answers."""
+    inner = path[0].subject
+    for fact in path:
+        inner = f"the {fact.relation} of {inner}"
+    return f"What is {inner}?"
+
+
+def walk(world: InventedWorld, entity: str, hops: int, rng: random.Random) -> list[Fact]:
+    """Return a path of facts from an entity, along relations drawn at random."""
+    path: list[Fact] = []
+    for _ in range(hops):
+        path.append(world.facts[entity, rng.choice(world.relations(entity))])
+        entity = path[-1].object
+    return path
+
+
+def _world(names: Sequence[str], counts: dict[str, int], rng: random.Random) -> InventedWorld:
+    remaining = iter(names)
+    by_kind = {kind: [next(remaining) for _ in range(count)] for kind, count in counts.items()}
+    facts = {}
+    for kind, members in by_kind.items():
+        for name in members:
+            for relation, target in RELATIONS[kind].items():
+                other = rng.choice([entity for entity in by_kind[target] if entity != name])
+                facts[name, relation] = Fact(name, relation, other)
+    return InventedWorld({name: kind for kind, members in by_kind.items() for name in members}, facts)
+
+
+def _words(rng: random.Random, count: int, syllables: int) -> list[str]:
+    """Return distinct pronounceable words: one closed syllable, or an open one before it."""
+    onsets = [
+        *("b", "br", "c", "d", "dr", "f", "g", "gr", "h", "j", "k", "l"),
+        *("m", "n", "p", "qu", "r", "s", "st", "t", "tr", "v", "w", "z"),
+    ]
+    vowels = ["a", "e", "i", "o", "u", "ae", "ei", "ou"]
+    codas = ["l", "m", "n", "r", "s", "th", "nd", "rk", "lm", "st", "v", "sk"]
+    words: set[str] = set()
+    while len(words) < count:
+        parts = [rng.choice(onsets) + rng.choice(vowels) for _ in range(syllables)]
+        words.add(("".join(parts) + rng.choice(codas)).capitalize())
+    return sorted(words)

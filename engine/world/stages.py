@@ -1,0 +1,194 @@
+"""Commands that make the demo, and bases in the invented world; the run of the demo.
+
+    data invent -> init -> index build -> sft -> train -> report     `thresher demo`
+
+    data invent --forms -> index build        world/data, index          once
+    data judge                                world/judge                once: EviNote's judge of entailment
+    init -> sft -> sft                        world/init0, recite0, base0, then init1 ..
+    sft -> sft -> init -> sft -> sft -> sft   world/numbers-1-0 .. numbered0, of the base "numbered" alone
+
+Every command can be typed by hand. The base "shared" knows the form of all protocols and hardly what to look for. Bases
+of different seeds differ in their first weights and in the order of their warm-up, not in the world, so that questions
+are the same for all. `study systems` and `reproduce --scale world` train from them. The base "numbered" is made of it,
+with one layer more: it can name a passage by its number, and knows the protocols of ARENA and naive GRPO (files.py).
+"""
+
+import json
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object, staged_folder
+from thresher.common.records import read_object, write_object
+from thresher.engine.store.run_folder import to_be_resumed
+from thresher.engine.world.files import DIM, GIVEN, GIVEN_FORMAT, NUMBERED_FORMAT, STAGES
+
+RECIPES = Path(str(files("thresher.recipes")))
+RECIPE = RECIPES / "world" / "recipe.toml"
+DEMO = RECIPES / "demo"
+BEGUN = "demo.json"  # what a demo's folder was begun with
+WARMUP_TRANSCRIPTS = 3200  # transcripts of each protocol in the base's warm-up
+JUDGED = ("evinote",)  # systems whose reward asks the judge
+
+
+@dataclass(frozen=True, slots=True)
+class WorldBase:
+    """A base: its folder's name, to which a seed is put, and the retrieval.passage_format of given passages."""
+
+    folder: str
+    passage_format: str
+
+
+NUMBERED = ("arena",)  # systems whose own claim needs a base that names passages by their numbers
+BASES = {"shared": WorldBase("base", GIVEN_FORMAT), "numbered": WorldBase("numbered", NUMBERED_FORMAT)}
+
+
+def sets_of(*texts: str) -> list[str]:
+    """Return overrides of a recipe as words of a command."""
+    return [word for text in texts for word in ("--set", text)]
+
+
+def _init(config: Path, data: Path, seed: int, out: Path, *more: str) -> list[str]:
+    trained_on = [str(data / name) for name in ("corpus.jsonl", "train.jsonl", "warmup.jsonl")]
+    words = ["init", "--config", str(config), "--train-tokenizer", *trained_on, "--vocab-size", "800", *more]
+    return [*words, "--seed", str(seed), "--out", str(out)]
+
+
+def _index(data: Path, out: Path) -> list[str]:
+    words = ["index", "build", "--corpus", str(data / "corpus.jsonl"), "--encoder", "lexical", "--embed", "title+text"]
+    return [*words, "--dim", str(DIM), "--out", str(out)]
+
+
+# Bases
+
+
+def world_stages(world: Path, seed: int = 0, judged: bool = True, base: str = "shared") -> list[list[str]]:
+    """Return the commands that make the world and the base of this seed, each of which writes one folder whole or not
+    at all. judged: whether a judge of entailment will be asked."""
+    data = world / "data"
+
+    def sft(recipe: str, model: Path, transcripts: str, out: Path) -> list[str]:
+        sets = [f"run.seed={seed}", f"model.path={model}", f"sft.transcripts={data / transcripts}.jsonl"]
+        return ["sft", str(RECIPES / "world" / recipe), *sets_of(*sets), "--out", str(out)]
+
+    model, recite, shared = (world / f"{name}{seed}" for name in ("init", "recite", "base"))
+    commands = [
+        ["data", "invent", "--forms", str(WARMUP_TRANSCRIPTS), "--out", str(data)],
+        _index(data, world / "index"),
+        *([["data", "judge", "--out", str(world / "judge")]] if judged else []),
+        _init(RECIPE.with_name("config.json"), data, seed, model, "--embedding-std", "0.4", "--zero-outputs"),
+        sft("base.toml", model, "recitals", recite),
+        sft("base.toml", recite, "forms", shared),
+    ]
+    if base != "numbered":
+        return commands
+    model = shared
+    for stage, layer in zip(STAGES, (False, False, True, False), strict=True):
+        if layer:
+            words = ["init", "--model", str(model), "--add-layers", "1", "--seed", str(seed)]
+            model = world / f"higher{seed}"
+            commands.append([*words, "--out", str(model)])
+        out = world / f"{stage}-{seed}"
+        commands.append(sft("numbers.toml", model, stage, out))
+        model = out
+    return [*commands, sft("numbered.toml", model, "numbered", world / f"numbered{seed}")]
+
+
+def world_questions(world: Path, system: str, split: str) -> Path:
+    """Return the file of questions of a split, train, dev or test, as a system is asked them."""
+    return world / "data" / f"{'given_' if system in GIVEN else ''}{split}.jsonl"
+
+
+def base_folder(world: Path, base: str, seed: int) -> str:
+    return f"{world / BASES[base].folder}{seed}"
+
+
+def world_paths(world: Path, system: str, base: str = "shared") -> list[str]:
+    """Return what a system reads of the world, as overrides of a recipe: an index to search, or questions that bring
+    their passages, shown as this base knows them; and the judge, where its reward asks one."""
+    data = [f"data.{split}={world_questions(world, system, split)}" for split in ("train", "dev")]
+    if system in GIVEN:
+        return [*data, f'retrieval.passage_format="{BASES[base].passage_format}"']
+    judge = [f"judge.entailment={world / 'judge'}"] if system in JUDGED else []
+    return [*data, f"retrieval.index={world / 'index'}", *judge]
+
+
+# The demo. recipes/demo has what is special to it.
+
+
+def stages(out: Path, seed: int, overrides: list[str]) -> list[list[str]]:
+    """Return the commands of the demo, as argument lists of `thresher`."""
+    data, model, warm = out / "data", out / "init", out / "warmup"
+    sets = [
+        f"data.train={data / 'train.jsonl'}",
+        f"data.dev={data / 'test.jsonl'}",
+        f"retrieval.index={out / 'index'}",
+        f"sft.transcripts={data / 'warmup.jsonl'}",
+        f"system.template={DEMO / 'prompt.txt'}",
+        f"run.seed={seed}",
+    ]
+    recipe = [str(DEMO / "recipe.toml"), *sets_of(*sets, *overrides)]
+    return [
+        ["data", "invent", "--out", str(data), "--seed", str(seed)],
+        _init(DEMO / "config.json", data, seed, model),
+        _index(data, out / "index"),
+        ["sft", *recipe, "--set", f"model.path={model}", "--out", str(warm)],
+        ["train", *recipe, "--set", f"model.path={warm}", "--out", str(out / "grpo")],
+        ["report", str(out / "grpo"), "--out", str(out)],
+    ]
+
+
+def demo(
+    out: Path, seed: int, overrides: list[str], run: Callable[[list[str]], None], say: Callable[[str], None]
+) -> None:
+    """Run the commands of the demo into `out`; `run` executes one command in this process, `say` prints a line.
+
+    Run again into the same folder it goes on: a stage whose folder is there is done, for each appears whole, an index
+    resumes by itself, and a training or fine-tuning by --resume. Raise UserError for a folder that is something else,
+    of another seed or other overrides, or finished."""
+    before = begin(out, seed, overrides)
+    started = time.perf_counter()
+    for arguments in stages(out, seed, overrides):
+        into = Path(arguments[arguments.index("--out") + 1])
+        if arguments[0] == "report":
+            atomic_write_text(out / "notes.md", (DEMO / "notes.md").read_text(encoding="utf-8"))
+        elif (into / "summary.json" if arguments[0] == "train" else into).exists():
+            say(f"{into} is finished")
+            continue
+        elif to_be_resumed(arguments[0], into):
+            arguments = [*arguments, "--resume"]
+        say(f"$ thresher {shlex.join(arguments)}")
+        run(arguments)
+        _write_begun(out, seed, overrides, before + time.perf_counter() - started)
+    summary = read_object(out / "grpo" / "summary.json")
+    summary.pop("metrics", None)  # the mark of a file that lies elsewhere
+    summary["seconds"] = before + time.perf_counter() - started
+    write_object(out / "summary.json", summary)
+
+
+def begin(out: Path, seed: int, overrides: list[str]) -> float:
+    """Make the demo's folder, or take up one that is unfinished; return the seconds that its finished stages took."""
+    file = out / BEGUN
+    if not file.exists():
+        if out.exists():
+            raise UserError(f"{out}: exists already, and is no demo's folder; choose another with --out, or delete it")
+        with staged_folder(out) as staged:
+            _write_begun(staged, seed, overrides, 0.0)
+        return 0.0
+    begun = read_json_object(file)
+    if (out / "summary.json").exists():
+        raise UserError(f"{out}: holds a demo that is finished; choose another folder with --out, or delete it")
+    if (begun.get("seed"), begun.get("set")) != (seed, overrides):
+        words = shlex.join(["--seed", str(begun.get("seed")), *sets_of(*begun.get("set", ()))])
+        raise UserError(f"{out}: holds a demo that was begun with {words}; give the same, or choose another --out")
+    return float(begun.get("seconds", 0.0))
+
+
+def _write_begun(out: Path, seed: int, overrides: list[str], seconds: float) -> None:
+    """seconds: of the stages that are finished."""
+    record = {"seed": seed, "set": overrides, "seconds": seconds}
+    atomic_write_text(out / BEGUN, json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,354 @@
+"""The token view: its data are the step's, its page is whole and small, and nothing sampled acts on it."""
+
+import base64
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from browser import run_page
+
+from thresher.common.errors import UserError
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.tables import from_dict
+from thresher.engine.reports.token_view import assemble, half, line_breaks, prompt_parts, token_texts, write_token_view
+from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.store.token_stats import TokenStats, write_token_stats
+from thresher.kernels.objective import kl_values
+from thresher.policy.tokenizer import Tokenizer
+
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\u202e\x1b[31m"
+TABLE = {"model": {"path": "gone"}, "system": {"name": "eval_rar"}, "run": {"steps": 9}}
+
+
+class Elements(HTMLParser):
+    """Every element of a page, with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def record(tokenizer: Tokenizer, group: int, sample: int, said: str = "<answer> Bel </answer>") -> dict[str, Any]:
+    segments = [("prompt", "Question: Who?\nName her."), ("policy", said), ("retrieved", f"found {HOSTILE}")]
+    return {
+        "id": "q",
+        "group": group,
+        "sample": sample,
+        "reason": "answered",
+        "searches": [{"query": HOSTILE, "passages": ["1"]}],
+        "segments": [{"source": s, "text": text, "ids": tokenizer.encode(text)} for s, text in segments],
+        "branches": {HOSTILE: [{"source": "policy", "text": "abc", "ids": tokenizer.byte_ids(b"abc")}]},
+        "question": "Who?",
+        "golden_answers": [HOSTILE],
+        "reward": float(sample),
+        "parts": {"em": sample == 1, HOSTILE: 1.0},
+        "answer": HOSTILE,
+        "advantage": sample - 0.5 if group else 0.0,
+    }
+
+
+def stats_of_record(one: dict[str, Any]) -> TokenStats:
+    count = len(one["segments"][1]["ids"])
+    drawn = -np.arange(1, count + 1, dtype=np.float32) / 8
+    values = {"sampled": drawn, "recomputed": drawn + np.float32(1e-4), "reference": drawn - np.float32(0.5)}
+    values |= {"entropy": np.full(count, 0.25, np.float16), "clipped": np.arange(count) == 1}
+    return TokenStats(key=(0, 0), values=values, branches=np.array([-1.0, -2.0, -3.0], np.float32))
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_tokenizer: Tokenizer) -> RunFolder:
+    """Steps 2 and 4 are stored, the second without what its update found."""
+    tiny_tokenizer.save(tmp_path / "model")
+    run = RunFolder.create(
+        tmp_path / "run", from_dict(Recipe, TABLE | {"model": {"path": str(tmp_path / "model")}}, "t")
+    )
+    run.close()
+    records = [record(tiny_tokenizer, group, sample) for group in (0, 1) for sample in (0, 1)]
+    for step in (2, 4):
+        run.append_metrics({"step": step, "reward": 0.5, "em": 0.5})
+        run.write_trajectories(step, records)
+    path = run.trajectories / "step_000002.safetensors"
+    assert write_token_stats(path, [stats_of_record(one) for one in records], 10**6)
+    return run
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    found = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def halves(text: str) -> Any:
+    return np.frombuffer(base64.b64decode(text), "<f2")
+
+
+def test_the_page_holds_what_was_stored(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    page = write_token_view(run.path, "2", tmp_path / "mail" / "F.html")
+    assert page == tmp_path / "mail" / "F.html"
+    data = data_of(page)
+    assert data["step"] == 2 and data["stored"] and data["reference"] and data["objective"]["high"] == 1.2
+    assert [[sample["n"] for sample in group["samples"]] for group in data["groups"]] == [[0, 1], [0, 1]]
+    group = data["groups"][1]
+    sample = group["samples"][1]
+    assert sample["right"] and sample["advantage"] == 0.5 and sample["reward"] == 1.0
+    letters = [part[0] for part in sample["segments"]]
+    assert letters == ["t", "q", "t", "y", "r"] and group["texts"][sample["segments"][1][1]] == "Who?"
+    _, text, lengths, ids, _ = sample["segments"][3]
+    assert text == "<answer> Bel </answer>" and sum(lengths) == len(text) and tiny_tokenizer.decode(ids) == text
+    drawn = -np.arange(1, len(ids) + 1) / 8
+    assert halves(sample["logprob"]) == pytest.approx(drawn, rel=1e-3)
+    assert halves(sample["rollout"]) == pytest.approx(1e-4, rel=2e-3)  # not what float16 would leave of a difference
+    assert halves(sample["reference"]) == pytest.approx(0.5, rel=1e-3)
+    assert sample["clipped"] == [1] and halves(sample["branch_logprob"]).tolist() == [-1.0, -2.0, -3.0]
+    bare = data_of(write_token_view(run.path, "4", tmp_path / "bare.html"))
+    assert not bare["stored"] and "logprob" not in bare["groups"][0]["samples"][0]
+
+
+def test_nothing_sampled_or_retrieved_acts_on_the_page(run: RunFolder, tmp_path: Path) -> None:
+    page = write_token_view(run.path, "2", tmp_path / "F.html")
+    text = page.read_text(encoding="utf-8")
+    elements = Elements(text).found
+    assert [attrs for tag, attrs in elements if tag == "script"] == [{"type": "application/json", "id": "data"}, {}]
+    assert {tag for tag, _ in elements}.isdisjoint({"img", "link", "iframe", "base", "object"})
+    assert not any(name.startswith("on") or name in ("src", "srcset") for _, attrs in elements for name in attrs)
+    assert "://" not in text and "url(" not in text and "\x1b" not in text and "\u202e" not in text
+    assert "innerHTML" not in text and "insertAdjacentHTML" not in text
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in elements
+    # Unharmed as data: the passage reads as it was retrieved, but for what would act on a terminal or turn text round.
+    assert f"found {HOSTILE[:-6]}\\u202e␛[31m" in data_of(page)["groups"][0]["texts"]
+
+
+def test_all_steps_have_an_index(run: RunFolder) -> None:
+    index = write_token_view(run.path, "all")
+    assert index == run.path / "tokens" / "index.html"
+    links = [attrs["href"] for tag, attrs in Elements(index.read_text(encoding="utf-8")).found if tag == "a"]
+    assert links == ["step_000002.html", "step_000004.html"]
+    page = Elements((run.path / "tokens" / "step_000004.html").read_text(encoding="utf-8")).found
+    assert [attrs["href"] for tag, attrs in page if tag == "a"] == ["step_000002.html", "index.html"]
+
+
+def test_groups_are_left_out_whole_and_those_without_a_signal_first(tiny_tokenizer: Tokenizer) -> None:
+    recipe = from_dict(Recipe, TABLE, "t")
+    sample = {"n": 0, "reward": 1.0, "answer": "a", "segments": [["y", "x" * 5000, [], [], []]]}
+    groups = [
+        {"n": n, "question": "é" * 50, "golds": [], "texts": [], "samples": [sample | {"advantage": float(n % 2)}]}
+        for n in range(8)
+    ]
+
+    def page(most: int) -> tuple[str, list[int]]:
+        text = assemble("run", recipe, groups, {"step": 1}, {}, most)
+        assert len(text.encode()) <= most
+        return text, [int(n) for n in re.findall(r'"n":(\d+),"question"', text)]
+
+    empty = len(assemble("run", recipe, [], {"step": 1}, {}).encode())
+    assert page(empty + 10**6)[1] == list(range(8)) and "left out" not in page(empty + 10**6)[0]
+    text, kept = page(empty + 30_000)
+    assert kept == [0, 1, 3, 5, 7]
+    assert "3 of 8 groups are left out" in text and "(3 of them without a signal): 2, 4, 6." in text
+    assert page(empty + 1000)[1] == []
+
+
+def test_steps_and_folders_that_are_not_there(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    for step in ("3", "last", "-2", "2.0"):
+        with pytest.raises(UserError, match=f"--tokens {step}: expected a stored step of .*; stored are 2, 4$"):
+            write_token_view(run.path, step)
+    with pytest.raises(UserError, match="is not a run folder"):
+        write_token_view(tmp_path, "2")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: cannot be made"):
+        write_token_view(run.path, "2", tmp_path / "file" / "F.html")
+    other = record(tiny_tokenizer, 0, 0)
+    other["segments"][1]["text"] = "what it never said"
+    run.write_trajectories(4, [other])
+    with pytest.raises(UserError, match="are of another tokenizer"):
+        write_token_view(run.path, "4")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer\.json in its checkpoints nor in"):
+        write_token_view(run.path, "2")
+    for path in run.trajectories.iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="none is stored"):
+        write_token_view(run.path, "2")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "texts"),
+    [
+        ([b"a", b"\xe5\x90", b"\x8d", b"b"], ["a", "", "名", "b"]),
+        ([b"x\xf0\x9f", b"\x8c", b"\xbe y"], ["x", "", "🌾 y"]),  # the last of them completes it
+        ([b"a", b"\xff", b"b"], ["a", "\ufffd", "b"]),
+        ([b"a", b"\xe5\x90"], ["a", "\ufffd"]),  # a turn that ends inside a character
+        ([], []),
+    ],
+)
+def test_bytes_are_joined_across_tokens(tokens: list[bytes], texts: list[str]) -> None:
+    assert token_texts(tokens) == texts
+    assert "".join(texts) == b"".join(tokens).decode("utf-8", errors="replace")
+
+
+def test_a_characters_tokens_are_kept_apart(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    one = record(tiny_tokenizer, 0, 0)
+    text = "🌾名"
+    one["segments"][1] |= {"text": text, "ids": tiny_tokenizer.byte_ids(text.encode())}
+    run.write_trajectories(4, [one])
+    data = data_of(write_token_view(run.path, "4", tmp_path / "F.html"))
+    _, shown, lengths, ids, _ = data["groups"][0]["samples"][0]["segments"][3]
+    assert (shown, lengths) == (text, [0, 0, 0, 2, 0, 0, 1])  # as JavaScript counts: an ear is two
+    assert data["odd"][str(ids[0])] == "f0" and len(data["odd"]) == 7
+
+
+def test_parts_of_a_prompt_and_of_a_line() -> None:
+    record = {"question": "Who?", "passages": [{"text": "Bel is."}, {"text": "gone"}, {"text": ""}]}
+    assert prompt_parts("As: Who? [Bel is.]\nQ: Who?\n", record) == [
+        ("t", "As: Who? ["),
+        ("g", "Bel is."),
+        ("t", "]\nQ: "),
+        ("q", "Who?"),
+        ("t", "\n"),
+    ]
+    tags = ("<a>", "</a>", "<b>", "</b>")
+    assert line_breaks("<a>🌾</a> <b>x</b>\n <a>y</a><b>", tags) == [10, 28]
+    assert line_breaks("<a><b>", ()) == []
+    assert halves(half(np.array([1e9, -np.inf, np.nan]))).tolist()[:2] == [65504.0, -65504.0]
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-").replace(",", ""))
+
+
+OPEN = """
+const detail = () => Object.fromEntries(texts("#detail dt").map((name, n) => [name, texts("#detail dd")[n]]));
+const spans = (s) => document.querySelectorAll(`.sample[data-s="${s}"] span[data-at]:not([data-b])`);
+const option = (id, value) => { const box = document.getElementById(id); box.value = value; fire("change", box); };
+"""
+
+
+def test_the_pages_script_shows_the_kernels_numbers(run: RunFolder, tmp_path: Path) -> None:
+    page = write_token_view(run.path, "2", tmp_path / "F.html").read_text(encoding="utf-8")
+    found = run_page(
+        page,
+        OPEN
+        + """
+        const first = { hidden: document.getElementById("app").hidden, asked: texts("h2")[0], address: log.address,
+          names: texts("#figures dt"), figures: texts("#figures dd"), notes: texts("p.note"),
+          strips: document.querySelectorAll("canvas").map((canvas) => canvas.filled) };
+        first.text = spans(1).map((span) => span.textContent).join("");
+        const seen = spans(1).map((span) => { click(span); return detail(); });
+        const help = click(document.getElementById("ask")) || document.getElementById("help").open;
+        return { first, seen, help };
+        """,
+    )
+    first, seen = found["first"], found["seen"]
+    assert not first["hidden"] and first["asked"] == "Who?" and found["help"]
+    assert first["address"] == "#g=1&s=0&c=gradient&f=all"  # the first group that has a signal
+    assert first["text"] == "<answer> Bel </answer>" and first["notes"] == []
+    count = len(seen)
+    figures = dict(zip(first["names"], first["figures"], strict=True))
+    d, entropy = halves(half(np.array([np.float32(0.5) + np.float32(1e-4)])))[0], 0.25
+    k3 = float(kl_values(torch.tensor(float(d)), torch.tensor(1.0))["k3"])
+    assert figures == {
+        "groups": "2",
+        "samples": "4",
+        "mean reward": "0.5",
+        "right": "50%",
+        "tokens written": str(4 * count),
+        "entropy": "0.25",
+        "clipped": f"{100 / count:.1f}%",
+        "KL, k3": f"{k3:.3g}",
+    }
+    for i, row in enumerate(seen):
+        drawn = -(i + 1) / 8
+        expected = {
+            "log-prob when drawn": drawn,
+            "p": math.exp(drawn),
+            "advantage": 0.5,
+            "log-prob in the update": drawn + 1e-4,
+            "ratio to the rollout": math.exp(1e-4),
+            "ratio to the reference": math.exp(d),
+            "k1": d,
+            "k2": d * d / 2,
+            "k3": k3,
+            "entropy": entropy,
+        }
+        # The loss of this token alone: its log-prob's derivative, times 1 - p, over the trajectory's length.
+        pull = (0.0 if i == 1 else math.exp(1e-4) * 0.5) - 1e-3 * (1 - math.exp(-d))
+        expected["gradient"] = pull * (1 - math.exp(drawn + 1e-4)) / count
+        assert row.pop("clipped") == ("yes" if i == 1 else "no")
+        assert {name: number(text) for name, text in row.items()} == pytest.approx(expected, rel=6e-3, abs=1e-6)
+    shown = first["strips"][1]
+    assert len(shown) == count and shown[1] != shown[2] != "transparent"
+    assert all(fill.startswith("rgba(1,2,4,") for fill in shown[2:])  # --up: all are made likelier
+
+
+TOUR = """
+const colours = {}, filters = {};
+const usable = document.querySelectorAll("#colour option").filter((node) => !node.attributes.has("disabled"));
+for (const value of usable.map((node) => node.getAttribute("value"))) {
+  option("colour", value);
+  const tinted = spans(1).filter((span) => span.style.background).length;
+  colours[value] = [texts("#legend")[0], texts(".strong button")[0] ?? "", tinted];
+}
+for (const value of document.querySelectorAll("#filter option").map((node) => node.getAttribute("value"))) {
+  option("filter", value);
+  filters[value] = document.querySelectorAll(".sample:not([hidden])").length;
+}
+option("filter", "all");
+const went = [..."kjpnp"].map((key) => { press(key); return log.address.slice(1, 8); });
+for (const key of ["c", "C", "o", "?"]) press(key);
+document.getElementById("help").open = false;
+press("/");
+const box = document.activeElement, count = () => document.getElementById("found").value, matches = [];
+box.value = "bel";
+fire("input", box);
+matches.push(count());
+for (const shiftKey of [false, false, true]) {
+  fire("keydown", box, { key: "Enter", shiftKey });
+  matches.push(count(), log.highlighted.at(-1).startContainer.data.slice(log.highlighted.at(-1).start));
+}
+return { colours, filters, went, matches, notes: texts("p.note"), branches: texts("span[data-b]").join("") };
+"""
+
+
+def test_every_colour_filter_and_key_of_the_page(run: RunFolder, tmp_path: Path) -> None:
+    page = write_token_view(run.path, "2", tmp_path / "F.html").read_text(encoding="utf-8")
+    found = run_page(page, OPEN + TOUR, address="#g=1&s=1&c=k2&f=all")
+    assert found["colours"] == {  # the legend, the first of the largest values, and how many of nine tokens are tinted
+        "gradient": ["less likelylikelier· full at 0.0375", ">−0.0376", 8],
+        "source": ["templatequestionpolicyretrievedfeedback", "", 0],
+        "logprob": ["sureunlikely· full at −5, largest −1.13", ">−1.13 ×2", 9],
+        "rollout": ["fallsrises· full at 1.2, largest 1", "<1 ×2", 0],
+        "reference": ["belowabove· full at 1.65", "<1.65 ×2", 9],
+        "k1": ["−0.50.5", "<+0.5 ×2", 9],
+        "k2": ["00.125", "<0.125 ×2", 9],
+        "k3": ["00.107", "<0.107 ×2", 9],
+        "entropy": ["00.25", "<0.25 ×2", 9],
+        "advantage": ["−0.50.5", "", 9],
+        "clipped": ["–clipped· largest clipped", "answerclipped ×2", 1],
+    }
+    assert found["filters"] == {"all": 2, "wrong": 1, "right": 1, "clipped": 2, "longest": 2, "signal": 2}
+    assert found["went"] == ["g=0&s=1", "g=1&s=0", "g=0&s=0", "g=1&s=0", "g=0&s=0"]
+    assert found["matches"] == ["4 matches", "1 of 4", "Be", "2 of 4", "Be", "1 of 4", "Be"]
+    assert found["branches"] == "abcabc" and found["notes"] == []
+    page = write_token_view(run.path, "4", tmp_path / "F.html").read_text(encoding="utf-8")
+    bare = run_page(page, OPEN + TOUR, address="#g=1&s=1&c=k2&f=all")
+    assert bare["colours"] == {name: found["colours"][name] for name in ("source", "advantage")}
+    assert bare["filters"] == found["filters"] | {"clipped": 0} and len(bare["notes"]) == 1
+    assert bare["notes"][0].startswith("This step has no log-probs") and bare["matches"] == found["matches"]
+
+
+def test_a_page_without_groups_says_so(tmp_path: Path) -> None:
+    page = assemble("run", from_dict(Recipe, TABLE, "t"), [], {"step": 1, "objective": {}}, {})
+    assert run_page(page, "return texts('#group')") == ["No group is on this page."]

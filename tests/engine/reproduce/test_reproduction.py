@@ -1,0 +1,313 @@
+"""`thresher reproduce`: what a manifest says, which commands it becomes, and the table. How they run:
+test_reproduce_running.py."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thresher.cli import main as cli
+from thresher.common.errors import UserError
+from thresher.engine.baselines import load_baseline
+from thresher.engine.config.recipe import load_recipe
+from thresher.engine.planning.time import CHIPS
+from thresher.engine.reports import report as comparison
+from thresher.engine.reproduce.manifest import files_of, make_manifest, paper_names, read_manifest
+from thresher.engine.reproduce.pipelines import Scale, experiment_runs, in_world
+from thresher.engine.reproduce.run import reproduce
+from thresher.engine.reproduce.tables import listing, markdown, plan_in_words, read_column, results_of
+from thresher.engine.systems import load_system
+from thresher.engine.world.stages import RECIPES
+
+PAPER = Scale("paper")
+
+
+@pytest.mark.parametrize("name", paper_names())
+def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name: str) -> None:
+    manifest, parser = read_manifest(name), cli.build_parser()
+    for method in manifest.methods.values():
+        assert [method.system is not None, method.baseline is not None, method.refiner != ()].count(True) == 1
+        if method.system is not None:
+            load_system(method.system, method.options)
+        if method.baseline is not None:
+            load_baseline(method.baseline, method.options)
+        if method.recipe is not None:
+            models = {model.paper for model in manifest.models.values()}
+            assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys() | models
+    for tuning in manifest.tunings.values():
+        made_of = tuning.teacher or tuning.questions
+        assert (tuning.format is None) == (tuning.kind is not None) == (made_of in manifest.files)
+        assert load_recipe(RECIPES / tuning.recipe).sft is not None
+    for table in manifest.tables.values():
+        assert table.columns or table.curves
+        labels = [manifest.label(row) for row in table.rows]
+        assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
+        for scale in (PAPER, Scale("world")):
+            for command in (
+                command for cell in experiment_runs(manifest, table, scale, Path("x")) for command in cell.every()
+            ):
+                assert parser.parse_args(list(command.words)).handler
+    assert len(listing(manifest, CHIPS["H100"])) == sum(len(table.rows) for table in manifest.tables.values())
+
+
+def test_of_a_teachers_right_answers_to_warmed_extractors(tmp_path: Path) -> None:
+    manifest = read_manifest("eviomni")
+    for scale, teachers in ((Scale("world", (0, 1)), 1), (Scale("paper", (0, 1)), 0)):
+        cells = experiment_runs(manifest, manifest.tables["T1"], scale, tmp_path)
+        commands = list(dict.fromkeys(command for cell in cells for command in cell.before))
+        tunings = [command for command in commands if "tunings" in str(command.folder)]
+        heads = [" ".join(command.words[:2]) if command.words[0] == "data" else command.words[0] for command in tunings]
+        assert [heads.count(name) for name in ("eval", "data sft", "sft")] == [teachers, 2, 4]  # a warm-up a seed
+        for cell in cells:
+            for (extraction,) in cell.columns.values():
+                words = list(extraction.words)
+                assert words[0] == "extract" and words[words.index("--evidence-tokens") + 1] == "100"
+                assert words[words.index("--model") + 1] == str(cell.before[-1].folder)
+    lacking = cells[0].lacking()
+    assert {"data/nq_teacher/trajectories.jsonl", "models/Qwen2.5-1.5B-Instruct", "indexes/wiki18"} <= lacking.keys()
+
+
+def test_evidence_counts_where_a_passage_holds_the_gold(tmp_path: Path) -> None:
+    file = tmp_path / "e.jsonl"
+    record = {"golden_answers": ["Ada"], "evidence": "Ada", "rationale": "", "compression_ratio": 2.0}
+    shown = [[{"text": "Ada"}], [{"text": "Eva"}]]
+    lines = [json.dumps({"id": str(n), "passages": passages} | record) for n, passages in enumerate(shown)]
+    file.write_text("\n".join(lines) + "\n")
+    assert list(read_column([file], None)) == ["0", "1"]
+    found = read_column([file], None, "recall_passages")
+    assert list(found) == ["0"] and (found["0"]["compression"], found["0"]["recall_rationale"]) == (2.0, 0.0)
+
+
+def test_a_figure_has_its_rows_trainings_over_each_other(
+    tmp_path: Path, run_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(comparison, "write_curves", lambda *given: drawn.append(given))
+
+    def trained(words: list[str]) -> None:
+        run_command(words)
+        if words[0] == "train":
+            (Path(words[words.index("--out") + 1]) / "metrics.jsonl").write_text("")
+
+    reproduce("eval_rar", ["F3"], Scale("world", (0, 1)), tmp_path, trained)
+    ((title, groups, out, chosen),) = drawn
+    assert title == "Eval-RAR: Training beside Search-R1 (the figure prints no numbers)"
+    assert [len(folders) for folders in groups.values()] == [2, 2] and out == tmp_path / "eval_rar-F3.html"
+    assert chosen == ("reward", "length", "searches")
+
+
+def test_a_listed_row_says_its_stages_and_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    manifest = read_manifest("eviomni")
+    model = Path("models/Qwen2.5-1.5B-Instruct")
+    listed = listing(read_manifest("eval_rar"), CHIPS["H100"], ["T1"])
+    assert [one["row"] for one in listed if one["world"]] == ["Search-R1 (base)", "Eval-RAR (base)"]  # not (instruct)
+    (_, rational, *_, eviomni, _) = listing(manifest, CHIPS["H100"], ["T1", "T2", "own"])
+    assert rational["stages"] == ["sft eviomni/warmup.toml", "extract"] and rational["planned"] is None
+    assert listing(manifest, CHIPS["H100"], ["F4"])[0]["stages"] == eviomni["stages"][:1]  # a figure asks nothing
+    assert eviomni["planned"]["absent"] == str(model / "config.json") and "hf download" in eviomni["planned"]["get"]
+    model.mkdir(parents=True)
+    (model / "config.json").write_bytes((RECIPES / "world" / "config.json").read_bytes().replace(b"1024", b"4096"))
+    (*_, own) = listing(manifest, CHIPS["H100"], ["own"], ["run.steps=7"])
+    assert own["planned"]["fits"] and own["planned"]["seconds"] == own["planned"]["seconds_per_step"] * 7
+    assert "GB, " in plan_in_words(own["planned"], own["needs"])
+
+
+@pytest.mark.parametrize("name", paper_names())
+def test_in_the_world_no_table_is_of_questions_that_chose_a_checkpoint(name: str, tmp_path: Path) -> None:
+    manifest = read_manifest(name)
+    for table in manifest.tables.values():
+        for cell in experiment_runs(manifest, table, Scale("world"), tmp_path):
+            given = "data.dev=" + str(tmp_path / "world" / "data" / "given_")
+            for words in (command.words for command in cell.before if command.words[0] == "train"):
+                (dev,) = (word for word in words if word.startswith("data.dev="))
+                assert dev.endswith("dev.jsonl")
+            for command in (command for chain in cell.columns.values() for command in chain):
+                asked = Path(command.words[command.words.index("--questions") + 1])
+                assert asked.name in ("test.jsonl", "given_test.jsonl") and asked.parent.name == "data"
+                trained = [word for other in cell.before for word in other.words if word.startswith("data.dev=")]
+                shown = [*trained, *(word for word in command.words if word.startswith("data.dev="))]
+                assert (asked.name == "given_test.jsonl") in {word.startswith(given) for word in shown or [given]}
+
+
+def test_overrides_and_a_limit_reach_every_command(tmp_path: Path) -> None:
+    manifest = read_manifest("eval_rar")
+    for name in ("paper", "world"):
+        scale = Scale(name, overrides=("run.steps=2", "judge.url=http://x"), limit=3)
+        for cell in experiment_runs(manifest, manifest.tables["T1"], scale, tmp_path):
+            trains = [command for command in cell.before if command.words[0] == "train"]
+            assert all("run.steps=2" in command.words for command in trains)
+            for (command,) in cell.columns.values():
+                assert command.words[command.words.index("--limit") + 1] == "3"
+                assert ("run.steps=2" in command.words) != ("--best-of" in command.words)
+                assert "judge.url=http://x" in command.words
+
+
+@pytest.mark.parametrize("name", ["paper", "world"])
+def test_a_command_gets_the_overrides_of_its_sections_and_at_paper_scale_a_gpu(name: str, tmp_path: Path) -> None:
+    manifest, here = read_manifest("eviomni"), {"model.device=cpu", "model.dtype=float32"}
+    scale = Scale(name, overrides=(*sorted(here), "data.limit=3", "optim.offload=masters", "sft.steps=2"))
+    wanted = {
+        "train": here | {"data.limit=3", "optim.offload=masters"},
+        "sft": here | {"sft.steps=2"},
+        "eval": here,
+        "extract": here,
+        "data": set[str](),
+    }
+    cells = [
+        cell
+        for table in ("T1", "T2", "own")
+        for cell in experiment_runs(manifest, manifest.tables[table], scale, tmp_path)
+    ]
+    every = {command.words: command for cell in cells for command in cell.every()}
+    fixed = ("world", "teacher")  # of the world: its base, and what that answers to the training questions
+    ours = [
+        words for words, command in every.items() if not set(fixed) & set(command.folder.relative_to(tmp_path).parts)
+    ]
+    assert {words[0] for words in ours} == wanted.keys()
+    for words in ours:
+        if words[0] == "eval" and "--best-of" in words:  # by the run's recipe
+            continue
+        assert set(scale.overrides) & set(words) == wanted[words[0]], words
+        told = [words.index(key) for key in ("model.device=cuda", "model.dtype=bfloat16") if key in words]
+        assert len(told) == 2 * (name == "paper" and words[0] in ("eval", "extract") and "--best-of" not in words)
+        assert all(at < words.index("model.device=cpu") for at in told)
+
+
+def test_a_training_that_was_begun_goes_on(tmp_path: Path) -> None:
+    manifest = read_manifest("eval_rar")
+    cell = experiment_runs(manifest, manifest.tables["T2"], Scale("world"), tmp_path)[0]
+    train = cell.before[-1]
+    scale = Scale("world", allow_keys=("KEY@api.example.com",))
+    assert "--resume" not in train.to_run(scale) and not train.finished
+    train.folder.mkdir(parents=True)
+    assert train.to_run(scale)[-3:] == ["--allow-key", "KEY@api.example.com", "--resume"]
+    assert "--allow-key" not in cell.before[0].to_run(scale)
+
+
+def test_columns_of_the_same_noise_share_an_evaluation_in_the_world(tmp_path: Path) -> None:
+    manifest = read_manifest("eviomni")
+    (cell, _, full) = experiment_runs(manifest, manifest.tables["F5"], Scale("world"), tmp_path)
+    asked = {column: " ".join(chain[0].words) for column, chain in cell.columns.items()}
+    assert asked["nq"] == asked["hotpotqa"] and "--distractors" not in asked["nq"]
+    assert asked["nq_noise8"] == asked["hotpotqa_noise8"] and "--distractors 8" in asked["nq_noise8"]
+    assert len({chain[-1].folder for chain in cell.columns.values()}) == 5 and len(asked) == 10
+    (trained, *_) = experiment_runs(manifest, manifest.tables["F5"], PAPER, tmp_path)
+    extraction, answering = (" ".join(command.words) for command in trained.columns["tqa_noise4"])
+    assert "--distractors 4" in extraction and "--distractors" not in answering  # which is given evidence
+    assert "--distractors 4" in " ".join(full.columns["nq_noise4"][-1].words)
+
+
+def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran: list[list[str]] = []
+    reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
+    said = capsys.readouterr().out
+    assert ran == [] and said.count("models/Qwen2.5-3B: hf download") == 1 and "data/nq_test.jsonl: NQ's" in said
+    for path in ("models/Qwen2.5-3B/config.json", "data/nq_test.jsonl"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("{}")
+    reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
+    assert [words[0] for words in ran] == ["eval"] * 2  # without retrieval
+    Path("indexes/wiki18").mkdir(parents=True)
+    reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
+    assert len(ran) == 2 + 5  # of which three name an index of their own; nothing here is ever finished
+    assert all("data/nq_test.jsonl" in words for words in ran) and {"direct", "cot"} <= {words[-5] for words in ran}
+
+
+def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_path: Path) -> None:
+    manifest = read_manifest("eval_rar")
+    table = manifest.tables["T2"]
+    scale = Scale("paper", overrides=("run.steps=2",), limit=3)
+    cells = experiment_runs(manifest, table, scale, tmp_path)
+    for number, command in enumerate(chain[0] for chain in cells[0].columns.values()):
+        command.folder.mkdir(parents=True)
+        record = {"id": "q", "question": "?", "parts": {}, "measures": {"em": float(number % 2)}}
+        (command.folder / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
+        (command.folder / "metrics.json").write_text("{}")
+    page = markdown(results_of(manifest, table, scale, cells))
+    assert "Seeds: 1, of every set the first 3 questions, run.steps=2." in page
+    assert "Average, printed | ours |" in page and "| .404 | .429 |" in page and "| .353 | - |" in page
+    again = [cells[0], replace(cells[0], seed=1)]
+    assert "| .404 | .429 ± .000 |" in markdown(results_of(manifest, table, Scale("paper", (0, 1)), again))
+
+
+def test_methods_of_the_world_are_those_that_its_base_knows() -> None:
+    manifest = read_manifest("eval_rar")
+    assert [name for name, method in manifest.methods.items() if in_world(method)] == [
+        "eval_rar",
+        "without_evaluation",
+        "search_r1",
+    ]
+
+
+def test_of_a_methods_models_the_world_has_the_one_that_others_are_tested_against(tmp_path: Path) -> None:
+    manifest = read_manifest("eval_rar")
+    cells = experiment_runs(manifest, manifest.tables["T1"], Scale("world"), tmp_path)
+    assert [manifest.label(cell.row) for cell in cells] == ["Search-R1 (base)", "Eval-RAR (base)"]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no paper 'evalrar'; choose one of .*eval_rar"):
+        read_manifest("evalrar")
+    with pytest.raises(UserError, match="eval_rar has no table 'T9' here; choose of T1, T2"):
+        reproduce("eval_rar", ["T9"], PAPER, Path("x"), print)
+    for paper, table in (("arena", "T11"), ("eviomni", "T6")):
+        with pytest.raises(UserError, match=f"{table} has none of its question sets or of its rows in the invented"):
+            reproduce(paper, [table], Scale("world"), Path("x"), print)
+    row: dict[str, Any] = {"method": "m", "model": "a", "printed": {"em": [1.0]}}
+    found: dict[str, Any] = {
+        "title": "x",
+        "models": {"a": {"paper": "p", "get": "g"}},
+        "sets": {"s": {"label": "S", "paper": "p", "get": "g"}},
+        "methods": {"m": {"label": "M", "baseline": "direct"}},
+        "tables": {"T1": {"caption": "c", "columns": ["s"], "rows": [row]}},
+    }
+    assert make_manifest("x", found).tables["T1"].rows[0].printed == {"em": [1.0]}
+    row["printed"] = {"em": [1.0, 2.0]}
+    with pytest.raises(UserError, match=r"\[tables.T1\]: M: em has 2 numbers of 1"):
+        make_manifest("x", found)
+    row["method"] = "n"
+    with pytest.raises(UserError, match="a row of method 'n' and model 'a', which are not both there"):
+        make_manifest("x", found)
+    found["tables"]["T1"]["columns"] = ["t"]
+    with pytest.raises(UserError, match="column 't' is no set"):
+        make_manifest("x", found)
+    with pytest.raises(UserError, match="world_base: expected one of shared, numbered, got 'number'"):
+        make_manifest("x", found | {"world_base": "number"})
+
+
+def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> None:
+    """A command that names its system gets the file; one that goes on from a run has the run's recipe."""
+    manifest, prompts = read_manifest("eval_rar"), tmp_path / "prompts"
+    prompts.mkdir()
+    (prompts / "eval_rar.txt").write_text("{question}")
+    own = f"system.template={prompts / 'eval_rar.txt'}"
+    cells = experiment_runs(manifest, manifest.tables["T1"], Scale("paper", prompts=prompts), tmp_path)
+    plain = experiment_runs(manifest, manifest.tables["T1"], PAPER, tmp_path)
+    changed = set()
+    for cell, before in zip(cells, plain, strict=True):
+        for command, same in zip(cell.every(), before.every(), strict=True):
+            if own in command.words:
+                assert [word for word in command.words if word != own][:1] == [same.words[0]]
+                changed.add((cell.row.method, command.words[0]))
+            else:
+                assert command.words == same.words
+    assert ("eval_rar", "train") in changed and {method for method, _ in changed} == {"eval_rar"}
+
+    def refused(scale: Scale) -> str:
+        with pytest.raises(UserError) as caught:
+            reproduce("eval_rar", ["T1"], scale, tmp_path / "out", lambda words: None)
+        return str(caught.value)
+
+    assert "give it with --scale paper" in refused(Scale("world", prompts=prompts))
+    (prompts / "eval-rar.txt").write_text("{question}")
+    assert "eval-rar.txt: nothing of these tables asks in it; name a file after" in refused(
+        Scale("paper", prompts=prompts)
+    )
+    assert "holds no prompt" in refused(Scale("paper", prompts=tmp_path / "none"))

@@ -1,0 +1,264 @@
+"""The invented world: held-out entities are held out of everything, and every answer follows from the facts."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thresher.engine.protocol.prompts import Renderer
+from thresher.engine.training.sft import encode_transcript
+from thresher.engine.world.facts import (
+    BLIND_HOPS,
+    RELATIONS,
+    InventedWorld,
+    InventedWorlds,
+    Size,
+    ask,
+    invent,
+    passages,
+    questions,
+)
+from thresher.engine.world.files import K, invent_files, transcripts
+from thresher.policy.tokenizer import train_bpe
+from thresher.retrieval.building.commands import build
+from thresher.retrieval.indexes.load import load_index
+from thresher.retrieval.questions import read_questions
+from thresher.rewards.papers.search import eval_rar_reward
+from thresher.rewards.transcript import Source, TextSegment
+
+SMALL = Size(
+    people=24,
+    places=16,
+    works=20,
+    pieces=14,
+    train_questions=80,
+    test_questions=30,
+    warmup_worlds=3,
+    transcripts=60,
+)
+FORMAT = " {text}"
+NAME = r"[A-Z][a-z]+ [A-Z][a-z]+"
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2])
+def worlds(request: pytest.FixtureRequest) -> InventedWorlds:
+    """The demo's own size and seeds."""
+    return invent(Size(), request.param)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("invented") / "data"
+    invent_files(folder, 5, SMALL, FORMAT)
+    return folder
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def walk(world: InventedWorld, text: str) -> str:
+    """The answer to a question, found by its words alone."""
+    match = re.fullmatch(rf"What is ((?:the \w+ of )+)({NAME})\?", text)
+    assert match, text
+    entity = match[2]
+    for relation in reversed(re.findall(r"the (\w+) of ", match[1])):
+        entity = world.facts[entity, relation].object
+    return entity
+
+
+def test_training_and_held_out_entities_are_apart_and_no_fact_crosses(worlds: InventedWorlds) -> None:
+    assert not worlds.train.kinds.keys() & worlds.test.kinds.keys()
+    for world in (worlds.train, worlds.test, *worlds.warmup):
+        for (subject, relation), fact in world.facts.items():
+            assert (fact.subject, fact.relation) == (subject, relation)
+            assert fact.subject != fact.object
+            assert world.kinds[fact.object] == RELATIONS[world.kinds[fact.subject]][relation]
+        # Every entity has every relation of its kind.
+        assert len(world.facts) == sum(len(world.relations(entity)) for entity in world.kinds)
+        assert all((entity, relation) in world.facts for entity in world.kinds for relation in world.relations(entity))
+
+
+def test_sizes(worlds: InventedWorlds) -> None:
+    def kinds(world: InventedWorld) -> list[int]:
+        return [list(world.kinds.values()).count(kind) for kind in RELATIONS]
+
+    assert kinds(worlds.test) == [60, 40, 60]
+    assert [kinds(world) for world in (worlds.train, *worlds.warmup)] == [[180, 120, 180]] * 17
+    assert len(passages([worlds.train, worlds.test], 0)) == 3 * (240 + 160 + 240)
+
+
+def test_every_piece_of_a_held_out_name_has_been_seen(worlds: InventedWorlds) -> None:
+    def pieces(*parts: InventedWorld) -> set[tuple[int, str]]:
+        return {(place, word) for world in parts for name in world.kinds for place, word in enumerate(name.split())}
+
+    assert pieces(worlds.test) <= pieces(worlds.train, *worlds.warmup)
+
+
+def test_the_warm_up_never_uses_a_held_out_name(worlds: InventedWorlds, files: Path) -> None:
+    for world in worlds.warmup:
+        assert not world.kinds.keys() & worlds.test.kinds.keys()
+        named = {name for fact in world.facts.values() for name in (fact.subject, fact.object)}
+        assert not named & worlds.test.kinds.keys()
+    assert len({frozenset(world.kinds) for world in worlds.warmup}) == len(worlds.warmup)  # each its own names
+    held_out = invent(SMALL, 5).test.kinds.keys()
+    written = (files / "warmup.jsonl").read_text(encoding="utf-8") + (files / "train.jsonl").read_text(encoding="utf-8")
+    assert not held_out & set(re.findall(rf"(?={NAME})({NAME})", written))
+    assert held_out <= set(re.findall(NAME, (files / "test.jsonl").read_text() + (files / "corpus.jsonl").read_text()))
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_golds_follow_from_the_facts(worlds: InventedWorlds, part: str) -> None:
+    world: InventedWorld = getattr(worlds, part)
+    asked = questions(world, 200, 0.67, 0, part)
+    for question in asked:
+        assert question.golds == (walk(world, question.question),)
+        assert question.golds[0] not in question.question  # and is not given away
+        assert question.metadata["hops"] == question.question.count(" of ")
+    assert len({question.question for question in asked}) == len({question.id for question in asked}) == 200
+    assert sum(question.metadata["hops"] == 2 for question in asked) == 134
+    # In no order: hops are mixed.
+    assert 40 < sum(question.metadata["hops"] == 2 for question in asked[:100]) < 94
+
+
+def test_more_questions_than_there_are_gives_all_there_are() -> None:
+    world = invent(SMALL, 0).test
+    asked = questions(world, 10_000, 0.5, 0, "test")
+    one = [question for question in asked if question.metadata["hops"] == 1]
+    assert len(one) == len(world.facts)
+    assert len({question.question for question in asked}) == len(asked)
+
+
+def test_how_a_question_is_put() -> None:
+    world = invent(SMALL, 0).train
+    first = next(iter(world.facts.values()))
+    second = next(fact for fact in world.facts.values() if fact.subject == first.object)
+    assert ask([first]) == f"What is the {first.relation} of {first.subject}?"
+    assert ask([first, second]) == f"What is the {second.relation} of the {first.relation} of {first.subject}?"
+    assert first.sentence == f"{first.subject} has {first.relation} {first.object}."
+
+
+def test_everything_is_a_function_of_the_seed(tmp_path: Path, files: Path) -> None:
+    invent_files(tmp_path / "again", 5, SMALL, FORMAT)
+    invent_files(tmp_path / "other", 6, SMALL, FORMAT)
+    for path in files.iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+        assert (tmp_path / "other" / path.name).read_bytes() != path.read_bytes()
+    assert invent(Size(), 1) == invent(Size(), 1) != invent(Size(), 2)
+
+
+def test_files_are_what_the_readers_read(files: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in files.iterdir()) == [
+        "corpus.jsonl",
+        "test.jsonl",
+        "train.jsonl",
+        "warmup.jsonl",
+    ]
+    worlds = invent(SMALL, 5)
+    facts = {fact.sentence for world in (worlds.train, worlds.test) for fact in world.facts.values()}
+    corpus = lines(files / "corpus.jsonl")
+    assert {record["text"] for record in corpus} == facts and len(corpus) == len(facts)
+    for name, world, count in (("train", worlds.train, 80), ("test", worlds.test, 30)):
+        asked = read_questions(files / f"{name}.jsonl")
+        assert asked == questions(world, count, SMALL.two_hop, 5, name) and len(asked) == count
+    # A query of relation and name finds its own fact first, for that is what the questions come down to.
+    build(files / "corpus.jsonl", tmp_path / "index", embed="title+text")
+    index = load_index(tmp_path / "index")
+    known = list(worlds.test.facts.values())
+    found = index.search([fact.query for fact in known], 1)
+    assert sum(hits[0].passage.text == fact.sentence for fact, hits in zip(known, found, strict=True)) > 0.95 * len(
+        known
+    )
+
+
+def test_the_order_of_passages_tells_nothing(worlds: InventedWorlds) -> None:
+    order = passages([worlds.train, worlds.test], 0)
+    assert [passage.id for passage in order] == [str(number) for number in range(len(order))]
+    held_out = [passage.title.split(",")[0] in worlds.test.kinds for passage in order]
+    half = len(held_out) // 2
+    assert abs(sum(held_out[:half]) - sum(held_out[half:])) < 0.1 * len(held_out)
+
+
+def test_a_folder_that_exists_is_left_alone(files: Path) -> None:
+    before = (files / "corpus.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="exists already"):
+        invent_files(files, 9, SMALL, FORMAT)
+    assert (files / "corpus.jsonl").read_bytes() == before
+
+
+def test_too_few_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 first and second words make too few names"):
+        invent(Size(pieces=4), 0)
+
+
+def test_transcripts_search_copy_and_answer(files: Path) -> None:
+    records = lines(files / "warmup.jsonl")
+    assert len(records) == len({record["id"] for record in records}) == 60
+    for record in records:
+        policy = [segment for segment in record["segments"] if segment["source"] == "policy"]
+        shown = [segment["text"] for segment in record["segments"] if segment["source"] == "retrieved"]
+        assert 1 <= len(policy) - 1 <= max(BLIND_HOPS) and len(shown) == 3 * (len(policy) - 1)
+        for before, text, after, asking, telling in zip(
+            shown[::3], shown[1::3], shown[2::3], policy, policy[1:], strict=False
+        ):
+            assert (before, after) == ("\n\n<information>", "</information>\n\n")
+            assert len(text.split("\n")) == K
+            _, (start, end), *_ = telling["copied"]
+            name = telling["text"][start:end]
+            assert re.fullmatch(rf" {NAME}", name)
+            # What is copied stands in the passage that the query asked for.
+            (query,) = re.findall(r"<search> (.*?) </search>", asking["text"])
+            relation, subject = query.split(" of ")
+            assert f" {subject} has {relation}{name}." in text.split("\n")
+        start, end = policy[-1]["copied"][-1]
+        assert policy[-1]["text"].endswith(f"<answer>{policy[-1]['text'][start:end]} </answer>")
+        pieces = [TextSegment(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
+        answer = eval_rar_reward(pieces, ["x"]).answer
+        assert answer is not None and f" {answer.strip()}" == policy[-1]["text"][start:end]
+
+
+@pytest.mark.parametrize(
+    ("aware", "low", "high", "searches"),
+    [(0.0, 0.0, 0.3, {1, 3}), (1.0, 1.0, 1.0, {1, 2}), (0.2, 0.2, 0.5, {1, 2, 3})],
+)
+def test_only_aware_transcripts_follow_their_question(
+    aware: float, low: float, high: float, searches: set[int]
+) -> None:
+    """Blind ones end at the right name now and then, by chance."""
+    size = Size(people=24, places=16, works=20, pieces=14, aware=aware)
+    world = invent(size, 0).train
+    records = transcripts(world, 300, size, 0, lambda queries: ["-"] * len(queries))
+    right = [
+        f"<answer> {walk(world, record['question'])} </answer>" in record["segments"][-1]["text"] for record in records
+    ]
+    assert low <= sum(right) / len(right) <= high
+    assert {sum(part["source"] == "policy" for part in record["segments"]) - 1 for record in records} == searches
+
+
+def test_every_copied_name_stands_above(files: Path) -> None:
+    for record in lines(files / "warmup.jsonl"):
+        above = f" {record['question']}"
+        for segment in record["segments"]:
+            text, copied = segment["text"], segment.get("copied", [])
+            names = [text[start:end] for start, end in copied]
+            assert all(name in above for name in names)
+            # And no name of a policy's turn is left out.
+            if segment["source"] == "policy":
+                assert names == re.findall(rf" {NAME}", text.replace("First ", "").replace("Then ", ""))
+            above += text
+
+
+def test_copied_ranges_are_whole_tokens(files: Path) -> None:
+    """A gate that measured no token, or the tag after the name, would open for the wrong reason."""
+    texts = [text for path in sorted(files.iterdir()) for text in path.read_text(encoding="utf-8").splitlines()]
+    tokenizer = train_bpe(texts, 500, ["<|endoftext|>"])
+    renderer = Renderer(tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=9, passage_format="{text}")
+    for record in lines(files / "warmup.jsonl")[:20]:
+        record["segments"].insert(0, {"source": "prompt", "text": "Q"})
+        found = encode_transcript(record, tokenizer, renderer, "")
+        names = [
+            segment["text"][start:end] for segment in record["segments"] for start, end in segment.get("copied", ())
+        ]
+        assert names and tokenizer.decode([found.ids[row] for row in found.copied]) == "".join(names)
