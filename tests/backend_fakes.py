@@ -6,6 +6,7 @@ flash-attn 2.8.3, FlashAttention-3 of the same release, xformers 0.0.35, torch 2
 
 import sys
 from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -32,101 +33,54 @@ def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.
     return torch.cat(out)
 
 
-def varlen_attn_211(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-):
-    assert cu_seq_q is cu_seq_k and max_q == max_k and window_size == (-1, 0) and return_aux is None and scale is None
-    assert query.shape == key.shape == value.shape
-    return packed(query, key, value, cu_seq_q, max_q)
+ANYTHING: Any = object()
 
 
-def varlen_attn_212(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-    enable_gqa=False,
-    seqused_k=None,
-    block_table=None,
-    num_splits=None,
-):
-    assert cu_seq_q is cu_seq_k and max_q == max_k and window_size == (-1, 0) and return_aux is None and scale is None
-    assert seqused_k is block_table is num_splits is None
-    if not enable_gqa and query.shape[1] != key.shape[1]:
+def stand_in(parameters: str, call: Callable[[dict[str, Any]], Any], **given: Any) -> Callable[..., Any]:
+    """Return a function with a library's `parameters`, whose arguments go to `call`. An argument must have its default
+    or, where there is one, the value in `given`; ANYTHING is not checked."""
+
+    def check(arguments: dict[str, Any]) -> Any:
+        for name, parameter in signature(function).parameters.items():
+            expected = given.get(name, parameter.default)
+            assert expected in (Parameter.empty, ANYTHING) or arguments[name] == expected, name
+        return call(arguments)
+
+    function: Callable[..., Any] = eval(f"lambda {parameters}: check(locals())", {"check": check})
+    return function
+
+
+def attend(arguments: dict[str, Any]) -> torch.Tensor:
+    """Causal attention of the first seven arguments, as all of these libraries order them."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = list(arguments.values())[:7]
+    assert cu_seqlens_q is cu_seqlens_k and longest_q == longest_k and k.shape == v.shape
+    if not arguments.get("enable_gqa", "cu_seqlens_q" in arguments) and q.shape[1] != k.shape[1]:
         raise ValueError("Expect query and key/value to have the same number of heads")
-    return packed(query, key, value, cu_seq_q, max_q)
+    return packed(q, k, v, cu_seqlens_q, longest_q)
 
 
-def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-):
-    assert causal and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
-    assert (dropout_p, softmax_scale, window_size, softcap) == (0.0, None, (-1, -1), 0.0)
-    assert alibi_slopes is block_table is None and not deterministic and not return_attn_probs
-    return packed(q, k, v, cu_seqlens_q, max_seqlen_q)
-
-
-def flash3_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    seqused_q=None,
-    seqused_k=None,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-):
-    assert causal and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
-    assert seqused_q is seqused_k is softmax_scale is qv is q_descale is k_descale is v_descale is pack_gqa is None
-    assert (window_size, attention_chunk, softcap, num_splits, sm_margin) == ((-1, -1), 0, 0.0, 1, 0)
-    assert not deterministic
-    return packed(q, k, v, cu_seqlens_q, max_seqlen_q)
+TORCH = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)"
+varlen_attn_211 = stand_in(TORCH, attend, window_size=(-1, 0))
+varlen_attn_212 = stand_in(
+    f"{TORCH}, enable_gqa=False, seqused_k=None, block_table=None, num_splits=None",
+    attend,
+    window_size=(-1, 0),
+    enable_gqa=ANYTHING,
+)
+FLASH = "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+flash_attn_varlen_func = stand_in(
+    f"{FLASH}, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False, block_table=None",
+    attend,
+    causal=True,
+)
+flash3_varlen_func = stand_in(
+    f"{FLASH}, seqused_q=None, seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, "
+    "k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, "
+    "pack_gqa=None, deterministic=False, sm_margin=0",
+    attend,
+    causal=True,
+)
 
 
 def flash3_with_log_sum_exp(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,8 +106,9 @@ class BlockDiagonalCausalMask:
 ranks: list[int] = []  # of the queries of each call
 
 
-def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
-    assert isinstance(attn_bias, BlockDiagonalCausalMask) and (p, scale, op, output_dtype) == (0.0, None, None, None)
+def attend_under_bias(arguments: dict[str, Any]) -> torch.Tensor:
+    query, key, value, attn_bias = list(arguments.values())[:4]
+    assert isinstance(attn_bias, BlockDiagonalCausalMask)
     assert query.ndim in (4, 5) and query.shape == key.shape == value.shape and query.shape[0] == 1  # no broadcasting
     ranks.append(query.ndim)
     if query.ndim == 5 and any(x.requires_grad for x in (query, key, value)):
@@ -162,6 +117,11 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
     return packed(flat[0], flat[1], flat[2], attn_bias.cu_seqlens, attn_bias.longest).reshape(query.shape)
 
 
+memory_efficient_attention = stand_in(
+    "query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None",
+    attend_under_bias,
+    attn_bias=ANYTHING,
+)
 FAKES: dict[str, Callable[..., Any]] = {
     "varlen_211": varlen_attn_211,
     "varlen_212": varlen_attn_212,

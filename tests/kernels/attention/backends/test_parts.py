@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend_fakes import ANYTHING, FLASH, stand_in
 
 from thresher.kernels.attention.backends import parts
 from thresher.kernels.attention.backends.adapter import Unserved
@@ -52,113 +53,62 @@ def gradients(
     return [x.to(q.dtype) for x in PLAIN.backward(grad, q, k, v, out, lse.t(), part)]
 
 
-def aten_forward(
-    query,
-    key,
-    value,
-    cum_seq_q,
-    cum_seq_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    return_debug_mask,
-    *,
-    scale=None,
-    window_size_left=None,
-    window_size_right=None,
-    seqused_k=None,
-    alibi_slopes=None,
-):
-    assert (dropout_p, return_debug_mask) == (0.0, False) and scale is window_size_left is window_size_right is None
-    out, lse = attend(query, key, value, as_part(cum_seq_q, cum_seq_k, max_q, max_k, is_causal))
-    return out, lse, None, None, None
+def forward(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    q, k, v, *runs = list(arguments.values())[:7]
+    assert arguments.get("softmax_scale") in (None, pytest.approx(q.shape[-1] ** -0.5))
+    causal = arguments["causal"] if "causal" in arguments else arguments["is_causal"]
+    return *attend(q, k, v, as_part(*runs, causal)), None, None
 
 
-def aten_backward(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
-    cum_seq_q,
-    cum_seq_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    rng_state,
-    unused,
-    *,
-    scale=None,
-    window_size_left=None,
-    window_size_right=None,
-):
-    assert dropout_p == 0.0 and scale is window_size_left is window_size_right is None
-    assert rng_state.dtype == torch.uint64 and rng_state.shape == (2,) and unused.numel() == 0
-    part = as_part(cum_seq_q, cum_seq_k, max_q, max_k, is_causal)
-    return tuple(gradients(grad_out, query, key, value, out, logsumexp, part))
+def backward(arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    assert arguments["rng_state"].dtype == torch.uint64 and arguments["rng_state"].shape == (2,)
+    assert arguments["unused"].numel() == 0
+    *tensors, cu_q, cu_k, max_q, max_k, _, causal = list(arguments.values())[:12]
+    return tuple(gradients(*tensors, as_part(cu_q, cu_k, max_q, max_k, causal)))
 
 
-def flash_forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
+def backward_into(arguments: dict[str, Any]) -> None:
+    *tensors, dq, dk, dv, cu_q, cu_k, max_q, max_k, _, scale, causal = list(arguments.values())[:16]
+    assert scale == pytest.approx(tensors[1].shape[-1] ** -0.5)
+    found = gradients(*tensors, as_part(cu_q, cu_k, max_q, max_k, causal))
+    for into, x in zip((dq, dk, dv), found, strict=True):
+        assert into.is_contiguous()
+        into.copy_(x)
+
+
+CUMULATIVE = "cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal"
+aten_forward = stand_in(
+    f"query, key, value, {CUMULATIVE}, return_debug_mask, *, scale=None, window_size_left=None, "
+    "window_size_right=None, seqused_k=None, alibi_slopes=None",
+    lambda arguments: (*forward(arguments), None),
+    dropout_p=0.0,
+    return_debug_mask=False,
+)
+aten_backward = stand_in(
+    f"grad_out, query, key, value, out, logsumexp, {CUMULATIVE}, rng_state, unused, *, scale=None, "
+    "window_size_left=None, window_size_right=None",
+    backward,
+    dropout_p=0.0,
+)
+flash_forward = stand_in(
+    f"{FLASH}, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, "
+    "alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False",
+    forward,
+    dropout_p=0.0,
+)
+flash_backward = stand_in(
+    "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "
+    "softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, "
+    "rng_state=None, zero_tensors=False",
+    backward_into,
+    dropout_p=0.0,
     window_size_left=-1,
     window_size_right=-1,
     softcap=0.0,
     alibi_slopes=None,
-    return_softmax=False,
-    block_table=None,
-    leftpad_k=None,
-    seqused_k=None,
-    zero_tensors=False,
-):
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0) and alibi_slopes is None
-    assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5) and not return_softmax
-    out, lse = attend(q, k, v, as_part(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal))
-    return out, lse, None, None
-
-
-def flash_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
-    zero_tensors=False,
-):
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0) and alibi_slopes is None
-    assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5) and not deterministic
-    part = as_part(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
-    for into, x in zip((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, part), strict=True):
-        assert into.is_contiguous()
-        into.copy_(x)
+    deterministic=False,
+    rng_state=ANYTHING,
+)
 
 
 @pytest.fixture
