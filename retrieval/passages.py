@@ -185,6 +185,22 @@ def join_sentences(sentences: list[str]) -> str:
 
 
 def _iter_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, int, Record]]:
+    malformed = (
+        "malformed TSV ({}); a field that begins with a double quote should end with one, with those inside doubled, "
+        "so fix or remove this record"
+    )
+    rows = iter_table(path, "\t", malformed)
+    next(rows, None)  # the header
+    for where, start, cells in rows:
+        yield where, start, _tsv_record(cells, columns, where)
+
+
+def iter_table(path: Path, delimiter: str, malformed: str) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield (where, start, cells) for every row of a table that is not blank, the header among them.
+
+    `where` is what an error message should start with, `start` the byte at which the row begins. UserError for text
+    that is not UTF-8, and for a row that is not quoted as CSV is: `malformed`, with the reason in it.
+    """
     number = end = 0  # of the last line that the reader took
 
     def decoded() -> Iterator[str]:
@@ -193,25 +209,17 @@ def _iter_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, int, 
             end += len(line)
             yield _decode(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
 
-    reader = _tsv_reader(decoded())
-    header_read = False
+    reader = csv.reader(decoded(), delimiter=delimiter, strict=True)
     while True:
-        first, start = number + 1, end
-        where = f"{path}:{first}"
+        start, where = end, f"{path}:{number + 1}"
         try:
             cells = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            raise UserError(
-                f"{where}: malformed TSV ({error}); a field that begins with a double quote should end with one, with "
-                "those inside doubled, so fix or remove this record"
-            ) from None
-        if not cells:
-            continue
-        if header_read:
-            yield where, start, _tsv_record(cells, columns, where)
-        header_read = True
+            raise UserError(f"{where}: {malformed.format(error)}") from None
+        if cells:
+            yield where, start, cells
 
 
 # _csv.Reader has no public name before Python 3.12's stubs; what is used of it is that it iterates.

@@ -18,7 +18,7 @@ import numpy as np
 
 from thresher.bench.measure import spread
 from thresher.bench.retrieval.peers import ExactAnswers, Search, Searcher, ours
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.approximate import ApproximateSearch
 from thresher.retrieval.indexes.exact import Rows
 

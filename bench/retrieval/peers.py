@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.exact import Found, Rows, RowScores
 from thresher.retrieval.indexes.faiss_library import faiss
 

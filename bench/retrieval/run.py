@@ -43,7 +43,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import show_bytes
 from thresher.common.machine import cpu_memory
 from thresher.retrieval.building.build import CODE_FACTORS, WHOLE_FACTORS
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
 from thresher.retrieval.indexes.exact import ExactRows, RowScores, largest_row_norm
 from thresher.retrieval.indexes.kinds import Kind, estimate, parse_kind

@@ -23,7 +23,7 @@ from thresher.bench.retrieval.vectors import SyntheticVectors, neighbours
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object
 from thresher.retrieval.corpus import open_corpus
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.vector_file import VectorFile, sample_rows
 from thresher.retrieval.questions import read_queries
 

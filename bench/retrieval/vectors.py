@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.exact import Rows
 from thresher.retrieval.indexes.faiss_library import faiss
 

@@ -35,7 +35,7 @@ import numpy as np
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, need_room, read_json_object, staged_folder
 from thresher.retrieval.corpus import Corpus, check_embed, embedded_text
-from thresher.retrieval.encoders.encoder import Encoder, Vectors
+from thresher.retrieval.encoders import Encoder, Vectors
 from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
 from thresher.retrieval.indexes.exact import MARGIN, ExactRows, Found, Rows, RowScores, best_of, largest_row_norm
 from thresher.retrieval.indexes.faiss_library import faiss, need_faiss

@@ -21,7 +21,7 @@ from thresher.retrieval.corpus import (
     open_corpus,
     read_corpus,
 )
-from thresher.retrieval.encoders.encoder import Encoder
+from thresher.retrieval.encoders import Encoder
 from thresher.retrieval.encoders.lexical import COUNTING, DEFAULT_DIM, PROGRESS_STEP, LexicalEncoder
 from thresher.retrieval.indexes.kinds import OnStage, choose_kind, estimate, parse_kind, parse_memory
 from thresher.retrieval.indexes.load import load_retriever

@@ -48,7 +48,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import show_bytes
 from thresher.retrieval.building.build import QUERIES
 from thresher.retrieval.corpus import Corpus
-from thresher.retrieval.encoders.encoder import Encoder, Vectors
+from thresher.retrieval.encoders import Encoder, Vectors
 from thresher.retrieval.indexes.bm25 import SCORES, build_bm25, load_bm25
 from thresher.retrieval.indexes.exact import ExactRows
 from thresher.retrieval.indexes.faiss_library import faiss

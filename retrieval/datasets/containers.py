@@ -8,7 +8,6 @@ Deliberately absent: other compressions, and SQuAD's nested paragraphs.
 """
 
 import codecs
-import csv
 import importlib
 import json
 import math
@@ -24,11 +23,11 @@ from thresher.common.jsonl import (
     Record,
     as_object,
     iter_jsonl,
-    iter_lines,
     json_kind,
     read_head,
     readable,
 )
+from thresher.retrieval.passages import iter_table
 
 PIECE = 1 << 20  # characters of a JSON list read at a time, at least
 BATCH = 1024  # rows of parquet
@@ -178,38 +177,17 @@ def _enter(text: _Text, key: str, path: Path) -> None:
 
 
 def _iter_table(path: Path, delimiter: str) -> Iterator[tuple[str, Record]]:
-    number = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal number
-        for number, line in iter_lines(path):
-            try:
-                yield (line.removeprefix(BOM) if number == 1 else line).decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}:{number}: not valid UTF-8 at byte {error.start}; expected UTF-8, so convert the file"
-                ) from None
-
-    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    rows = iter_table(path, delimiter, "malformed table ({}); fix or remove this record")
     columns: list[str] | None = None
-    while True:
-        where = f"{path}:{number + 1}"
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise UserError(f"{where}: malformed table ({error}); fix or remove this record") from None
-        if not cells:
-            continue
+    for where, _, cells in rows:
         if columns is None:
             columns = [cell.strip() for cell in cells]
-            continue
-        if len(cells) != len(columns):
+        elif len(cells) != len(columns):
             raise UserError(
                 f"{where}: expected {len(columns)} cells ({', '.join(columns)}), found {len(cells)}; fix this record"
             )
-        yield where, dict(zip(columns, cells, strict=True))
+        else:
+            yield where, dict(zip(columns, cells, strict=True))
 
 
 def _iter_parquet(path: Path) -> Iterator[tuple[str, Record]]:

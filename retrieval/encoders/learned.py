@@ -41,7 +41,7 @@ from torch import Tensor
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_JSON, atomic_write_text, read_bytes, read_json_object, refuse_hub_id
 from thresher.policy.weights import write_weights
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.encoders.tokenizer import WordPiece, load_wordpiece
 from thresher.retrieval.encoders.transformer import (
     LENGTH_STEP,

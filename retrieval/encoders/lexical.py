@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 
 FILE = "lexical.json"
 DEFAULT_DIM = 2048

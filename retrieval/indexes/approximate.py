@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from thresher.common.errors import UserError
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.exact import MARGIN, ExactRows, Found, Rows, RowScores, best_first, best_of
 from thresher.retrieval.indexes.faiss_library import faiss
 from thresher.retrieval.indexes.kinds import Kind

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.faiss_library import faiss, faiss_installed
 from thresher.retrieval.indexes.vector_file import SLICE_BYTES, Array
 

@@ -15,7 +15,7 @@ import numpy as np
 from thresher.common.errors import UserError
 from thresher.common.hashes import Hashes, check_hashes
 from thresher.retrieval.corpus import Corpus, check_embed
-from thresher.retrieval.encoders.encoder import Encoder, Vectors
+from thresher.retrieval.encoders import Encoder, Vectors
 from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.approximate import (
     FLAT_FACTOR,

@@ -1,7 +1,7 @@
 """`thresher serve-retriever`: an index behind a URL, in the two dialects that training code already speaks (app.py).
 
 One event loop reads and writes (aiohttp's low-level server), answers what needs no search (app.py), and hands the rest
-to one thread that searches (batcher.py). Everything is bounded: connections, the size of a head and a body, the time to
+to one thread that searches (`Batcher`). Everything is bounded: connections, the size of a head and a body, the time to
 send either, queries in a request, queries waiting, the time of a search, and the time that an answer may take to be
 read. TLS, passwords and several processes are left to a proxy in front; hence the loopback address by default.
 

@@ -16,7 +16,7 @@ from thresher.common.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.retrieval.building.plan import IndexPlan
-    from thresher.retrieval.encoders.encoder import Encoder
+    from thresher.retrieval.encoders import Encoder
 
 HELP = "what an index will need and take, before it is built"
 PLACE = 10

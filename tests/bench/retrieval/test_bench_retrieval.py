@@ -19,7 +19,7 @@ from thresher.bench.retrieval.run import OUT_OF_TIME, RetrievalBench, failure, r
 from thresher.bench.retrieval.sets import PassageSource, VectorSet, real_set, synthetic_set
 from thresher.cli.main import run
 from thresher.common.errors import UserError
-from thresher.retrieval.encoders.encoder import Vectors
+from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.approximate import ApproximateSearch
 from thresher.retrieval.indexes.exact import ExactRows, Rows, RowScores
 from thresher.retrieval.indexes.kinds import parse_kind

@@ -10,7 +10,7 @@ from retrieval_server_cases import until
 
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit
-from thresher.retrieval.serving.batcher import Batcher, Full
+from thresher.retrieval.serving.app import Batcher, Full
 
 
 def searching(log: list[tuple[list[str], int]], gate: threading.Event) -> Callable[[list[str], int], list[list[Hit]]]:
