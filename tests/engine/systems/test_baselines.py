@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from episode_cases import drive as play
+from episode_cases import kinds
 
 from thresher.common.errors import UserError
 from thresher.engine.baselines import NAMES, load_baseline
@@ -18,7 +20,6 @@ from thresher.engine.episode import (
     Retrieved,
     Search,
     System,
-    Turn,
     first_prompt,
 )
 from thresher.engine.protocol.prompts import Renderer
@@ -57,22 +58,7 @@ def options_of(name: str, folder: Path, ids: Sequence[str] = ("q",)) -> dict[str
 def drive(
     system: System, texts: Sequence[str], hits: Sequence[list[Hit]] = (), max_turns: int = 4
 ) -> tuple[list[Any], str | None]:
-    """Everything the episode asked for, with turns and hits scripted, and its reason; None if it wants more turns."""
-    episode = system.episode(QUESTION, EpisodeConfig(system.template, max_turns))
-    queue, results, requests, answer = list(texts), list(hits), [], None
-    while True:
-        try:
-            request = episode.send(answer)
-        except StopIteration as stop:
-            assert not queue and not results, "turns or hits left over"
-            return requests, stop.value
-        requests.append(request)
-        answer = results.pop(0) if isinstance(request, Search) else None
-        if isinstance(request, Generate):
-            if not queue:
-                return requests, None
-            text = queue.pop(0)
-            answer = Turn(text.encode(), next((tag for tag in request.stop if text.endswith(tag)), None))
+    return play(system, QUESTION, texts, hits, max_turns=max_turns)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +147,7 @@ def test_ircot_searches_with_every_thought() -> None:
     assert reason == "answered"
     # A turn without a thought finds nothing, and the last turn is for the answer alone.
     requests, reason = drive(system, ["Hm.", "<thought> </thought>", "<thought>x</thought>"], [found(0)], max_turns=3)
-    assert [type(r).__name__ for r in requests[3:]] == [
+    assert kinds(requests[3:]) == [
         "Generate",
         "Feedback",
         "Generate",
@@ -195,7 +181,7 @@ def test_self_ask_searches_with_every_follow_up() -> None:
     ]
     assert reason == "answered"
     requests, reason = drive(system, ["<followup></followup>", "Where?", "<answer></answer>"], max_turns=3)
-    assert [type(r).__name__ for r in requests[1::2]] == ["Generate", "Generate", "Feedback"] and reason == "turns"
+    assert kinds(requests[1::2]) == ["Generate", "Generate", "Feedback"] and reason == "turns"
 
 
 def test_the_search_loop_is_search_r1_untrained() -> None:

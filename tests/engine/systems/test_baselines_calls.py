@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from episode_cases import drive as play
 
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.sure import chosen, listed
-from thresher.engine.episode import EpisodeConfig, Feedback, Generate, Prompt, Retrieved, Search, SubCall, System, Turn
+from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, SubCall, System
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import Judges, check_all, score
@@ -30,22 +31,8 @@ def found(*numbers: int) -> list[Hit]:
 
 def drive(
     system: System, texts: Sequence[str], called: Sequence[str], hits: Sequence[list[Hit]] = (), max_turns: int = 4
-) -> tuple[list[Any], str]:
-    """Everything that the episode asked for, with turns, calls' turns and hits scripted, and its reason."""
-    episode, answer = system.episode(QUESTION, EpisodeConfig(system.template, max_turns)), None
-    queues: dict[type, list[Any]] = {Generate: list(texts), SubCall: list(called), Search: list(hits)}
-    requests: list[Any] = []
-    while True:
-        try:
-            request = episode.send(answer)
-        except StopIteration as stop:
-            assert not any(queues.values()), f"left over: {queues}"
-            return requests, stop.value
-        requests.append(request)
-        answer = queues[type(request)].pop(0) if type(request) in queues else None
-        if isinstance(answer, str):
-            stops = request.context.stop if isinstance(request, SubCall) else request.stop
-            answer = Turn(answer.encode(), next((tag for tag in stops if answer.endswith(tag)), None))
+) -> tuple[list[Any], str | None]:
+    return play(system, QUESTION, texts, hits, called, max_turns)
 
 
 def attempt_of(texts: Sequence[str], called: Sequence[str]) -> RewardInput:

@@ -3,14 +3,17 @@ answered from a question's own passages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import pytest
+from episode_cases import drive as play
+from episode_cases import kinds
 
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.released import PROTOCOLS, last_boxed
-from thresher.engine.episode import EpisodeConfig, Generate, Retrieved, Search, System, Turn
+from thresher.engine.episode import Retrieved, Search, System
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.retrieval.indexes.bm25 import rank_in_context
@@ -36,22 +39,8 @@ SCRIPTS = {  # a search and an answer, as each protocol writes them
 }
 
 
-def drive(system: System, texts: Sequence[str], max_turns: int = 4) -> tuple[list[Any], str]:
-    episode, answer, queue = system.episode(QUESTION, EpisodeConfig(system.template, max_turns)), None, list(texts)
-    requests: list[Any] = []
-    while True:
-        try:
-            request = episode.send(answer)
-        except StopIteration as stop:
-            assert not queue
-            return requests, stop.value
-        requests.append(request)
-        answer = None
-        if isinstance(request, Search):
-            answer = [Hit(0, PASSAGES[0], 1.0)]
-        elif isinstance(request, Generate):
-            text = queue.pop(0)
-            answer = Turn(text.encode(), next((tag for tag in request.stop if text.endswith(tag)), None))
+def drive(system: System, texts: Sequence[str], max_turns: int = 4) -> tuple[list[Any], str | None]:
+    return play(system, QUESTION, texts, repeat([Hit(0, PASSAGES[0], 1.0)]), max_turns=max_turns)
 
 
 def rewarded(system: System, *texts: str) -> tuple[float, str | None]:
@@ -66,8 +55,7 @@ def rewarded(system: System, *texts: str) -> tuple[float, str | None]:
 def test_a_search_and_an_answer(name: Any) -> None:
     system, (search, answer) = load_baseline("released", {"protocol": name}), SCRIPTS[name]
     requests, reason = drive(system, [search, answer])
-    kinds = [type(request).__name__ for request in requests]
-    assert kinds == ["Prompt", "Generate", "Search", "Retrieved", "Generate"] and reason == "answered"
+    assert kinds(requests) == ["Prompt", "Generate", "Search", "Retrieved", "Generate"] and reason == "answered"
     assert requests[2] == Search("bay map") and isinstance(requests[3], Retrieved)
     around = (requests[3].before, requests[3].after)
     assert around == PROTOCOLS[name].around and all(text.strip() in system.tags for text in around)

@@ -1,15 +1,17 @@
 """The search loops, driven by hand: what an episode asks for after each kind of turn, and when it ends."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
+from episode_cases import drive as play
+from episode_cases import kinds
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.episode import (
-    EpisodeConfig,
     Generate,
     Prompt,
     Retrieved,
@@ -32,31 +34,8 @@ SYSTEMS = ("search_r1", "eval_rar", "evinote", "evinote_code")
 SEARCH, ANSWER = Generate(("</search>", "</answer>")), "<answer>Anna Bell</answer>"
 
 
-def turn(text: str) -> Turn:
-    """As the engine would hand it over: the stop is the tag that the text ends with, if it ends with one."""
-    return Turn(text.encode(), next((tag for tag in ("</search>", "</answer>") if text.endswith(tag)), None))
-
-
 def drive(system: System, texts: Sequence[str], max_turns: int = 4) -> tuple[list[Any], str | None]:
-    """Everything the episode asked for, with the turns scripted, and the reason it gave; None if it wants more."""
-    episode = system.episode(QUESTION, EpisodeConfig("T {question}", max_turns))
-    queue, requests, answer = list(texts), [], None
-    while True:
-        try:
-            request = episode.send(answer)
-        except StopIteration as stop:
-            assert not queue, f"turns left over: {queue}"
-            return requests, stop.value
-        requests.append(request)
-        answer = HITS if isinstance(request, Search) else None
-        if isinstance(request, Generate):
-            if not queue:
-                return requests, None
-            answer = turn(queue.pop(0))
-
-
-def kinds(requests: Sequence[Any]) -> list[str]:
-    return [type(request).__name__ for request in requests]
+    return play(system, QUESTION, texts, repeat(HITS), max_turns=max_turns, template="T {question}")
 
 
 @pytest.fixture(params=SYSTEMS)

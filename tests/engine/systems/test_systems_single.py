@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from episode_cases import drive as play
 from reward_cases import PARTS
 
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.episode import (
     BranchPrompt,
-    EpisodeConfig,
     Generate,
     KeptSpan,
     Prompt,
     SpawnBranches,
     System,
-    Turn,
     pair_tags,
 )
 from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, context_ids
@@ -48,21 +47,8 @@ TAGS = {
 }
 
 
-def drive(system: System, texts: Sequence[str]) -> tuple[list[Any], str]:
-    """Everything the episode asked for, with its turns scripted, and the reason it gave."""
-    episode = system.episode(QUESTION, EpisodeConfig(TEMPLATE, 1))
-    queue, requests, answer = list(texts), [], None
-    while True:
-        try:
-            requests.append(episode.send(answer))
-        except StopIteration as stop:
-            assert not queue, f"turns left over: {queue}"
-            return requests, stop.value
-        answer = None
-        if isinstance(requests[-1], Generate):
-            text = queue.pop(0)
-            stop = next((tag for tag in requests[-1].stop if tag in text), None)
-            answer = Turn(text.encode(), stop)
+def drive(system: System, texts: Sequence[str]) -> tuple[list[Any], str | None]:
+    return play(system, QUESTION, texts, max_turns=1, template=TEMPLATE)
 
 
 def eviomni(**options: Any) -> System:
