@@ -1,7 +1,6 @@
 """`thresher eval --answer-url`: what an endpoint is asked, what becomes of its replies, and what is not asked twice."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
 FAST = ("--set", "judge.retry_seconds=0")
-
-
-@pytest.fixture
-def server() -> Iterator[ChatServer]:
-    with ChatServer() as server:
-        yield server
 
 
 @pytest.fixture

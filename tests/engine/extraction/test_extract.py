@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer
-from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, make_agentic, make_plan
+from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines
 from stored_cases import stored
 
 from thresher.common.errors import UserError
@@ -22,18 +21,6 @@ from thresher.engine.extraction.extractor import Extraction
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question, question_record
-
-
-@pytest.fixture
-def server() -> Iterator[ChatServer]:
-    with ChatServer() as server:
-        yield server
-
-
-@pytest.fixture
-def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path) -> ExtractionPlan:
-    return make_plan(tmp_path, tiny_model_folder, tiny_questions)
-
 
 # --- Traditional
 
@@ -190,11 +177,6 @@ def test_a_chat_model_answers_from_the_evidence(
 
 
 # --- Agentic
-
-
-@pytest.fixture
-def agentic(plan: ExtractionPlan, tiny_index_folder: Path, tmp_path: Path) -> ExtractionPlan:
-    return make_agentic(plan, tiny_index_folder, tmp_path)
 
 
 def test_only_evidence_comes_back_to_an_agent_of_ours(agentic: ExtractionPlan, script: Any, tiny_index: Index) -> None:

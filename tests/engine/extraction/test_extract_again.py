@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_server import ChatServer
-from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines, make_agentic, make_plan
+from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines
 from report_cases import make_run
 from rollout_cases import system_of
 
@@ -34,23 +34,6 @@ from thresher.engine.store.journal import Journal
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.transcript import Source
-
-
-@pytest.fixture
-def server() -> Iterator[ChatServer]:
-    with ChatServer() as server:
-        yield server
-
-
-@pytest.fixture
-def plan(tiny_model_folder: Path, tiny_questions: list[Question], tmp_path: Path) -> ExtractionPlan:
-    return make_plan(tmp_path, tiny_model_folder, tiny_questions)
-
-
-@pytest.fixture
-def agentic(plan: ExtractionPlan, tiny_index_folder: Path, tmp_path: Path) -> ExtractionPlan:
-    return make_agentic(plan, tiny_index_folder, tmp_path)
-
 
 # --- A run's best checkpoint
 
